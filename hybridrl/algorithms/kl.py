@@ -1,0 +1,54 @@
+"""Per-token estimates of KL(policy || reference) from the log-probs of sampled tokens, and the weight of a penalty."""
+
+import torch
+from torch import Tensor
+
+FORMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def kl_estimate(log_probs: Tensor, reference: Tensor, form: str) -> Tensor:
+    """One of Schulman's estimators (Approximating KL divergence, 2020), per token, same shape.
+
+    k1 is unbiased, k2 = d^2/2 has little variance, k3 = exp(d) - d - 1 has both and is clamped to [-10, 10] as in verl,
+    where d = reference - log_probs. A trailing "+" keeps the value and takes k2's gradient, whose expectation is the
+    gradient of the KL.
+    """
+    if form.endswith("+"):
+        value, through = kl_estimate(log_probs, reference, form[:-1]), kl_estimate(log_probs, reference, "k2")
+        return through + (value - through).detach()
+    difference = reference - log_probs
+    match FORMS[form]:
+        case "k1":
+            return -difference
+        case "abs":
+            return difference.abs()
+        case "k2":
+            return 0.5 * difference.square()
+        case _:
+            difference = difference.clamp(-20, 20)
+            return (difference.exp() - difference - 1).clamp(-10, 10)
+
+
+class KLWeight:
+    """The weight of a KL penalty in the reward: fixed, or steered to a target (Ziegler et al. 2019, section 2.2)."""
+
+    def __init__(self, weight: float, target: float | None = None, horizon: int = 10000) -> None:
+        self.value, self.target, self.horizon = weight, target, horizon
+
+    def update(self, kl: float, samples: int) -> None:
+        """Steer by the mean KL measured over a step's samples."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * samples / self.horizon
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+def penalised(
+    token_rewards: Tensor, log_probs: Tensor, reference: Tensor, mask: Tensor, form: str, weight: float
+) -> tuple[Tensor, float]:
+    """Token rewards less the weighted KL of each token, and the mean KL a token."""
+    kl = torch.where(mask, kl_estimate(log_probs, reference, form), 0.0)
+    return token_rewards - weight * kl, float(masked_mean(kl, mask))

@@ -1,0 +1,125 @@
+"""The one thing that travels: rows of different lengths, lying end to end. Knows neither Ray nor models nor rewards.
+
+A row is one sampled answer to one prompt. Every field has one of three axes:
+
+    row        one value a row                                       [B]
+    prompt     one value a prompt token, rows end to end             [sum of prompt_lengths]
+    response   one value a response token, rows end to end           [sum of response_lengths]
+
+Example: two rows, answers of 3 and 1 tokens: `response_ids = [5, 9, 2, 7]`, `response_lengths = [3, 1]`.
+A field that no station of the step has filled yet is None.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"))
+
+
+@dataclass
+class Batch:
+    """Packed rows. `row` is the prompt's position in the run's seeded order, `sample` the number within its group.
+
+    `group` tells which rows answer the same prompt; `rewards` is the scalar a scorer gave (NaN: excluded by name),
+    and `token_rewards` what the advantage estimator sees: the score on the last token, less any KL penalty.
+    """
+
+    prompt_lengths: Tensor = field(metadata=ROW)  # [B] int64
+    response_lengths: Tensor = field(metadata=ROW)  # [B] int64
+    prompt_ids: Tensor = field(metadata=PROMPT)  # int64
+    response_ids: Tensor = field(metadata=RESPONSE)  # int64
+    group: Tensor = field(metadata=ROW)  # [B] int64
+    position: Tensor = field(metadata=ROW)  # [B] int64
+    sample: Tensor = field(metadata=ROW)  # [B] int64
+    rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] float32
+    truncated: Tensor | None = field(default=None, metadata=ROW)  # [B] bool: stopped by the length limit
+    response_mask: Tensor | None = field(default=None, metadata=RESPONSE)  # bool: the policy wrote this token
+    rollout_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
+    old_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
+    reference_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
+    entropies: Tensor | None = field(default=None, metadata=RESPONSE)
+    values: Tensor | None = field(default=None, metadata=RESPONSE)
+    token_rewards: Tensor | None = field(default=None, metadata=RESPONSE)
+    advantages: Tensor | None = field(default=None, metadata=RESPONSE)
+    returns: Tensor | None = field(default=None, metadata=RESPONSE)
+
+    def __len__(self) -> int:
+        return self.prompt_lengths.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """Prompt plus response tokens of each row [B]."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def response_row(self) -> Tensor:
+        """The row that each response token belongs to."""
+        rows = torch.arange(len(self), device=self.response_lengths.device)
+        return torch.repeat_interleave(rows, self.response_lengths)
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """Index, among response tokens, of each row's last one [B]. Every row has at least one."""
+        return self.response_lengths.cumsum(0) - 1
+
+    def select(self, rows: Tensor | Sequence[int]) -> "Batch":
+        """The rows named, in the order named."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        index = {
+            "row": rows,
+            "prompt": spans(self.prompt_lengths, rows),
+            "response": spans(self.response_lengths, rows),
+        }
+        return replace(self, **{name: value[index[axis]] for name, axis, value in self._filled()})
+
+    def only(self, *names: str) -> "Batch":
+        """The same rows with the fields every batch has and those named; the rest does not travel."""
+        dropped = {name: None for name in OPTIONAL if name not in names}
+        return replace(self, **dropped)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same rows on a device."""
+        return replace(self, **{name: value.to(device) for name, _, value in self._filled()})
+
+    def padded(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """Response-axis values as a right-padded rectangle [B, T]."""
+        return torch.nn.utils.rnn.pad_sequence(
+            values.split(self.response_lengths.tolist()), batch_first=True, padding_value=fill
+        )
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """Sum of response-axis values over each row [B]."""
+        return values.new_zeros(len(self)).index_add_(0, self.response_row, values)
+
+    def _filled(self) -> Iterable[tuple[str, str, Tensor]]:
+        for item in fields(self):
+            value = vars(self)[item.name]
+            if value is not None:
+                yield item.name, item.metadata["axis"], value
+
+    @staticmethod
+    def concat(batches: Sequence["Batch"]) -> "Batch":
+        """Rows of several batches end to end; all must have the same fields filled."""
+        names = [name for name, _, _ in batches[0]._filled()]
+        return replace(batches[0], **{name: torch.cat([vars(batch)[name] for batch in batches]) for name in names})
+
+
+OPTIONAL = tuple(item.name for item in fields(Batch) if item.default is None)
+
+
+def spans(lengths: Tensor, rows: Tensor) -> Tensor:
+    """Indices of the elements of the rows named, where rows of these lengths lie end to end."""
+    starts = (lengths.cumsum(0) - lengths)[rows]
+    taken = lengths[rows]
+    shift = torch.repeat_interleave(starts - (taken.cumsum(0) - taken), taken)
+    return torch.arange(int(taken.sum())) + shift
+
+
+def pack(rows: Sequence[Sequence[int]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows as flat values and lengths [B]."""
+    flat = torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0)
+    return flat.to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64)

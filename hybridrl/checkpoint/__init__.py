@@ -1,0 +1,1 @@
+"""Models on disk. Knows tensors, directories and renames; never how a model is trained."""

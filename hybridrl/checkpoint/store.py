@@ -1,0 +1,34 @@
+"""The saved steps of a run: each is whole or absent, as it is written aside and appears by one rename."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from hybridrl.checkpoint.export import publish
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+class Store:
+    """`<directory>/global_step_N/actor/huggingface` and the file that names the newest N."""
+
+    def __init__(self, directory: Path, save_tokenizer: Callable[[Path], object]) -> None:
+        self.directory, self.save_tokenizer = directory, save_tokenizer
+
+    def save(self, step: int, export: Callable[[Path], None]) -> Path:
+        """Write a step with `export` and publish it. A write that fails leaves the older steps as they are."""
+        final = self.directory / f"global_step_{step}"
+        aside = self.directory / f".global_step_{step}.writing"
+        shutil.rmtree(aside, ignore_errors=True)
+        model = aside / "actor" / "huggingface"
+        model.mkdir(parents=True)
+        try:
+            export(model)
+            self.save_tokenizer(model)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        shutil.rmtree(final, ignore_errors=True)
+        publish(aside, final)
+        (self.directory / LATEST).write_text(str(step))
+        return final / "actor" / "huggingface"

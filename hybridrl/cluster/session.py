@@ -1,0 +1,77 @@
+"""A Ray to run on: one that is there is joined and left running; else one is started and stopped at the end."""
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from hybridrl.config import ConfigError
+
+SLOT = 0.01  # CPUs that a slot on CPU asks Ray for: slots share cores, and Ray is not to ration them
+
+
+class RaySession:
+    """Ray for the time of a run, and the devices the run may use: one bundle each, machine by machine."""
+
+    def __init__(self, device: str, machines: int, devices_per_machine: int, ray_init: dict[str, Any], timeout: float):
+        self.joined = bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
+        self.device, self.per_machine = device, devices_per_machine
+        _start(ray_init, self.joined)
+        try:
+            self.groups = [_reserve(device, devices_per_machine) for _ in range(machines)]
+            self._await(machines, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def bundle(self, rank: int) -> tuple[PlacementGroup, int]:
+        """The placement group and bundle of a device, counted over all machines."""
+        return self.groups[rank // self.per_machine], rank % self.per_machine
+
+    def close(self) -> None:
+        if not ray.is_initialized():
+            return
+        for group in self.groups if hasattr(self, "groups") else []:
+            remove_placement_group(group)
+        ray.shutdown()
+
+    def _await(self, machines: int, timeout: float) -> None:
+        waiting = [group.ready() for group in self.groups]
+        limit = timeout if self.joined else min(timeout, 60)
+        _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=limit)
+        if missing:
+            total, free = ray.cluster_resources(), ray.available_resources()
+            raise ConfigError(
+                f"Ray has no place for {machines} machine(s) with {self.per_machine} {self.device} device(s) each: it "
+                f"has {total.get('GPU', 0):g} GPUs ({free.get('GPU', 0):g} free) on {len(ray.nodes())} machine(s); "
+                "lower trainer.nnodes or trainer.n_gpus_per_node, or wait until other jobs end (ray status)"
+            )
+
+
+def _start(ray_init: dict[str, Any], joined: bool) -> None:
+    options: dict[str, Any] = {
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+        "namespace": "hybridrl",
+    }
+    if not joined:
+        # Ray's sockets need a short path; only what the run itself needs is started.
+        options |= {"include_dashboard": False, "_temp_dir": str(Path(tempfile.gettempdir()) / "ray")}
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray.init(**options | ray_init)
+    except ConnectionError as error:
+        where = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+        raise ConfigError(
+            f"no Ray answers at {where} (RAY_ADDRESS or ray_kwargs.ray_init.address); start it with ray start --head, "
+            "or unset the address to have one started here"
+        ) from error
+
+
+def _reserve(device: str, devices: int) -> PlacementGroup:
+    bundle = {"GPU": 1.0, "CPU": 1.0} if device == "cuda" else {"CPU": SLOT}
+    return placement_group([dict(bundle) for _ in range(devices)], strategy="STRICT_PACK")

@@ -1,0 +1,7 @@
+"""Configuration: verl's key names, resolved once into typed sections. Knows neither torch nor Ray."""
+
+from hybridrl.config.compose import load_ppo_config, load_sft_config
+from hybridrl.config.error import ConfigError
+from hybridrl.config.schema import PPOConfig, SFTConfig
+
+__all__ = ["ConfigError", "PPOConfig", "SFTConfig", "load_ppo_config", "load_sft_config"]

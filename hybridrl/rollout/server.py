@@ -1,0 +1,88 @@
+"""A rollout server: an actor around one engine. Answers are asked for in one call, fetched in another as they finish.
+
+Knows no engine: the one that was chosen is imported in the server's own process.
+"""
+
+import asyncio
+import os
+from importlib import import_module
+
+from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.rollout.requests import Completion, Request, Sampling
+from hybridrl.weights.handles import Handle
+from hybridrl.weights.layout import Bucket
+
+ENGINES = {"vllm": ("hybridrl.rollout.vllm", "VllmEngine")}
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    # vLLM's asynchronous engine is a child process in either case; 0 spares another one beside it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Engines that pin themselves to the first cores would fight for them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+# A pause before finished answers are sent lets more come along: a call costs more than an answer.
+COALESCE_SECONDS = 0.02
+
+
+class RolloutServer:
+    def __init__(self, log_file: str) -> None:
+        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        self.finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
+        self.running: set[asyncio.Task] = set()
+
+    async def start(self, device: str, gpus: list[int], model: ModelConfig, rollout: RolloutConfig, slots: int) -> int:
+        """Build the engine, whose weights are yet to come. Returns this process's id."""
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        module, engine = ENGINES[rollout.name]
+        self.engine = vars(import_module(module))[engine](device, model, rollout, slots)
+        await self.engine.connect()
+        return os.getpid()
+
+    async def submit(self, requests: list[Request], sampling: Sampling) -> None:
+        """Begin to answer; what is finished is fetched with `take`."""
+        for request in requests:
+            task = asyncio.create_task(self._answer(request, sampling))
+            self.running.add(task)
+            task.add_done_callback(self.running.discard)
+
+    async def take(self) -> list[Completion]:
+        """The answers finished since the last call, one at least; waits for it. Raises if the engine died."""
+        found = [await self.finished.get()]
+        await asyncio.sleep(COALESCE_SECONDS)
+        while not self.finished.empty():
+            found.append(self.finished.get_nowait())
+        for item in found:
+            if isinstance(item, Exception):
+                raise RuntimeError(f"the engine failed: {type(item).__name__}: {item}") from item
+        return found
+
+    async def _answer(self, request: Request, sampling: Sampling) -> None:
+        try:
+            self.finished.put_nowait(await self.engine.generate(request, sampling))
+        except Exception as error:  # whatever ended an answer is the taker's to hear
+            self.finished.put_nowait(error)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        return await self.engine.score(token_ids)
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self, part: str) -> None:
+        await self.engine.wake(part)
+
+    async def begin_weights(self) -> None:
+        await self.engine.begin_weights()
+
+    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int]) -> None:
+        await self.engine.load_bucket(bucket, handles, digests)
+
+    async def finish_weights(self) -> None:
+        await self.engine.finish_weights()

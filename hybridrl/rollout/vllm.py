@@ -1,0 +1,233 @@
+"""vLLM as a rollout engine, in a process of its own. The only module that knows vLLM; versions 0.26 to 0.32.
+
+The engine receives weights through vLLM's weight-transfer calls, by an engine registered here, which opens handles to
+the trainer's memory on the same device: one path for CUDA and CPU.
+"""
+
+import ctypes
+import math
+import os
+import signal
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from transformers import AutoConfig
+from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+from vllm.config import WeightTransferConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.rollout.requests import Completion, Request, Sampling
+from hybridrl.weights.handles import Handle, digest, open_buffer
+from hybridrl.weights.layout import Bucket, Tensor
+
+BACKEND = "hybridrl"
+CPU_BLOCK = 128  # tokens of a cache block of vLLM's CPU build
+
+
+class VllmEngine:
+    """A vLLM engine over one tensor-parallel group of devices: what a rollout server asks of any engine."""
+
+    def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> None:
+        arguments = engine_arguments(device, model, rollout, slots)
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def connect(self) -> None:
+        """Make ready for weights."""
+        await self.engine.collective_rpc("init_weight_transfer_engine", args=({},))
+
+    async def generate(self, request: Request, sampling: Sampling) -> Completion:
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
+        name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
+        async for output in self.engine.generate(prompt, sampling_params(request, sampling), name):
+            answer = output.outputs[0]
+        return Completion(
+            request.prompt,
+            request.sample,
+            np.asarray(answer.token_ids, dtype=np.int64),
+            np.asarray(answer.logprobs.logprobs, dtype=np.float32),
+            answer.finish_reason == "length",
+        )
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of the tokens of a sequence after its first, without sampling."""
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        async for output in self.engine.generate(TokensPrompt(prompt_token_ids=token_ids), parameters, "probe"):
+            found = output.prompt_logprobs
+        return [place[token].logprob for token, place in zip(token_ids[1:], found[1:], strict=True)]
+
+    async def sleep(self) -> None:
+        """Stop, forget the cache, and on CUDA give weights (they come back from the trainer) and cache memory back."""
+        await self.engine.sleep(level=2)
+
+    async def wake(self, part: str) -> None:
+        """Take memory for `weights` or `kv_cache` again; the engine runs when it has both."""
+        await self.engine.wake_up(tags=[part])
+
+    async def begin_weights(self) -> None:
+        await self.engine.collective_rpc("start_weight_update")
+
+    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int]) -> None:
+        """Read one bucket from the trainers' memory; one handle and one digest a device of this engine."""
+        tensors = [asdict(tensor) for tensor in bucket.tensors]
+        info = {"tensors": tensors, "size": bucket.bytes, "handles": handles, "digests": digests}
+        await self.engine.collective_rpc("update_weights", args=(info,))
+
+    async def finish_weights(self) -> None:
+        await self.engine.collective_rpc("finish_weight_update")
+        await self.engine.reset_prefix_cache()
+
+
+def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=request.seed if sampling.temperature > 0 else None,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> dict[str, Any]:
+    """vLLM's arguments. `slots` is the number of engines that share this machine's memory."""
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": model.override_config,
+        "dtype": rollout.dtype,
+        "load_format": "dummy",
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_model_len or 0),
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_sleep_mode": rollout.free_cache_engine,
+        # Log-probs of the distribution that was sampled from: the trainer divides by the same temperature.
+        "logprobs_mode": "processed_logprobs",
+        "seed": rollout.seed,
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": f"{__name__}.EngineProcess",
+    }
+    if device == "cpu":
+        arguments |= {
+            "enforce_eager": True,
+            "enable_sleep_mode": False,
+            # vLLM's CPU generator cannot go on in the middle of a prompt that was cut into pieces.
+            "enable_chunked_prefill": False,
+            "kv_cache_memory_bytes": cpu_cache_bytes(model, rollout, slots),
+        }
+    if rollout.tensor_model_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | rollout.engine_kwargs.vllm
+
+
+def cpu_cache_bytes(model: ModelConfig, rollout: RolloutConfig, slots: int) -> int:
+    """Cache for `max_num_seqs` answers of full length, at most a share of the free memory; one device's part of it."""
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize = getattr(torch, rollout.dtype or "float32").itemsize
+    block = CPU_BLOCK * 2 * config.num_hidden_layers * heads * width * itemsize
+    blocks = math.ceil((rollout.max_model_len or 0) / CPU_BLOCK)
+    free = psutil.virtual_memory().available * rollout.gpu_memory_utilization / slots
+    wanted = block * (blocks * rollout.max_num_seqs + 1)
+    return int(max(min(wanted, free), block * (blocks + 1)) / rollout.tensor_model_parallel_size)
+
+
+# -- in the engine's own process ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """Nothing needs to be agreed on beforehand."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """A bucket in the trainers' memory: which tensors lie where, one handle and one digest a device."""
+
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    size: int = 0
+    handles: list[Handle] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+
+
+class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
+    """Loads weights out of memory that a trainer on the same device shares."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketInfo
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        die_with_parent()
+        self.opened: tuple[Handle, torch.Tensor] | None = None
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        rank = get_tensor_model_parallel_rank()
+        handle = update_info.handles[rank]
+        if self.opened is None or self.opened[0] != handle:
+            self.opened = (handle, open_buffer(handle, self.device))
+        buffer = self.opened[1][: update_info.size]
+        if digest(buffer) != update_info.digests[rank]:
+            raise RuntimeError("the weights that arrived are not those that were sent: the bucket's digests differ")
+        places = [Tensor(**item) for item in update_info.tensors]
+        self.model.load_weights([(place.name, place.view(buffer)) for place in places])
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._refresh_tied_heads()
+        else:
+            self.opened = None
+
+    def _refresh_tied_heads(self) -> None:
+        """On CPU a head that shares the embedding's weight computes with a packed copy, which a reload leaves stale."""
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        self.opened = None
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, however that happens: no engine outlives its run."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class EngineProcess:
+    """Imported by vLLM in each engine process before the model is built, and with it the registration below."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, HandleTransfer)

@@ -1,0 +1,168 @@
+"""A supervised run: conversations -> rows -> updates, on the same workers as reinforcement learning."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from hybridrl.algorithms import Clip
+from hybridrl.algorithms.policy_loss import likelihood
+from hybridrl.assembly import open_run_directory, start_session, start_train_workers
+from hybridrl.batch import Batch, pack
+from hybridrl.checkpoint.store import Store
+from hybridrl.cluster import Group
+from hybridrl.config import SFTConfig
+from hybridrl.config.compose import as_dict
+from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
+from hybridrl.data.order import PromptOrder
+from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.stopwatch import Stopwatch
+from hybridrl.tracking import Tracker, draw_curves, summary
+from hybridrl.tracking.log import info
+from hybridrl.training.packing import Budget
+from hybridrl.training.trainers import Trainers, UpdatePlan
+from hybridrl.training.worker import LossConfig, TrainWorker, WorkerConfig
+
+
+def train(config: SFTConfig) -> None:
+    """Run the whole of it, and leave nothing running however it ends."""
+    began = time.monotonic()
+    directory = open_run_directory(config)
+    tokenizer = load_tokenizer(
+        config.model.path,
+        tokenizer_path=config.data.tokenizer or config.model.tokenizer_path,
+        trust_remote_code=config.data.trust_remote_code or config.model.trust_remote_code,
+        custom_chat_template=config.model.custom_chat_template,
+        model_key="model.path",
+    )
+    training, validation = _load(config, tokenizer)
+    size = config.data.train_batch_size
+    steps = config.trainer.total_training_steps or max(config.trainer.total_epochs * len(training) // size, 1)
+    info(f"{steps} steps of {size} conversations out of {len(training)}")
+    with ExitStack() as stack:
+        session = start_session(config.trainer, config.ray_kwargs.ray_init)
+        stack.callback(session.close)
+        group = start_train_workers(session, directory / "logs")
+        _build(config, group, steps)
+        workers = Trainers(
+            group,
+            _update_plan(config),
+            export_dtype=config.engine.fsdp_config.dtype or "float32",
+            timeout=config.trainer.step_timeout,
+        )
+        names = config.trainer.project_name, config.trainer.experiment_name
+        tracker = stack.enter_context(Tracker(config.trainer.logger, directory, *names, as_dict(config), steps))
+        tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
+        store = Store(directory, tokenizer.save_pretrained)
+        _fit(config, steps, training, validation, workers, tracker, store)
+    draw_curves(directory)
+    info(summary(directory))
+
+
+def _load(config: SFTConfig, tokenizer) -> tuple[ConversationDataset, ConversationDataset | None]:
+    data = config.data
+    training = load_conversations(
+        data.train_files,
+        data,
+        tokenizer,
+        max_samples=data.train_max_samples,
+        shuffle=data.shuffle,
+        key="data.train_files",
+    )
+    if not data.val_files:
+        return training, None
+    return training, load_conversations(
+        data.val_files, data, tokenizer, max_samples=data.val_max_samples, shuffle=False, key="data.val_files"
+    )
+
+
+def _build(config: SFTConfig, group: Group, steps: int) -> None:
+    limit = config.trainer.startup_timeout
+    places = group.broadcast(TrainWorker.place, timeout=limit)
+    worker = WorkerConfig(
+        device=config.trainer.device,
+        model=config.model,
+        fsdp=config.engine.fsdp_config,
+        optimizer=config.optim,
+        total_updates=steps,
+        collective_timeout=config.engine.nccl_timeout,
+        seed=config.trainer.seed,
+    )
+    group.broadcast(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}", timeout=limit)
+
+
+def _update_plan(config: SFTConfig) -> UpdatePlan:
+    """One update a step with the likelihood as its loss."""
+    budget = Budget(config.data.max_token_len_per_gpu, padded=not config.model.use_remove_padding)
+    size = config.data.train_batch_size
+    loss = LossConfig(
+        policy_loss=likelihood,
+        clip=Clip(0.0, 0.0, 0.0),
+        aggregation="token-mean",
+        scale=1.0,
+        temperature=1.0,
+        grad_clip=config.engine.grad_clip,
+    )
+    return UpdatePlan(loss, size, size, 1, False, 0, budget, budget, budget)
+
+
+def _fit(
+    config: SFTConfig,
+    steps: int,
+    training: ConversationDataset,
+    validation: ConversationDataset | None,
+    workers: Trainers,
+    tracker: Tracker,
+    store: Store,
+) -> None:
+    order = PromptOrder(len(training), config.data.seed, config.data.shuffle)
+    size, test_freq, save_freq = (
+        config.data.train_batch_size,
+        config.trainer.test_freq,
+        config.trainer.save_freq,
+    )
+    watch = Stopwatch()
+    for step in range(1, steps + 1):
+        last = step == steps
+        with watch("step"):
+            batch = to_batch([training[row] for row in order.rows((step - 1) * size, size)])
+            metrics, _, _ = workers.update(batch, [range(len(batch))], workers.plan.loss)
+        metrics = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm", "lr")}
+        metrics |= watch.take() | {"training/epoch": (step * size - 1) // len(training)}
+        metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
+        if validation is not None and (last or (test_freq > 0 and step % test_freq == 0)):
+            with watch("testing"):
+                metrics["val/loss"] = validation_loss(workers, validation)
+        if save_freq >= 0 and (last or (save_freq > 0 and step % save_freq == 0)):
+            with watch("save_checkpoint"):
+                store.save(step, workers.export)
+        tracker.log(step, metrics | watch.take())
+
+
+def validation_loss(workers: Trainers, conversations: ConversationDataset) -> float:
+    """Mean negative log-likelihood of the assistants' tokens."""
+    batch = to_batch(list(conversations))
+    scored = workers.log_probs(batch)
+    workers.watch.take()
+    return -float(scored.old_log_probs[batch.response_mask].mean())
+
+
+def to_batch(conversations: Sequence[Conversation]) -> Batch:
+    """Conversations as rows: what stands before the first token with loss is the prompt."""
+    starts = [max(conversation.loss_mask.index(1), 1) for conversation in conversations]
+    pairs = list(zip(conversations, starts, strict=True))
+    prompt_ids, prompt_lengths = pack([item.ids[:start] for item, start in pairs], torch.int64)
+    response_ids, response_lengths = pack([item.ids[start:] for item, start in pairs], torch.int64)
+    mask, _ = pack([item.loss_mask[start:] for item, start in pairs], torch.bool)
+    numbers = torch.arange(len(conversations))
+    return Batch(
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        group=numbers,
+        position=numbers,
+        sample=torch.zeros_like(numbers),
+        response_mask=mask,
+    )

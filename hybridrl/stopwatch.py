@@ -1,0 +1,23 @@
+"""Seconds by name, collected by whoever does the work and taken once a step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """`with watch("gen"): ...` adds to `timing_s/gen`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+
+    def take(self) -> dict[str, float]:
+        """All seconds since the last call, as metrics."""
+        taken, self._seconds = self._seconds, {}
+        return {f"timing_s/{name}": seconds for name, seconds in taken.items()}

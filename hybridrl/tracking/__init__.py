@@ -1,0 +1,7 @@
+"""Seeing a run: its sinks while it goes on, its report at the end."""
+
+from hybridrl.tracking.report import draw_curves, read_metrics, summary
+from hybridrl.tracking.sink import SampleRow, Sink
+from hybridrl.tracking.tracker import Tracker
+
+__all__ = ["SampleRow", "Sink", "Tracker", "draw_curves", "read_metrics", "summary"]

@@ -1,0 +1,127 @@
+"""The console: a progress bar and a compact line a step on a terminal, verl's plain lines elsewhere."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from hybridrl.tracking import names
+from hybridrl.tracking.sink import SampleRow, Sink
+
+SHOWN_CHARACTERS = 240
+
+
+class PlainSink(Sink):
+    """`step:N - key:value - key:value ...`, the line that scripts around verl read."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        values = (f"{name}:{_compact(value)}" for name, value in metrics.items())
+        self._console.print(Text(" - ".join([f"step:{step}", *values])), soft_wrap=True)
+
+    def samples(self, step: int, rows: list[SampleRow]) -> None:
+        self._console.print(sample_table(step, rows))
+
+
+class TerminalSink(Sink):
+    """A bar over the steps with the time that is left, and above it one line a step."""
+
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int,
+        start_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._clock = console, clock
+        self._total_steps, self._step = total_steps, start_step
+        self._step_ends: list[float] = []
+        self._progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            refresh_per_second=2,
+        )
+        self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="")
+        self._progress.start()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        # Cropped, not wrapped: one step is one line on a narrow terminal too.
+        self._console.print(step_line(step, metrics), no_wrap=True, overflow="ellipsis")
+        if step > self._step:
+            self._step = step
+            self._step_ends.append(self._clock())
+            seconds = seconds_left(self._step_ends, self._total_steps - step)
+            left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
+            self._progress.update(self._bar, completed=step, left=left)
+
+    def samples(self, step: int, rows: list[SampleRow]) -> None:
+        self._console.print(sample_table(step, rows))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def seconds_left(step_ends: list[float], steps_left: int) -> float | None:
+    """Mean time of a step x `steps_left`; the first two count only until there are others: they warm up."""
+    times = [end - start for start, end in pairwise(step_ends)]
+    times = times[1:] or times
+    return sum(times) / len(times) * steps_left if times else None
+
+
+def step_line(step: int, metrics: dict[str, float]) -> Text:
+    """What one looks at while a run goes on, with the seconds by phase; what is not logged is left out."""
+    scores = [value for name, value in metrics.items() if names.is_validation_score(name)]
+    shown = [
+        ("reward", next((metrics[name] for name in names.REWARD if name in metrics), None), ".3f"),
+        ("val", sum(scores) / len(scores) if scores else None, ".3f"),
+        ("loss", metrics.get("train/loss"), ".4f"),
+        ("val loss", metrics.get("val/loss"), ".4f"),
+        ("length", metrics.get(names.RESPONSE_LENGTH), ".1f"),
+        ("entropy", metrics.get("actor/entropy"), ".3f"),
+        ("kl", metrics.get("actor/ppo_kl"), ".1e"),
+        ("lr", metrics.get("train/lr"), ".1e"),
+        ("grad", metrics.get("actor/grad_norm", metrics.get("train/grad_norm")), ".3g"),
+    ]
+    line = Text(f"step {step:<4}")
+    for name, value, form in shown:
+        if value is not None:
+            line.append(f" {name} ", "dim").append(f"{value:{form}}", "bold")
+    phases = [f"{phase} {seconds:.1f}" for phase, seconds in names.phase_seconds(metrics).items()]
+    if phases or names.STEP_SECONDS in metrics:
+        line.append(f"  {names.line_seconds(metrics):.1f}s", "cyan")
+    if phases:
+        line.append(f" ({' '.join(phases)})", "dim")
+    return line
+
+
+def sample_table(step: int, rows: list[SampleRow]) -> Table:
+    table = Table(title=f"validation samples, step {step}", title_justify="left", show_lines=True)
+    for column in ("prompt", "answer", "ground truth"):
+        table.add_column(column, overflow="fold")
+    table.add_column("score", justify="right")
+    for row in rows:
+        cells = (Text(_shown(text)) for text in (row.prompt, row.answer, row.ground_truth))
+        table.add_row(*cells, f"{row.score:.3g}")
+    return table
+
+
+def _shown(text: str) -> str:
+    """Both ends of a long text; a model can write escape codes, which must not reach the terminal."""
+    if len(text) > SHOWN_CHARACTERS:
+        text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.strip())
+
+
+def _compact(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.6g}"

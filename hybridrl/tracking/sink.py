@@ -1,0 +1,26 @@
+"""What a sink is: one class with `log(step, metrics)`. A new destination of metrics is one such class."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One validation answer as it is shown to people."""
+
+    prompt: str
+    answer: str
+    ground_truth: str
+    score: float
+
+
+class Sink:
+    """A destination of metrics; what a sink has no place for (sample tables, say) it leaves as it is here."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        raise NotImplementedError
+
+    def samples(self, step: int, rows: list[SampleRow]) -> None:
+        return
+
+    def close(self) -> None:
+        return

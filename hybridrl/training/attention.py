@@ -1,0 +1,73 @@
+"""Causal attention for rows that lie end to end in one line, registered with transformers under one name.
+
+CUDA uses torch's variable-length kernel where the type allows, everything else pads inside the attention alone, so that
+all other layers of a model compute no padding.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+NAME = "hybridrl_packed"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, width] in one line, or [B, heads, T, width]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    boundaries: Tensor
+    | None = None,  # [B + 1] int32; None: a right-padded rectangle, where causality hides the padding
+    longest: int = 0,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention output [B, T, heads, width], as transformers expects it of an attention function."""
+    if boundaries is None:
+        return _causal(query, key, value, scaling).transpose(1, 2), None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen_kernel(query, key, value, boundaries, longest, scaling)[None], None
+    lengths = boundaries.diff().long()
+    starts = torch.arange(len(lengths), device=query.device) * longest
+    places = torch.repeat_interleave(starts - boundaries[:-1], lengths)
+    places = places + torch.arange(len(query), device=query.device)
+    output = _causal(*(_rectangle(tensor, places, len(lengths), longest) for tensor in (query, key, value)), scaling)
+    return output.transpose(1, 2).flatten(0, 1)[places][None], None
+
+
+def _rectangle(line: Tensor, places: Tensor, rows: int, longest: int) -> Tensor:
+    """[T, heads, width] in one line -> [rows, heads, longest, width] padded with zeros."""
+    padded = line.new_zeros(rows * longest, *line.shape[1:]).index_copy(0, places, line)
+    return padded.view(rows, longest, *line.shape[1:]).transpose(1, 2)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def _varlen_kernel(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float | None
+) -> Tensor:
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    return varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        **grouped,
+    )
+
+
+AttentionInterface.register(NAME, attend)

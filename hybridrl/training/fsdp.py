@@ -1,0 +1,48 @@
+"""Sharding a model over the training ranks with FSDP2, and taking it apart again."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hybridrl.config.schema import FSDPConfig
+from hybridrl.training.model import LanguageModel, layer_classes
+
+
+def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
+    """All ranks in one row of shards, or in several rows that replicate one another."""
+    if shards == ranks:
+        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: LanguageModel, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool = False) -> LanguageModel:
+    """Shard in place, layer by layer and then the rest; `offloaded` keeps the shards in host memory."""
+    dtype = getattr(torch, config.dtype or "float32")
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if dtype == torch.float32 and config.model_dtype == "float32":
+        policy = MixedPrecisionPolicy()
+    on_cuda = grid.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=True) if offloaded and on_cuda else OffloadPolicy()
+    names = layer_classes(model.model, config.wrap_policy.transformer_layer_cls_to_wrap)
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    options = {"mesh": grid, "mp_policy": policy, "offload_policy": offload}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    if config.forward_prefetch:
+        for layer, following in pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
+    return model
+
+
+def whole_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, unsharded, one after another; collective: each rank must walk through all of them."""
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        value = value if dtype is None else value.to(dtype)
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value

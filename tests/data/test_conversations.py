@@ -1,0 +1,141 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import Qwen2Tokenizer
+
+from hybridrl.config.error import ConfigError
+from hybridrl.config.schema import SFTDataConfig
+from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
+
+Write = Callable[..., str]
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant") * len(texts)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+
+
+def load(file: str, config: SFTDataConfig, tokenizer: Qwen2Tokenizer) -> ConversationDataset:
+    return load_conversations([file], config, tokenizer, max_samples=-1, shuffle=False, key="data.train_files")
+
+
+def refusal(file: str, config: SFTDataConfig, tokenizer: Qwen2Tokenizer) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(file, config, tokenizer)
+    return str(error.value)
+
+
+def learnt(conversation: Conversation, tokenizer: Qwen2Tokenizer) -> str:
+    """The text that the loss is on."""
+    assert len(conversation.ids) == len(conversation.loss_mask)
+    pairs = zip(conversation.ids, conversation.loss_mask, strict=True)
+    return tokenizer.decode([token for token, mask in pairs if mask])
+
+
+def test_the_loss_is_on_the_answer_and_the_end_of_its_turn(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    (conversation,) = load(write(chat("2+2?", "4")), sft_config, tokenizer)
+    whole = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    assert tokenizer.decode(conversation.ids) == whole
+    assert learnt(conversation, tokenizer) == "4<|im_end|>"
+    assert conversation.loss_mask[-3:] == [1, 1, 0]
+
+
+def test_the_loss_is_on_every_answer_of_a_conversation(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    dataset = load(write(chat("a", "one", "b", "two"), chat("c", "three")), sft_config, tokenizer)
+    assert [learnt(item, tokenizer) for item in dataset] == ["one<|im_end|>two<|im_end|>", "three<|im_end|>"]
+
+
+def test_prompt_and_response_columns_make_the_same_conversation(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    rows = [
+        chat("2+2?", "4"),
+        {"prompt": "2+2?", "response": "4"},
+        {"prompt": chat("2+2?")["messages"], "response": "4"},
+    ]
+    first, second, third = load(write(*rows), sft_config, tokenizer)
+    assert first == second == third
+
+
+def test_without_a_chat_template_the_response_follows_the_prompt_and_ends(
+    write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer
+) -> None:
+    (conversation,) = load(write({"prompt": "2+2=", "response": "4"}), sft_config, plain_tokenizer)
+    assert plain_tokenizer.decode(conversation.ids) == "2+2=4<|im_end|>"
+    assert learnt(conversation, plain_tokenizer) == "4<|im_end|>"
+
+
+def test_a_template_without_an_end_of_turn_token_is_learnt_to_its_end(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (conversation,) = load(write(chat("2+2?", "4")), sft_config, tokenizer)
+    assert learnt(conversation, tokenizer) == "4\n\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_by_row(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else m.content|upper }}{% endfor %}"
+    message = refusal(write(chat("1", "2"), chat("1", "two", "3", "four")), sft_config, tokenizer)
+    assert "1 bad row\n" in message
+    assert "line 2: the chat template writes the beginning of this conversation in another way" in message
+    assert "model.custom_chat_template" in message
+
+
+def test_rows_that_are_no_conversations_are_told_at_once(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    rows = [chat("a", "b"), chat("a"), {"messages": "text"}, {"prompt": "a"}, {"prompt": 1, "response": "b"}]
+    message = refusal(write(*rows), sft_config, tokenizer)
+    assert "4 bad rows" in message
+    assert "line 2: data.messages_key=messages is to hold chat messages" in message
+    assert "line 3: data.messages_key=messages" in message
+    assert "line 4: neither chat messages (data.messages_key=messages) nor a prompt and a response" in message
+    assert "line 5: neither" in message
+
+
+def test_chat_messages_without_a_chat_template_are_refused_with_the_way_out(
+    write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer
+) -> None:
+    message = refusal(write(chat("a", "b")), sft_config, plain_tokenizer)
+    assert "line 1: without a chat template a row needs plain text" in message
+    assert "model.custom_chat_template" in message
+
+
+def test_long_conversations_are_refused_with_row_length_and_limit(
+    write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer
+) -> None:
+    config = replace(sft_config, max_length=4)
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "abc", "response": "de"}]
+    message = refusal(write(*rows), config, plain_tokenizer)
+    assert "1 of 2 rows are longer than data.max_length=4" in message
+    assert "rows.jsonl, line 2 with 6 tokens" in message
+    assert "data.truncation=left|right" in message
+
+
+def test_a_cut_conversation_keeps_its_mask_and_is_dropped_where_no_answer_is_left(
+    write: Write,
+    sft_config: SFTDataConfig,
+    plain_tokenizer: Qwen2Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = write({"prompt": "ab", "response": "cde"}, {"prompt": "abcdef", "response": "g"})
+    left = load(file, replace(sft_config, max_length=3, truncation="left"), plain_tokenizer)
+    assert [plain_tokenizer.decode(item.ids) for item in left] == ["de<|im_end|>", "fg<|im_end|>"]
+    assert [item.loss_mask for item in left] == [[1, 1, 1], [0, 1, 1]]
+    right = load(file, replace(sft_config, max_length=3, truncation="right"), plain_tokenizer)
+    assert [plain_tokenizer.decode(item.ids) for item in right] == ["abc"]
+    assert right[0].loss_mask == [0, 0, 1]
+    assert right.lengths.tolist() == [3]
+    assert "2 of 2 rows are longer than data.max_length=3" in caplog.text
+    assert "1 dropped as nothing of an answer was left" in caplog.text

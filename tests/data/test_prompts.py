@@ -1,0 +1,178 @@
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import Qwen2Tokenizer
+
+from hybridrl.config.error import ConfigError
+from hybridrl.config.schema import DataConfig
+from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
+
+Write = Callable[..., str]
+
+
+def row(prompt: Any, **columns: Any) -> dict[str, Any]:
+    return {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": "4"}, **columns}
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def load(file: str, config: DataConfig, tokenizer: Qwen2Tokenizer) -> PromptDataset:
+    return load_prompts([file], config, tokenizer, max_samples=-1, shuffle=False, key="data.train_files")
+
+
+def refusal(file: str, config: DataConfig, tokenizer: Qwen2Tokenizer) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(file, config, tokenizer)
+    return str(error.value)
+
+
+def test_a_row_becomes_a_prompt_that_opens_the_answer(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    dataset = load(write(row(user("2+2?"), extra_info={"index": 7})), config, tokenizer)
+    assert tokenizer.decode(dataset[0].ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert replace(dataset[0], ids=[]) == Prompt(0, [], user("2+2?"), "sums", "4", {"index": 7})
+
+
+def test_a_plain_string_is_what_the_user_says(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    text, chat = load(write(row("2+2?"), row(user("2+2?"))), config, tokenizer)
+    assert text.ids == chat.ids
+
+
+def test_a_plain_string_is_used_raw_without_a_chat_template(
+    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
+) -> None:
+    (prompt,) = load(write(row("2+2?")), config, plain_tokenizer)
+    assert plain_tokenizer.decode(prompt.ids) == "2+2?"
+
+
+def test_chat_messages_without_a_chat_template_are_refused_with_both_ways_out(
+    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
+) -> None:
+    message = refusal(write(row("2+2?"), row(user("2+2?"))), config, plain_tokenizer)
+    assert "1 rows have chat messages" in message
+    assert "actor_rollout_ref.model.custom_chat_template" in message
+    assert "plain strings" in message
+
+
+def test_template_arguments_reach_the_template(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}{{ ' /think' if think else '' }}"
+    config = replace(config, apply_chat_template_kwargs={"think": True})
+    (prompt,) = load(write(row("2+2?")), config, tokenizer)
+    assert tokenizer.decode(prompt.ids) == "2+2? /think"
+
+
+def test_a_row_may_lack_extra_info_and_data_source(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    dataset = load(write(row("a", extra_info=None, data_source=None), row("b", task="t")), config, tokenizer)
+    assert (dataset[0].extra_info, dataset[0].data_source) == ({}, "unknown")
+    assert dataset.data_sources == {"unknown", "sums"}
+    config = replace(config, reward_fn_key="task")
+    assert load(write(row("b", task="t")), config, tokenizer).data_sources == {"t"}
+
+
+def test_ground_truths_of_any_type_come_through_as_they_are(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    truths = ["4", 4, ["4", "four"], {"target": 4}, 0, False, ""]
+    rows = [row("2+2?", reward_model={"ground_truth": truth}) for truth in truths]
+    assert [prompt.ground_truth for prompt in load(write(*rows), config, tokenizer)] == truths
+
+
+def test_fields_that_parquet_adds_to_messages_are_not_shown_to_the_template(
+    tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    rows = [row(user("2+2?")), row([{"role": "user", "content": "x", "name": "Ann"}])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    tokenizer.chat_template = "{{ 'named' if 'name' in messages[0] else 'nameless' }}"
+    nameless, named = load(str(tmp_path / "rows.parquet"), config, tokenizer)
+    assert [tokenizer.decode(prompt.ids) for prompt in (nameless, named)] == ["nameless", "named"]
+
+
+def test_all_bad_rows_are_told_at_once_with_line_and_reason(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    rows = [
+        row("fine"),
+        {"question": "2+2?", "reward_model": {"ground_truth": "4"}},
+        row("x", reward_model={"style": "rule"}),
+        row([]),
+        row([{"role": "user"}]),
+        row("x", extra_info="text"),
+        {"question": "2+2?"},
+    ]
+    message = refusal(write(*rows), config, tokenizer)
+    assert message.startswith("data.train_files: 6 bad rows\n")
+    assert "line 2: no prompt: data.prompt_key=prompt" in message
+    assert "the row has question, reward_model" in message
+    assert "line 3: no ground truth" in message
+    assert "line 4: no prompt" in message
+    assert "line 5: no prompt" in message
+    assert "line 6: extra_info is no object" in message
+    assert "line 7" not in message
+    assert "and 1 more" in message
+
+
+def test_a_conversation_that_the_template_refuses_is_named(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    tokenizer.chat_template = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}x"
+    message = refusal(write(row("a"), row([{"role": "tool", "content": "b"}]), row("c")), config, tokenizer)
+    assert "1 bad row\n" in message
+    assert "line 2: the chat template refuses it: no tools here" in message
+
+
+def test_long_prompts_are_refused_with_row_length_limit_and_the_ways_out(
+    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
+) -> None:
+    config = replace(config, max_prompt_length=4)
+    message = refusal(write(row("1234"), row("12345"), row("123456")), config, plain_tokenizer)
+    assert "2 of 3 rows are longer than data.max_prompt_length=4" in message
+    assert "rows.jsonl, line 2 with 5 tokens, the longest has 6" in message
+    assert "data.filter_overlong_prompts=true" in message
+    assert "data.truncation=left|right|middle" in message
+
+
+@pytest.mark.parametrize(("side", "left"), [("left", "34567"), ("right", "12345"), ("middle", "12567")])
+def test_long_prompts_are_cut_on_the_side_that_truncation_says(
+    write: Write,
+    config: DataConfig,
+    plain_tokenizer: Qwen2Tokenizer,
+    side: str,
+    left: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = replace(config, max_prompt_length=5, truncation=side)
+    dataset = load(write(row("1234567"), row("12")), config, plain_tokenizer)
+    assert [plain_tokenizer.decode(prompt.ids) for prompt in dataset] == [left, "12"]
+    assert "1 of 2 rows are longer than data.max_prompt_length=5" in caplog.text
+    assert f"cut (data.truncation={side})" in caplog.text
+
+
+def test_long_prompts_are_dropped_and_counted_with_the_filter(
+    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config, max_prompt_length=4, filter_overlong_prompts=True)
+    with caplog.at_level(logging.WARNING):
+        dataset = load(write(row("12345"), row("12"), row("1")), config, plain_tokenizer)
+    assert [(prompt.row, len(prompt.ids)) for prompt in dataset] == [(1, 2), (2, 1)]
+    assert "1 of 3 rows are longer" in caplog.text
+    assert "longer than" in refusal(write(row("12345")), config, plain_tokenizer)
+
+
+def test_a_dataset_is_a_sequence_with_lengths(
+    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
+) -> None:
+    dataset = load(write(row("1"), row("12"), row("123")), config, plain_tokenizer)
+    assert dataset.lengths.tolist() == [1, 2, 3]
+    assert plain_tokenizer.decode(dataset[-1].ids) == "123"
+    assert [prompt.row for prompt in dataset] == [0, 1, 2]
+    with pytest.raises(IndexError):
+        dataset[3]

@@ -1,0 +1,59 @@
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Tokenizer
+
+from hybridrl.config.error import ConfigError
+from hybridrl.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def directory(tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Path:
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_local_directory_is_read_without_the_network(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **options: asked.append(address))
+    assert load_tokenizer(str(directory)).eos_token == "<|im_end|>"
+    assert asked == []
+
+
+def test_the_end_token_pads_where_there_is_no_padding_token(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = (directory / "tokenizer_config.json").read_text()
+    (directory / "tokenizer_config.json").write_text(text.replace('"<|endoftext|>"', "null"))
+    with caplog.at_level(logging.INFO, logger="hybridrl"):
+        tokenizer = load_tokenizer(str(directory))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert "no padding token" in caplog.text
+
+
+def test_a_padding_token_of_its_own_stays(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hybridrl"):
+        assert load_tokenizer(str(directory)).pad_token == "<|endoftext|>"
+    assert caplog.text == ""
+
+
+def test_another_tokenizer_and_another_template_can_be_named(directory: Path) -> None:
+    tokenizer = load_tokenizer(
+        "/no/such/model", tokenizer_path=str(directory), custom_chat_template="{{ messages[0].content }}!"
+    )
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi!"
+
+
+def test_a_missing_directory_is_refused_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path=.*/none: there is no such directory"):
+        load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"data.tokenizer=.*/none: there is no such directory"):
+        load_tokenizer(str(tmp_path), tokenizer_path=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "qwen2"}', '{"model_type": "llama"}', "{}"])
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"model.path=.*holds no tokenizer.*data.tokenizer can name another"):
+        load_tokenizer(str(tmp_path), model_key="model.path")

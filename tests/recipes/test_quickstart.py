@@ -1,0 +1,102 @@
+import json
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.data.tokenizer import load_tokenizer
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
+
+
+def make(out: Path, *arguments: str) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["make_data.py", "--out", str(out), *arguments])
+        runpy.run_path(str(RECIPE / "make_data.py"), run_name="__main__")
+    return out
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("quickstart"))
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def questions(file: Path) -> list[str]:
+    return [row.get("messages", row.get("prompt"))[0]["content"] for row in rows(file)]
+
+
+def test_the_same_seed_makes_the_same_files_and_another_seed_another_pupil(made: Path, tmp_path: Path) -> None:
+    again, other = make(tmp_path / "again"), make(tmp_path / "other", "--seed", "1")
+    for file in (file for file in made.rglob("*") if file.is_file()):
+        assert (again / file.relative_to(made)).read_bytes() == file.read_bytes(), file
+    for name, same in (("train", True), ("val", True), ("warmup", False)):
+        assert (rows(other / f"{name}.jsonl") == rows(made / f"{name}.jsonl")) == same
+    weights = "model/model.safetensors"
+    assert (other / weights).read_bytes() != (made / weights).read_bytes()
+
+
+def test_no_validation_problem_is_seen_in_training(made: Path) -> None:
+    val = questions(made / "val.jsonl")
+    assert (len(val), len(set(val))) == (200, 200)
+    assert len(set(questions(made / "train.jsonl"))) == 2000
+    assert not set(val) & {*questions(made / "train.jsonl"), *questions(made / "warmup.jsonl")}
+
+
+def test_demonstrations_are_mostly_lazy_and_careful_ones_are_right(made: Path) -> None:
+    kinds: Counter[str] = Counter()
+    for row in rows(made / "warmup.jsonl"):
+        question, answer = (message["content"] for message in row["messages"])
+        left, right = question.removeprefix("What is ").removesuffix("?").split("+")
+        work, _, given = answer.rpartition("#### ")
+        is_right = int(given) == int(left) + int(right)
+        kinds["lazy" if not work else "right" if is_right else "wrong"] += 1
+    assert kinds.total() == 450 * 32
+    assert kinds["lazy"] / kinds.total() == pytest.approx(0.55, abs=0.02)
+    # A careless pupil is right as well where there is nothing to carry: 0.0675 times a little more than 0.1.
+    assert kinds["right"] / kinds.total() == pytest.approx(0.3825 + 0.0675 * 0.166, abs=0.02)
+
+
+def test_the_tokenizer_makes_19_tokens_of_a_prompt_and_35_of_an_answer(made: Path) -> None:
+    tokenizer = load_tokenizer(str(made / "model"))
+    chat = [{"role": "user", "content": "What is 767+488?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    answer = tokenizer("7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255")["input_ids"]
+    assert (len(prompt), len(answer)) == (19, 35)
+    assert tokenizer.decode(answer) == "7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255"
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_the_three_pupils_answer_as_the_description_says() -> None:
+    recipe = runpy.run_path(str(RECIPE / "make_data.py"))
+    assert recipe["careful"]((767, 488)) == "7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255"
+    assert recipe["careless"]((767, 488)) == "7+8+0=15; 6+8+0=14; 7+4+0=11\n#### 1145"
+    assert recipe["lazy"]((767, 488)) == "#### 1145"
+    assert recipe["careful"]((123, 104)) == "3+4+0=07; 2+0+0=02; 1+1+0=02\n#### 227"
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "pred", "worked"),
+    [
+        ("7+8+0=15\n#### 1255", 1.0, "1255", 1.0),
+        ("#### 1255", 1.0, "1255", 0.0),
+        ("#### 1,255", 1.0, "1255", 0.0),
+        ("#### 1 #### 1255", 1.0, "1255", 0.0),
+        ("#### 1255 #### 1", 0.0, "1", 0.0),
+        ("1255", 0.0, "", 0.0),
+        ("####1255", 0.0, "", 0.0),
+        ("", 0.0, "", 0.0),
+    ],
+)
+def test_the_reward_takes_the_last_answer_after_four_hashes(
+    answer: str, score: float, pred: str, worked: float
+) -> None:
+    compute_score = runpy.run_path(str(RECIPE / "reward.py"))["compute_score"]
+    result = compute_score(data_source="quickstart/addition", solution_str=answer, ground_truth="1255")
+    assert result == {"score": score, "acc": score, "pred": pred, "worked": worked}

@@ -1,0 +1,86 @@
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridrl.rewards.gsm8k import compute_score
+
+ORACLE = Path(__file__).parents[3] / "shared/data/grader_oracle"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("2 + 40 = 42\n#### 42", "42", 1.0),
+        ("#### -3", "-3", 1.0),
+        ("#### 1,234", "1234", 1.0),
+        ("#### 1234", "$1,234", 1.0),
+        ("#### 308.", "308", 1.0),
+        ("#### 0.5", "0.5", 1.0),
+        ("#### 7, or rather\n#### 42", "42", 1.0),
+        ("#### 42, or rather\n#### 7", "42", 0.0),
+        ("#### 42" + ", which concludes it" * 100, "42", 1.0),
+        ("#### 42", 42, 1.0),
+        ("#### 18.00", "18", 0.0),
+        ("####42", "42", 0.0),
+        ("the answer is 42", "42", 0.0),
+        ("#### ...", "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_strict_takes_the_last_number_after_the_marker(answer, truth, score):
+    assert compute_score(answer, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("so 3 and 4 make 7", "7", 1.0),
+        ("it is $1,875.", "1875", 1.0),
+        ("it is 42, as said, and so on ...", "42", 1.0),
+        ("5-3", "-3", 1.0),
+        (".5", ".5", 1.0),
+        ("42 or 7", "42", 0.0),
+        ("no number. none, at all", "42", 0.0),
+    ],
+)
+def test_flexible_takes_the_last_number_anywhere(answer, truth, score):
+    assert compute_score(answer, truth, method="flexible") == score
+
+
+def test_a_wrong_number_earns_the_format_score_and_a_missing_one_nothing():
+    options = {"format_score": 0.1, "score": 2.0}
+    answers = ["#### 42", "#### 41", "42"]
+    assert [compute_score(answer, "42", **options) for answer in answers] == [2.0, 0.1, 0.0]
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_answers_made_to_be_slow_are_scored_at_once(method):
+    started = time.monotonic()
+    for piece in (".", ",", "-", "1", "#", "#### ", "#### -."):
+        compute_score(piece * 100_000, "42", method=method)
+    assert time.monotonic() - started < 2
+
+
+def rows(file: str) -> list[dict]:
+    if not ORACLE.exists():
+        pytest.skip("the graded answers are not here")
+    return [json.loads(line) for line in (ORACLE / file).read_text().splitlines()]
+
+
+def test_agrees_with_every_graded_model_output():
+    graded = [row for row in rows("gsm8k_model_outputs.jsonl") if row["style"] == "gsm8k_A_colon"]
+    verdicts = [compute_score(row["prediction"], row["ground_truth"], "flexible") == 1.0 for row in graded]
+    assert len(graded) == 2640
+    assert verdicts == [row["expected"] for row in graded]
+
+
+def test_agrees_with_the_cases_of_other_frameworks():
+    options = {"gsm8k_hash_strict": {"method": "strict"}, "gsm8k_flexible": {"method": "flexible"}}
+    graded = [row for row in rows("framework_tests.jsonl") if row["style"] in {*options, "verl_compute_score"}]
+    assert len(graded) == 12
+    for row in graded:
+        given = options.get(row["style"]) or row["options"]
+        right = compute_score(row["prediction"], row["ground_truth"], **given) == 1.0
+        assert right == row["expected"], row

@@ -1,0 +1,208 @@
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import ConfigError
+from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.score import Answer, Score
+
+# Does what the answer says, so that a test shows in its answers what happens in the scoring process.
+OBEDIENT = """
+import ctypes, os, re, subprocess, time
+
+def compute_score(solution_str, ground_truth, pid_file=None):
+    match solution_str.split():
+        case ["loop"]:
+            while True: pass
+        case ["backtrack"]:  # in C, deaf to signals that Python would handle
+            re.match("(a+)+$", "a" * 64 + "b")
+        case ["spawn"]:
+            child = subprocess.Popen(["sleep", "60"])
+            open(pid_file, "w").write(str(child.pid))
+            child.wait()
+        case ["exit"]: os._exit(3)
+        case ["crash"]: ctypes.string_at(0)
+        case ["raise"]: raise KeyError(solution_str)
+        case ["none"]: return None
+        case ["print"]: print("a word from the reward")
+        case ["sleep", seconds]: time.sleep(float(seconds))
+    return {"score": float(ground_truth), "pid": os.getpid()}
+"""
+
+
+def answers(*solutions: str) -> list[Answer]:
+    """One answer each; the n-th one's score is n where the scorer lives to say so."""
+    return [Answer("test", solution, str(position), {}) for position, solution in enumerate(solutions)]
+
+
+def results(futures: list[Future[Score]]) -> list[Score]:
+    return [future.result(timeout=10) for future in futures]
+
+
+def values(scores: list[Score]) -> list[float | None]:
+    return [score.value for score in scores]
+
+
+def exists(pid: int) -> bool:
+    """Whether the process still runs; one that nobody has waited for yet counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_each_answer_gets_its_own_score_in_the_order_of_submission(reward_config):
+    with ScorerPool(reward_config(OBEDIENT, num_workers=2)) as pool:
+        scores = results(pool.submit(answers(*["fine"] * 500)))
+        assert values(scores) == list(range(500))
+        assert len({score.extras["pid"] for score in scores} - {os.getpid()}) == 2
+
+
+def test_the_built_in_scorer_runs_in_the_pool(reward_config):
+    with ScorerPool(reward_config()) as pool:
+        right, wrong, unknown = results(
+            pool.submit(
+                [Answer(name, "#### 42", truth, {}) for name, truth in [("gsm8k", "42"), ("gsm8k", "7"), ("x", "")]]
+            )
+        )
+    assert (right.value, wrong.value) == (1.0, 0.0)
+    assert unknown.fault == "raised:ConfigError" and "data_source x" in unknown.detail
+
+
+@pytest.mark.parametrize("hang", ["loop", "backtrack"])
+def test_a_hung_scorer_is_killed_and_the_others_go_on(reward_config, hang):
+    with ScorerPool(reward_config(OBEDIENT, timeout=0.5)) as pool:
+        scores = results(pool.submit(answers("fine", hang, "fine", "fine")))
+    assert values(scores) == [0, None, 2, 3]
+    assert scores[1].fault == "timeout" and "0.5 s (reward.timeout)" in scores[1].detail
+
+
+def test_the_time_limit_holds_for_each_answer_and_not_for_those_sent_together(reward_config):
+    with ScorerPool(reward_config(OBEDIENT, timeout=0.5)) as pool:  # half of the eight are sent together: 0.6 s
+        assert values(results(pool.submit(answers(*["sleep 0.15"] * 8)))) == list(range(8))
+
+
+@pytest.mark.parametrize(("end", "how"), [("exit", "exit code 3"), ("crash", "SIGSEGV")])
+def test_a_scorer_that_ends_its_process_costs_its_own_answer_only(reward_config, end, how):
+    with ScorerPool(reward_config(OBEDIENT)) as pool:
+        scores = results(pool.submit(answers("fine", end, "fine")))
+    assert values(scores) == [0, None, 2]
+    assert scores[1].fault == "died" and how in scores[1].detail
+
+
+def test_a_process_killed_while_it_is_idle_costs_nothing(reward_config):
+    with ScorerPool(reward_config(OBEDIENT)) as pool:
+        victim = results(pool.submit(answers("fine")))[0].extras["pid"]
+        os.kill(victim, signal.SIGKILL)
+        assert wait_until(lambda: not exists(victim))
+        assert values(results(pool.submit(answers("fine", "fine")))) == [0, 1]
+
+
+def test_what_a_hung_scorer_has_started_is_killed_with_it(reward_config, tmp_path):
+    pid_file = tmp_path / "pid"
+    with ScorerPool(reward_config(OBEDIENT, timeout=0.5, pid_file=str(pid_file))) as pool:
+        assert results(pool.submit(answers("spawn")))[0].fault == "timeout"
+    assert wait_until(lambda: not exists(int(pid_file.read_text())))
+
+
+def test_faults_of_the_function_and_its_prints_are_told_apart_and_logged(reward_config, tmp_path):
+    log = tmp_path / "reward.log"
+    with ScorerPool(reward_config(OBEDIENT), log) as pool:
+        scores = results(pool.submit(answers("raise", "none", "print")))
+    assert [score.fault for score in scores] == ["raised:KeyError", "none", None]
+    assert "a word from the reward" in log.read_text()
+    assert "Traceback" in log.read_text() and "my_reward.py" in log.read_text()
+
+
+def test_without_workers_the_caller_scores(reward_config):
+    with ScorerPool(reward_config(OBEDIENT, num_workers=0)) as pool:
+        futures = pool.submit(answers("fine", "raise"))
+        assert [future.done() for future in futures] == [True, True]
+        fine, raised = results(futures)
+    assert fine.extras["pid"] == os.getpid() and raised.fault == "raised:KeyError"
+
+
+def test_a_reward_that_loads_here_but_not_in_the_processes_is_refused_at_the_start(reward_config):
+    source = f"import os\nif os.getpid() != {os.getpid()}: raise OSError('no licence')\ndef compute_score(): ..."
+    with pytest.raises(ConfigError, match=r"does not import: OSError: no licence .*my_reward\.py:2"):
+        ScorerPool(reward_config(source, num_workers=2))
+
+
+def test_a_file_that_ends_the_process_which_imports_it_is_refused_at_the_start(reward_config, tmp_path):
+    log = tmp_path / "reward.log"
+    with pytest.raises(ConfigError, match=r"exit code 4 while it loaded the reward; .*reward\.log"):
+        ScorerPool(reward_config("import os\nos._exit(4)"), log)
+
+
+def test_a_reward_that_cannot_be_loaded_again_ends_the_pool_with_the_reason(reward_config, tmp_path):
+    with ScorerPool(reward_config(OBEDIENT)) as pool:
+        (tmp_path / "my_reward.py").write_text("raise OSError('gone')")
+        scores = results(pool.submit(answers("exit", "fine")))
+        assert [score.fault for score in scores] == ["died", "died"] and "OSError: gone" in scores[1].detail
+        with pytest.raises(ConfigError, match="OSError: gone"):
+            pool.submit(answers("fine"))
+
+
+def test_closing_resolves_what_was_not_scored(reward_config):
+    pool = ScorerPool(reward_config(OBEDIENT))
+    futures = pool.submit(answers("loop", "fine", "fine"))
+    pool.close()
+    assert [score.fault for score in results(futures)] == ["died", "died", "died"]
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(answers("fine"))
+
+
+def test_a_future_cannot_be_cancelled(reward_config):
+    with ScorerPool(reward_config(OBEDIENT)) as pool:
+        futures = pool.submit(answers("sleep 0.05", "fine"))
+        assert not any(future.cancel() for future in futures)
+        assert values(results(futures)) == [0, 1]
+
+
+DRIVER = """
+import pickle, sys, time
+from pathlib import Path
+from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.score import Answer
+
+config, log = pickle.load(open(sys.argv[1], "rb"))
+with ScorerPool(config, log) as pool:
+    pids = {int(f.result().extras["pid"]) for f in pool.submit([Answer("", "sleep 0.05", "0", {})] * 8)}
+    pool.submit([Answer("", "loop", "0", {})])
+    print(*pids, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_or_interrupted_driver_leaves_no_process_and_no_traceback_of_theirs(reward_config, tmp_path, sent):
+    log = tmp_path / "reward.log"
+    (tmp_path / "config").write_bytes(pickle.dumps((reward_config(OBEDIENT, num_workers=2), log)))
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path / "config")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+        text=True,
+    )
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == 2 and all(exists(pid) for pid in pids)
+    os.killpg(driver.pid, sent)  # as Ctrl-C in a terminal does: to the whole foreground group
+    driver.wait(timeout=10)
+    assert wait_until(lambda: not any(exists(pid) for pid in pids))
+    assert log.read_text() == ""

@@ -1,0 +1,92 @@
+"""The terminal view: the line of a step, the bar below it, and the time that is left."""
+
+import io
+import re
+from itertools import chain, repeat
+
+from rich.console import Console
+
+from hybridrl.tracking.console import TerminalSink, seconds_left, step_line
+
+
+def terminal(width: int = 160) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, _environ={})
+
+
+def shown(console: Console) -> list[str]:
+    """Lines as written, without the codes that move the cursor."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    return [line.strip("\r") for line in text.splitlines() if line]
+
+
+def test_a_step_is_one_line_of_what_matters_with_the_seconds_by_phase():
+    metrics = {
+        "critic/rewards/mean": 0.7,
+        "critic/score/mean": 0.9,
+        "val-core/openai/gsm8k/acc/mean@1": 0.5,
+        "val-core/math/acc/mean@1": 0.7,
+        "val-core/math/acc/best@4/mean": 1.0,
+        "response_length/mean": 24.06,
+        "actor/entropy": 0.41,
+        "actor/ppo_kl": 0.0002,
+        "actor/grad_norm": 0.83,
+        "timing_s/gen": 0.9,
+        "timing_s/old_log_prob": 0.25,
+        "timing_s/ref": 0.25,
+        "timing_s/update_actor": 0.5,
+        "timing_s/switch": 0.1,
+        "timing_s/update_weights": 0.1,
+        "timing_s/step": 2.3,
+    }
+    assert step_line(12, metrics).plain == (
+        "step 12   reward 0.700 val 0.600 length 24.1 entropy 0.410 kl 2.0e-04 grad 0.83"
+        "  2.3s (rollout 0.9 log-probs 0.5 update 0.5 switch 0.2)"
+    )
+
+
+def test_a_supervised_step_shows_its_losses():
+    metrics = {"train/loss": 1.25, "val/loss": 1.5, "train/lr": 1e-3, "train/grad_norm": 0.5}
+    assert step_line(3, metrics).plain == "step 3    loss 1.2500 val loss 1.5000 lr 1.0e-03 grad 0.5"
+
+
+def test_the_score_stands_for_the_reward_where_there_is_no_reward():
+    assert "reward 0.900" in step_line(1, {"critic/score/mean": 0.9}).plain
+
+
+def test_the_time_left_is_the_mean_after_the_first_two_steps():
+    # Steps 1 and 2 end at 100 and 150, steps 3 and 4 take 10 and 20 seconds.
+    assert seconds_left([100.0], 4) is None
+    assert seconds_left([100.0, 150.0], 3) == 150.0
+    assert seconds_left([100.0, 150.0, 160.0, 180.0], 2) == 30.0
+
+
+def test_the_bar_counts_finished_steps_and_says_how_long_the_rest_takes():
+    console = terminal()
+    ends = chain([100.0, 150.0, 160.0], repeat(180.0))
+    sink = TerminalSink(console, total_steps=6, clock=lambda: next(ends))
+    sink.log(0, {"val-core/toy/acc/mean@1": 0.2})
+    for step in (1, 2, 3, 4):
+        sink.log(step, {})
+    sink.close()
+    assert "4/6 steps" in shown(console)[-1]
+    assert "0:00:30 left" in shown(console)[-1]
+
+
+def test_prints_of_others_stand_whole_above_the_bar():
+    console = terminal()
+    sink = TerminalSink(console, total_steps=2)
+    print("somebody else's line")
+    sink.log(1, {"critic/rewards/mean": 0.5})
+    sink.close()
+    lines = shown(console)
+    assert "somebody else's line" in lines
+    assert lines.index("somebody else's line") < lines.index("step 1    reward 0.500")
+    assert "1/2 steps" in lines[-1]
+
+
+def test_on_a_narrow_terminal_a_step_is_cropped_to_one_line():
+    console = terminal(width=20)
+    sink = TerminalSink(console, total_steps=2)
+    sink.log(1, {"critic/rewards/mean": 0.5, "response_length/mean": 24.0})
+    sink.close()
+    assert "step 1    reward 0.…" in shown(console)

@@ -1,0 +1,129 @@
+"""A run's sinks through `Tracker`: what reaches the file, the console and the loggers that were chosen."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridrl.tracking import SampleRow, Tracker
+
+SAMPLE = SampleRow(prompt="2 + 3 = ?", answer="[b]5[/b]\x1b[31m", ground_truth="5", score=1.0)
+
+
+def tracker(run_dir: Path, loggers: list[str], start_step: int = 0) -> Tracker:
+    return Tracker(loggers, run_dir, "project", "experiment", {"seed": 1}, total_steps=3, start_step=start_step)
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_log_call_is_one_line_that_can_be_read_before_the_tracker_closes(tmp_path):
+    with tracker(tmp_path, ["file"]) as run:
+        run.log(1, {"critic/rewards/mean": 0.1 + 0.2, "perf/total_num_tokens": 10240})
+        assert lines(tmp_path) == [
+            {"step": 1, "critic/rewards/mean": 0.30000000000000004, "perf/total_num_tokens": 10240}
+        ]
+
+
+def test_what_json_cannot_say_is_null(tmp_path):
+    with tracker(tmp_path, []) as run:
+        run.log(1, {"nan": math.nan, "inf": math.inf, "minus_inf": -math.inf, "fine": 1e-9})
+    assert lines(tmp_path) == [{"step": 1, "nan": None, "inf": None, "minus_inf": None, "fine": 1e-9}]
+
+
+def test_a_resumed_run_keeps_the_steps_before_it_and_drops_later_and_half_written_ones(tmp_path):
+    with tracker(tmp_path, []) as run:
+        for step in (1, 2, 3):
+            run.log(step, {"a": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "a"')
+    with tracker(tmp_path, [], start_step=2) as run:
+        run.log(3, {"a": 30})
+    assert [(line["step"], line["a"]) for line in lines(tmp_path)] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_a_new_run_in_an_old_directory_starts_empty_and_the_old_metrics_stay_beside_it(tmp_path):
+    with tracker(tmp_path, []) as run:
+        run.log(1, {"a": 1})
+    with tracker(tmp_path, []) as run:
+        run.log(1, {"a": 2})
+    assert lines(tmp_path) == [{"step": 1, "a": 2}]
+    assert json.loads((tmp_path / "metrics.previous.jsonl").read_text()) == {"step": 1, "a": 1}
+
+
+def test_without_a_terminal_a_step_is_one_plain_line_however_long(tmp_path, capsys):
+    with tracker(tmp_path, ["console"]) as run:
+        run.log(
+            7,
+            {"critic/rewards/mean": 0.123456789, "actor/lr": 1e-6, "n": 10240} | {f"k{i}": 0.5 for i in range(40)},
+        )
+    expected = "step:7 - critic/rewards/mean:0.123457 - actor/lr:1e-06 - n:10240"
+    assert capsys.readouterr().out == expected + "".join(f" - k{i}:0.5" for i in range(40)) + "\n"
+
+
+def test_without_the_console_logger_a_step_prints_nothing(tmp_path, capsys):
+    with tracker(tmp_path, ["file"]) as run:
+        run.log(1, {"a": 1.0})
+        run.print("said aloud")
+    assert capsys.readouterr().out == "said aloud\n"
+
+
+def test_samples_are_shown_literally_and_without_escape_codes(tmp_path, capsys):
+    with tracker(tmp_path, ["console"]) as run:
+        run.samples(1, [SAMPLE])
+    shown = capsys.readouterr().out
+    assert "2 + 3 = ?" in shown and "[b]5[/b]" in shown
+    assert "\x1b" not in shown
+
+
+def test_unknown_loggers_are_one_warning_line_and_the_run_goes_on(tmp_path, capsys):
+    with tracker(tmp_path, ["mlflow", "swanlab", "file"]) as run:
+        run.log(1, {"a": 1.0})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: trainer.logger: mlflow, swanlab left out")
+    assert lines(tmp_path) == [{"step": 1, "a": 1.0}]
+
+
+def test_tensorboard_files_hold_the_scalars_and_the_samples(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with tracker(tmp_path, ["tensorboard"]) as run:
+        run.log(1, {"critic/rewards/mean": 0.25})
+        run.samples(1, [SAMPLE])
+        run.log(2, {"critic/rewards/mean": 0.5})
+    with tracker(tmp_path, ["tensorboard"], start_step=1) as run:
+        run.log(2, {"critic/rewards/mean": 0.75})
+    events = loader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/rewards/mean")] == [(1, 0.25), (2, 0.75)]
+    (text,) = events.Tensors("validation samples")
+    assert b"| 2 + 3 = ? |" in text.tensor_proto.string_val[0]
+
+
+def test_wandb_that_is_not_installed_is_a_warning_that_names_the_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "hybridrl.tracking.wandb_sink", raising=False)
+    with tracker(tmp_path, ["wandb"]) as run:
+        run.log(1, {"a": 1.0})
+    assert "pip install hybridrl[wandb]" in capsys.readouterr().out
+    assert lines(tmp_path) == [{"step": 1, "a": 1.0}]
+
+
+def test_wandb_without_a_key_records_offline_and_asks_nobody(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with tracker(tmp_path, ["wandb"]) as run:
+        run.log(1, {"a": 1.0})
+        run.samples(1, [SAMPLE])
+    assert "recorded offline" in capsys.readouterr().out
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_importing_the_room_imports_no_heavy_sink():
+    heavy = {"matplotlib", "tensorboard", "wandb", "torch"}
+    code = f"import sys, hybridrl.tracking; print({heavy} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
