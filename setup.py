@@ -41,6 +41,6 @@ setup(
         "gpu": [TORCH, f"vllm{VLLM}"],
         "wandb": WANDB,
         "math": MATH,
-        "dev": ["hypothesis>=6.100", "pytest>=9", "ruff>=0.15", *WANDB, *MATH],
+        "dev": ["hypothesis>=6.100", "pytest>=9", "ruff>=0.17,<0.18", *WANDB, *MATH],
     },
 )

@@ -12,7 +12,7 @@ from hybridrl.algorithms.algorithm import ESTIMATORS
 from hybridrl.algorithms.kl import KLWeight
 from hybridrl.algorithms.policy_loss import POLICY_LOSSES
 from hybridrl.cluster import Group, RaySession, spawn
-from hybridrl.config.compose import save_config
+from hybridrl.config.compose import as_dict, save_config
 from hybridrl.config.own_code import load_function
 from hybridrl.config.schema import (
     ActorRolloutRefConfig,
@@ -24,6 +24,7 @@ from hybridrl.config.schema import (
     TrainerConfig,
 )
 from hybridrl.rollout import Sampling
+from hybridrl.tracking import Tracker
 from hybridrl.tracking.log import console
 from hybridrl.training.packing import Budget
 from hybridrl.training.trainers import UpdatePlan
@@ -46,6 +47,11 @@ def open_run_directory(config: PPOConfig | SFTConfig) -> Path:
     return directory.absolute()
 
 
+def open_tracker(config: PPOConfig | SFTConfig, directory: Path, steps: int) -> Tracker:
+    trainer = config.trainer
+    return Tracker(trainer.logger, directory, trainer.project_name, trainer.experiment_name, as_dict(config), steps)
+
+
 def start_session(trainer: TrainerConfig | SFTTrainerConfig, ray_init: dict) -> RaySession:
     assert trainer.n_gpus_per_node is not None
     return RaySession(trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, trainer.startup_timeout)
@@ -54,15 +60,15 @@ def start_session(trainer: TrainerConfig | SFTTrainerConfig, ray_init: dict) -> 
 def start_train_workers(session: RaySession, logs: Path) -> Group:
     """One training rank a device, not built yet."""
     ranks = len(session.groups) * session.per_machine
-    environment = devices.environment(session.device, devices.threads_per_slot(session.device, session.per_machine))
+    environment = devices.environment(session.device, session.per_machine)
+    files = [str(logs / f"train-{rank}.log") for rank in range(ranks)]
     actors = [
-        spawn(TrainWorker, session, rank, environment, rank, ranks, str(logs / f"train-{rank}.log"), gpus=1)
-        for rank in range(ranks)
+        spawn(TrainWorker, session, rank, environment, rank, ranks, file, gpus=1) for rank, file in enumerate(files)
     ]
-    return Group(actors, "train worker")
+    return Group(actors, "train worker", files)
 
 
-def ppo_worker_config(config: PPOConfig, *, uses_reference: bool, total_updates: int) -> WorkerConfig:
+def ppo_worker_config(config: PPOConfig, uses_reference: bool, *, total_updates: int) -> WorkerConfig:
     section = config.actor_rollout_ref
     return WorkerConfig(
         device=config.trainer.device,

@@ -24,8 +24,8 @@ ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"
 class Batch:
     """Packed rows. `row` is the prompt's position in the run's seeded order, `sample` the number within its group.
 
-    `group` tells which rows answer the same prompt; `rewards` is the scalar a scorer gave (NaN: excluded by name),
-    and `token_rewards` what the advantage estimator sees: the score on the last token, less any KL penalty.
+    `group` tells which rows answer the same prompt; `rewards` is the scalar a scorer gave (an answer without one is no
+    row), and `token_rewards` what the advantage estimator sees: the score on the last token, less any KL penalty.
     """
 
     prompt_lengths: Tensor = field(metadata=ROW)  # [B] int64
@@ -94,6 +94,11 @@ class Batch:
     def per_row(self, values: Tensor) -> Tensor:
         """Sum of response-axis values over each row [B]."""
         return values.new_zeros(len(self)).index_add_(0, self.response_row, values)
+
+    def written_mean(self, values: Tensor) -> Tensor:
+        """Mean of response-axis values over the tokens of each row that the policy wrote [B]; 0 where it wrote none."""
+        mask = self.response_mask.to(values.dtype)
+        return self.per_row(values * mask) / self.per_row(mask).clamp(min=1)
 
     def _filled(self) -> Iterable[tuple[str, str, Tensor]]:
         for item in fields(self):

@@ -1,51 +1,68 @@
 """What the front doors share: reading the command line, and ending every way a run can end with one clear message."""
 
 import argparse
+import shutil
 import signal
-import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
+
+from rich.console import Console
+from rich.text import Text
 
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
-from hybridrl.config.help import explain_keys
-from hybridrl.tracking.log import console, info, warn
+from hybridrl.config.help import changed_values, explain_keys
+from hybridrl.tracking.log import info
 
 T = TypeVar("T")
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def run_command(
-    purpose: str,
-    example: str,
-    config_name: str,
-    load: Callable[..., T],
-    run: Callable[[T], None],
-    argv: list[str] | None = None,
-) -> int:
+@dataclass(frozen=True)
+class FrontDoor(Generic[T]):
+    """A command: what --help says of it, and how its configuration is loaded and run."""
+
+    module: str
+    purpose: str
+    example: tuple[str, ...]
+    config_name: str
+    first_keys: tuple[str, ...]
+    load: Callable[..., T]
+    run: Callable[[T], None]
+
+
+def run_command(door: FrontDoor[T], argv: list[str] | None = None) -> int:
     """Parse, load, run; returns the exit status: 0, 1 (the run failed), 2 (refused before it began), 130 (stopped)."""
-    arguments = _parse(purpose, example, config_name, argv)
+    arguments = _parse(door, argv)
+    if arguments.help or arguments.cfg:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # into `head`, say
+    if arguments.help:
+        print(_help(door))
+        return 0
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        config = load(
+        config = door.load(
             arguments.overrides,
             config_name=arguments.config_name,
             config_dir=arguments.config_path,
-            note=warn,
+            note=_note,
         )
         if arguments.cfg:
             print(as_yaml(config), end="")
-        else:
-            run(config)
+            return 0
+        info(f"changed from the shipped configuration:\n{changed_values(config)}")
+        door.run(config)
     except ConfigError as error:
-        console.print("[bold red]refused[/]", end=" ")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        _say("refused", "bold red", str(error))
+        if not arguments.overrides and arguments.config_path == CONF:
+            _say("", "", f"for example: {_example(door)}\n(--help lists all keys)")
         return EXIT_REFUSED
     except KeyboardInterrupt as stop:
-        info(f"stopped ({stop or 'Ctrl-C'}); nothing is left running")
+        info(f"stopped ({str(stop) or 'Ctrl-C'}); nothing is left running")
         return EXIT_INTERRUPTED
     except Exception as error:
         _tell(error)
@@ -53,30 +70,47 @@ def run_command(
     return 0
 
 
-def _parse(purpose: str, example: str, config_name: str, argv: list[str] | None) -> argparse.Namespace:
+def _parse(door: FrontDoor[T], argv: list[str] | None) -> argparse.Namespace:
+    parser = _parser(door)
+    arguments, more = parser.parse_known_args(argv)
+    options = [item for item in more if item.startswith("-")]
+    if options:
+        parser.error(f"unknown option {options[0]}; configuration keys are given as key=value")
+    arguments.overrides += more
+    return arguments
+
+
+def _parser(door: FrontDoor[T]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=purpose,
+        usage=f"python -m {door.module} [key=value ...]",
+        description=f"{door.purpose}\n\nfor example:\n  {_example(door)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
-        usage=example,
+        allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of configuration keys")
-    parser.add_argument(
-        "--help", "-h", action="store_true", help="show this, and every key with its default and meaning"
-    )
-    parser.add_argument("--config-path", "-cp", type=Path, default=CONF, help="directory of an own configuration file")
-    parser.add_argument("--config-name", "-cn", default=config_name, help="its name; list ppo_trainer in its defaults")
+    parser.add_argument("-h", "--help", action="store_true", help="show this, and every key with its value and meaning")
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
-    arguments, more = parser.parse_known_args(argv)
-    unknown = [item for item in more if item.startswith("-")]
-    if unknown:
-        parser.error(f"unknown option {unknown[0]}; configuration keys are given as key=value")
-    arguments.overrides += more
-    if arguments.help:
-        parser.print_help()
-        print("\n" + explain_keys(CONF, config_name))
-        sys.exit(0)
-    return arguments
+    parser.add_argument(
+        "-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help="directory of an own configuration file"
+    )
+    parser.add_argument(
+        "-cn",
+        "--config-name",
+        default=door.config_name,
+        metavar="NAME",
+        help=f"that file's name; it begins with defaults: [{door.config_name}, _self_]",
+    )
+    return parser
+
+
+def _example(door: FrontDoor[T]) -> str:
+    return " \\\n      ".join((f"python -m {door.module}", *door.example))
+
+
+def _help(door: FrontDoor[T]) -> str:
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    return f"{_parser(door).format_help()}\n{explain_keys(door.config_name, door.first_keys, width)}"
 
 
 def _terminated(*_: object) -> None:
@@ -87,5 +121,14 @@ def _tell(error: Exception) -> None:
     """A failure in its own words first; the driver's traceback only where the words are not ours."""
     if not type(error).__module__.startswith("hybridrl"):
         traceback.print_exception(error)
-    console.print("[bold red]failed[/]", end=" ")
-    console.print(str(error) or type(error).__name__, markup=False, highlight=False, soft_wrap=True)
+    _say("failed", "bold red", str(error) or type(error).__name__)
+
+
+def _note(text: str) -> None:
+    _say("warning:", "yellow", text)
+
+
+def _say(word: str, style: str, text: str) -> None:
+    """Say to standard error, so that standard output holds nothing but what was asked for."""
+    apart = "\n" if "\n" in text else " "
+    Console(stderr=True).print(Text.assemble((word, style), apart, text), soft_wrap=True, highlight=False)

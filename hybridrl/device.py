@@ -10,23 +10,15 @@ import torch.distributed as dist
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def environment(device: str, threads: int) -> dict[str, str]:
-    """Variables that must stand before torch is imported in a worker process."""
-    common = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+def environment(device: str, slots: int) -> dict[str, str]:
+    """Variables that must stand before torch is imported in a worker process; `slots` share the machine's cores."""
+    cores = max(len(os.sched_getaffinity(0)) // slots, 1)
+    threads = str(cores if device == "cpu" else min(cores, 8))
+    common = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if device == "cuda":
         return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing.
-    return common | {
-        "TORCH_COMPILE_DISABLE": "1",
-        "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-
-
-def threads_per_slot(device: str, slots: int) -> int:
-    """Threads that one worker of a machine may use: slots share the cores."""
-    cores = len(os.sched_getaffinity(0))
-    return max(cores // max(slots, 1), 1) if device == "cpu" else max(min(cores // max(slots, 1), 8), 1)
+    return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def current(device: str) -> torch.device:
@@ -73,8 +65,3 @@ def memory(device: str) -> dict[str, float]:
         used["max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
         used["device_used_gb"] = (total - free) / 2**30
     return used
-
-
-def fuses_adamw(device: str) -> bool:
-    """Whether torch's fused AdamW exists for this device (it does for both; kept where a version may differ)."""
-    return device in ("cpu", "cuda")

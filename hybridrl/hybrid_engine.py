@@ -10,13 +10,11 @@ are made in the same order; there they free nothing.
 from enum import Enum
 from pathlib import Path
 
-import ray
 import torch
-from ray.actor import ActorHandle
 
 from hybridrl import device as devices
 from hybridrl.batch import Batch
-from hybridrl.cluster import Group, RaySession, gather, spawn
+from hybridrl.cluster import Actor, Group, Pending, RaySession, gather, kill, spawn
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.pool import RolloutPool
 from hybridrl.rollout.server import ENVIRONMENT, RolloutServer
@@ -26,6 +24,8 @@ from hybridrl.training.worker import TrainWorker
 # The largest difference of a log-prob of the probe, engine against trainer, after a hand-over. In float32 1e-6 to 1e-5
 # were measured, in bfloat16 0.04 (0.5 B parameters); the weights of a few steps ago differ by more than 1.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
+
+CHECK_SECONDS = 30.0
 
 
 class Mode(Enum):
@@ -52,22 +52,22 @@ class HybridEngine:
         rollout: RolloutConfig,
         *,
         logs: Path,
-        threads: int,
         timeout: float,
     ) -> None:
         self.session, self.trainers, self.model, self.rollout = session, trainers, model, rollout
-        self.logs, self.threads, self.timeout = logs, threads, timeout
+        self.logs, self.timeout = logs, timeout
         self.width = rollout.tensor_model_parallel_size
         self.mode = Mode.TRAINING
         self.version = -1
         self.watch = Stopwatch()
         self.gaps: list[float] = []
-        count = len(trainers) // self.width
-        self.servers = Group([self._spawn(index) for index in range(count)], "rollout server")
+        indices = range(len(trainers) // self.width)
+        actors = [self._spawn(index) for index in indices]
+        self.servers = Group(actors, "rollout server", [self._log(index) for index in indices])
 
     # -- start -----------------------------------------------------------------------------------------------------
 
-    def start(self, gpus: list[list[int]]) -> list[ray.ObjectRef]:
+    def start(self, gpus: list[list[int]]) -> list[Pending]:
         """Have every server build its engine; `gpus` are those of each training rank. Returns what to wait for."""
         self.gpus = gpus
         return [self._start(index) for index in range(len(self.servers))]
@@ -87,13 +87,16 @@ class HybridEngine:
         )
         self.servers.broadcast(RolloutServer.sleep, timeout=self.timeout)
 
-    def _spawn(self, index: int) -> ActorHandle:
-        environment = ENVIRONMENT | devices.environment(self.session.device, self.threads)
-        log = str(self.logs / f"rollout-{index}.log")
+    def _spawn(self, index: int) -> Actor:
+        environment = ENVIRONMENT | devices.environment(self.session.device, self.session.per_machine)
         # Control calls must get through while requests run: an asynchronous actor takes as many as come.
-        return spawn(RolloutServer, self.session, index * self.width, environment, log, max_concurrency=1000)
+        first = index * self.width
+        return spawn(RolloutServer, self.session, first, environment, self._log(index), max_concurrency=1000)
 
-    def _start(self, index: int) -> ray.ObjectRef:
+    def _log(self, index: int) -> str:
+        return str(self.logs / f"rollout-{index}.log")
+
+    def _start(self, index: int) -> Pending:
         ranks = range(index * self.width, (index + 1) * self.width)
         gpus = [int(gpu) for rank in ranks for gpu in self.gpus[rank]]
         slots = self.session.per_machine // self.width
@@ -105,12 +108,12 @@ class HybridEngine:
         """Make the engines ready to generate with the trainer's weights; nothing happens where they are already."""
         if self.mode is Mode.ROLLOUT and self.version == version:
             return
-        if self.mode is Mode.ROLLOUT:
-            self.to_training()
+        self.to_training()
+        self._replace_dead_servers()
         with self.watch("update_weights"):
             expected = self._trainer_log_probs()
             self.servers.broadcast(RolloutServer.wake, "weights", timeout=self.timeout)
-            self._publish(range(len(self.servers)))
+            self._publish(self.servers)
         with self.watch("switch"):
             self.trainers.broadcast(TrainWorker.offload, to_host=True, timeout=self.timeout)
             self.servers.broadcast(RolloutServer.wake, "kv_cache", timeout=self.timeout)
@@ -122,13 +125,14 @@ class HybridEngine:
         if self.mode is Mode.TRAINING:
             return
         with self.watch("switch"):
-            self.servers.broadcast(RolloutServer.sleep, timeout=self.timeout)
+            # A server that died is replaced when it is next wanted.
+            self.servers.failures(RolloutServer.sleep, timeout=self.timeout)
             self.trainers.broadcast(TrainWorker.offload, to_host=False, timeout=self.timeout)
         self.mode = Mode.TRAINING
 
-    def _publish(self, indices: range) -> None:
-        """Hand all buckets over to the servers named; every rank gathers, as that is a collective."""
-        servers = Group([self.servers.actors[index] for index in indices], "rollout server")
+    def _publish(self, servers: Group) -> None:
+        """Hand all buckets over to these servers; every rank gathers, as that is a collective."""
+        indices = [self.servers.actors.index(actor) for actor in servers.actors]
         servers.broadcast(RolloutServer.begin_weights, timeout=self.timeout)
         for number, bucket in enumerate(self.buckets):
             filled = self.trainers.broadcast(TrainWorker.fill_bucket, number, timeout=self.timeout)
@@ -146,26 +150,36 @@ class HybridEngine:
     def _prove(self, expected: torch.Tensor, indices: range) -> None:
         """Compare each engine's log-probs of the probe with the trainer's."""
         refs = [self.servers.actors[index].score.remote(self.probe.tolist()) for index in indices]
+        limit, dtype = TOLERANCE[self.rollout.dtype], self.rollout.dtype
         for index, found in zip(indices, gather(refs, "rollout server.score", self.timeout), strict=True):
             gap = float((torch.tensor(found) - expected).abs().max())
             self.gaps.append(gap)
-            if not gap <= TOLERANCE[self.rollout.dtype]:
+            if not gap <= limit:
                 raise StaleWeights(
                     f"after the hand-over, rollout server {index} differs from the trainer by {gap:.3g} in the "
-                    f"log-prob of a fixed sequence (at most {TOLERANCE[self.rollout.dtype]:g} in {self.rollout.dtype}): it does "
-                    "not compute with the trainer's weights, so no answers are sampled"
+                    f"log-prob of a fixed sequence (at most {limit:g} in {dtype}): it does not compute with the "
+                    "trainer's weights, so no answers are sampled"
                 )
 
-    def _revive(self, index: int) -> ActorHandle:
-        """Replace a lost server by a new one with the same weights; called while generating."""
-        ray.kill(self.servers.actors[index])
+    def _replace_dead_servers(self) -> None:
+        """Rebuild, asleep, every server that does not answer."""
+        for index in self.servers.failures(RolloutServer.check, timeout=CHECK_SECONDS):
+            self._rebuild(index)
+            self.pool.replace(index, self.servers.actors[index])
+            self.servers.only([index]).broadcast(RolloutServer.sleep, timeout=self.timeout)
+
+    def _rebuild(self, index: int) -> None:
+        kill(self.servers.actors[index])
         self.servers.actors[index] = self._spawn(index)
-        gather([self._start(index)], "rollout server.start", self.timeout)
-        only = range(index, index + 1)
+        gather([self._start(index)], "rollout server.start", self.timeout, [self._log(index)])
+
+    def _revive(self, index: int) -> Actor:
+        """Replace a server that was lost while generating by a new one with the same weights."""
+        self._rebuild(index)
         self.trainers.broadcast(TrainWorker.offload, to_host=False, timeout=self.timeout)
-        self._publish(only)
+        self._publish(self.servers.only([index]))
         self.trainers.broadcast(TrainWorker.offload, to_host=True, timeout=self.timeout)
-        self._prove(self.expected, only)
+        self._prove(self.expected, range(index, index + 1))
         return self.servers.actors[index]
 
     def take_metrics(self) -> dict[str, float]:

@@ -2,16 +2,9 @@
 
 import sys
 
-from hybridrl.command_line import run_command
+from hybridrl.command_line import FrontDoor, run_command
 from hybridrl.config import PPOConfig, load_ppo_config
-
-EXAMPLE = """python -m hybridrl.main_ppo data.train_files=train.parquet data.val_files=test.parquet \\
-           actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.rollout.n=8 [key=value ...]"""
-
-
-def main(argv: list[str] | None = None) -> int:
-    purpose = "Train a language model by reinforcement: GRPO, with FSDP2 and vLLM on the same devices."
-    return run_command(purpose, EXAMPLE, "ppo_trainer", load_ppo_config, run, argv)
+from hybridrl.guard import guarded
 
 
 def run(config: PPOConfig) -> None:
@@ -21,5 +14,36 @@ def run(config: PPOConfig) -> None:
     train(config)
 
 
+DOOR = FrontDoor(
+    module="hybridrl.main_ppo",
+    purpose="Train a language model by reinforcement: GRPO, with FSDP2 and vLLM on the same devices.",
+    example=(
+        "data.train_files=train.parquet",
+        "data.val_files=test.parquet",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+        "actor_rollout_ref.rollout.n=8",
+    ),
+    config_name="ppo_trainer",
+    first_keys=(
+        "data.train_files",
+        "data.val_files",
+        "actor_rollout_ref.model.path",
+        "reward.custom_reward_function.path",
+        "data.train_batch_size",
+        "data.max_response_length",
+        "actor_rollout_ref.rollout.n",
+        "actor_rollout_ref.actor.optim.lr",
+        "trainer.total_training_steps",
+        "trainer.default_local_dir",
+    ),
+    load=load_ppo_config,
+    run=run,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(DOOR, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -2,15 +2,9 @@
 
 import sys
 
-from hybridrl.command_line import run_command
+from hybridrl.command_line import FrontDoor, run_command
 from hybridrl.config import SFTConfig, load_sft_config
-
-EXAMPLE = """python -m hybridrl.main_sft data.train_files=train.jsonl model.path=Qwen/Qwen2.5-0.5B [key=value ...]"""
-
-
-def main(argv: list[str] | None = None) -> int:
-    purpose = "Fine-tune a language model on conversations, with the loss on the assistant's messages."
-    return run_command(purpose, EXAMPLE, "sft_trainer", load_sft_config, run, argv)
+from hybridrl.guard import guarded
 
 
 def run(config: SFTConfig) -> None:
@@ -20,5 +14,31 @@ def run(config: SFTConfig) -> None:
     train(config)
 
 
+DOOR = FrontDoor(
+    module="hybridrl.main_sft",
+    purpose="Fine-tune a language model on conversations, with the loss on the assistant's messages.",
+    example=("data.train_files=train.jsonl", "model.path=Qwen/Qwen2.5-0.5B"),
+    config_name="sft_trainer",
+    first_keys=(
+        "data.train_files",
+        "data.val_files",
+        "model.path",
+        "data.max_length",
+        "data.train_batch_size",
+        "data.max_token_len_per_gpu",
+        "optim.lr",
+        "trainer.total_epochs",
+        "trainer.n_gpus_per_node",
+        "trainer.default_local_dir",
+    ),
+    load=load_sft_config,
+    run=run,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(DOOR, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

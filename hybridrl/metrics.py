@@ -35,10 +35,7 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
     probs = torch.stack([rollout.exp(), trainer.exp()])
     difference = (probs[0] - probs[1]).abs()
     spread = probs.std(dim=1).min() > 0
-    mean_rollout, mean_trainer = (
-        _row_mean(batch, batch.rollout_log_probs),
-        _row_mean(batch, batch.old_log_probs),
-    )
+    mean_rollout, mean_trainer = batch.written_mean(batch.rollout_log_probs), batch.written_mean(batch.old_log_probs)
     return {
         "training/rollout_probs_diff_valid": 1.0,
         "training/rollout_probs_diff_max": float(difference.max()),
@@ -75,12 +72,6 @@ def zero_signal_share(batch: Batch) -> float:
     largest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, index, batch.rewards, "amax")
     smallest = torch.full((len(groups),), torch.inf).scatter_reduce(0, index, batch.rewards, "amin")
     return _mean(largest == smallest)
-
-
-def _row_mean(batch: Batch, values: Tensor) -> Tensor:
-    """Mean of the written tokens of each row [B]."""
-    mask = batch.response_mask.float()
-    return batch.per_row(values * mask) / batch.per_row(mask).clamp(min=1)
 
 
 def _mean(values: Tensor) -> float:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl import device as devices
 from hybridrl.assembly import (
     build_algorithm,
     build_update_plan,
     end_tokens,
     open_run_directory,
+    open_tracker,
     ppo_worker_config,
     probe_ids,
     say_batch_arithmetic,
@@ -21,9 +21,8 @@ from hybridrl.assembly import (
     validation_sampling,
 )
 from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import RaySession, gather
+from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
-from hybridrl.config.compose import as_dict
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
@@ -37,7 +36,7 @@ from hybridrl.tracking import Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.trainer import Schedule, Trainer
 from hybridrl.training.trainers import Trainers
-from hybridrl.training.worker import TrainWorker
+from hybridrl.training.worker import TrainWorker, WorkerConfig
 from hybridrl.validation import Validator
 
 
@@ -50,13 +49,35 @@ def train(config: PPOConfig) -> None:
     steps = config.trainer.total_training_steps or max(
         config.trainer.total_epochs * len(prompts) // config.data.train_batch_size, 1
     )
+    algorithm = build_algorithm(config.algorithm, kl_in_loss=config.actor_rollout_ref.actor.use_kl_loss)
+    plan = build_update_plan(config.actor_rollout_ref, config.data.train_batch_size)
     info(say_batch_arithmetic(config, steps))
     with ExitStack() as stack:
         scorers = stack.enter_context(ScorerPool(config.reward, directory / "logs" / "reward.log"))
         session = start_session(config.trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
-        trainer = assemble(config, directory, session, tokenizer, prompts, validation, scorers, steps, stack)
-        trainer.records.log(0, {"timing_s/start_up": time.monotonic() - began})
+        worker = ppo_worker_config(config, algorithm.uses_reference, total_updates=steps * plan.updates_per_step)
+        workers, engine = start_devices(config, session, worker, directory / "logs", probe_ids(prompts[0].ids))
+        respondent = Respondent(tokenizer, scorers, config.actor_rollout_ref.rollout.seed)
+        stop_ids = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
+        tracker = stack.enter_context(open_tracker(config, directory, steps))
+        tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
+        trainer = Trainer(
+            algorithm,
+            build_experience(config, prompts, respondent, stop_ids),
+            engine,
+            Trainers(workers, plan, config.actor_rollout_ref.rollout.dtype, config.trainer.step_timeout),
+            build_validator(config, validation, respondent, stop_ids) if validation else None,
+            build_records(config, tracker),
+            Store(directory, tokenizer.save_pretrained),
+            Schedule(
+                steps,
+                config.trainer.test_freq,
+                config.trainer.save_freq,
+                config.trainer.val_before_train,
+                config.trainer.val_only,
+            ),
+        )
         trainer.fit()
     draw_curves(directory)
     info(summary(directory))
@@ -98,71 +119,48 @@ def load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
     return prompts, validation
 
 
-def assemble(
-    config: PPOConfig,
-    directory: Path,
-    session: RaySession,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptDataset,
-    validation: PromptDataset | None,
-    scorers: ScorerPool,
-    steps: int,
-    stack: ExitStack,
-) -> Trainer:
-    """All collaborators of a run; what needs to be closed goes on the stack."""
-    section, trainer, rollout = config.actor_rollout_ref, config.trainer, config.actor_rollout_ref.rollout
-    algorithm = build_algorithm(config.algorithm, kl_in_loss=section.actor.use_kl_loss)
-    plan = build_update_plan(section, config.data.train_batch_size)
-    updates = -(-plan.prompts_per_step // plan.prompts_per_update) * plan.epochs
-    workers = start_train_workers(session, directory / "logs")
-    threads = devices.threads_per_slot(session.device, session.per_machine)
-    engine = HybridEngine(
-        session,
-        workers,
-        section.model,
-        rollout,
-        logs=directory / "logs",
-        threads=threads,
-        timeout=trainer.startup_timeout,
-    )
-    places = workers.broadcast(TrainWorker.place, timeout=trainer.startup_timeout)
-    address = f"{places[0]['address']}:{places[0]['port']}"
-    worker_config = ppo_worker_config(config, uses_reference=algorithm.uses_reference, total_updates=steps * updates)
-    building = workers.start(TrainWorker.build, worker_config, address)
+def start_devices(
+    config: PPOConfig, session: RaySession, worker: WorkerConfig, logs: Path, probe: list[int]
+) -> tuple[Group, HybridEngine]:
+    """Training ranks and rollout servers, built side by side and ready for the first hand-over."""
+    section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
+    workers = start_train_workers(session, logs)
+    engine = HybridEngine(session, workers, section.model, section.rollout, logs=logs, timeout=limit)
+    places = workers.broadcast(TrainWorker.place, timeout=limit)
+    building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
     starting = engine.start([place["gpus"] for place in places])
-    gather([*building, *starting], "start-up", trainer.startup_timeout)
-    engine.ready(probe_ids(prompts[0].ids))
-    stop_ids = end_tokens(section.model.path, tokenizer)
-    respondent = Respondent(tokenizer, scorers, rollout.seed)
-    experience = Experience(
+    gather([*building, *starting], "start-up", limit, [*workers.logs, *engine.servers.logs])
+    engine.ready(probe)
+    return workers, engine
+
+
+def build_experience(
+    config: PPOConfig, prompts: PromptDataset, respondent: Respondent, stop_ids: tuple[int, ...]
+) -> Experience:
+    data, reward, rollout = config.data, config.reward, config.actor_rollout_ref.rollout
+    return Experience(
         prompts,
-        PromptOrder(len(prompts), config.data.seed, config.data.shuffle),
+        PromptOrder(len(prompts), data.seed, data.shuffle),
         respondent,
-        FaultGuard(config.reward.on_error, config.reward.max_fault_rate, config.reward.max_fault_steps),
-        prompts_per_step=config.data.train_batch_size,
+        FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps),
+        prompts_per_step=data.train_batch_size,
         samples_per_prompt=rollout.n,
         sampling=training_sampling(rollout, stop_ids),
     )
-    validator = None
-    if validation is not None:
-        count = rollout.val_kwargs.n
-        validator = Validator(validation, respondent, validation_sampling(rollout, stop_ids), count)
-    tracker = stack.enter_context(
-        Tracker(trainer.logger, directory, trainer.project_name, trainer.experiment_name, as_dict(config), steps)
-    )
-    records = Records(
+
+
+def build_validator(
+    config: PPOConfig, prompts: PromptDataset, respondent: Respondent, stop_ids: tuple[int, ...]
+) -> Validator:
+    rollout = config.actor_rollout_ref.rollout
+    return Validator(prompts, respondent, validation_sampling(rollout, stop_ids), rollout.val_kwargs.n)
+
+
+def build_records(config: PPOConfig, tracker: Tracker) -> Records:
+    trainer = config.trainer
+    return Records(
         tracker,
         training_dir=trainer.rollout_data_dir,
         validation_dir=trainer.validation_data_dir,
         shown=trainer.log_val_generations,
-    )
-    return Trainer(
-        algorithm,
-        experience,
-        engine,
-        Trainers(workers, plan, export_dtype=rollout.dtype or "float32", timeout=trainer.step_timeout),
-        validator,
-        records,
-        Store(directory, tokenizer.save_pretrained),
-        Schedule(steps, trainer.test_freq, trainer.save_freq, trainer.val_before_train, trainer.val_only),
     )

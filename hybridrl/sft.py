@@ -8,12 +8,11 @@ import torch
 
 from hybridrl.algorithms import Clip
 from hybridrl.algorithms.policy_loss import likelihood
-from hybridrl.assembly import open_run_directory, start_session, start_train_workers
+from hybridrl.assembly import open_run_directory, open_tracker, start_session, start_train_workers
 from hybridrl.batch import Batch, pack
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group
 from hybridrl.config import SFTConfig
-from hybridrl.config.compose import as_dict
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.tokenizer import load_tokenizer
@@ -45,14 +44,9 @@ def train(config: SFTConfig) -> None:
         stack.callback(session.close)
         group = start_train_workers(session, directory / "logs")
         _build(config, group, steps)
-        workers = Trainers(
-            group,
-            _update_plan(config),
-            export_dtype=config.engine.fsdp_config.dtype or "float32",
-            timeout=config.trainer.step_timeout,
-        )
-        names = config.trainer.project_name, config.trainer.experiment_name
-        tracker = stack.enter_context(Tracker(config.trainer.logger, directory, *names, as_dict(config), steps))
+        plan, trainer = _update_plan(config), config.trainer
+        workers = Trainers(group, plan, config.engine.fsdp_config.dtype, trainer.step_timeout)
+        tracker = stack.enter_context(open_tracker(config, directory, steps))
         tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
         store = Store(directory, tokenizer.save_pretrained)
         _fit(config, steps, training, validation, workers, tracker, store)

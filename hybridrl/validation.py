@@ -1,6 +1,6 @@
 """Validation: held-out prompts answered, scored and summed up under verl's names. Changes nothing in training."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,35 +65,35 @@ def _variables(groups: list[list[Sample]]) -> dict[str, np.ndarray]:
 
 
 def _predictions(groups: list[list[Sample]]) -> list[list[str]] | None:
-    if not all("pred" in sample.score.extras for group in groups for sample in group):
+    """What each sample predicts; an answer whose grader failed predicts nothing. None where no reward tells."""
+    if not any("pred" in sample.score.extras for group in groups for sample in group):
         return None
-    return [[str(sample.score.extras["pred"]) for sample in group] for group in groups]
+    return [[str(sample.score.extras.get("pred", "")) for sample in group] for group in groups]
 
 
 def _table_metrics(values: np.ndarray, predictions: list[list[str]] | None, count: int) -> dict[str, float]:
     metrics = {f"mean@{count}": float(values.mean())}
     if count == 1:
         return metrics
-    metrics[f"std@{count}"] = float(values.std(axis=1, ddof=1).mean())
+    metrics[f"std@{count}"] = float(values.std(axis=1).mean())
     random = np.random.default_rng(0)
     sizes = sorted({2**power for power in range(1, 11) if 2**power < count} | {count})
     for size in sizes:
         draws = random.integers(count, size=(BOOTSTRAP_DRAWS, size))
-        drawn = values[:, draws]  # [prompts, draws, size]
-        for name, extreme in (("best", drawn.max(axis=2)), ("worst", drawn.min(axis=2))):
-            metrics[f"{name}@{size}/mean"] = float(extreme.mean())
-            metrics[f"{name}@{size}/std"] = float(extreme.std(axis=1).mean())
+        estimates = {
+            "best": [row[draws].max(axis=1) for row in values],
+            "worst": [row[draws].min(axis=1) for row in values],
+        }
         if predictions is not None:
-            majority = [_majority(row, words, draws) for row, words in zip(values, predictions, strict=True)]
-            metrics[f"maj@{size}/mean"] = float(np.mean(majority))
-            metrics[f"maj@{size}/std"] = float(np.std(majority, axis=1).mean())
+            estimates["maj"] = [_majority(row, words, draws) for row, words in zip(values, predictions, strict=True)]
+        for name, table in estimates.items():  # [prompts, draws]
+            metrics[f"{name}@{size}/mean"] = float(np.mean(table))
+            metrics[f"{name}@{size}/std"] = float(np.std(table, axis=1).mean())
     return metrics
 
 
-def _majority(values: np.ndarray, predictions: list[str], draws: np.ndarray) -> list[float]:
-    """For each draw, the value of the first sample that made the commonest prediction."""
-    found = []
-    for draw in draws:
-        commonest = Counter(predictions[i] for i in draw).most_common(1)[0][0]
-        found.append(float(next(values[i] for i in draw if predictions[i] == commonest)))
-    return found
+def _majority(values: np.ndarray, predictions: list[str], draws: np.ndarray) -> np.ndarray:
+    """For each draw, the value of the first sample that made the commonest prediction [draws]."""
+    words = np.unique(predictions, return_inverse=True)[1][draws]
+    votes = (words[:, :, None] == words[:, None, :]).sum(axis=2)
+    return values[draws[np.arange(len(draws)), votes.argmax(axis=1)]]

@@ -31,7 +31,7 @@ def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -
     token-mean                every token of the mini-batch counts the same (DAPO, Yu et al. 2025)
     seq-mean-token-sum        a row counts by the sum of its tokens
     seq-mean-token-mean       every row counts the same (GRPO's paper)
-    seq-mean-token-sum-norm   sum of tokens over a constant `scale` (Dr. GRPO, Liu et al. 2025)
+    seq-mean-token-sum-norm   a row counts by the sum of its tokens over a constant `scale` (Dr. GRPO, Liu et al. 2025)
     """
     mask = batch.response_mask.float()
     if mode == "token-mean":

@@ -39,20 +39,14 @@ class Algorithm:
     def advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Fill token rewards, advantages and returns; metrics of the KL penalty where there is one."""
         token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, batch.last_tokens, batch.rewards)
+        batch = replace(batch, token_rewards=token_rewards)
         metrics: dict[str, float] = {}
         if self.kl_in_reward is not None:
             weight = self.kl_weight.value
-            token_rewards, kl = penalised(
-                token_rewards,
-                batch.old_log_probs,
-                batch.reference_log_probs,
-                batch.response_mask,
-                self.kl_in_reward,
-                weight,
-            )
+            token_rewards, kl = penalised(batch, self.kl_in_reward, weight)
             self.kl_weight.update(kl, len(batch))
+            batch = replace(batch, token_rewards=token_rewards)
             metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": weight}
-        batch = replace(batch, token_rewards=token_rewards)
         advantages, returns = self.estimator(batch, self.normalise)
         return replace(batch, advantages=advantages, returns=returns), metrics
 

@@ -14,11 +14,12 @@ def grpo(batch: Batch, normalise: bool = True) -> tuple[Tensor, Tensor]:
     The score of a row is the sum of its token rewards; the standard deviation has n - 1 in the denominator. Without
     `normalise` it is Dr. GRPO (Liu et al. 2025). Groups may differ in size; in a group of one the advantage is 0.
     """
-    scores = batch.per_row(batch.token_rewards)
+    # In double precision the mean of equal scores is that score: a rounding error would be normalised to a signal.
+    scores = batch.per_row(batch.token_rewards.double())
     advantages = centred(scores, batch.group)
     if normalise:
         advantages = advantages / (group_deviation(advantages, batch.group) + EPSILON)
-    per_token = advantages[batch.response_row] * batch.response_mask
+    per_token = advantages.float()[batch.response_row] * batch.response_mask
     return per_token, per_token
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from hybridrl.batch import Batch
+
 FORMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
@@ -15,7 +17,7 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, form: str) -> Tensor:
     """
     if form.endswith("+"):
         value, through = kl_estimate(log_probs, reference, form[:-1]), kl_estimate(log_probs, reference, "k2")
-        return through + (value - through).detach()
+        return value.detach() + (through - through.detach())
     difference = reference - log_probs
     match FORMS[form]:
         case "k1":
@@ -42,13 +44,8 @@ class KLWeight:
             self.value *= 1 + error * samples / self.horizon
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum() / mask.sum().clamp(min=1)
-
-
-def penalised(
-    token_rewards: Tensor, log_probs: Tensor, reference: Tensor, mask: Tensor, form: str, weight: float
-) -> tuple[Tensor, float]:
-    """Token rewards less the weighted KL of each token, and the mean KL a token."""
-    kl = torch.where(mask, kl_estimate(log_probs, reference, form), 0.0)
-    return token_rewards - weight * kl, float(masked_mean(kl, mask))
+def penalised(batch: Batch, form: str, weight: float) -> tuple[Tensor, float]:
+    """Token rewards less the weighted KL of each token, and the KL as verl tells it: the mean of the rows' means."""
+    kl = kl_estimate(batch.old_log_probs, batch.reference_log_probs, form)
+    kl = torch.where(batch.response_mask, kl, 0.0)
+    return batch.token_rewards - weight * kl, float(batch.written_mean(kl).mean())

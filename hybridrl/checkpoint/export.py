@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 SHARD_BYTES = 5 << 30
 
@@ -30,8 +31,10 @@ def export_model(
         config.dtype = dtype
         config.save_pretrained(directory)
         if model.generation_config is not None:
-            model.generation_config.save_pretrained(directory)
-    files = shard_names([(name, math.prod(p.shape) * dtype.itemsize) for name, p in model.named_parameters()])
+            # As it came: `save_pretrained` refuses the combinations of settings that some published models have.
+            model.generation_config.to_json_file(directory / GENERATION_CONFIG_NAME)
+    sizes = {name: math.prod(p.shape) * dtype.itemsize for name, p in model.named_parameters()}
+    files = shard_names(sizes, SHARD_BYTES)
     shard: dict[str, Tensor] = {}
     names = list(files)
     for index, (name, tensor) in enumerate(tensors):
@@ -42,31 +45,33 @@ def export_model(
             save_file(shard, directory / files[name], metadata={"format": "pt"})
             shard = {}
     if writes and len(set(files.values())) > 1:
-        sizes = sum(math.prod(p.shape) * dtype.itemsize for p in model.parameters())
-        index_file = {"metadata": {"total_size": sizes}, "weight_map": files}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
+        index_file = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index_file, indent=2))
 
 
-def shard_names(sizes: list[tuple[str, int]], limit: int = SHARD_BYTES) -> dict[str, str]:
+def shard_names(sizes: dict[str, int], limit: int) -> dict[str, str]:
     """The file that each tensor goes to, in order: files of at most `limit` bytes, one tensor at least."""
     number, used, shards = 0, 0, {}
-    for name, size in sizes:
+    for name, size in sizes.items():
         if used and used + size > limit:
             number, used = number + 1, 0
         used += size
         shards[name] = number
     if number == 0:
-        return {name: "model.safetensors" for name in shards}
+        return {name: SAFE_WEIGHTS_NAME for name in shards}
     return {name: f"model-{shard + 1:05}-of-{number + 1:05}.safetensors" for name, shard in shards.items()}
 
 
 def publish(written: Path, final: Path) -> None:
-    """Make a finished directory appear under its name at once: its data first reach the disk, then one rename."""
-    for file in written.rglob("*"):
-        if file.is_file():
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-    written.rename(final)
-    parent = os.open(final.parent, os.O_RDONLY)
-    os.fsync(parent)
-    os.close(parent)
+    """Make a finished file or directory appear under its name at once: it first reaches the disk, then one rename."""
+    for path in (*written.rglob("*"), written):
+        _reach_disk(path)
+    written.replace(final)
+    _reach_disk(final.parent)
+
+
+def _reach_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -30,5 +30,7 @@ class Store:
             raise
         shutil.rmtree(final, ignore_errors=True)
         publish(aside, final)
-        (self.directory / LATEST).write_text(str(step))
+        latest = self.directory / f".{LATEST}.writing"
+        latest.write_text(str(step))
+        publish(latest, self.directory / LATEST)
         return final / "actor" / "huggingface"

@@ -1,6 +1,7 @@
 """Actors that work together: one call to all, or to each its part, with a deadline and one clear failure."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -10,6 +11,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.cluster.session import RaySession
 
+Actor = ActorHandle
+Pending = ray.ObjectRef  # the result of a call that may still run
+
 
 class RemoteFailure(RuntimeError):
     """A remote call failed: which actor, in which call, and the first failure's own traceback."""
@@ -18,15 +22,15 @@ class RemoteFailure(RuntimeError):
 class Group:
     """Actors of one class, one a rank. Calls name the class's own methods: `group.broadcast(Worker.build, config)`."""
 
-    def __init__(self, actors: Sequence[ActorHandle], role: str) -> None:
-        self.actors, self.role = list(actors), role
+    def __init__(self, actors: Sequence[Actor], role: str, logs: Sequence[str]) -> None:
+        self.actors, self.role, self.logs = list(actors), role, list(logs)
 
     def __len__(self) -> int:
         return len(self.actors)
 
     def broadcast(self, method: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any) -> list[Any]:
         """The same call to every actor; results in rank order."""
-        return gather(self.start(method, *args, **kwargs), self._what(method), timeout)
+        return gather(self.start(method, *args, **kwargs), self._what(method), timeout, self.logs)
 
     def scatter(
         self, method: Callable[..., Any], parts: Sequence[tuple], *, timeout: float, **kwargs: Any
@@ -34,15 +38,20 @@ class Group:
         """To each actor its own positional arguments; results in rank order."""
         calls = zip(self.actors, parts, strict=True)
         refs = [getattr(actor, method.__name__).remote(*part, **kwargs) for actor, part in calls]
-        return gather(refs, self._what(method), timeout)
+        return gather(refs, self._what(method), timeout, self.logs)
 
-    def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
+    def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
         """The same call to every actor, without waiting for it."""
         return [getattr(actor, method.__name__).remote(*args, **kwargs) for actor in self.actors]
 
-    def kill(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
+    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> list[int]:
+        """The same call to every actor; the ranks in which it failed or gave no answer in time."""
+        refs = self.start(method, *args)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        return [rank for rank, ref in enumerate(refs) if ref not in ready or _error(ref) is not None]
+
+    def only(self, ranks: Sequence[int]) -> "Group":
+        return Group([self.actors[rank] for rank in ranks], self.role, [self.logs[rank] for rank in ranks])
 
     def _what(self, method: Callable[..., Any]) -> str:
         return f"{self.role}.{method.__name__}"
@@ -56,7 +65,7 @@ def spawn(
     *args: Any,
     gpus: int = 0,
     **options: Any,
-) -> ActorHandle:
+) -> Actor:
     """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the device's user."""
     group, bundle = session.bundle(rank)
     on_cuda = session.device == "cuda"
@@ -73,48 +82,63 @@ def spawn(
     )
 
 
-def gather(refs: Sequence[ray.ObjectRef], what: str, timeout: float) -> list[Any]:
+def kill(actor: Actor) -> None:
+    """End an actor's process at once; nothing happens where it is dead already."""
+    ray.kill(actor)
+
+
+def gather(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str] = ()) -> list[Any]:
     """Results of remote calls. The first failure is raised as soon as it is there; the others' echoes of it are not."""
-    results: dict[ray.ObjectRef, Any] = {}
     waiting = list(refs)
     while waiting:
         done, rest = ray.wait(waiting, num_returns=1, timeout=timeout)
         if not done:
             late = ", ".join(str(refs.index(ref)) for ref in rest)
-            raise RemoteFailure(
-                f"{what}: no answer from rank {late} within {timeout:g} s ({len(results)} of {len(refs)} answered)"
-            )
-        try:
-            results[done[0]] = ray.get(done[0])
-        except (RayActorError, RayTaskError) as error:
-            raise _root_failure(refs, what, error, refs.index(done[0])) from error
+            answered = len(refs) - len(rest)
+            raise RemoteFailure(f"{what}: no answer from rank {late} within {timeout:g} s ({answered} did answer)")
+        error = _error(done[0])
+        if error is not None:
+            raise _root_failure(refs, what, error, refs.index(done[0]), logs) from None
         waiting = rest
-    return [results[ref] for ref in refs]
+    return ray.get(list(refs))
 
 
-def _root_failure(refs: Sequence[ray.ObjectRef], what: str, first: Exception, rank: int) -> RemoteFailure:
-    """The failure that the others follow from: a rank that died, before a rank that lost its peer."""
-    if not isinstance(first, RayActorError):
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
-        dead = [(ref, error) for ref in ready if (error := _death(ref)) is not None]
-        if dead:
-            rank, first = refs.index(dead[0][0]), dead[0][1]
-    if isinstance(first, RayActorError):
-        return RemoteFailure(f"{what}: the process of rank {rank} died ({_cause(first)}); its log has its last words")
-    return RemoteFailure(f"{what}: rank {rank} failed\n{first}")
-
-
-def _death(ref: ray.ObjectRef) -> RayActorError | None:
+def _error(ref: Pending) -> RayActorError | RayTaskError | None:
     try:
         ray.get(ref)
-    except RayActorError as error:
+    except (RayActorError, RayTaskError) as error:
         return error
-    except RayTaskError:
-        return None
     return None
 
 
-def _cause(error: RayActorError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    wanted = [line for line in lines if "exit" in line.lower() or "kill" in line.lower()]
-    return (wanted or lines or ["no reason given"])[-1][:300]
+def _root_failure(
+    refs: Sequence[Pending], what: str, first: Exception, rank: int, logs: Sequence[str]
+) -> RemoteFailure:
+    """The failure that the others follow from: a rank that died, before a rank that lost its peer."""
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
+    errors = {refs.index(ref): _error(ref) for ref in ready}
+    dead = [index for index, error in errors.items() if isinstance(error, RayActorError)]
+    if dead:
+        rank, first = dead[0], errors[dead[0]]
+    where = f"\n{logs[rank]} ends with:\n{_tail(logs[rank])}" if rank < len(logs) else ""
+    if isinstance(first, RayActorError):
+        return RemoteFailure(f"{what}: the process of rank {rank} died: {_cause(str(first))}{where}")
+    return RemoteFailure(f"{what}: rank {rank} failed\n{first}")
+
+
+def _cause(message: str) -> str:
+    """Ray's page about a death in a line."""
+    if "connection error code 2" in message:
+        return "it ended without a word, as when it is killed by hand, or by the kernel for lack of memory (see dmesg)"
+    for line in message.splitlines():
+        if "exit detail:" in line:
+            return line.split("exit detail:", 1)[1].strip()[:500]
+    return " ".join(message.split())[:500]
+
+
+def _tail(log: str, lines: int = 8) -> str:
+    try:
+        text = Path(log).read_text(errors="replace")
+    except OSError:
+        return "  (it is on another machine)"
+    return "\n".join("  " + line[:200] for line in text.splitlines()[-lines:]) or "  (nothing)"

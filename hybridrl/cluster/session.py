@@ -2,11 +2,13 @@
 
 import logging
 import os
+import shutil
+import signal
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hybridrl.config import ConfigError
@@ -20,8 +22,11 @@ class RaySession:
     def __init__(self, device: str, machines: int, devices_per_machine: int, ray_init: dict[str, Any], timeout: float):
         self.joined = bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
         self.device, self.per_machine = device, devices_per_machine
-        _start(ray_init, self.joined)
+        # Ray's sockets need a short path.
+        self.directory = None if self.joined else tempfile.mkdtemp(prefix="hybridrl-", dir="/tmp")
+        self.groups: list[PlacementGroup] = []
         try:
+            _start(ray_init, self.directory)
             self.groups = [_reserve(device, devices_per_machine) for _ in range(machines)]
             self._await(machines, timeout)
         except BaseException:
@@ -33,11 +38,12 @@ class RaySession:
         return self.groups[rank // self.per_machine], rank % self.per_machine
 
     def close(self) -> None:
-        if not ray.is_initialized():
-            return
-        for group in self.groups if hasattr(self, "groups") else []:
+        """Give the devices back, with every actor on them; stop the Ray that was started here."""
+        for group in self.groups:
             remove_placement_group(group)
         ray.shutdown()
+        if self.directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def _await(self, machines: int, timeout: float) -> None:
         waiting = [group.ready() for group in self.groups]
@@ -52,16 +58,15 @@ class RaySession:
             )
 
 
-def _start(ray_init: dict[str, Any], joined: bool) -> None:
-    options: dict[str, Any] = {
-        "logging_level": logging.ERROR,
-        "log_to_driver": False,
-        "namespace": "hybridrl",
-    }
-    if not joined:
-        # Ray's sockets need a short path; only what the run itself needs is started.
-        options |= {"include_dashboard": False, "_temp_dir": str(Path(tempfile.gettempdir()) / "ray")}
+def _start(ray_init: dict[str, Any], directory: str | None) -> None:
+    """Join the Ray there is, or start one that keeps its files in `directory`."""
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if directory:
+        options |= {"address": "local", "include_dashboard": False, "_temp_dir": directory}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray prints a page about every actor that dies; ours says which, and why, where it matters.
+    ray._private.worker.listen_error_messages = lambda *_: None
+    on_termination = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options | ray_init)
     except ConnectionError as error:
@@ -70,6 +75,8 @@ def _start(ray_init: dict[str, Any], joined: bool) -> None:
             f"no Ray answers at {where} (RAY_ADDRESS or ray_kwargs.ray_init.address); start it with ray start --head, "
             "or unset the address to have one started here"
         ) from error
+    finally:
+        signal.signal(signal.SIGTERM, on_termination)
 
 
 def _reserve(device: str, devices: int) -> PlacementGroup:

@@ -3,3 +3,18 @@
 
 class ConfigError(ValueError):
     """A refusal whose message names the key or file, its value, and the way out; shown without a traceback."""
+
+
+class Refusals:
+    """Collects what is wrong, so that a user meets all of it in one message."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def close(self) -> None:
+        """Raise ConfigError where anything was added."""
+        if self.lines:
+            raise ConfigError("\n".join(self.lines))

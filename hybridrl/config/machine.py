@@ -16,9 +16,9 @@ class Machine:
     memory_bytes: int
 
 
-def this_machine() -> Machine:
+def this_machine(*, count_gpus: bool = True) -> Machine:
     """Count the devices of this machine. A CUDA driver that is there but broken raises: it never silently means CPU."""
-    return Machine(_gpus(), len(os.sched_getaffinity(0)), psutil.virtual_memory().available)
+    return Machine(_gpus() if count_gpus else 0, len(os.sched_getaffinity(0)), psutil.virtual_memory().available)
 
 
 def _gpus() -> int:
@@ -32,7 +32,7 @@ def _gpus() -> int:
     except pynvml.NVMLError as error:
         raise ConfigError(
             f"there is an NVIDIA driver, but it does not answer ({error}); mend it (nvidia-smi must work), "
-            "or hide it with CUDA_VISIBLE_DEVICES='' to run on CPU"
+            "or set trainer.device=cpu"
         ) from error
     try:
         count = pynvml.nvmlDeviceGetCount()

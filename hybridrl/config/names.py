@@ -2,15 +2,15 @@
 
 import dataclasses
 import difflib
+import functools
 import typing
-from collections.abc import Iterator
+from typing import Any
 
 OLD_NAMES = {
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.reward_fn": "reward.custom_reward_function",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.num_workers": "reward.num_workers",
-    "reward_model.reward_kwargs": "reward.custom_reward_function.reward_kwargs",
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "actor_rollout_ref.actor.optim.clip_grad": "actor_rollout_ref.actor.grad_clip",
     "rollout": "actor_rollout_ref.rollout",
@@ -27,24 +27,48 @@ def current_name(key: str) -> str:
     return key
 
 
-def leaves(section: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Every key of a schema with its full name, and whether it holds a free-form mapping."""
-    for name, hint in typing.get_type_hints(section).items():
-        key = f"{prefix}{name}"
+@functools.cache
+def hints(section: type) -> dict[str, Any]:
+    """The types of a section's keys, rules included."""
+    return typing.get_type_hints(section, include_extras=True)
+
+
+def tree(section: type, prefix: str = "") -> dict[str, Any]:
+    """Every key with its full name and its type: the sections, and the keys in them."""
+    found: dict[str, Any] = {}
+    for name, hint in hints(section).items():
+        found[prefix + name] = hint
         if dataclasses.is_dataclass(hint):
-            yield from leaves(typing.cast(type, hint), key + ".")
-        else:
-            yield key, typing.get_origin(hint) is dict
+            found |= tree(typing.cast(type, hint), f"{prefix}{name}.")
+    return found
+
+
+def value_keys(section: type) -> list[str]:
+    """Every key that takes a value."""
+    return [key for key, hint in tree(section).items() if not dataclasses.is_dataclass(hint)]
+
+
+def unknown_key(key: str, known: list[str], source: str = "") -> str:
+    """The refusal of a key, with the valid ones that may have been meant."""
+    names = nearest(current_name(key), known)
+    way_out = f"nearest: {', '.join(names)}" if names else "--help lists all keys"
+    return f"unknown key {key}{f' in {source}' if source else ''}; {way_out}"
 
 
 def nearest(key: str, known: list[str], count: int = 3) -> list[str]:
-    """The valid keys most like a mistyped one: alike as a whole, or in their last part."""
-    last = key.rsplit(".", 1)[-1]
-    score = {
-        name: max(
-            difflib.SequenceMatcher(None, key, name).ratio(),
-            0.95 * difflib.SequenceMatcher(None, last, name.rsplit(".", 1)[-1]).ratio(),
-        )
-        for name in known
-    }
-    return [name for name in sorted(score, key=lambda name: -score[name]) if score[name] > 0.6][:count]
+    """The valid keys most like a mistyped one, best first; none where nothing is alike."""
+    score = {name: _likeness(key, name) for name in known}
+    least = max(0.6, max(score.values()) - 0.15)
+    return sorted((name for name in known if score[name] > least), key=lambda name: -score[name])[:count]
+
+
+def _likeness(key: str, name: str) -> float:
+    """Half by the last part, half by as many last parts as were written (or all); long beginnings count little."""
+    last, wanted = name.rsplit(".", 1)[-1], key.rsplit(".", 1)[-1]
+    tail = ".".join(name.split(".")[-(key.count(".") + 1) :])
+    alike = 0.5 * _ratio(wanted, last) + 0.5 * max(_ratio(key, name), _ratio(key, tail))
+    return max(alike, 0.7 if len(wanted) > 2 and wanted in last else 0)
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

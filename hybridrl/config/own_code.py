@@ -1,8 +1,11 @@
-"""A user's own function, named path/to/file.py:function in a key."""
+"""A user's own Python, named in a key: path/to/file.py:function, or a module that a room looks into itself."""
 
-import importlib.util
+import importlib
 import sys
+import traceback
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,19 +16,41 @@ from hybridrl.config.error import ConfigError
 def load_function(name: str, key: str) -> Callable[..., Any]:
     """Import the file and return the function; ConfigError names the key and what is missing."""
     path, _, function = name.rpartition(":")
-    file = Path(path).expanduser().absolute()
-    if not file.is_file():
-        raise ConfigError(f"{key}={name}: there is no file {file}; expected path/to/file.py:function")
-    members = vars(_import(file))
+    members = vars(load_module(path, key))
     if not callable(members.get(function)):
-        raise ConfigError(f"{key}={name}: {file.name} has no function {function}")
+        own = [other for other, member in members.items() if callable(member) and other[0] != "_"]
+        raise ConfigError(
+            f"{key}={name}: {Path(path).name} has no function {function}; it has {', '.join(own) or 'none'}"
+        )
     return members[function]
 
 
-def _import(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"own_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
+def load_module(path: str, key: str) -> ModuleType:
+    """The module at a plain path, `file://path` or `pkg://dotted.name`; ConfigError shows the user's own line."""
+    file = Path(path.removeprefix("file://")).expanduser().absolute()
+    in_package = path.startswith("pkg://")
+    if not in_package and not file.is_file():
+        raise ConfigError(f"{key}={path}: there is no such file; give the path of a .py file")
+    try:
+        return importlib.import_module(path.removeprefix("pkg://")) if in_package else _run_file(file)
+    except (Exception, SystemExit) as error:  # whatever the user's own lines raise
+        raise ConfigError(f"{key}={path} does not import: {_where(error, file)}") from error
+
+
+def _run_file(file: Path) -> ModuleType:
+    loader = SourceFileLoader(f"own_{file.stem}", str(file))
+    module = module_from_spec(spec_from_loader(loader.name, loader))
+    sys.modules[module.__name__] = module  # dataclasses and typing look a class's module up there
+    sys.path.append(str(file.parent))  # as for a script: what lies beside it can be imported
+    loader.exec_module(module)
     return module
+
+
+def _where(error: BaseException, file: Path) -> str:
+    """The error and its deepest place in the user's file: `NameError: name 'x' is not defined (r.py:3)`."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if frame.filename == str(file)] or frames
+    lines = [f" ({frame.filename}:{frame.lineno})" for frame in frames if "importlib" not in frame.filename]
+    return f"{type(error).__name__}: {error}{lines[-1] if lines else ''}"

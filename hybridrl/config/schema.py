@@ -1,38 +1,59 @@
-"""The typed configuration: names and types only.
+"""The typed configuration: names and what each may hold.
 
 The values, and what each key means, stand in `conf/*.yaml`, once. Past the front door nothing else is read:
 a constructor takes one of these sections or plain values.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from hybridrl.config.values import (
+    AboveZero,
+    Decay,
+    DType,
+    KLForm,
+    Length,
+    ModelPath,
+    NameOrFunction,
+    Natural,
+    NonNegative,
+    PathOrHub,
+    Positive,
+    Range,
+    RowFiles,
+    ScriptFile,
+    Seconds,
+    Share,
+    ShareAboveZero,
+    TopK,
+)
 
 
 @dataclass
 class DataConfig:
-    tokenizer: str | None
-    train_files: Any  # one path or a list; always list[str] once loaded
-    val_files: Any
+    tokenizer: Annotated[str, PathOrHub()] | None
+    train_files: Annotated[list[str], RowFiles(least=1)]
+    val_files: Annotated[list[str], RowFiles()]
     train_max_samples: int
     val_max_samples: int
     prompt_key: str
     reward_fn_key: str
-    max_prompt_length: int
-    max_response_length: int
-    train_batch_size: int
+    max_prompt_length: Positive
+    max_response_length: Positive
+    train_batch_size: Positive
     shuffle: bool
     validation_shuffle: bool
-    seed: int
+    seed: Natural
     filter_overlong_prompts: bool
-    truncation: str
+    truncation: Literal["error", "left", "right", "middle"]
     trust_remote_code: bool
     apply_chat_template_kwargs: dict[str, Any]
 
 
 @dataclass
 class ModelConfig:
-    path: str
-    tokenizer_path: str | None
+    path: Annotated[str, ModelPath()]
+    tokenizer_path: Annotated[str, PathOrHub()] | None
     trust_remote_code: bool
     custom_chat_template: str | None
     override_config: dict[str, Any]
@@ -42,64 +63,64 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    optimizer: str
-    lr: float
-    betas: list[float]
-    weight_decay: float
-    lr_scheduler_type: str
+    optimizer: Literal["AdamW", "Muon"]
+    lr: NonNegative
+    betas: Annotated[list[Decay], Length(2)]
+    weight_decay: NonNegative
+    lr_scheduler_type: Literal["constant", "linear", "cosine"]
     lr_warmup_steps: int
-    lr_warmup_steps_ratio: float
-    min_lr_ratio: float
-    num_cycles: float
+    lr_warmup_steps_ratio: Share
+    min_lr_ratio: Share
+    num_cycles: AboveZero
     total_training_steps: int
-    muon_lr: float
-    muon_momentum: float
+    muon_lr: NonNegative
+    muon_momentum: Decay
 
 
 @dataclass
 class WrapPolicyConfig:
-    transformer_layer_cls_to_wrap: Any
+    transformer_layer_cls_to_wrap: list[str]
 
 
 @dataclass
 class FSDPConfig:
-    fsdp_size: int
+    fsdp_size: Annotated[int, Range(least=-1)]
     param_offload: bool
     optimizer_offload: bool
     reshard_after_forward: bool
     forward_prefetch: bool
-    model_dtype: str
-    dtype: str | None
+    model_dtype: DType
+    dtype: DType | None
     wrap_policy: WrapPolicyConfig
 
 
 @dataclass
 class PolicyLossConfig:
-    loss_mode: str
+    loss_mode: Annotated[str, NameOrFunction(("vanilla",))]
 
 
 @dataclass
 class ActorConfig:
-    strategy: str
-    ppo_mini_batch_size: int
-    ppo_micro_batch_size_per_gpu: int | None
+    strategy: Literal["fsdp", "fsdp2"]
+    ppo_mini_batch_size: Positive
+    ppo_micro_batch_size_per_gpu: Positive | None
     use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: int
-    ppo_epochs: int
+    ppo_max_token_len_per_gpu: Positive
+    ppo_epochs: Positive
     shuffle: bool
     data_loader_seed: int
     policy_loss: PolicyLossConfig
-    clip_ratio: float
-    clip_ratio_low: float | None
-    clip_ratio_high: float | None
-    clip_ratio_c: float
-    loss_agg_mode: str
-    loss_scale_factor: float | None
+    clip_ratio: NonNegative
+    clip_ratio_low: NonNegative | None
+    clip_ratio_high: NonNegative | None
+    clip_ratio_c: Annotated[float, Range(above=1)]
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    loss_scale_factor: AboveZero | None
     entropy_coeff: float
     use_kl_loss: bool
-    kl_loss_coef: float
-    kl_loss_type: str
-    grad_clip: float
+    kl_loss_coef: NonNegative
+    kl_loss_type: KLForm
+    grad_clip: AboveZero
     optim: OptimizerConfig
     fsdp_config: FSDPConfig
 
@@ -111,19 +132,19 @@ class ReferenceFSDPConfig:
 
 @dataclass
 class ReferenceConfig:
-    log_prob_micro_batch_size_per_gpu: int | None
+    log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
-    log_prob_max_token_len_per_gpu: int
+    log_prob_max_token_len_per_gpu: Positive
     fsdp_config: ReferenceFSDPConfig
 
 
 @dataclass
 class ValidationSamplingConfig:
-    n: int
+    n: Positive
     do_sample: bool
-    temperature: float
-    top_p: float
-    top_k: int
+    temperature: NonNegative
+    top_p: ShareAboveZero
+    top_k: TopK
 
 
 @dataclass
@@ -133,40 +154,40 @@ class EngineKwargsConfig:
 
 @dataclass
 class WeightTransferConfig:
-    update_weights_bucket_megabytes: int
+    update_weights_bucket_megabytes: Positive
 
 
 @dataclass
 class RolloutConfig:
-    name: str
-    mode: str
-    n: int
+    name: Literal["vllm"]
+    mode: Literal["async", "sync"]
+    n: Positive
     do_sample: bool
-    temperature: float
-    top_p: float
-    top_k: int
-    repetition_penalty: float
-    min_tokens: int
+    temperature: NonNegative
+    top_p: ShareAboveZero
+    top_k: TopK
+    repetition_penalty: AboveZero
+    min_tokens: Natural
     ignore_eos: bool
-    seed: int
-    prompt_length: int
-    response_length: int
-    dtype: str | None
-    tensor_model_parallel_size: int
-    gpu_memory_utilization: float
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    seed: Natural
+    prompt_length: Positive
+    response_length: Positive
+    dtype: DType | None
+    tensor_model_parallel_size: Positive
+    gpu_memory_utilization: ShareAboveZero
+    max_model_len: Positive | None
+    max_num_seqs: Positive
+    max_num_batched_tokens: Positive
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
     enforce_eager: bool
     free_cache_engine: bool
     calculate_log_probs: bool
-    log_prob_micro_batch_size_per_gpu: int | None
+    log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
-    log_prob_max_token_len_per_gpu: int
-    request_timeout: float
-    request_retries: int
+    log_prob_max_token_len_per_gpu: Positive
+    request_timeout: Seconds
+    request_retries: Natural
     checkpoint_engine: WeightTransferConfig
     engine_kwargs: EngineKwargsConfig
     val_kwargs: ValidationSamplingConfig
@@ -174,8 +195,8 @@ class RolloutConfig:
 
 @dataclass
 class ActorRolloutRefConfig:
-    hybrid_engine: bool
-    nccl_timeout: int
+    hybrid_engine: Literal[True]
+    nccl_timeout: Positive
     model: ModelConfig
     actor: ActorConfig
     ref: ReferenceConfig
@@ -184,65 +205,65 @@ class ActorRolloutRefConfig:
 
 @dataclass
 class CustomRewardConfig:
-    path: str | None
+    path: Annotated[str, ScriptFile()] | None
     name: str
     reward_kwargs: dict[str, Any]
 
 
 @dataclass
 class RewardManagerConfig:
-    name: str
+    name: Literal["naive"]
 
 
 @dataclass
 class RewardConfig:
-    num_workers: int
-    timeout: float
-    on_error: str
-    max_fault_rate: float
-    max_fault_steps: int
+    num_workers: Natural
+    timeout: Seconds
+    on_error: Literal["exclude", "zero", "stop"]
+    max_fault_rate: Share
+    max_fault_steps: Positive
     custom_reward_function: CustomRewardConfig
     reward_manager: RewardManagerConfig
 
 
 @dataclass
 class KLControlConfig:
-    type: str
-    kl_coef: float
-    horizon: int
-    target_kl: float
+    type: Literal["fixed", "adaptive"]
+    kl_coef: NonNegative
+    horizon: Positive
+    target_kl: AboveZero
 
 
 @dataclass
 class AlgorithmConfig:
-    adv_estimator: str
+    adv_estimator: Annotated[str, NameOrFunction(("grpo",))]
     norm_adv_by_std_in_grpo: bool
     use_kl_in_reward: bool
-    kl_penalty: str
+    kl_penalty: KLForm
     kl_ctrl: KLControlConfig
 
 
 @dataclass
 class TrainerConfig:
-    device: str
-    nnodes: int
-    n_gpus_per_node: int | None
-    seed: int
-    total_epochs: int
-    total_training_steps: int | None
+    device: Literal["auto", "cuda", "cpu"]
+    nnodes: Positive
+    n_gpus_per_node: Positive | None
+    seed: Natural
+    total_epochs: Positive
+    total_training_steps: Positive | None
     project_name: str
     experiment_name: str
     default_local_dir: str
     logger: list[str]
-    log_val_generations: int
+    log_val_generations: Natural
     rollout_data_dir: str | None
     validation_data_dir: str | None
     val_before_train: bool
     val_only: bool
     test_freq: int
     save_freq: int
-    startup_timeout: float
-    step_timeout: float
+    startup_timeout: Seconds
+    step_timeout: Seconds
 
 
 @dataclass
@@ -264,46 +285,46 @@ class PPOConfig:
 
 @dataclass
 class SFTDataConfig:
-    tokenizer: str | None
-    train_files: Any
-    val_files: Any
+    tokenizer: Annotated[str, PathOrHub()] | None
+    train_files: Annotated[list[str], RowFiles(least=1)]
+    val_files: Annotated[list[str], RowFiles()]
     train_max_samples: int
     val_max_samples: int
     messages_key: str
     prompt_key: str
     response_key: str
-    max_length: int
-    train_batch_size: int
-    max_token_len_per_gpu: int
+    max_length: Positive
+    train_batch_size: Positive
+    max_token_len_per_gpu: Positive
     shuffle: bool
-    seed: int
-    truncation: str
+    seed: Natural
+    truncation: Literal["error", "left", "right"]
     trust_remote_code: bool
     apply_chat_template_kwargs: dict[str, Any]
 
 
 @dataclass
 class SFTTrainerConfig:
-    device: str
-    nnodes: int
-    n_gpus_per_node: int | None
-    seed: int
-    total_epochs: int
-    total_training_steps: int | None
+    device: Literal["auto", "cuda", "cpu"]
+    nnodes: Positive
+    n_gpus_per_node: Positive | None
+    seed: Natural
+    total_epochs: Positive
+    total_training_steps: Positive | None
     project_name: str
     experiment_name: str
     default_local_dir: str
     logger: list[str]
     test_freq: int
     save_freq: int
-    startup_timeout: float
-    step_timeout: float
+    startup_timeout: Seconds
+    step_timeout: Seconds
 
 
 @dataclass
 class SFTEngineConfig:
-    grad_clip: float
-    nccl_timeout: int
+    grad_clip: AboveZero
+    nccl_timeout: Positive
     fsdp_config: FSDPConfig
 
 

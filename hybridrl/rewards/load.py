@@ -5,21 +5,16 @@ Knows files, names and signatures; calls nothing of the user's but the import of
 
 import asyncio
 import functools
-import importlib
 import inspect
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Coroutine
 from difflib import SequenceMatcher
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from inspect import Parameter
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.config.own_code import load_module
 from hybridrl.config.schema import CustomRewardConfig, RewardConfig
 from hybridrl.rewards.built_in import SCORERS, check_data_sources
 from hybridrl.rewards.score import Answer, RewardFunction
@@ -36,7 +31,7 @@ def load_reward(config: RewardConfig) -> RewardFunction:
     custom = config.custom_reward_function
     if custom.path is None:
         return _dispatcher(custom.reward_kwargs)
-    return _bind(_find_function(_import(custom.path), custom), custom.reward_kwargs)
+    return _bind(_find_function(load_module(custom.path, f"{_KEY}.path"), custom), custom.reward_kwargs)
 
 
 def _dispatcher(reward_kwargs: dict[str, Any]) -> RewardFunction:
@@ -49,39 +44,6 @@ def _dispatcher(reward_kwargs: dict[str, Any]) -> RewardFunction:
         return scorers[answer.data_source](answer)
 
     return score
-
-
-def _import(path: str) -> ModuleType:
-    """The module at a plain path, `file://path` or `pkg://dotted.name`."""
-    file = Path(path.removeprefix("file://")).expanduser().absolute()
-    in_package = path.startswith("pkg://")
-    if not in_package and not file.is_file():
-        raise ConfigError(f"{_KEY}.path={path}: there is no such file; give the path of a .py file")
-    try:
-        return importlib.import_module(path.removeprefix("pkg://")) if in_package else _run_file(file)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{_KEY}.path={path} does not import: {_last_line(error, file)}") from error
-
-
-def _run_file(file: Path) -> ModuleType:
-    loader = SourceFileLoader(f"custom_reward_{file.stem}", str(file))
-    module = module_from_spec(spec_from_loader(loader.name, loader))
-    sys.modules[module.__name__] = module  # dataclasses and typing look a class's module up there
-    sys.path.append(str(file.parent))  # as for a script: what lies beside it can be imported
-    loader.exec_module(module)
-    return module
-
-
-def _last_line(error: BaseException, file: Path) -> str:
-    """The error and its deepest place in the user's file: `NameError: name 'x' is not defined (r.py:3)`."""
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == str(file)] or [
-        frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename
-    ]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
 
 
 def _find_function(module: ModuleType, custom: CustomRewardConfig) -> Callable[..., Any]:

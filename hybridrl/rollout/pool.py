@@ -69,6 +69,11 @@ class RolloutPool:
                 missing -= len(completions)
                 yield completions
 
+    def replace(self, index: int, server: ActorHandle) -> None:
+        """Put a new server in the place of a lost one that was not generating."""
+        self.restarts += 1
+        self.lanes[index] = Lane(server)
+
     def _dispatch(self, waiting: deque[Request], sampling: Sampling) -> None:
         """Give waiting requests to the least loaded servers, samples of one prompt together (they share its cache)."""
         given: dict[int, list[Request]] = {}

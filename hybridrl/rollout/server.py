@@ -72,6 +72,10 @@ class RolloutServer:
     async def score(self, token_ids: list[int]) -> list[float]:
         return await self.engine.score(token_ids)
 
+    async def check(self) -> None:
+        """Raises if the engine is dead."""
+        await self.engine.check()
+
     async def sleep(self) -> None:
         await self.engine.sleep()
 

@@ -4,11 +4,11 @@ The engine receives weights through vLLM's weight-transfer calls, by an engine r
 the trainer's memory on the same device: one path for CUDA and CPU.
 """
 
-import ctypes
 import math
 import os
 import signal
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.guard import end_with_parent
 from hybridrl.rollout.requests import Completion, Request, Sampling
 from hybridrl.weights.handles import Handle, digest, open_buffer
 from hybridrl.weights.layout import Bucket, Tensor
@@ -43,11 +44,13 @@ class VllmEngine:
 
     def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> None:
         arguments = engine_arguments(device, model, rollout, slots)
+        self.sleeps = rollout.free_cache_engine
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def connect(self) -> None:
         """Make ready for weights."""
         await self.engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        forget_segments()
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
@@ -69,13 +72,18 @@ class VllmEngine:
             found = output.prompt_logprobs
         return [place[token].logprob for token, place in zip(token_ids[1:], found[1:], strict=True)]
 
+    async def check(self) -> None:
+        await self.engine.check_health()
+
     async def sleep(self) -> None:
         """Stop, forget the cache, and on CUDA give weights (they come back from the trainer) and cache memory back."""
-        await self.engine.sleep(level=2)
+        if self.sleeps:
+            await self.engine.sleep(level=2)
 
     async def wake(self, part: str) -> None:
         """Take memory for `weights` or `kv_cache` again; the engine runs when it has both."""
-        await self.engine.wake_up(tags=[part])
+        if self.sleeps:
+            await self.engine.wake_up(tags=[part])
 
     async def begin_weights(self) -> None:
         await self.engine.collective_rpc("start_weight_update")
@@ -160,6 +168,14 @@ def cpu_cache_bytes(model: ModelConfig, rollout: RolloutConfig, slots: int) -> i
     return int(max(min(wanted, free), block * (blocks + 1)) / rollout.tensor_model_parallel_size)
 
 
+def forget_segments() -> None:
+    """Take away the names of the shared memory that the engine's processes have open: so it ends with them."""
+    for process in psutil.Process().children(recursive=True):
+        for mapping in process.memory_maps():
+            if mapping.path.startswith("/dev/shm/"):
+                Path(mapping.path).unlink(missing_ok=True)
+
+
 # -- in the engine's own process ---------------------------------------------------------------------------------------
 
 
@@ -185,7 +201,7 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     update_info_cls = BucketInfo
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        die_with_parent()
+        end_with_parent(os.getppid(), signal.SIGKILL)
         self.opened: tuple[Handle, torch.Tensor] | None = None
 
     def start_weight_update(self) -> None:
@@ -217,12 +233,6 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
     def shutdown(self) -> None:
         self.opened = None
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however that happens: no engine outlives its run."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class EngineProcess:

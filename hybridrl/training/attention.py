@@ -21,22 +21,23 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    boundaries: Tensor
-    | None = None,  # [B + 1] int32; None: a right-padded rectangle, where causality hides the padding
+    sliding_window: int | None = None,  # how many tokens, its own included, a token sees; None: all before it
+    boundaries: Tensor | None = None,  # [B + 1] int32; None: a right-padded rectangle: causality hides the padding
     longest: int = 0,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, heads, width], as transformers expects it of an attention function."""
     if boundaries is None:
-        return _causal(query, key, value, scaling).transpose(1, 2), None
+        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen_kernel(query, key, value, boundaries, longest, scaling)[None], None
+        return _varlen_kernel(query, key, value, boundaries, longest, scaling, sliding_window)[None], None
     lengths = boundaries.diff().long()
     starts = torch.arange(len(lengths), device=query.device) * longest
     places = torch.repeat_interleave(starts - boundaries[:-1], lengths)
     places = places + torch.arange(len(query), device=query.device)
-    output = _causal(*(_rectangle(tensor, places, len(lengths), longest) for tensor in (query, key, value)), scaling)
+    rectangles = (_rectangle(tensor, places, len(lengths), longest) for tensor in (query, key, value))
+    output = _causal(*rectangles, scaling, sliding_window)
     return output.transpose(1, 2).flatten(0, 1)[places][None], None
 
 
@@ -46,14 +47,24 @@ def _rectangle(line: Tensor, places: Tensor, rows: int, longest: int) -> Tensor:
     return padded.view(rows, longest, *line.shape[1:]).transpose(1, 2)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    length, seen = query.shape[2], None
+    if window is not None and length > window:
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=grouped
     )
 
 
 def _varlen_kernel(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     return varlen_attn(
@@ -65,7 +76,7 @@ def _varlen_kernel(
         longest,
         longest,
         scale=scaling,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
 

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridrl.config.schema import OptimizerConfig
+from hybridrl.training.muon import Muon
 
 
 class Optimizers:

@@ -32,18 +32,22 @@ class UpdatePlan:
     log_prob_budget: Budget
     reference_budget: Budget
 
+    @property
+    def updates_per_step(self) -> int:
+        return -(-self.prompts_per_step // self.prompts_per_update) * self.epochs
+
 
 class Trainers:
     """The policy, and the reference where there is one, over all training ranks."""
 
-    def __init__(self, group: Group, plan: UpdatePlan, *, export_dtype: str, timeout: float) -> None:
+    def __init__(self, group: Group, plan: UpdatePlan, export_dtype: str, timeout: float) -> None:
         self.group, self.plan, self.export_dtype, self.timeout = group, plan, export_dtype, timeout
         self.watch = Stopwatch()
 
     @property
     def needs_old_log_probs(self) -> bool:
         """With a single update a step its own log-probs are the old ones: another forward pass would repeat it."""
-        return self.plan.epochs > 1 or self.plan.prompts_per_update < self.plan.prompts_per_step
+        return self.plan.updates_per_step > 1
 
     def log_probs(self, batch: Batch) -> Batch:
         """Fill `old_log_probs` and `entropies` with the present policy's."""

@@ -3,6 +3,7 @@
 Does what the driver planned, on the rows it is given. Knows nothing of prompts as text, rewards or the rollout engine.
 """
 
+import math
 import os
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import ray
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hybridrl import device as devices
 from hybridrl.algorithms.aggregation import Totals, token_weights
@@ -22,7 +24,7 @@ from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
 from hybridrl.training.fsdp import mesh, shard, whole_tensors
-from hybridrl.training.model import load_language_model
+from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import lay_out
 from hybridrl.weights.handles import Handle, SharedBuffer, digest
@@ -99,6 +101,7 @@ class TrainWorker:
         devices.seed_everything(config.seed)
         devices.join_group(config.device, address, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
+        self.padded = not config.model.use_remove_padding
         grid = mesh(config.device, self.ranks, config.fsdp.fsdp_size)
         stored = getattr(torch, config.fsdp.model_dtype)
         self.model = shard(load_language_model(config.model, stored), config.fsdp, grid)
@@ -121,34 +124,32 @@ class TrainWorker:
         forwards = []
         for rows in passes:
             log_probs, entropies = self._forward(model, batch.select(rows or [0]), temperature, not reference)
-            forwards += [(log_probs.cpu(), entropies.cpu() if entropies is not None else None)] if rows else []
+            forwards += [(log_probs, entropies)] if rows else []
         # A forward without a backward leaves the root's parameters gathered.
         model.reshard()
         return _joined(forwards)
 
-    def _forward(self, model, batch: Batch, temperature: float, with_entropy: bool):
-        inputs = lay_out(batch, padded=not self.config.model.use_remove_padding).to(self.device)
-        return model(inputs, temperature, with_entropy)
+    def _forward(self, model: LanguageModel, batch: Batch, temperature: float, with_entropy: bool) -> Forward:
+        return model(lay_out(batch, self.padded).to(self.device), temperature, with_entropy)
 
     def update(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> tuple[dict[str, float], Forward]:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up to it), and what
         `log_probs` would have returned, where the loss made use of it."""
         self.model.train()
-        shares: dict[str, float] = {}
+        shares: dict[str, Tensor] = {}
         forwards: list[Forward] = []
         for mini_batch in mini_batches:
             for rows in mini_batch.passes:
                 found, forward = self._backward(batch, rows, mini_batch.totals, loss)
-                forwards += [forward] if rows and loss.own_old_log_probs else []
-                for name, value in found.items():
-                    shares[name] = shares.get(name, 0.0) + value / len(mini_batches)
-            for name, value in self._step(loss.grad_clip).items():
-                shares[name] = shares.get(name, 0.0) + value / len(mini_batches) / self.ranks
-        return shares, _joined(forwards)
+                if rows:
+                    _add(shares, found, 1 / len(mini_batches))
+                    forwards += [forward] if loss.own_old_log_probs else []
+            _add(shares, self._step(loss.grad_clip), 1 / len(mini_batches) / self.ranks)
+        return {name: float(value) for name, value in shares.items()}, _joined(forwards)
 
     def _backward(
         self, batch: Batch, rows: list[int], totals: Totals, loss: LossConfig
-    ) -> tuple[dict[str, float], Forward]:
+    ) -> tuple[dict[str, Tensor], Forward]:
         """Forward and backward of one pass; a rank without rows keeps step with a loss of 0."""
         part = batch.select(rows or [0])
         wants_entropy = loss.entropy_coeff != 0 or loss.own_old_log_probs
@@ -158,37 +159,36 @@ class TrainWorker:
             part.old_log_probs = log_probs.detach()
         weights = token_weights(part, loss.aggregation, totals, loss.scale)
         per_token, statistics = loss.policy_loss(log_probs, part, loss.clip)
-        policy_loss = (per_token * weights).sum()
-        total, shares = policy_loss, {"pg_loss": policy_loss}
-        if entropies is not None:
+        shares = {"pg_loss": (per_token * weights).sum()}
+        total = shares["pg_loss"]
+        if loss.entropy_coeff:
             shares["entropy_loss"] = (entropies * weights).sum()
             total = total - loss.entropy_coeff * shares["entropy_loss"]
         if loss.kl_coef:
             shares["kl_loss"] = (kl_estimate(log_probs, part.reference_log_probs, loss.kl_form) * weights).sum()
             total = total + loss.kl_coef * shares["kl_loss"]
-        shares["loss"] = total
-        mask = part.response_mask / max(totals.tokens, 1)
-        shares |= {name: (value * mask).sum() for name, value in statistics.items()}
+        token_share = part.response_mask / max(totals.tokens, 1)
+        shares |= {"loss": total} | {name: (value * token_share).sum() for name, value in statistics.items()}
         # FSDP averages over ranks; the divisors are those of the whole mini-batch already.
         (total * (self.ranks if rows else 0)).backward()
-        forward = log_probs.detach().cpu(), entropies.detach().cpu() if entropies is not None else None
-        return {name: float(value.detach()) for name, value in shares.items()} if rows else {}, forward
+        return shares, (log_probs.detach(), entropies.detach() if entropies is not None else None)
 
-    def _step(self, grad_clip: float) -> dict[str, float]:
+    def _step(self, grad_clip: float) -> dict[str, Tensor]:
         """Clip and apply the gradient; one that is not finite is dropped and counted."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        lr, finite = self.optimizers.lr, torch.isfinite(torch.tensor(norm)).item()
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        lr, finite = self.optimizers.lr, math.isfinite(norm)
         if self.config.fsdp.optimizer_offload:
             self.optimizers.to(self.device)
         self.optimizers.step() if finite else self.optimizers.skip()
         self.optimizers.zero_grad()
         if self.config.fsdp.optimizer_offload:
             self.optimizers.to(torch.device("cpu"))
-        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not finite)}
+        return {"grad_norm": torch.tensor(norm), "lr": torch.tensor(lr), "skipped_updates": torch.tensor(not finite)}
 
-    def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig) -> dict[str, Tensor]:
+    def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig, padded: bool) -> dict[str, Tensor]:
         """The whole gradient of one mini-batch, by parameter name, without an update; for tests and diagnosis."""
+        self.padded = padded
         self.model.train()
         for rows in mini_batch.passes:
             self._backward(batch, rows, mini_batch.totals, loss)
@@ -249,14 +249,19 @@ class TrainWorker:
         return devices.memory(self.config.device)
 
 
+def _add(shares: dict[str, Tensor], found: dict[str, Tensor], weight: float) -> None:
+    """Add weighted values by name, without waiting for the device."""
+    for name, value in found.items():
+        shares[name] = shares.get(name, 0.0) + value.detach() * weight
+
+
 def _joined(forwards: list[Forward]) -> Forward:
-    """Several passes' results as one; empty where there was no pass."""
+    """Several passes' results as one, in host memory; empty where there was no pass."""
     if not forwards:
         return torch.empty(0), torch.empty(0)
-    with_entropies = forwards[0][1] is not None
-    return torch.cat([item[0] for item in forwards]), (
-        torch.cat([item[1] for item in forwards]) if with_entropies else None
-    )
+    log_probs = torch.cat([item[0] for item in forwards]).cpu()
+    entropies = [item[1] for item in forwards if item[1] is not None]
+    return log_probs, torch.cat(entropies).cpu() if entropies else None
 
 
 def _redirect_output(log_file: str) -> None:

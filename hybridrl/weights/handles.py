@@ -35,7 +35,7 @@ def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
     """The sender's memory as a uint8 tensor of this process."""
     try:
         return _open_cuda(handle, device) if device.type == "cuda" else _open_file(handle)
-    except (OSError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise RuntimeError(
             f"the engine cannot open the trainer's memory ({error}): both must run on one machine and share its "
             "process and IPC namespaces; in a container add --ipc=host --pid=host, or start both in the same one"

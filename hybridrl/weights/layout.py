@@ -36,8 +36,8 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
 
     An engine fuses tensors of one layer (q, k, v into one matrix) and reads them when the last has come; a bucket
     is written over by the next one, so a layer may not straddle two: a layer above the limit gets a bucket of its own.
-    What belongs to no layer (embedding, last norm, head) comes last and together, as an engine that pads the vocabulary
-    reads it only at the end.
+    What belongs to no layer (embedding, last norm, head) comes last and together whatever its size, as an engine that
+    pads the vocabulary reads it only at the end.
     """
     layers: dict[str, list[tuple[str, torch.Size, torch.dtype]]] = {}
     for item in parameters:
@@ -46,7 +46,7 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
     groups: list[list[tuple[str, torch.Size, torch.dtype]]] = []
     size = limit + 1
     for layer in layers.values():
-        more = sum(_bytes(shape, dtype) for _, shape, dtype in layer)
+        more = sum(_aligned(_bytes(shape, dtype)) for _, shape, dtype in layer)
         if size + more > limit:
             groups.append([])
             size = 0
@@ -68,10 +68,14 @@ def _bytes(shape: torch.Size, dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+def _aligned(size: int) -> int:
+    return math.ceil(size / ALIGNMENT) * ALIGNMENT
+
+
 def _place(group: list[tuple[str, torch.Size, torch.dtype]]) -> Bucket:
     tensors, offset = [], 0
     for name, shape, dtype in group:
         size = _bytes(shape, dtype)
         tensors.append(Tensor(name, list(shape), str(dtype).removeprefix("torch."), offset, size))
-        offset += math.ceil(size / ALIGNMENT) * ALIGNMENT
+        offset += _aligned(size)
     return Bucket(tensors, offset)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, disable_progress_bars, load_dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging
 
 SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Think step by step, and end with the final answer after "####".'
@@ -80,6 +81,8 @@ def main() -> None:
     )
     parser.add_argument("--random_model", type=Path, help="also write a tiny random model to this directory")
     arguments = parser.parse_args()
+    disable_progress_bars()
+    logging.disable_progress_bar()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
         problems = read_split(split, arguments.local_dir)

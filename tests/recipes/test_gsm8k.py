@@ -1,5 +1,7 @@
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,3 +39,16 @@ def test_local_problems_become_prompts_that_the_random_model_can_read(
     text = tokenizer.decode(prompt.ids)
     assert text.startswith(f"<|im_start|>user\n{problem['question']}")
     assert '"####"' in text
+
+
+@pytest.mark.parametrize("script", ["run_0.5b_1gpu.sh", "run_1.5b_1gpu.sh", "run_7b_8gpu.sh"])
+def test_a_run_script_is_a_configuration_that_main_ppo_takes(script: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    # Two devices, as on a machine without GPUs an engine cannot have fewer than all of them.
+    here = [f"data.train_files={rows}", f"data.val_files={rows}", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", str(SCRIPT.with_name(script)), "--cfg", *here]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"path: Qwen/Qwen2.5-{script.split('_')[1].upper()}-Instruct" in done.stdout

@@ -1,0 +1,146 @@
+"""What a key may hold, as types for the schema: `Positive` is an int with a rule, and a rule judges one value.
+
+Looks at files and directories. Knows no key: what depends on several keys, or on the machine, is in checks.py.
+"""
+
+import json
+from dataclasses import dataclass
+from operator import ge, gt, le, lt
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+ROW_SUFFIXES = (".parquet", ".json", ".jsonl")
+
+
+class Rule(Protocol):
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a value of the right type, and the way out; None: nothing."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number: `least` and `most` belong to the range, `above` and `below` do not."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def fault(self, value: float) -> str | None:
+        limits = (("at least", self.least, ge), ("more than", self.above, gt))
+        limits += (("at most", self.most, le), ("less than", self.below, lt))
+        stated = [(words, limit, holds) for words, limit, holds in limits if limit is not None]
+        if all(holds(value, limit) for _, limit, holds in stated):
+            return None
+        return "must be " + " and ".join(f"{words} {limit:g}" for words, limit, _ in stated)
+
+
+@dataclass(frozen=True)
+class Length:
+    """The number of values in a list."""
+
+    count: int
+
+    def fault(self, values: list[Any]) -> str | None:
+        return None if len(values) == self.count else f"expected {self.count} values: [a, b]"
+
+
+@dataclass(frozen=True)
+class NameOrFunction:
+    """One of the names that come along, or a user's own function as path/to/file.py:function."""
+
+    names: tuple[str, ...]
+
+    def fault(self, value: str) -> str | None:
+        file, colon, _ = value.rpartition(":")
+        if value in self.names:
+            return None
+        if not colon:
+            return f"choose {' | '.join(self.names)} | path/to/file.py:function"
+        return None if Path(file).is_file() else f"there is no file {file}"
+
+
+@dataclass(frozen=True)
+class RowFiles:
+    """Files of rows that are there, at least so many."""
+
+    least: int = 0
+
+    def fault(self, files: list[str]) -> str | None:
+        if len(files) < self.least:
+            return "name one file or more: [a.jsonl, b.parquet]"
+        for file in map(Path, files):
+            if file.is_dir():
+                return f"{file} is a directory; name the files in it{_rows_in(file)}"
+            if not file.is_file():
+                return f"there is no file {file}" + (_rows_in(file.parent) or _missing_parent(file))
+        return None
+
+
+class PathOrHub:
+    """A local directory, or a name of the Hugging Face hub (which is not asked here)."""
+
+    def fault(self, name: str) -> str | None:
+        looks_local = name.startswith((".", "/")) or name.count("/") != 1
+        if looks_local and not Path(name).is_dir():
+            return f"there is no such directory{_missing_parent(Path(name))}"
+        return None
+
+
+class ModelPath(PathOrHub):
+    """A Hugging Face model: a directory with configuration and weights, or a hub name."""
+
+    def fault(self, name: str) -> str | None:
+        if not Path(name).is_dir():
+            return super().fault(name)
+        config = Path(name, "config.json")
+        if not config.is_file():
+            return "the directory has no config.json, so it is no Hugging Face model"
+        try:
+            json.loads(config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            return f"its config.json cannot be read ({error}); save the model anew"
+        if not any(True for pattern in WEIGHT_FILES for _ in Path(name).glob(pattern)):
+            return f"the directory has no weights ({' or '.join(WEIGHT_FILES)}); save or download the model anew"
+        return None
+
+
+class ScriptFile:
+    """A .py file as a plain path or file://path, or an installed module as pkg://name."""
+
+    def fault(self, name: str) -> str | None:
+        if name.startswith("pkg://") or Path(name.removeprefix("file://")).is_file():
+            return None
+        return "there is no such file; give the path of a .py file"
+
+
+def _rows_in(directory: Path) -> str:
+    if not directory.is_dir():
+        return ""
+    names = sorted(item.name for item in directory.iterdir() if item.suffix in ROW_SUFFIXES)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f" (in {directory} there are {', '.join(names[:5])}{more})" if names else ""
+
+
+def _missing_parent(path: Path) -> str:
+    """The outermost directory on the way that is not there."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    return f" ({missing[-1]} does not exist)" if missing else ""
+
+
+Positive = Annotated[int, Range(least=1)]
+Natural = Annotated[int, Range(least=0)]
+NonNegative = Annotated[float, Range(least=0)]
+AboveZero = Annotated[float, Range(above=0)]
+Seconds = AboveZero
+Share = Annotated[float, Range(least=0, most=1)]
+ShareAboveZero = Annotated[float, Range(above=0, most=1)]
+Decay = Annotated[float, Range(least=0, below=1)]
+TopK = Annotated[int, Range(least=-1)]
+
+DType = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
+# A trailing + takes k2's gradient.
+KLForm = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]

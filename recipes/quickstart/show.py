@@ -1,0 +1,166 @@
+"""The quickstart's last page: a problem before and after, the figures, where the seconds went, what to try next.
+
+Reads a run's metrics and samples, and judges answers by the quickstart's own rule, whatever reward the run was given.
+Ends with status 1 where the run did not learn what it should have.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from reward import compute_score
+
+from hybridrl.tracking import read_metrics
+from hybridrl.tracking.names import PHASES, RESPONSE_LENGTH, STEP_SECONDS, phase_seconds
+
+LAST_STEPS, LEAST_SAMPLED, LEAST_GREEDY = 5, 0.85, 0.95
+
+WHAT_CHANGED = """\
+What reinforcement changed is above all the choice of a strategy. Adding digit by digit, with carries, was in the
+demonstrations; so were blurting out an answer and forgetting the carries. Told nothing but right or wrong, the model
+found out what pays: nearly every answer shows work now, and of those that do more are right. It did not discover
+addition."""
+
+NEXT = """\
+Three commands to try next
+
+  GSM8K with Qwen2.5-0.5B, on a GPU (recipes/gsm8k/README.md):
+    .venv/bin/python recipes/gsm8k/make_data.py --out outputs/gsm8k/data && bash recipes/gsm8k/run_0.5b_1gpu.sh
+
+  A reward of your own; change what compute_score returns:
+    cp recipes/quickstart/reward.py my_reward.py
+    bash scripts/quickstart.sh reward.custom_reward_function.path=my_reward.py
+
+  This run's curves, and those of every other run:
+    .venv/bin/tensorboard --logdir outputs"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    question: str
+    answer: str
+    truth: str
+    score: float | None  # None: the reward failed
+    right: bool
+    worked: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The run at its beginning or at its end."""
+
+    sampled: list[Sample]
+    greedy: list[Sample]
+    tokens: float  # of a sampled answer
+
+
+def read_stages(run_dir: Path) -> tuple[Stage, Stage]:
+    """Step 1 with the first validation, and the last steps with the last one."""
+    metrics = read_metrics(run_dir)
+    trained = [step for step, values in metrics.items() if STEP_SECONDS in values]
+    validated = [step for step, values in metrics.items() if "timing_s/testing" in values]
+    if not trained or len(validated) < 2:
+        sys.exit(f"{run_dir}/metrics.jsonl: no step between two validations, so there is nothing to compare")
+
+    def stage(steps: list[int], validation: int) -> Stage:
+        sampled = [sample for step in steps for sample in read_samples(run_dir / "rollouts" / f"{step}.jsonl")]
+        tokens = fmean(metrics[step][RESPONSE_LENGTH] for step in steps)
+        return Stage(sampled, read_samples(run_dir / "samples" / f"{validation}.jsonl"), tokens)
+
+    return stage(trained[:1], validated[0]), stage(trained[-LAST_STEPS:], validated[-1])
+
+
+def read_samples(file: Path) -> list[Sample]:
+    samples = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        judged = compute_score("", row["output"], row["gts"])
+        question, answer = _one_line(row["input"].removeprefix("user: ")), _one_line(row["output"])
+        right, worked = judged["score"] == 1, judged["worked"] == 1
+        samples.append(Sample(question, answer, row["gts"], row["score"], right, worked))
+    return samples
+
+
+def _one_line(text: str) -> str:
+    # A model can write control characters, which must not reach the terminal.
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in "  ".join(text.splitlines()))
+
+
+def telling_pair(before: Sequence[Sample], after: Sequence[Sample]) -> tuple[Sample, Sample]:
+    """The answers to the first problem that was wrong before and is right after; else to the first problem."""
+    pairs = list(zip(before, after, strict=True))
+    return next((pair for pair in pairs if not pair[0].right and pair[1].right), pairs[0])
+
+
+def example_page(before: Sample, after: Sample) -> str:
+    width = max(len(before.answer), len(after.answer))
+    rows = [
+        f"    {name:<9}{sample.answer:<{width}}   {'right' if sample.right else 'wrong'}"
+        for name, sample in (("before", before), ("after", after))
+    ]
+    return "\n".join([f"  {before.question}  (It is {before.truth}.)", *rows])
+
+
+def figures_page(*stages: Stage) -> str:
+    scores = [[sample.score for sample in stage.sampled if sample.score is not None] for stage in stages]
+    worked = [[sample for sample in stage.sampled if sample.worked] for stage in stages]
+    rows = [
+        (f"sampled answers (step 1; last {LAST_STEPS} steps)", "before", "after"),
+        ("  mean reward", *(_figure(values) for values in scores)),
+        ("  share that shows work", *(_figure([sample.worked for sample in stage.sampled]) for stage in stages)),
+        ("  share of those that is right", *(_figure([sample.right for sample in samples]) for samples in worked)),
+        ("  tokens", *(f"{stage.tokens:.1f}" for stage in stages)),
+        ("greedy answers to problems never trained on", "", ""),
+        ("  accuracy", *(_figure([sample.right for sample in stage.greedy]) for stage in stages)),
+    ]
+    return "\n".join(f"  {name:<44}{before:>8}{after:>9}".rstrip() for name, before, after in rows)
+
+
+def _figure(values: Sequence[float]) -> str:
+    return f"{fmean(values):.3f}" if values else "-"
+
+
+def seconds_page(run_dir: Path, total: float, warm_start: float) -> str:
+    """The time of the whole quickstart by phase; `other` is imports, shutting down and this page."""
+    seconds = {"warm start": warm_start} | dict.fromkeys(PHASES, 0.0)
+    for metrics in read_metrics(run_dir).values():
+        for phase, spent in phase_seconds(metrics).items():
+            seconds[phase] += spent
+    seconds["other"] = total - sum(seconds.values())
+    rows = [f"    {phase:<12}{spent:8.1f} s{spent / total:8.1%}" for phase, spent in seconds.items()]
+    return "\n".join([f"  {'seconds in all':<14}{total:8.1f} s", *rows])
+
+
+def learnt(after: Stage) -> bool:
+    sampled, greedy = (fmean(sample.right for sample in samples) for samples in (after.sampled, after.greedy))
+    return sampled > LEAST_SAMPLED and greedy > LEAST_GREEDY
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Show what a run of the quickstart has learnt.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--seconds", type=float, help="that everything took; without it no shares are shown")
+    parser.add_argument("--warm-start-seconds", type=float, default=0.0, help="that data and warm start took")
+    arguments = parser.parse_args()
+    run_dir: Path = arguments.run_dir
+    before, after = read_stages(run_dir)
+    pages = [example_page(*telling_pair(before.greedy, after.greedy)), figures_page(before, after), WHAT_CHANGED]
+    if arguments.seconds:
+        pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
+    pages += [f"The curves: {run_dir}/curves.png", NEXT]
+    if not learnt(after):
+        pages.append(
+            f"This run did not learn what the quickstart shows: more than {LEAST_SAMPLED:.0%} of the sampled answers "
+            f"right over the last\n{LAST_STEPS} steps, and more than {LEAST_GREEDY:.0%} of the greedy ones. With fewer "
+            "steps or other values that may well be."
+        )
+    print("\n\n".join(pages))
+    return 0 if learnt(after) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

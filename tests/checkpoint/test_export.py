@@ -1,0 +1,117 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
+
+from hybridrl.checkpoint import export
+from hybridrl.checkpoint.export import export_model, shard_names
+from hybridrl.training import attention
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+def small_model(*, tied: bool) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+
+
+def whole(model: PreTrainedModel):
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def assert_loads_as(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    found, report = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = model.to(dtype).state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    for name, value in found.state_dict().items():
+        assert value.dtype == dtype and torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=str)
+@pytest.mark.parametrize("limit", [5 << 30, 700], ids=["one file", "several files"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied head", "own head"])
+def test_transformers_loads_what_was_written(tmp_path, monkeypatch, tied, limit, dtype):
+    monkeypatch.setattr(export, "SHARD_BYTES", limit)
+    model = small_model(tied=tied)
+    export_model(iter(whole(model)), model, tmp_path / "model", dtype, writes=True)
+    assert_loads_as(tmp_path / "model", model, dtype)
+
+
+def test_a_large_model_is_cut_into_files_below_the_limit_with_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "SHARD_BYTES", 700)
+    model = small_model(tied=False)
+    export_model(whole(model), model, tmp_path, FLOAT, writes=True)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert [file.name for file in files] == [
+        f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))
+    ]
+    total = 0
+    for file in files:
+        held = load_file(file)
+        assert set(held) == {name for name, place in index["weight_map"].items() if place == file.name}
+        size = sum(value.nbytes for value in held.values())
+        assert size <= 700 or len(held) == 1
+        total += size
+    assert index["metadata"]["total_size"] == total
+
+
+def test_shards_are_filled_in_order_and_a_large_tensor_goes_alone():
+    sizes = {"a": 30, "b": 4, "c": 6, "d": 1, "e": 30, "f": 2}
+    files = shard_names(sizes, limit=10)
+    assert [files[name][len("model-") :][:5] for name in sizes] == [
+        "00001",
+        "00002",
+        "00002",
+        "00003",
+        "00004",
+        "00005",
+    ]
+    assert files["a"] == "model-00001-of-00005.safetensors"
+    assert set(shard_names(sizes, limit=73).values()) == {"model.safetensors"}
+
+
+def test_the_type_of_the_weights_is_that_asked_for_and_the_configuration_says_so(tmp_path):
+    model = small_model(tied=True)
+    export_model(whole(model), model, tmp_path, HALF, writes=True)
+    assert AutoConfig.from_pretrained(tmp_path).dtype == HALF
+    assert model.config.dtype != HALF
+
+
+def test_the_configuration_names_the_architecture_and_nothing_of_ours(tmp_path):
+    model = small_model(tied=True)
+    export_model(whole(model), model, tmp_path, FLOAT, writes=True)
+    text = (tmp_path / "config.json").read_text()
+    assert json.loads(text)["architectures"] == ["Qwen2ForCausalLM"]
+    assert attention.NAME not in text
+
+
+def test_a_rank_that_does_not_write_walks_through_all_tensors(tmp_path):
+    model = small_model(tied=True)
+    walk = iter(whole(model))
+    export_model(walk, model, tmp_path / "model", FLOAT, writes=False)
+    assert next(walk, None) is None
+    assert not (tmp_path / "model").exists()
+
+
+def test_generation_settings_are_kept_also_those_that_transformers_would_not_save(tmp_path):
+    model = small_model(tied=True)
+    model.generation_config = GenerationConfig(eos_token_id=[3, 5], do_sample=False, temperature=0.5)
+    export_model(whole(model), model, tmp_path, FLOAT, writes=True)
+    kept = GenerationConfig.from_pretrained(tmp_path)
+    assert (kept.eos_token_id, kept.do_sample, kept.temperature) == ([3, 5], False, 0.5)

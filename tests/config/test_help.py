@@ -1,0 +1,49 @@
+from hybridrl.config.compose import CONF
+from hybridrl.config.help import changed_values, explain_keys, key_meanings
+from hybridrl.config.names import value_keys
+from hybridrl.config.schema import PPOConfig
+
+from .conftest import Load
+
+
+def test_every_key_is_explained_within_the_width() -> None:
+    lines = explain_keys("ppo_trainer", ("data.train_files",), 90).splitlines()
+    assert max(map(len, lines)) <= 90
+    assert lines[:2] == [
+        "keys to begin with:",
+        "  data.train_files (must be set)              Training rows: .parquet, .json or .jsonl;",
+    ]
+    section, found = "", set()
+    for line in lines:
+        if line and not line.startswith(" "):
+            section = line.rstrip(":")
+        elif line.startswith("  ") and line[2] != " " and section != "keys to begin with":
+            found.add(f"{section}.{line.split()[0]}")
+    assert found == set(value_keys(PPOConfig))
+
+
+def test_values_are_those_that_hold_where_one_key_follows_another() -> None:
+    assert "  response_length = 512 " in explain_keys("ppo_trainer", (), 100)
+
+
+def test_a_file_that_changes_another_ones_value_has_the_last_word() -> None:
+    text = explain_keys("sft_trainer", ("optim.lr",), 100)
+    assert "  optim.lr = 1e-05 " in text
+    assert "1e-06" not in text
+
+
+def test_a_meaning_is_the_whole_comment_above_the_key() -> None:
+    meanings = key_meanings(CONF / "ppo_trainer.yaml")
+    assert meanings["actor_rollout_ref.actor.clip_ratio_low"] == "The lower side by itself; null: clip_ratio."
+    assert meanings["reward.reward_manager.name"] == "naive: each answer by itself."
+
+
+def test_only_what_was_changed_is_told_and_not_what_follows_it(load: Load) -> None:
+    lines = changed_values(load("trainer.seed=7", "data.max_response_length=64", "data.val_files=train.jsonl").config)
+    sections = dict(line.strip().split(": ", 1) for line in lines.splitlines())
+    assert sections["data"] == "train_files=[train.jsonl], val_files=[train.jsonl], max_response_length=64"
+    assert sections["trainer"].startswith("device=cpu, n_gpus_per_node=")
+    assert "response_length" not in sections["actor_rollout_ref"]
+    assert "rollout.max_model_len=576" in sections["actor_rollout_ref"]
+    assert "seed=7" in sections["trainer"]
+    assert "reward" not in sections

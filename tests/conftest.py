@@ -1,0 +1,51 @@
+"""Rows to test with, and property tests that draw the same examples every time."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from hybridrl.batch import Batch
+
+settings.register_profile("hybridrl", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("hybridrl")
+
+MakeBatch = Callable[..., Batch]
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> MakeBatch:
+    """Rows with answers of the lengths given; prompt ids count up from 100, response ids from 0.
+
+    Every prompt has two tokens and every row is its own group, unless said; further fields by name, as plain lists.
+    """
+
+    def make(
+        answers: Sequence[int],
+        *,
+        prompts: Sequence[int] | None = None,
+        group: Sequence[int] | None = None,
+        **more: object,
+    ) -> Batch:
+        rows = range(len(answers))
+        prompts = [2 for _ in rows] if prompts is None else prompts
+        fields = {name: _tensor(value) for name, value in more.items()}
+        fields.setdefault("response_mask", torch.ones(sum(answers), dtype=torch.bool))
+        return Batch(
+            prompt_lengths=torch.tensor(prompts, dtype=torch.int64),
+            response_lengths=torch.tensor(answers, dtype=torch.int64),
+            prompt_ids=100 + torch.arange(sum(prompts)),
+            response_ids=torch.arange(sum(answers)),
+            group=torch.tensor(list(rows) if group is None else group, dtype=torch.int64),
+            position=torch.tensor(list(rows), dtype=torch.int64),
+            sample=torch.zeros(len(rows), dtype=torch.int64),
+            **fields,
+        )
+
+    return make
+
+
+def _tensor(value: object) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value)

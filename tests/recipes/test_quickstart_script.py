@@ -1,0 +1,94 @@
+"""The script with stand-ins for the installer and for Python, which write down how they are called."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart.sh"
+
+INSTALL = "#!/bin/bash\necho install.sh >>calls\n"
+PYTHON = """#!/bin/bash
+echo "$*" >>calls
+[[ $2 != "$FAILING" ]] || exit 7
+[[ $2 != hybridrl.main_sft ]] || mkdir -p outputs/quickstart/warmup
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    files = ["recipes/quickstart/make_data.py", "recipes/quickstart/warmup.yaml", "conf/sft_trainer.yaml"]
+    files += ["conf/data/sft.yaml", "hybridrl/sft.py", "hybridrl/data/rows.py", "hybridrl/training/worker.py"]
+    for name in [*files, "scripts/install.sh", ".venv/bin/python"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n")
+    (tmp_path / "scripts" / "install.sh").write_text(INSTALL)
+    (tmp_path / ".venv" / "bin" / "python").write_text(PYTHON)
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    shutil.copy(SCRIPT, tmp_path / "scripts")
+    return tmp_path
+
+
+def call(checkout: Path, *arguments: str, failing: str = "") -> tuple[int, list[str], str]:
+    """Exit status, the commands of which the script is made, and what it printed."""
+    (checkout / "calls").write_text("")
+    script = checkout / "scripts" / "quickstart.sh"
+    done = subprocess.run(
+        ["bash", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "FAILING": failing},
+    )
+    return done.returncode, (checkout / "calls").read_text().splitlines(), done.stdout + done.stderr
+
+
+def stages(commands: list[str]) -> list[str]:
+    names = ("install.sh", "make_data.py", "main_sft", "main_ppo", "show.py")
+    return [next(name for name in names if name in command) for command in commands]
+
+
+def test_a_first_call_installs_warms_up_trains_and_shows(checkout: Path) -> None:
+    status, commands, printed = call(checkout, "--seed", "3", "trainer.total_training_steps=2")
+    assert (status, stages(commands)) == (0, ["install.sh", "make_data.py", "main_sft", "main_ppo", "show.py"])
+    assert commands[1].endswith("--seed 3")
+    assert commands[2].endswith("trainer.seed=3")
+    assert commands[3].endswith("trainer.seed=3 trainer.total_training_steps=2")
+    for command in commands[1:4]:
+        assert f"$ .venv/bin/python {command}\n" in printed
+
+
+def test_a_second_call_trains_again_from_the_same_warm_start(checkout: Path) -> None:
+    call(checkout)
+    status, commands, _ = call(checkout, "actor_rollout_ref.rollout.n=4")
+    assert (status, stages(commands)) == (0, ["install.sh", "main_ppo", "show.py"])
+
+
+@pytest.mark.parametrize(
+    "changed", ["recipes/quickstart/warmup.yaml", "hybridrl/training/worker.py", "conf/data/sft.yaml"]
+)
+def test_a_change_that_the_warm_start_depends_on_makes_a_new_one(checkout: Path, changed: str) -> None:
+    call(checkout)
+    (checkout / changed).write_text("something else\n")
+    assert "main_sft" in stages(call(checkout)[1])
+
+
+def test_another_seed_makes_a_new_warm_start(checkout: Path) -> None:
+    call(checkout)
+    assert "main_sft" in stages(call(checkout, "--seed", "1")[1])
+
+
+@pytest.mark.parametrize("failing", ["hybridrl.main_sft", "hybridrl.main_ppo"])
+def test_a_failure_ends_the_script_with_its_status_and_an_unfinished_warm_start_is_not_kept(
+    checkout: Path, failing: str
+) -> None:
+    status, commands, _ = call(checkout, failing=failing)
+    assert (status, stages(commands)[-1]) == (7, failing.removeprefix("hybridrl."))
+    assert ("main_sft" in stages(call(checkout)[1])) == (failing == "hybridrl.main_sft")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--seed"], ["--seed", "two"], ["fast"]])
+def test_what_it_does_not_know_is_refused_before_anything_runs(checkout: Path, arguments: list[str]) -> None:
+    status, commands, printed = call(checkout, *arguments)
+    assert (status, commands) == (2, [])
+    assert "bash scripts/quickstart.sh [--seed N] [key=value ...]" in printed

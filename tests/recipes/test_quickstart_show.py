@@ -1,0 +1,110 @@
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
+
+LAZY, WORKED, CARELESS = "#### 1145", "7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255", "7+8+0=15; 6+8+0=14\n#### 1145"
+
+
+def dump(file: Path, answers: list[str], scores: list[float] | None = None) -> None:
+    """All answers are to 767+488, but for the first, which is to 767+489 and so never right."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scores = scores or [float("1255" in answer) for answer in answers]
+    truths = ["1256", *["1255"] * (len(answers) - 1)]
+    rows = [
+        {"input": f"user: What is 767+{int(truth) - 767}?", "output": answer, "gts": truth, "score": score}
+        for answer, truth, score in zip(answers, truths, scores, strict=True)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def made_up_run(run: Path, *, greedy_after: list[str] | None = None, scores: list[float] | None = None) -> Path:
+    """Seven steps of 4 s after 10 s of start-up and a validation of 1 s; of the last five 9 answers in 10 are right."""
+    metrics = [{"step": 0, "timing_s/start_up": 10.0}, {"step": 0, "timing_s/testing": 1.0}]
+    metrics += [
+        {"step": step, "timing_s/step": 4.0, "timing_s/gen": 3.0, "response_length/mean": 10.0 * step}
+        for step in range(1, 8)
+    ]
+    metrics[-1]["timing_s/testing"] = 1.0
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    dump(run / "rollouts" / "1.jsonl", [LAZY, LAZY, WORKED, CARELESS], [0, 0, 1, 0])
+    dump(run / "rollouts" / "2.jsonl", [LAZY])
+    for step in range(3, 8):
+        dump(run / "rollouts" / f"{step}.jsonl", [LAZY, *[WORKED] * 9], scores)
+    dump(run / "rollouts" / "8.jsonl", [LAZY])  # left by an earlier, longer run
+    after = greedy_after or [LAZY, *[WORKED] * 29]
+    dump(run / "samples" / "0.jsonl", [WORKED, LAZY, *[WORKED] * (len(after) - 2)])
+    dump(run / "samples" / "7.jsonl", after)
+    return run
+
+
+def show(run: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["show.py", str(run), *arguments])
+    monkeypatch.syspath_prepend(str(RECIPE))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(RECIPE / "show.py"), run_name="__main__")
+    return ended.value.code
+
+
+def test_the_page_shows_a_problem_that_turned_right_and_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show(made_up_run(tmp_path / "run"), monkeypatch) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [
+        "What is 767+488? (It is 1255.)",
+        "before #### 1145 wrong",
+        "after 7+8+0=15; 6+8+1=15; 7+4+1=12 #### 1255 right",
+    ]
+    assert "mean reward 0.250 0.900" in lines
+    assert "share that shows work 0.500 0.900" in lines
+    assert "share of those that is right 0.500 1.000" in lines
+    assert "tokens 10.0 50.0" in lines  # steps 3 to 7
+    assert "accuracy 0.933 0.967" in lines  # 28 and 29 of 30
+
+
+def test_a_run_that_has_not_learnt_ends_with_status_1_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show(made_up_run(tmp_path / "run", greedy_after=[LAZY, WORKED, LAZY]), monkeypatch) == 1
+    assert "did not learn" in capsys.readouterr().out
+
+
+def test_answers_are_judged_by_the_quickstarts_rule_whatever_the_reward_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show(made_up_run(tmp_path / "run", scores=[-30.0, *[-3.0] * 9]), monkeypatch) == 0
+    assert "0.250   -5.700" in capsys.readouterr().out
+
+
+def test_the_shares_of_time_add_up_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(made_up_run(tmp_path / "run"), monkeypatch, "--seconds", "100", "--warm-start-seconds", "40")
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    start = lines.index("seconds in all 100.0 s")
+    assert "warm start 40.0 s 40.0%" in lines[start:]
+    assert "start-up 10.0 s 10.0%" in lines[start:]
+    assert "rollout 21.0 s 21.0%" in lines[start:]
+    assert "validation 2.0 s 2.0%" in lines[start:]
+    assert "other 27.0 s 27.0%" in lines[start:]
+
+
+def test_escape_codes_in_an_answer_do_not_reach_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_up_run(tmp_path / "run")
+    dump(run / "samples" / "0.jsonl", [LAZY, "\x1b[2J" + LAZY, *[WORKED] * 28])
+    show(run, monkeypatch)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_run_without_two_validations_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_up_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text('{"step": 0, "timing_s/testing": 1.0}\n')
+    assert "nothing to compare" in str(show(run, monkeypatch))

@@ -1,0 +1,162 @@
+"""The house rules that a machine can hold: who may import whom, who may name which library, how long things may get."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridrl.config.help import key_meanings
+from hybridrl.config.names import value_keys
+from hybridrl.config.schema import PPOConfig, SFTConfig
+
+TOP = Path(__file__).parent.parent
+FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(TOP.glob("hybridrl/**/*.py"))}
+
+# From the top of the house to the ground. A room imports from the floors below its own, never beside or above.
+# Adding a room means adding it here.
+FLOORS = """
+    main_ppo  main_sft
+    ppo  sft  command_line
+    assembly
+    trainer
+    validation  records
+    experience  hybrid_engine
+    training  rollout  rewards  data  tracking
+    algorithms  weights  checkpoint  cluster  metrics
+    batch  config  device  stopwatch  guard
+"""
+FLOOR = {room: floor for floor, line in enumerate(reversed(FLOORS.split("\n"))) for room in line.split()}
+
+# Who may name a library, as beginnings of paths.
+KNOWN_TO = {
+    "ray": ("cluster/", "training/worker.py", "rollout/pool.py"),
+    "vllm": ("rollout/vllm.py",),
+    "hydra": ("config/compose.py",),
+    "omegaconf": ("config/compose.py",),
+    "torch.cuda": ("device.py",),
+}
+
+# What is imported late, inside a function, and why.
+LATE = {
+    "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
+    "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
+    "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",
+    "tracking/tracker.py": "sinks whose libraries are heavy, or an extra, come only where they are chosen",
+}
+
+HEAVY = {"torch", "ray", "transformers", "vllm"}
+LONGEST_FUNCTION, LONGEST_FILE = 60, 400
+
+
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """Full names of all that is imported: `from a import b` is a.b."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are written in full"
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+
+
+def attributes(node: ast.AST) -> Iterator[str]:
+    """Dotted names that are read: `torch.cuda.empty_cache()` reads torch.cuda.empty_cache and torch.cuda."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute):
+            yield ast.unparse(child)
+
+
+def functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (child for child in ast.walk(node) if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def within(name: str, library: str) -> bool:
+    return name == library or name.startswith(library + ".")
+
+
+def room(name: str) -> str:
+    """The room of a path in the package ("rollout/pool.py") or of an import ("hybridrl.rollout.pool")."""
+    return name.removeprefix("hybridrl.").replace("/", ".").split(".")[0]
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room(name) for name in FILES} - {"__init__"} == set(FLOOR)
+
+
+def test_imports_point_downwards() -> None:
+    wrong = [
+        f"{name} imports {found}"
+        for name, tree in TREES.items()
+        for found in imports(tree)
+        if within(found, "hybridrl") and room(found) != room(name) and FLOOR[room(found)] >= FLOOR[room(name)]
+    ]
+    assert not wrong
+
+
+def test_a_library_is_named_only_where_it_may_be() -> None:
+    wrong = [
+        f"{name} names {found}"
+        for name, tree in TREES.items()
+        for found in sorted({*imports(tree), *attributes(tree)})
+        for library, places in KNOWN_TO.items()
+        if within(found, library) and not name.startswith(places)
+    ]
+    assert not wrong
+
+
+def test_imports_stand_at_the_top() -> None:
+    late = {name for name, tree in TREES.items() for function in functions(tree) if any(imports(function))}
+    assert late == set(LATE)
+
+
+@pytest.mark.parametrize(
+    "module", ["hybridrl.config", "hybridrl.main_ppo", "hybridrl.main_sft", "hybridrl.rewards.worker"]
+)
+def test_what_starts_quickly_imports_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True, check=True)
+    assert module in result.stdout.split()
+    assert not HEAVY & set(result.stdout.split())
+
+
+def test_functions_and_files_fit_a_reader() -> None:
+    long = [
+        f"{name}: {function.name} has {lines} lines"
+        for name, tree in TREES.items()
+        for function in functions(tree)
+        if (lines := (function.end_lineno or 0) - function.lineno + 1) > LONGEST_FUNCTION
+    ]
+    long += [name for name, path in FILES.items() if len(path.read_text().splitlines()) > LONGEST_FILE]
+    assert not long
+
+
+@pytest.mark.parametrize(("name", "schema"), [("ppo_trainer", PPOConfig), ("sft_trainer", SFTConfig)])
+def test_conf_and_schema_have_the_same_keys(name: str, schema: type) -> None:
+    assert sorted(key_meanings(TOP / "conf" / f"{name}.yaml")) == sorted(value_keys(schema))
+
+
+@pytest.mark.parametrize("file", sorted(TOP.glob("conf/**/*.yaml")), ids=lambda path: path.relative_to(TOP).as_posix())
+def test_every_key_has_a_comment_above_it(file: Path) -> None:
+    lines = ["", *file.read_text(encoding="utf-8").splitlines()]
+    bare = [
+        key.value
+        for key in value_nodes(yaml.compose(file.read_text(encoding="utf-8")))
+        if not lines[key.start_mark.line].lstrip().startswith("#")
+    ]
+    assert not bare
+
+
+def value_nodes(node: yaml.Node) -> Iterator[yaml.Node]:
+    """The keys of a YAML mapping that are given a value there; the defaults list is not a key."""
+    assert isinstance(node, yaml.MappingNode)
+    for key, value in node.value:
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from value_nodes(value)
+        elif key.value != "defaults":
+            yield key

@@ -1,0 +1,143 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from hybridrl.config.schema import OptimizerConfig
+from hybridrl.training.optimizer import Optimizers, build_optimizers, schedule
+
+
+def config(**changes: object) -> OptimizerConfig:
+    settings = {
+        "optimizer": "AdamW",
+        "lr": 0.1,
+        "betas": [0.9, 0.99],
+        "weight_decay": 0.01,
+        "lr_scheduler_type": "constant",
+        "lr_warmup_steps": -1,
+        "lr_warmup_steps_ratio": 0.0,
+        "min_lr_ratio": 0.0,
+        "num_cycles": 0.5,
+        "total_training_steps": -1,
+        "muon_lr": 0.02,
+        "muon_momentum": 0.95,
+    }
+    return OptimizerConfig(**settings | changes)
+
+
+def factors(steps: int, **changes: object) -> list[float]:
+    return [schedule(step, steps, config(**changes)) for step in range(steps)]
+
+
+class Tiny(nn.Module):
+    """The shape of a language model: an embedding, layers with matrices and vectors, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 6, bias=False)
+
+
+def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name for name, p in model.named_parameters() if id(p) in held}
+
+
+def fill_gradients(model: nn.Module) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        torch.manual_seed(number)
+        parameter.grad = torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"lr_warmup_steps": 2}, [0.5, 1, 1, 1]),
+        ({"lr_warmup_steps_ratio": 0.5}, [0.5, 1, 1, 1]),
+        ({"lr_warmup_steps": 4, "lr_warmup_steps_ratio": 0.5}, [0.25, 0.5, 0.75, 1]),
+        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, [1, 1, 1, 1]),
+        ({"lr_scheduler_type": "linear"}, [1, 0.75, 0.5, 0.25]),
+        ({"lr_scheduler_type": "linear", "lr_warmup_steps": 2}, [0.5, 1, 1, 0.5]),
+        ({"lr_scheduler_type": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4]),
+        ({"lr_scheduler_type": "cosine"}, [1, 0.853553, 0.5, 0.146447]),
+        ({"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}, [0.5, 1, 1, 0.5]),
+        ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.2}, [1, 0.882843, 0.6, 0.317157]),
+        ({"lr_scheduler_type": "cosine", "num_cycles": 1.0}, [1, 0.5, 0, 0.5]),
+        ({"lr_scheduler_type": "linear", "total_training_steps": 2}, [1, 0.5, 0, 0]),
+    ],
+)
+def test_the_factor_of_each_of_four_updates(settings, expected):
+    assert factors(4, **settings) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_after_the_last_update_the_rate_stays_at_its_least(kind):
+    settings = config(lr_scheduler_type=kind, min_lr_ratio=0.1)
+    assert [schedule(step, 4, settings) for step in (4, 9)] == pytest.approx([0.1, 0.1])
+
+
+def test_adamw_takes_every_parameter_that_learns():
+    model = Tiny()
+    model.embedding.requires_grad_(False)
+    (optimizer,) = build_optimizers(model, config())
+    assert names_of(model, optimizer) == {name for name, _ in model.named_parameters()} - {"embedding.weight"}
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.1, (0.9, 0.99), 0.01)
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
+    model = Tiny()
+    rest, matrices = build_optimizers(model, config(optimizer="Muon"))
+    assert isinstance(rest, AdamW)
+    assert names_of(model, matrices) == {"layers.0.weight", "layers.1.weight"}
+    everything = {name for name, _ in model.named_parameters()}
+    assert names_of(model, rest) == everything - names_of(model, matrices)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in (rest, matrices)] == [0.1, 0.02]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_step_moves_every_parameter_and_every_rate(name):
+    model = Tiny()
+    optimizers = Optimizers(model, config(optimizer=name, lr_scheduler_type="linear"), total_steps=4)
+    before = {key: value.clone() for key, value in model.named_parameters()}
+    assert optimizers.lr == 0.1
+    fill_gradients(model)
+    optimizers.step()
+    assert all(not torch.equal(value, before[key]) for key, value in model.named_parameters())
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers.optimizers]
+    assert rates == pytest.approx([0.075, 0.015][: len(rates)])
+    assert optimizers.lr == pytest.approx(0.075)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_skipped_update_leaves_the_model_alone_while_the_schedule_moves_on():
+    model = Tiny()
+    optimizers = Optimizers(model, config(lr_scheduler_type="linear"), total_steps=4)
+    before = {key: value.clone() for key, value in model.named_parameters()}
+    fill_gradients(model)
+    optimizers.skip()
+    assert all(torch.equal(value, before[key]) for key, value in model.named_parameters())
+    assert optimizers.lr == pytest.approx(0.075)
+
+
+def test_gradients_are_dropped_and_not_only_set_to_zero():
+    model = Tiny()
+    optimizers = Optimizers(model, config(optimizer="Muon"), total_steps=4)
+    fill_gradients(model)
+    optimizers.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_moments_move_to_a_device_and_the_count_of_steps_stays():
+    model = Tiny()
+    optimizers = Optimizers(model, config(optimizer="Muon"), total_steps=4)
+    fill_gradients(model)
+    optimizers.step()
+    optimizers.to(torch.device("meta"))
+    states = [value for item in optimizers.optimizers for state in item.state.values() for value in state.values()]
+    tensors = [value for value in states if isinstance(value, torch.Tensor)]
+    assert {value.is_meta for value in tensors if value.dim() > 0} == {True}
+    assert {value.is_meta for value in tensors if value.dim() == 0} == {False}
