@@ -22,7 +22,7 @@ ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"
 
 @dataclass
 class Batch:
-    """Packed rows. `row` is the prompt's position in the run's seeded order, `sample` the number within its group.
+    """Packed rows. `position` is the prompt's place in the run's seeded order, `sample` the number within its group.
 
     `group` tells which rows answer the same prompt; `rewards` is the scalar a scorer gave (an answer without one is no
     row), and `token_rewards` what the advantage estimator sees: the score on the last token, less any KL penalty.

@@ -119,7 +119,7 @@ def _fit(
     watch = Stopwatch()
     for step in range(1, steps + 1):
         last = step == steps
-        with watch("step"):
+        with watch("step"), watch("update_actor"):
             batch = to_batch([training[row] for row in order.rows((step - 1) * size, size)])
             metrics, _, _ = workers.update(batch, [range(len(batch))], workers.plan.loss)
         metrics = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm", "lr")}

@@ -61,8 +61,14 @@ class RaySession:
 def _start(ray_init: dict[str, Any], directory: str | None) -> None:
     """Join the Ray there is, or start one that keeps its files in `directory`."""
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    logging.getLogger("ray").setLevel(logging.ERROR)
     if directory:
         options |= {"address": "local", "include_dashboard": False, "_temp_dir": directory}
+    else:
+        # From 2.60 on `ray start` asks for the token it made, and ray.init does not send it by itself.
+        send_token = vars(ray._private.worker).get("maybe_enable_token_auth_if_token_available")
+        if send_token:
+            send_token(warn_if_disabled=False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray prints a page about every actor that dies; ours says which, and why, where it matters.
     ray._private.worker.listen_error_messages = lambda *_: None

@@ -52,5 +52,9 @@ def _where(error: BaseException, file: Path) -> str:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename == str(file)] or frames
-    lines = [f" ({frame.filename}:{frame.lineno})" for frame in frames if "importlib" not in frame.filename]
+    lines = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not _ours(frame)]
     return f"{type(error).__name__}: {error}{lines[-1] if lines else ''}"
+
+
+def _ours(frame: traceback.FrameSummary) -> bool:
+    return frame.filename == __file__ or "importlib" in frame.filename

@@ -30,8 +30,11 @@ class PlainSink(Sink):
         self._console.print(sample_table(step, rows))
 
 
+SECONDS_BETWEEN_LINES = 0.5
+
+
 class TerminalSink(Sink):
-    """A bar over the steps with the time that is left, and above it one line a step."""
+    """A bar over the steps with the time that is left, and above it a line a step, though no more than two a second."""
 
     def __init__(
         self,
@@ -53,14 +56,18 @@ class TerminalSink(Sink):
             refresh_per_second=2,
         )
         self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="")
+        self._last_line = float("-inf")
         self._progress.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # Cropped, not wrapped: one step is one line on a narrow terminal too.
-        self._console.print(step_line(step, metrics), no_wrap=True, overflow="ellipsis")
+        now = self._clock()
+        if step == self._total_steps or now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            # Cropped, not wrapped: one step is one line on a narrow terminal too.
+            self._console.print(step_line(step, metrics), no_wrap=True, overflow="ellipsis")
         if step > self._step:
             self._step = step
-            self._step_ends.append(self._clock())
+            self._step_ends.append(now)
             seconds = seconds_left(self._step_ends, self._total_steps - step)
             left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
             self._progress.update(self._bar, completed=step, left=left)

@@ -1,13 +1,13 @@
 """Real parts, shared by a module: one Ray, one group of workers, one tiny model."""
 
-import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hybridrl.assembly import start_session, start_train_workers
+from hybridrl.assembly import start_session
 from hybridrl.config import load_ppo_config
 
 ROOT = Path(__file__).parents[2]
@@ -22,30 +22,35 @@ def tiny(tmp_path_factory) -> Path:
     return directory
 
 
-def overrides(tiny: Path, directory: Path, **more: object) -> list[str]:
-    """A small run on two slots, as key=value."""
-    values: dict[str, object] = {
-        "data.train_files": tiny / "train.jsonl",
-        "data.train_batch_size": 8,
-        "data.max_prompt_length": 32,
-        "data.max_response_length": 24,
-        "actor_rollout_ref.model.path": tiny / "model",
-        "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.rollout.max_num_seqs": 32,
-        "actor_rollout_ref.actor.optim.lr": 1e-3,
-        "reward.custom_reward_function.path": ROOT / "recipes" / "quickstart" / "reward.py",
-        "reward.num_workers": 1,
-        "trainer.n_gpus_per_node": 2,
-        "trainer.default_local_dir": directory,
-        "trainer.logger": "[console]",
-        "trainer.total_training_steps": 2,
-    }
-    return [f"{key}={value}" for key, value in (values | more).items()]
+@pytest.fixture(scope="session")
+def overrides(tiny) -> Callable[..., list[str]]:
+    """A small run on two slots, as key=value; further keys given as a dict win."""
+
+    def build(directory: Path, more: dict[str, object] | None = None) -> list[str]:
+        values: dict[str, object] = {
+            "data.train_files": tiny / "train.jsonl",
+            "data.train_batch_size": 8,
+            "data.max_prompt_length": 32,
+            "data.max_response_length": 24,
+            "actor_rollout_ref.model.path": tiny / "model",
+            "actor_rollout_ref.rollout.n": 4,
+            "actor_rollout_ref.rollout.max_num_seqs": 32,
+            "actor_rollout_ref.actor.optim.lr": 1e-2,
+            "reward.custom_reward_function.path": ROOT / "tests" / "integration" / "length_reward.py",
+            "reward.num_workers": 1,
+            "trainer.n_gpus_per_node": 2,
+            "trainer.default_local_dir": directory,
+            "trainer.logger": "[console]",
+            "trainer.total_training_steps": 2,
+        }
+        return [f"{key}={value}" for key, value in (values | (more or {})).items()]
+
+    return build
 
 
 @pytest.fixture(scope="module")
-def config(tiny, tmp_path_factory):
-    return load_ppo_config(overrides(tiny, tmp_path_factory.mktemp("run")))
+def config(overrides, tmp_path_factory):
+    return load_ppo_config(overrides(tmp_path_factory.mktemp("run")))
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +58,3 @@ def session(config):
     session = start_session(config.trainer, config.ray_kwargs.ray_init)
     yield session
     session.close()
-
-
-__all__ = ["importlib", "start_train_workers"]

@@ -1,0 +1,120 @@
+"""The switch with real vLLM and FSDP2: fresh weights, proven; lost servers replaced with nothing lost."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from hybridrl.assembly import build_update_plan, ppo_worker_config, probe_ids
+from hybridrl.hybrid_engine import Mode, StaleWeights
+from hybridrl.ppo import start_devices
+from hybridrl.rollout import Request, request_seed
+from hybridrl.training.trainers import Trainers
+from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
+
+
+@pytest.fixture(scope="module")
+def parts(config, session, tmp_path_factory):
+    worker = ppo_worker_config(config, False, total_updates=10)
+    workers, engine = start_devices(config, session, worker, tmp_path_factory.mktemp("logs"), probe_ids(PROMPT))
+    return engine, Trainers(workers, build_update_plan(config.actor_rollout_ref, 8), "float32", 120)
+
+
+def test_engine_and_trainer_agree_before_and_after_an_update(parts):
+    engine, workers = parts
+    wanted = requests()
+    engine.to_rollout(0)
+    before = generate(engine, wanted)
+    engine.to_training()
+    batch = rows(wanted, before)
+    assert largest_gap(workers, batch) < 1e-4
+    update(workers, batch)
+    assert largest_gap(workers, batch) > 0.1, "the update must change the policy for this test to mean anything"
+    engine.to_rollout(1)
+    after = generate(engine, wanted)
+    engine.to_training()
+    assert tokens(after) != tokens(before)
+    assert largest_gap(workers, rows(wanted, after)) < 1e-4
+    assert engine.take_metrics()["training/probe_log_prob_diff"] < 1e-4
+
+
+def test_a_prompt_longer_than_a_cache_block_is_not_answered_from_the_old_cache(parts):
+    engine, workers = parts
+    wanted = [Request(0, s, [*PROMPT * 4], request_seed(2, 0, s)) for s in range(2)]
+    engine.to_rollout(1)
+    first = generate(engine, wanted)
+    engine.to_training()
+    update(workers, rows(wanted, first))
+    engine.to_rollout(2)
+    second = generate(engine, wanted)
+    engine.to_training()
+    assert largest_gap(workers, rows(wanted, second)) < 1e-4
+
+
+def test_asking_for_the_mode_one_is_in_does_nothing(parts):
+    engine, _ = parts
+    engine.to_rollout(3)
+    engine.take_metrics()
+    engine.to_rollout(3)
+    assert "timing_s/update_weights" not in engine.take_metrics()
+    assert engine.mode is Mode.ROLLOUT
+    engine.to_training()
+    engine.to_training()
+    assert engine.mode is Mode.TRAINING
+
+
+def test_weights_that_were_not_handed_over_stop_the_run(parts, monkeypatch):
+    engine, workers = parts
+    wanted = requests(2)
+    engine.to_rollout(4)
+    answers = generate(engine, wanted)
+    engine.to_training()
+    update(workers, rows(wanted, answers))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_publish", lambda servers: None)
+        with pytest.raises(StaleWeights, match="differs from the trainer by"):
+            engine.to_rollout(5)
+    engine.to_rollout(5)
+    engine.to_training()
+
+
+def engine_processes() -> list[psutil.Process]:
+    mine = psutil.Process().children(recursive=True)
+    return [process for process in mine if "EngineCore" in " ".join(process.cmdline())]
+
+
+def server_process(engine_process: psutil.Process) -> psutil.Process:
+    return engine_process.parent()
+
+
+@pytest.mark.parametrize("victim", ["engine", "server"])
+def test_a_server_killed_while_generating_costs_no_answer(parts, victim):
+    engine, _ = parts
+    wanted = requests(8, 4)
+    engine.to_rollout(6)
+    undisturbed = tokens(generate(engine, wanted))
+    restarts = engine.pool.restarts
+    stream = engine.pool.generate(wanted, SAMPLING)
+    found = list(next(stream))
+    process = engine_processes()[0]
+    target = process if victim == "engine" else server_process(process)
+    os.kill(target.pid, signal.SIGKILL)
+    for batch in stream:
+        found.extend(batch)
+    again = tokens(generate(engine, wanted))
+    assert tokens({(c.prompt, c.sample): c for c in found}) == undisturbed == again
+    assert engine.pool.restarts == restarts + 1
+    assert len(engine_processes()) == 2
+    engine.to_training()
+
+
+def test_a_server_killed_asleep_is_replaced_when_it_is_wanted(parts):
+    engine, _ = parts
+    engine.to_training()
+    restarts = engine.pool.restarts
+    server_process(engine_processes()[0]).kill()
+    engine.to_rollout(7)
+    assert len(generate(engine, requests(2))) == 6
+    assert engine.pool.restarts == restarts + 1
+    engine.to_training()

@@ -1,0 +1,243 @@
+"""Whole runs through the front doors, as a user starts them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridrl import main_ppo
+
+FAULTY_REWARD = """
+import zlib
+def compute_score(solution_str, **_):
+    if zlib.crc32(solution_str.encode()) % 8 == 0:
+        raise ValueError("this one is not for me")
+    return len(set(solution_str)) / max(len(solution_str), 1)
+"""
+
+
+def start(module: str, arguments: list[str], **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", f"hybridrl.{module}", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def metrics(directory: Path) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        found.setdefault(values["step"], {}).update(values)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_slots(overrides, tiny, tmp_path_factory) -> tuple[Path, str]:
+    """A run on two slots with everything on: directory and what it printed."""
+    directory = tmp_path_factory.mktemp("two")
+    more = {
+        "data.val_files": tiny / "val.jsonl",
+        "data.val_max_samples": 6,
+        "actor_rollout_ref.rollout.val_kwargs.n": 2,
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "algorithm.use_kl_in_reward": True,
+        "trainer.rollout_data_dir": directory / "samples",
+        "trainer.log_val_generations": 2,
+        "trainer.logger": "[console,tensorboard]",
+    }
+    return directory, finish(start("main_ppo", overrides(directory, more)))
+
+
+def test_a_run_leaves_metrics_samples_curves_and_a_model(two_slots):
+    directory, output = two_slots
+    steps = metrics(directory)
+    assert sorted(steps) == [0, 1, 2]
+    assert steps[2]["training/log_probs_diff_max"] < 1e-4
+    assert steps[2]["training/probe_log_prob_diff"] < 1e-4
+    for name in ("actor/kl_loss", "actor/reward_kl_penalty", "timing_s/ref", "rollout_corr/kl", "perf/throughput"):
+        assert name in steps[2], name
+    assert "val-core/quickstart/addition/acc/mean@2" in steps[0]
+    assert "val-core/quickstart/addition/acc/best@2/mean" in steps[2]
+    for name in (
+        "config.yaml",
+        "curves.png",
+        "logs/train-0.log",
+        "logs/rollout-1.log",
+        "samples/2.jsonl",
+        "tensorboard",
+    ):
+        assert (directory / name).exists(), name
+    assert (directory / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert "8 prompts x 4 answers = 32 samples a step, 2 updates of 4 prompts" in output
+
+
+def test_the_saved_model_loads_and_is_not_the_one_it_began_with(two_slots, tiny):
+    saved = two_slots[0] / "global_step_2" / "actor" / "huggingface"
+    before = AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+    assert after.keys() == before.keys()
+    assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    assert AutoTokenizer.from_pretrained(saved).chat_template
+
+
+@pytest.fixture
+def running_ray():
+    """The address of a Ray that somebody else has started."""
+    ray, port = Path(sys.executable).with_name("ray"), 26379
+    command = [ray, "start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not answers(port):
+        assert time.monotonic() < deadline and head.poll() is None
+        time.sleep(0.2)
+    yield port
+    for process in [*psutil.Process(head.pid).children(recursive=True), head]:
+        process.kill()
+    head.wait()
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_one_slot_in_a_joined_ray_draws_the_same_samples_and_bears_a_faulty_grader(
+    two_slots, overrides, running_ray, tmp_path
+):
+    (tmp_path / "faulty.py").write_text(FAULTY_REWARD)
+    more = {
+        "trainer.n_gpus_per_node": 1,
+        "trainer.rollout_data_dir": tmp_path / "samples",
+        "reward.custom_reward_function.path": tmp_path / "faulty.py",
+    }
+    finish(start("main_ppo", overrides(tmp_path, more), RAY_ADDRESS=f"127.0.0.1:{running_ray}"))
+    assert answers(running_ray), "the Ray that was joined must go on"
+    outputs = [
+        [json.loads(line)["output"] for line in (directory / "samples" / "1.jsonl").read_text().splitlines()]
+        for directory in (two_slots[0], tmp_path)
+    ]
+    assert len(outputs[0]) == 32
+    assert outputs[0] == outputs[1]
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
+    faults = [row for row in rows if row.get("fault") == "raised:ValueError"]
+    assert 0 < len(faults) < 32
+    assert metrics(tmp_path)[1]["reward/faults"] == len(faults)
+
+
+def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        if (directory / "metrics.jsonl").exists() and step in metrics(directory):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} did not come")
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_driver_killed_outright_leaves_nothing_running(overrides, tmp_path):
+    process = start("main_ppo", overrides(tmp_path, {"trainer.total_training_steps": 50}))
+    wait_for_step(process, tmp_path, 1)
+    processes = psutil.Process(process.pid).children(recursive=True)
+    assert any("EngineCore" in " ".join(p.cmdline()) for p in processes)
+    psutil.Process(process.pid).children()[0].kill()
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 137
+    assert "the driver was killed (signal 9" in output
+    assert_gone(processes)
+
+
+def sft_arguments(tiny: Path, directory: Path, **more: object) -> list[str]:
+    values = {
+        "data.train_files": tiny / "warmup.jsonl",
+        "data.train_max_samples": 640,
+        "data.val_files": tiny / "warmup.jsonl",
+        "data.val_max_samples": 32,
+        "data.train_batch_size": 32,
+        "data.max_length": 96,
+        "model.path": tiny / "model",
+        "optim.optimizer": "Muon",
+        "optim.lr": 2e-3,
+        "trainer.default_local_dir": directory,
+        "trainer.logger": "[console]",
+    }
+    return [f"{key}={value}" for key, value in (values | more).items()]
+
+
+def test_supervised_training_lowers_the_loss_and_saves(tiny, tmp_path):
+    finish(start("main_sft", sft_arguments(tiny, tmp_path)))
+    steps = metrics(tmp_path)
+    assert max(steps) == 20
+    assert steps[1]["train/loss"] == pytest.approx(5.7, abs=0.2)
+    assert steps[20]["train/loss"] < 4
+    assert steps[20]["val/loss"] < 4
+    assert (tmp_path / "global_step_20" / "actor" / "huggingface" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("how", ["interrupt", "worker"])
+def test_ctrl_c_and_a_dead_worker_end_a_run_in_seconds_with_one_message(tiny, tmp_path, how):
+    process = start("main_sft", sft_arguments(tiny, tmp_path, **{"trainer.total_training_steps": 5000}))
+    wait_for_step(process, tmp_path, 3)
+    processes = psutil.Process(process.pid).children(recursive=True)
+    if how == "interrupt":
+        psutil.Process(process.pid).children()[0].send_signal(signal.SIGINT)
+    else:
+        next(p for p in processes if "TrainWorker" in " ".join(p.cmdline())).kill()
+    output, _ = process.communicate(timeout=30)
+    if how == "interrupt":
+        assert process.returncode == 130
+        assert "stopped (Ctrl-C)" in output
+    else:
+        assert process.returncode == 1
+        assert "train worker.update: the process of rank" in output
+        assert "Traceback" not in output
+    assert_gone(processes)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"data.train_files": "{tmp}/empty.jsonl"}, "empty.jsonl"),
+        ({"data.train_files": "{tmp}/no_prompt.jsonl"}, "no_prompt.jsonl"),
+        ({"data.train_files": "{tmp}/no_truth.jsonl"}, "no_truth.jsonl"),
+        ({"data.max_prompt_length": 5}, "data.max_prompt_length=5"),
+        ({"reward.custom_reward_function.path": "{tmp}/broken.py"}, "broken.py:1"),
+        ({"reward.custom_reward_function.name": "compute_scores"}, "compute_score"),
+        ({"reward.custom_reward_function.path": "null"}, "quickstart/addition"),
+        ({"algorithm.adv_estimator": "{tmp}/broken.py:f"}, "broken.py:1"),
+    ],
+)
+def test_bad_input_is_refused_before_ray_starts(overrides, tmp_path, capfd, monkeypatch, more, message):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "no_prompt.jsonl").write_text('{"reward_model": {"ground_truth": "1"}, "data_source": "x"}\n')
+    (tmp_path / "no_truth.jsonl").write_text('{"prompt": "What is 1+1?", "data_source": "x"}\n')
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.setattr("hybridrl.ppo.start_session", lambda *_: pytest.fail("Ray was started"))
+    more = {key: str(value).format(tmp=tmp_path) for key, value in more.items()}
+    assert main_ppo.main(overrides(tmp_path / "run", more)) == 2
+    output = "".join(capfd.readouterr())
+    assert message in output.replace("\n", " ")
+    assert "refused" in output
+    assert "Traceback" not in output

@@ -1,0 +1,36 @@
+"""An engine over two devices, fed by two training ranks."""
+
+import os
+
+from hybridrl.assembly import build_update_plan, ppo_worker_config, probe_ids, start_session
+from hybridrl.config import load_ppo_config
+from hybridrl.ppo import start_devices
+from hybridrl.training.trainers import Trainers
+from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, update
+
+
+def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp_path):
+    config = load_ppo_config(overrides(tmp_path, {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2}))
+    (tmp_path / "logs").mkdir()
+    before = set(os.listdir("/dev/shm"))
+    wide = start_session(config.trainer, config.ray_kwargs.ray_init)
+    try:
+        worker = ppo_worker_config(config, False, total_updates=1)
+        workers, engine = start_devices(config, wide, worker, tmp_path / "logs", probe_ids(PROMPT))
+        trainers = Trainers(workers, build_update_plan(config.actor_rollout_ref, 8), "float32", 120)
+        assert (len(workers), len(engine.servers)) == (2, 1)
+        wanted = requests(3)
+        engine.to_rollout(0)
+        answers = generate(engine, wanted)
+        engine.to_training()
+        batch = rows(wanted, answers)
+        assert largest_gap(trainers, batch) < 1e-4
+        update(trainers, batch)
+        engine.to_rollout(1)
+        answers = generate(engine, wanted)
+        engine.to_training()
+        assert largest_gap(trainers, rows(wanted, answers)) < 1e-4
+    finally:
+        wide.close()
+    left = {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))} - before
+    assert not left
