@@ -62,7 +62,7 @@ def test_the_time_left_is_the_mean_after_the_first_two_steps():
 
 def test_the_bar_counts_finished_steps_and_says_how_long_the_rest_takes():
     console = terminal()
-    ends = chain([100.0, 150.0, 160.0], repeat(180.0))
+    ends = chain([0.0, 100.0, 150.0, 160.0], repeat(180.0))
     sink = TerminalSink(console, total_steps=6, clock=lambda: next(ends))
     sink.log(0, {"val-core/toy/acc/mean@1": 0.2})
     for step in (1, 2, 3, 4):
