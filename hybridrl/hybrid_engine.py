@@ -61,6 +61,7 @@ class HybridEngine:
         self.version = -1
         self.watch = Stopwatch()
         self.gaps: list[float] = []
+        self.memory: dict[str, float] = {}
         indices = range(len(trainers) // self.width)
         actors = [self._spawn(index) for index in indices]
         self.servers = Group(actors, "rollout server", [self._log(index) for index in indices])
@@ -115,7 +116,7 @@ class HybridEngine:
             self.servers.broadcast(RolloutServer.wake, "weights", timeout=self.timeout)
             self._publish(self.servers)
         with self.watch("switch"):
-            self.trainers.broadcast(TrainWorker.offload, to_host=True, timeout=self.timeout)
+            self._move_trainers(to_host=True)
             self.servers.broadcast(RolloutServer.wake, "kv_cache", timeout=self.timeout)
             self._prove(expected, range(len(self.servers)))
         self.mode, self.version, self.expected = Mode.ROLLOUT, version, expected
@@ -127,8 +128,14 @@ class HybridEngine:
         with self.watch("switch"):
             # A server that died is replaced when it is next wanted.
             self.servers.failures(RolloutServer.sleep, timeout=self.timeout)
-            self.trainers.broadcast(TrainWorker.offload, to_host=False, timeout=self.timeout)
+            self._move_trainers(to_host=False)
         self.mode = Mode.TRAINING
+
+    def _move_trainers(self, *, to_host: bool) -> None:
+        """Move what may leave the devices, and note the memory of the rank that holds most, in GiB."""
+        held = self.trainers.broadcast(TrainWorker.offload, to_host=to_host, timeout=self.timeout)
+        for name in held[0]:
+            self.memory[f"perf/{name}"] = max(rank[name] for rank in held)
 
     def _publish(self, servers: Group) -> None:
         """Hand all buckets over to these servers; every rank gathers, as that is a collective."""
@@ -176,15 +183,15 @@ class HybridEngine:
     def _revive(self, index: int) -> Actor:
         """Replace a server that was lost while generating by a new one with the same weights."""
         self._rebuild(index)
-        self.trainers.broadcast(TrainWorker.offload, to_host=False, timeout=self.timeout)
+        self._move_trainers(to_host=False)
         self._publish(self.servers.only([index]))
-        self.trainers.broadcast(TrainWorker.offload, to_host=True, timeout=self.timeout)
+        self._move_trainers(to_host=True)
         self._prove(self.expected, range(index, index + 1))
         return self.servers.actors[index]
 
     def take_metrics(self) -> dict[str, float]:
         """Seconds of the switch since the last call, the largest gap of a proof, and servers lost."""
-        metrics = self.watch.take()
+        metrics = self.watch.take() | self.memory
         if self.gaps:
             metrics["training/probe_log_prob_diff"] = max(self.gaps)
         metrics["rollout/engine_restarts"] = self.pool.restarts

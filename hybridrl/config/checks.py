@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.error import Refusals
+from hybridrl.config.families import why_unsupported
 from hybridrl.config.machine import Machine, this_machine
 from hybridrl.config.schema import (
     FSDPConfig,
@@ -36,7 +37,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _settle_fsdp("actor_rollout_ref.actor.fsdp_config", section.actor.fsdp_config, trainer, wrong)
     _settle_actor(config, note)
     _settle_rollout(config, wrong)
-    _check_length("actor_rollout_ref.model.path", section.model, section.rollout.max_model_len or 0, LOWER, wrong)
+    _check_model("actor_rollout_ref.model.path", section.model, section.rollout.max_model_len or 0, LOWER, wrong)
     _check_sampling(config, note, wrong)
     _note_idle_keys(config, note)
     if trainer.val_only and not config.data.val_files:
@@ -49,7 +50,7 @@ def settle_sft(config: SFTConfig, note: Note, machine: Machine | None = None) ->
     wrong = Refusals()
     _settle_trainer(config.trainer, config.ray_kwargs.ray_init, wrong, machine)
     _settle_fsdp("engine.fsdp_config", config.engine.fsdp_config, config.trainer, wrong)
-    _check_length("model.path", config.model, config.data.max_length, "lower data.max_length", wrong)
+    _check_model("model.path", config.model, config.data.max_length, "lower data.max_length", wrong)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         note("trainer.test_freq has no effect without data.val_files")
     wrong.close()
@@ -90,12 +91,15 @@ def _check_writable(key: str, directory: str, wrong: Refusals) -> None:
         wrong.add(f"{key}={directory}: {there} cannot be written to; name another directory")
 
 
-def _check_length(key: str, model: ModelConfig, longest: int, way_out: str, wrong: Refusals) -> None:
-    """Hold the longest sequence against the positions of a local model."""
+def _check_model(key: str, model: ModelConfig, longest: int, way_out: str, wrong: Refusals) -> None:
+    """Whether a local model's family can be trained, and takes the longest sequence."""
     file = Path(model.path, "config.json")
     if not file.is_file():
         return
     settings = json.loads(file.read_text(encoding="utf-8")) | model.override_config
+    reason = why_unsupported(settings)
+    if reason:
+        wrong.add(f"{key}={model.path}: {reason}; choose a model of another family (Qwen, Llama, Mistral, Phi-3, ...)")
     limit = settings.get("max_position_embeddings")
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if limit is not None and "factor" not in rope and longest > limit:  # a factor stretches the limit

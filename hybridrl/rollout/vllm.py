@@ -234,6 +234,11 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def shutdown(self) -> None:
         self.opened = None
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Asked for by vLLM 0.26; the sending side here is the train worker's."""
+        raise NotImplementedError("weights are sent by TrainWorker.fill_bucket")
+
 
 class EngineProcess:
     """Imported by vLLM in each engine process before the model is built, and with it the registration below."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hybridrl.config.families import why_unsupported
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
 from hybridrl.training.packing import ModelInputs
@@ -62,6 +63,9 @@ def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageMode
     """The model of a directory or hub name, weights included, in host memory."""
     overrides = {"trust_remote_code": config.trust_remote_code, **config.override_config}
     settings = AutoConfig.from_pretrained(config.path, **overrides)
+    reason = why_unsupported(settings.to_dict())
+    if reason:
+        raise ValueError(f"{config.path}: {reason}")
     model = AutoModelForCausalLM.from_pretrained(
         config.path,
         config=settings,

@@ -88,18 +88,22 @@ def server_process(engine_process: psutil.Process) -> psutil.Process:
     return engine_process.parent()
 
 
-@pytest.mark.parametrize("victim", ["engine", "server"])
-def test_a_server_killed_while_generating_costs_no_answer(parts, victim):
+@pytest.mark.parametrize(
+    ("victim", "how"), [("engine", signal.SIGKILL), ("server", signal.SIGKILL), ("engine", signal.SIGSTOP)]
+)
+def test_a_server_lost_while_generating_costs_no_answer(parts, monkeypatch, victim, how):
     engine, _ = parts
     wanted = requests(8, 4)
     engine.to_rollout(6)
     undisturbed = tokens(generate(engine, wanted))
     restarts = engine.pool.restarts
-    stream = engine.pool.generate(wanted, SAMPLING)
-    found = list(next(stream))
+    if how is signal.SIGSTOP:  # it hangs: only its silence tells
+        monkeypatch.setattr(engine.pool, "timeout", 5.0)
     process = engine_processes()[0]
     target = process if victim == "engine" else server_process(process)
-    os.kill(target.pid, signal.SIGKILL)
+    stream = engine.pool.generate(wanted, SAMPLING)
+    os.kill(target.pid, how)
+    found = list(next(stream))
     for batch in stream:
         found.extend(batch)
     again = tokens(generate(engine, wanted))

@@ -46,16 +46,21 @@ def metrics(directory: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def two_slots(overrides, tiny, tmp_path_factory) -> tuple[Path, str]:
-    """A run on two slots with everything on: directory and what it printed."""
-    directory = tmp_path_factory.mktemp("two")
-    more = {
+def validation_keys(tiny: Path) -> dict[str, object]:
+    return {
         "data.val_files": tiny / "val.jsonl",
         "data.val_max_samples": 6,
         "actor_rollout_ref.rollout.val_kwargs.n": 2,
         "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
         "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def two_slots(overrides, tiny, tmp_path_factory) -> tuple[Path, str]:
+    """A run on two slots with everything on: directory and what it printed."""
+    directory = tmp_path_factory.mktemp("two")
+    more = validation_keys(tiny) | {
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
         "actor_rollout_ref.actor.use_kl_loss": True,
         "algorithm.use_kl_in_reward": True,
@@ -96,6 +101,19 @@ def test_the_saved_model_loads_and_is_not_the_one_it_began_with(two_slots, tiny)
     assert after.keys() == before.keys()
     assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"])
     assert AutoTokenizer.from_pretrained(saved).chat_template
+
+
+def test_the_saved_model_scores_as_the_last_validation_did(two_slots, overrides, tiny, tmp_path):
+    more = {
+        "actor_rollout_ref.model.path": two_slots[0] / "global_step_2" / "actor" / "huggingface",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.val_only": True,
+    }
+    finish(start("main_ppo", overrides(tmp_path, validation_keys(tiny) | more)))
+    last, again = metrics(two_slots[0])[2], metrics(tmp_path)[0]
+    names = [name for name in again if name.startswith("val-")]
+    assert len(names) > 5
+    assert {name: again[name] for name in names} == {name: last[name] for name in names}
 
 
 @pytest.fixture
