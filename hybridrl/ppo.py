@@ -126,6 +126,7 @@ def start_devices(
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
     workers = start_train_workers(session, logs)
     engine = HybridEngine(session, workers, section.model, section.rollout, logs=logs, timeout=limit)
+    info(f"starting {len(workers)} training ranks and {len(engine.servers)} rollout servers; their logs: {logs}")
     places = workers.broadcast(TrainWorker.place, timeout=limit)
     building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
     starting = engine.start([place["gpus"] for place in places])

@@ -118,8 +118,8 @@ def test_the_saved_model_scores_as_the_last_validation_did(two_slots, overrides,
 
 @pytest.fixture
 def running_ray():
-    """The address of a Ray that somebody else has started."""
-    ray, port = Path(sys.executable).with_name("ray"), 26379
+    """The port of a Ray that somebody else has started."""
+    ray, port = Path(sys.executable).with_name("ray"), free_port()
     command = [ray, "start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
     head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -130,6 +130,12 @@ def running_ray():
     for process in [*psutil.Process(head.pid).children(recursive=True), head]:
         process.kill()
     head.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def answers(port: int) -> bool:

@@ -1,0 +1,43 @@
+"""Peak memory of a command with all it starts: `python scripts/benchmark/peak_memory.py bash scripts/quickstart.sh`
+
+The proportional set size counts memory that processes share once. Sampled every two seconds.
+"""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+SECONDS_BETWEEN_SAMPLES = 2.0
+
+
+def tree_bytes(pid: int) -> int:
+    """Proportional set size of a process and its descendants."""
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    return sum(process_bytes(process.pid) for process in processes)
+
+
+def process_bytes(pid: int) -> int:
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:  # it has just ended
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+
+
+def main(command: list[str]) -> int:
+    process, peak, ended = subprocess.Popen(command), 0, threading.Event()
+    threading.Thread(target=lambda: (process.wait(), ended.set()), daemon=True).start()
+    while not ended.wait(SECONDS_BETWEEN_SAMPLES):
+        peak = max(peak, tree_bytes(process.pid))
+    print(f"peak memory {peak / 2**30:.2f} GiB")
+    return process.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
