@@ -10,7 +10,6 @@ from hybridrl import device as devices
 from hybridrl.algorithms import Algorithm, Clip
 from hybridrl.algorithms.algorithm import ESTIMATORS
 from hybridrl.algorithms.kl import KLWeight
-from hybridrl.algorithms.policy_loss import POLICY_LOSSES
 from hybridrl.cluster import Group, RaySession, spawn
 from hybridrl.config.compose import as_dict, save_config
 from hybridrl.config.own_code import load_function
@@ -28,7 +27,7 @@ from hybridrl.tracking import Tracker
 from hybridrl.tracking.log import console
 from hybridrl.training.packing import Budget
 from hybridrl.training.trainers import UpdatePlan
-from hybridrl.training.worker import LossConfig, TrainWorker, WorkerConfig
+from hybridrl.training.worker import LossConfig, TrainWorker, WorkerConfig, find_policy_loss
 
 
 def open_run_directory(config: PPOConfig | SFTConfig) -> Path:
@@ -97,10 +96,9 @@ def build_algorithm(algorithm: AlgorithmConfig, *, kl_in_loss: bool) -> Algorith
 
 def build_update_plan(section: ActorRolloutRefConfig, prompts_per_step: int) -> UpdatePlan:
     actor, rollout, ref = section.actor, section.rollout, section.ref
-    name = actor.policy_loss.loss_mode
-    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    find_policy_loss(actor.policy_loss.loss_mode)  # refused here rather than in the workers
     loss = LossConfig(
-        policy_loss=POLICY_LOSSES[name] if name in POLICY_LOSSES else load_function(name, key),
+        policy_loss=_anywhere(actor.policy_loss.loss_mode),
         clip=Clip(actor.clip_ratio_low or 0.0, actor.clip_ratio_high or 0.0, actor.clip_ratio_c),
         aggregation=actor.loss_agg_mode,
         scale=actor.loss_scale_factor or 1.0,
@@ -136,6 +134,11 @@ def build_update_plan(section: ActorRolloutRefConfig, prompts_per_step: int) -> 
             ref.log_prob_use_dynamic_bsz,
         ),
     )
+
+
+def _anywhere(name: str) -> str:
+    """The name of a function that workers find from any directory: an own file's path is made absolute."""
+    return str(Path(name).expanduser().absolute()) if ":" in name else name
 
 
 def training_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:

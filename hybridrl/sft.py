@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import torch
 
 from hybridrl.algorithms import Clip
-from hybridrl.algorithms.policy_loss import likelihood
 from hybridrl.assembly import open_run_directory, open_tracker, start_session, start_train_workers
 from hybridrl.batch import Batch, pack
 from hybridrl.checkpoint.store import Store
@@ -91,7 +90,7 @@ def _update_plan(config: SFTConfig) -> UpdatePlan:
     budget = Budget(config.data.max_token_len_per_gpu, padded=not config.model.use_remove_padding)
     size = config.data.train_batch_size
     loss = LossConfig(
-        policy_loss=likelihood,
+        policy_loss="likelihood",
         clip=Clip(0.0, 0.0, 0.0),
         aggregation="token-mean",
         scale=1.0,

@@ -1,5 +1,6 @@
 """Actors that work together: one call to all, or to each its part, with a deadline and one clear failure."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,14 @@ def _root_failure(
     where = f"\n{logs[rank]} ends with:\n{_tail(logs[rank])}" if rank < len(logs) else ""
     if isinstance(first, RayActorError):
         return RemoteFailure(f"{what}: the process of rank {rank} died: {_cause(str(first))}{where}")
-    return RemoteFailure(f"{what}: rank {rank} failed\n{first}")
+    return RemoteFailure(f"{what}: rank {rank} failed: {_told(first)}")
+
+
+def _told(error: RayTaskError) -> str:
+    """The worker's own exception in a line, and its traceback without Ray's frame around it."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
+    trace = "\n".join(line for line in lines if not line.startswith("ray::"))
+    return f"{lines[-1]}\n{trace}"
 
 
 def _cause(message: str) -> str:

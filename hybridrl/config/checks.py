@@ -92,7 +92,8 @@ def _check_writable(key: str, directory: str, wrong: Refusals) -> None:
 
 
 def _check_model(key: str, model: ModelConfig, longest: int, way_out: str, wrong: Refusals) -> None:
-    """Whether a local model's family can be trained, and takes the longest sequence."""
+    """Whether a local model's family can be trained, and takes the longest sequence; its path is made absolute, as the
+    workers of a Ray that was joined run elsewhere."""
     file = Path(model.path, "config.json")
     if not file.is_file():
         return
@@ -104,6 +105,7 @@ def _check_model(key: str, model: ModelConfig, longest: int, way_out: str, wrong
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if limit is not None and "factor" not in rope and longest > limit:  # a factor stretches the limit
         wrong.add(f"{key}={model.path}: the model takes {limit} positions, a row may have {longest}; {way_out}")
+    model.path = str(file.parent.absolute())
 
 
 def _settle_fsdp(key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainerConfig, wrong: Refusals) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from hybridrl import device as devices
 from hybridrl.algorithms.aggregation import Totals, token_weights
 from hybridrl.algorithms.kl import kl_estimate
-from hybridrl.algorithms.policy_loss import Clip, PolicyLoss
+from hybridrl.algorithms.policy_loss import POLICY_LOSSES, Clip, PolicyLoss
 from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model
+from hybridrl.config.own_code import load_function
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
 from hybridrl.training.fsdp import mesh, shard, whole_tensors
 from hybridrl.training.model import LanguageModel, load_language_model
@@ -50,7 +52,7 @@ class WorkerConfig:
 class LossConfig:
     """The loss of an update, as plain values."""
 
-    policy_loss: PolicyLoss
+    policy_loss: str  # a name, or path/to/file.py:function: functions of a user's file do not travel
     clip: Clip
     aggregation: str
     scale: float
@@ -60,6 +62,13 @@ class LossConfig:
     kl_coef: float = 0.0
     kl_form: str = "k3"
     own_old_log_probs: bool = False  # the pass's own log-probs are the old ones: nothing has been updated since
+
+
+@cache
+def find_policy_loss(name: str) -> PolicyLoss:
+    """The loss of this name, or the user's own; ConfigError where there is none."""
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    return POLICY_LOSSES[name] if name in POLICY_LOSSES else load_function(name, key)
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,7 @@ class TrainWorker:
         if loss.own_old_log_probs:
             part.old_log_probs = log_probs.detach()
         weights = token_weights(part, loss.aggregation, totals, loss.scale)
-        per_token, statistics = loss.policy_loss(log_probs, part, loss.clip)
+        per_token, statistics = find_policy_loss(loss.policy_loss)(log_probs, part, loss.clip)
         shares = {"pg_loss": (per_token * weights).sum()}
         total = shares["pg_loss"]
         if loss.entropy_coeff:

@@ -7,7 +7,6 @@ import torch
 
 from hybridrl.algorithms import Clip
 from hybridrl.algorithms.aggregation import Totals
-from hybridrl.algorithms.policy_loss import vanilla
 from hybridrl.assembly import ppo_worker_config
 from hybridrl.batch import Batch
 from hybridrl.cluster import Group, spawn
@@ -15,7 +14,7 @@ from hybridrl.training.packing import Budget, plan
 from hybridrl.training.worker import LossConfig, MiniBatch, TrainWorker
 
 LOSS = LossConfig(
-    policy_loss=vanilla,
+    policy_loss="vanilla",
     clip=Clip(0.2, 0.2, 3.0),
     aggregation="token-mean",
     scale=1.0,
@@ -93,6 +92,16 @@ def test_passes_ranks_and_padding_change_nothing(groups, mode):
         assert found.keys() == whole.keys()
         difference = torch.sqrt(sum((found[name] - whole[name]).square().sum() for name in whole))
         assert difference / norm < 2e-6, (len(group), budget)
+
+
+def test_a_policy_loss_of_ones_own_is_found_in_the_workers(groups, tmp_path):
+    (tmp_path / "own.py").write_text("def twice(log_probs, batch, clip): return -2 * log_probs, {}\n")
+    found = {
+        name: gradient(groups[1], Budget(10_000), replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_coef=0.0))
+        for name in (f"{tmp_path}/own.py:twice", "likelihood")
+    }
+    for twice, once in zip(*(gradients.values() for gradients in found.values()), strict=True):
+        torch.testing.assert_close(twice, 2 * once)
 
 
 def test_a_rank_without_rows_keeps_step(groups):

@@ -28,7 +28,12 @@ def compute_score(solution_str, **_):
 def start(module: str, arguments: list[str], **environment: str) -> subprocess.Popen:
     command = [sys.executable, "-m", f"hybridrl.{module}", *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
     )
 
 

@@ -123,7 +123,7 @@ def test_the_two_configurations_fit_each_other_and_the_data(
     shutil.copytree(made / "model", saved)
 
     train = load_ppo_config(one_device, config_name="train", config_dir=RECIPE)
-    assert train.actor_rollout_ref.model.path == saved
+    assert train.actor_rollout_ref.model.path == str(tmp_path / saved)
     files = train.data.val_files
     assert len(load_prompts(files, train.data, tokenizer, max_samples=-1, shuffle=False, key="data.val_files")) == 200
     longest = max(len(demonstration.ids) for demonstration in demonstrations)

@@ -199,6 +199,7 @@ def test_a_killed_or_interrupted_driver_leaves_no_process_and_no_traceback_of_th
         cwd=Path(__file__).parents[2],
         start_new_session=True,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
     )
     pids = [int(pid) for pid in driver.stdout.readline().split()]
     assert len(pids) == 2 and all(exists(pid) for pid in pids)
