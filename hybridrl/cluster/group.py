@@ -130,7 +130,7 @@ def _root_failure(
 def _told(error: RayTaskError) -> str:
     """The worker's own exception in a line, and its traceback without Ray's frame around it."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
-    trace = "\n".join(line for line in lines if not line.startswith("ray::"))
+    trace = "\n".join(line for line in lines if not line.startswith("ray::") and line.strip(" ^"))
     return f"{lines[-1]}\n{trace}"
 
 
