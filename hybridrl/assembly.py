@@ -4,18 +4,21 @@ import logging
 from pathlib import Path
 
 from rich.logging import RichHandler
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl import device as devices
 from hybridrl.algorithms import Algorithm, Clip
 from hybridrl.algorithms.algorithm import ESTIMATORS
 from hybridrl.algorithms.kl import KLWeight
 from hybridrl.cluster import Group, RaySession, spawn
+from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_dict, save_config
+from hybridrl.config.families import why_unsupported
 from hybridrl.config.own_code import load_function
 from hybridrl.config.schema import (
     ActorRolloutRefConfig,
     AlgorithmConfig,
+    ModelConfig,
     PPOConfig,
     RolloutConfig,
     SFTConfig,
@@ -165,6 +168,15 @@ def validation_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sa
     )
 
 
+def refuse_hub_model(model: ModelConfig, key: str) -> None:
+    """Refuse a model of the hub that cannot be trained; one in a directory was judged with the configuration."""
+    if not Path(model.path).is_dir():
+        settings = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).to_dict()
+        reason = why_unsupported(settings | model.override_config)
+        if reason:
+            raise ConfigError(f"{key}={model.path}: {reason}")
+
+
 def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends an answer: the tokenizer's, and those that the model's generation config names."""
     named: set[int] = {tokenizer.eos_token_id}
@@ -177,9 +189,9 @@ def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int
 
 
 def probe_ids(prompt_ids: list[int], length: int = 24) -> list[int]:
-    """A fixed sequence that a hand-over is proven with: the first prompt, repeated or cut to this length."""
+    """A fixed sequence that a hand-over is proven with: the end of the first prompt, repeated if short."""
     repeated = prompt_ids * (length // len(prompt_ids) + 1)
-    return repeated[:length]
+    return repeated[-length:]
 
 
 def say_batch_arithmetic(config: PPOConfig, steps: int) -> str:

@@ -14,6 +14,7 @@ from hybridrl.assembly import (
     open_tracker,
     ppo_worker_config,
     probe_ids,
+    refuse_hub_model,
     say_batch_arithmetic,
     start_session,
     start_train_workers,
@@ -44,6 +45,7 @@ def train(config: PPOConfig) -> None:
     """Run the whole of it, and leave nothing running however it ends."""
     began = time.monotonic()
     directory = open_run_directory(config)
+    refuse_hub_model(config.actor_rollout_ref.model, "actor_rollout_ref.model.path")
     tokenizer = _tokenizer(config)
     prompts, validation = load_data(config, tokenizer)
     steps = config.trainer.total_training_steps or max(
@@ -125,12 +127,18 @@ def start_devices(
     """Training ranks and rollout servers, built side by side and ready for the first hand-over."""
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
     workers = start_train_workers(session, logs)
-    engine = HybridEngine(session, workers, section.model, section.rollout, logs=logs, timeout=limit)
+    timeouts = {"startup_timeout": limit, "timeout": config.trainer.step_timeout}
+    engine = HybridEngine(session, workers, section.model, section.rollout, logs=logs, **timeouts)
     info(f"starting {len(workers)} training ranks and {len(engine.servers)} rollout servers; their logs: {logs}")
     places = workers.broadcast(TrainWorker.place, timeout=limit)
-    building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
     starting = engine.start([place["gpus"] for place in places])
+    if session.device == "cuda":  # an engine measures what memory it may take, and nobody else may move meanwhile
+        gather(starting, "rollout server.start", limit, engine.servers.logs)
+        engine.sleep()
+    building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
     gather([*building, *starting], "start-up", limit, [*workers.logs, *engine.servers.logs])
+    if session.device == "cpu":
+        engine.sleep()
     engine.ready(probe)
     return workers, engine
 

@@ -7,7 +7,13 @@ from contextlib import ExitStack
 import torch
 
 from hybridrl.algorithms import Clip
-from hybridrl.assembly import open_run_directory, open_tracker, start_session, start_train_workers
+from hybridrl.assembly import (
+    open_run_directory,
+    open_tracker,
+    refuse_hub_model,
+    start_session,
+    start_train_workers,
+)
 from hybridrl.batch import Batch, pack
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group
@@ -34,6 +40,7 @@ def train(config: SFTConfig) -> None:
         custom_chat_template=config.model.custom_chat_template,
         model_key="model.path",
     )
+    refuse_hub_model(config.model, "model.path")
     training, validation = _load(config, tokenizer)
     size = config.data.train_batch_size
     steps = config.trainer.total_training_steps or max(config.trainer.total_epochs * len(training) // size, 1)

@@ -59,7 +59,7 @@ class Trainer:
     def fit(self) -> None:
         """Train from the first step to the last, validating and saving on the way."""
         if self.validator and (self.schedule.validate_first or self.schedule.validate_only):
-            self.records.log(0, self.validate(0))
+            self.records.log(0, self.validate(0) | self.engine.take_metrics())
         if self.schedule.validate_only:
             return
         for step in range(1, self.schedule.total_steps + 1):
@@ -71,7 +71,7 @@ class Trainer:
                 metrics |= self.validate(step)
             if self.schedule.saves(step):
                 metrics |= self.save(step)
-            self.records.log(step, metrics | {"training/global_step": step})
+            self.records.log(step, metrics | self.engine.take_metrics() | {"training/global_step": step})
 
     def train_step(self, step: int) -> dict[str, float]:
         """One step of the algorithm: sample, score, compare, learn."""
@@ -87,7 +87,7 @@ class Trainer:
             batch, metrics = self.algorithm.advantages(batch)
         batch, learnt = self.workers.update_policy(batch, step)
         self.records.training_samples(step, collected.samples)
-        return collected.metrics | metrics | learnt | batch_metrics(batch) | self.engine.take_metrics()
+        return collected.metrics | metrics | learnt | batch_metrics(batch)
 
     def validate(self, step: int) -> dict[str, float]:
         """Validate the policy as it is after `step` steps."""
@@ -95,7 +95,7 @@ class Trainer:
         self.engine.to_rollout(version=step)
         samples, metrics = self.validator.validate(self.engine.pool)
         self.records.validation_samples(step, samples)
-        return metrics | self.engine.take_metrics()
+        return metrics
 
     def save(self, step: int) -> dict[str, float]:
         with self.watch("save_checkpoint"):

@@ -114,6 +114,9 @@ def _settle_fsdp(key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainer
     if ranks % size:
         wrong.add(f"{key}.fsdp_size={fsdp.fsdp_size}: must divide the {ranks} devices; set -1 for all of them")
     fsdp.fsdp_size = size
+    for name, value in (("dtype", fsdp.dtype), ("model_dtype", fsdp.model_dtype)):
+        if DTYPES.get(value, value) == "float16":
+            wrong.add(f"{key}.{name}={value}: small gradients vanish in fp16 without a loss scaler; set bf16 or fp32")
     fsdp.model_dtype, fsdp.dtype = DTYPES.get(fsdp.model_dtype, fsdp.model_dtype), _dtype(fsdp.dtype, trainer.device)
 
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from hybridrl.rollout.requests import Completion, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]
+
+CHECK_SECONDS = 10.0
 
 
 class RolloutFailure(RuntimeError):
@@ -107,12 +109,14 @@ class RolloutPool:
 
     def _replace(self, lane: Lane, attempts: dict[Key, int], reason: str) -> list[Request]:
         """Rebuild a lost server; returns what it had not finished, last first."""
+        index = self.lanes.index(lane)
+        if _is_well(lane.server):
+            raise RolloutFailure(f"rollout server {index} is well but refused a request:\n{reason}")
         lost = list(lane.running.values())
         for request in lost:
             key = (request.prompt, request.sample)
             attempts[key] = attempts.get(key, 0) + 1
         most = max(attempts[request.prompt, request.sample] for request in lost)
-        index = self.lanes.index(lane)
         if most > self.retries:
             raise RolloutFailure(
                 f"rollout server {index} was lost {most} times over the same answers "
@@ -123,3 +127,11 @@ class RolloutPool:
         self.retried += len(lost)
         lane.server, lane.running, lane.taking = self.revive(index), {}, None
         return lost[::-1]
+
+
+def _is_well(server: ActorHandle) -> bool:
+    try:
+        ray.get(server.check.remote(), timeout=CHECK_SECONDS)
+    except (RayActorError, RayTaskError, GetTimeoutError):
+        return False
+    return True

@@ -36,10 +36,10 @@ class RolloutServer:
         self.finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self.running: set[asyncio.Task] = set()
 
-    async def start(self, device: str, gpus: list[int], model: ModelConfig, rollout: RolloutConfig, slots: int) -> int:
+    async def start(self, device: str, gpus: list[str], model: ModelConfig, rollout: RolloutConfig, slots: int) -> int:
         """Build the engine, whose weights are yet to come. Returns this process's id."""
         if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         module, engine = ENGINES[rollout.name]
         self.engine = vars(import_module(module))[engine](device, model, rollout, slots)
         await self.engine.connect()

@@ -36,6 +36,7 @@ from hybridrl.weights.handles import Handle, digest, open_buffer
 from hybridrl.weights.layout import Bucket, Tensor
 
 BACKEND = "hybridrl"
+SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
 CPU_BLOCK = 128  # tokens of a cache block of vLLM's CPU build
 
 
@@ -172,7 +173,7 @@ def forget_segments() -> None:
     """Take away the names of the shared memory that the engine's processes have open: so it ends with them."""
     for process in psutil.Process().children(recursive=True):
         for mapping in process.memory_maps():
-            if mapping.path.startswith("/dev/shm/"):
+            if mapping.path.startswith(SEGMENTS):
                 Path(mapping.path).unlink(missing_ok=True)
 
 

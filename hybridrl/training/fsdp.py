@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema import FSDPConfig
@@ -38,6 +38,13 @@ def shard(model: LanguageModel, config: FSDPConfig, grid: DeviceMesh, *, offload
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up every gathered parameter: a forward without a backward leaves some, the root's always."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

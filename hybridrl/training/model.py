@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hybridrl.batch import Batch
 from hybridrl.config.families import why_unsupported
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
-from hybridrl.training.packing import ModelInputs
+from hybridrl.training.packing import ModelInputs, lay_out
 
-CHUNK_BYTES = 64 << 20  # of float32 logits
+# Of float32 logits. On CUDA few large chunks: each adds its share to the head's gradient in that gradient's own type.
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+# The largest difference of a log-prob, our way against the model's own, by the type that parameters are stored in.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 class LanguageModel(nn.Module):
@@ -33,7 +37,7 @@ class LanguageModel(nn.Module):
             use_cache=False,
         ).last_hidden_state
         hidden = hidden.flatten(0, 1)[inputs.predictors]
-        size = max(CHUNK_BYTES // (4 * self.model.config.vocab_size), 1)
+        size = max(CHUNK_BYTES[hidden.device.type] // (4 * self.model.config.vocab_size), 1)
         head = self.model.get_output_embeddings()
         if len(hidden) <= size:
             log_probs, entropies = _token_log_probs(head, hidden, inputs.targets, temperature, with_entropy)
@@ -73,9 +77,57 @@ def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageMode
         attn_implementation=attention.NAME,
         trust_remote_code=config.trust_remote_code,
     )
+    buffers = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if buffers:
+        raise ValueError(f"{config.path}: trained buffers are not handed over yet ({', '.join(sorted(buffers)[:3])})")
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return LanguageModel(model)
+
+
+@torch.no_grad()
+def check_log_probs(language_model: LanguageModel, *, padded: bool) -> None:
+    """Refuse a model whose log-probs come out otherwise here than in its own forward pass, one row at a time.
+
+    So it is with families that change logits after the head, with attention that takes more than masks and windows, and
+    with layers that let rows which lie in one line see one another.
+    """
+    model = language_model.model
+    ids = torch.arange(14) * 37 % min(model.config.vocab_size, 4096)
+    batch = _two_rows(ids)
+    training = model.training
+    language_model.eval()
+    ours, _ = language_model(lay_out(batch, padded), 1.0, with_entropy=False)
+    model.set_attn_implementation("eager")
+    theirs = [_own_log_probs(model, row) for row in ids.split([5, 9])]
+    model.set_attn_implementation(attention.NAME)
+    language_model.train(training)
+    gap = float((ours - torch.cat(theirs)).abs().max())
+    if not gap <= TOLERANCE[model.dtype]:
+        way_out = "" if padded else "; set model.use_remove_padding=false, which lays rows out apart"
+        raise ValueError(
+            f"{model.config.model_type}: the trainer's log-probs differ by {gap:.2g} from the model's own, so this "
+            f"family cannot be trained here{way_out}"
+        )
+
+
+def _two_rows(ids: Tensor) -> Batch:
+    """Rows of 5 and 9 tokens, of each of which the first is the prompt."""
+    numbers = torch.arange(2)
+    return Batch(
+        prompt_lengths=torch.ones(2, dtype=torch.int64),
+        response_lengths=torch.tensor([4, 8]),
+        prompt_ids=ids[[0, 5]],
+        response_ids=torch.cat([ids[1:5], ids[6:]]),
+        group=numbers,
+        position=numbers,
+        sample=numbers,
+    )
+
+
+def _own_log_probs(model: PreTrainedModel, row: Tensor) -> Tensor:
+    logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, row[1:, None]).squeeze(-1)
 
 
 def layer_classes(model: PreTrainedModel, named: str | list[str] | None) -> set[str]:

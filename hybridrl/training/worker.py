@@ -25,8 +25,8 @@ from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model
 from hybridrl.config.own_code import load_function
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
-from hybridrl.training.fsdp import mesh, shard, whole_tensors
-from hybridrl.training.model import LanguageModel, load_language_model
+from hybridrl.training.fsdp import mesh, reshard, shard, whole_tensors
+from hybridrl.training.model import LanguageModel, check_log_probs, load_language_model
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import lay_out
 from hybridrl.weights.handles import Handle, SharedBuffer, digest
@@ -113,7 +113,9 @@ class TrainWorker:
         self.padded = not config.model.use_remove_padding
         grid = mesh(config.device, self.ranks, config.fsdp.fsdp_size)
         stored = getattr(torch, config.fsdp.model_dtype)
-        self.model = shard(load_language_model(config.model, stored), config.fsdp, grid)
+        loaded = load_language_model(config.model, stored)
+        check_log_probs(loaded, padded=self.padded)
+        self.model = shard(loaded, config.fsdp, grid)
         self.optimizers = Optimizers(self.model, config.optimizer, config.total_updates) if config.optimizer else None
         self.reference = None
         if config.with_reference:
@@ -134,8 +136,7 @@ class TrainWorker:
         for rows in passes:
             log_probs, entropies = self._forward(model, batch.select(rows or [0]), temperature, not reference)
             forwards += [(log_probs, entropies)] if rows else []
-        # A forward without a backward leaves the root's parameters gathered.
-        model.reshard()
+        reshard(model)
         return _joined(forwards)
 
     def _forward(self, model: LanguageModel, batch: Batch, temperature: float, with_entropy: bool) -> Forward:
@@ -219,7 +220,7 @@ class TrainWorker:
     def fill_bucket(self, index: int) -> tuple[Handle, int]:
         """Gather one bucket's weights into memory that the engine can open; collective. Returns handle and digest."""
         if self.buffer is None:
-            self.model.reshard()
+            reshard(self.model)
             self.buffer = SharedBuffer(max(bucket.bytes for bucket in self.buckets), self.device)
         bucket = self.buckets[index]
         parameters = dict(self.model.model.named_parameters())
@@ -249,7 +250,7 @@ class TrainWorker:
     @torch.no_grad()
     def export(self, directory: str, dtype: str) -> None:
         """Write the model as a Hugging Face directory, weights in this type; collective, rank 0 writes."""
-        self.model.reshard()
+        reshard(self.model)
         kept = getattr(torch, dtype)
         tensors = whole_tensors(self.model.model, kept)
         export_model(tensors, self.model.model, Path(directory), kept, writes=self.rank == 0)

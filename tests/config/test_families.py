@@ -10,6 +10,7 @@ from hybridrl.config.families import why_unsupported
         ({"model_type": "cohere", "logit_scale": 0.0625}, "logit_scale=0.0625"),
         ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0"),
         ({"model_type": "gpt_oss"}, "attention sinks"),
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "num_experts=128"),
     ],
 )
 def test_a_family_that_would_be_computed_wrongly_is_named(settings, word):

@@ -68,6 +68,7 @@ def two_slots(overrides, tiny, tmp_path_factory) -> tuple[Path, str]:
     more = validation_keys(tiny) | {
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
         "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": False,
         "algorithm.use_kl_in_reward": True,
         "trainer.rollout_data_dir": directory / "samples",
         "trainer.log_val_generations": 2,

@@ -1,11 +1,20 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    StableLmConfig,
+)
 
 from hybridrl.batch import Batch
 from hybridrl.config.schema import ModelConfig
+from hybridrl.training import attention
 from hybridrl.training import model as model_module
-from hybridrl.training.model import LanguageModel, layer_classes, load_language_model
+from hybridrl.training.model import LanguageModel, check_log_probs, layer_classes, load_language_model
 from hybridrl.training.packing import lay_out
 
 VOCABULARY = 48
@@ -119,7 +128,7 @@ def test_the_temperature_divides_the_logits(directory, rows, padded):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["in one line", "padded"])
 def test_logits_formed_in_chunks_change_nothing_and_never_exist_as_a_whole(directory, rows, padded, monkeypatch):
-    monkeypatch.setattr(model_module, "CHUNK_BYTES", 4 * VOCABULARY * 4)
+    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 4 * VOCABULARY * 4)
     model, sizes = load(directory), []
     model.model.lm_head.register_forward_hook(lambda head, inputs, logits: sizes.append(len(logits)))
     found = through(model, rows, padded)
@@ -129,7 +138,7 @@ def test_logits_formed_in_chunks_change_nothing_and_never_exist_as_a_whole(direc
 
 
 def test_a_chunk_is_one_token_at_least(directory, rows, monkeypatch):
-    monkeypatch.setattr(model_module, "CHUNK_BYTES", 1)
+    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 1)
     assert_same(through(load(directory), rows, padded=False), one_by_one(directory, rows))
 
 
@@ -144,8 +153,8 @@ def test_gradient_checkpointing_changes_nothing_but_computes_each_layer_twice(di
 def test_without_entropies_none_are_computed(directory, rows, monkeypatch):
     model = load(directory)
     expected, _ = model(lay_out(rows, padded=False), 1.0, True)
-    for chunk_bytes in (model_module.CHUNK_BYTES, 1):
-        monkeypatch.setattr(model_module, "CHUNK_BYTES", chunk_bytes)
+    for chunk_bytes in (model_module.CHUNK_BYTES["cpu"], 1):
+        monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", chunk_bytes)
         log_probs, entropies = model(lay_out(rows, padded=False), 1.0, False)
         assert entropies is None
         torch.testing.assert_close(log_probs, expected)
@@ -176,3 +185,18 @@ def test_layers_to_shard_are_those_named_or_else_those_that_the_model_says(direc
     assert layer_classes(model, None) == layer_classes(model, []) == {"Qwen2DecoderLayer"}
     assert layer_classes(model, "Qwen2MLP") == {"Qwen2MLP"}
     assert layer_classes(model, ["Qwen2MLP", "Qwen2Attention"]) == {"Qwen2MLP", "Qwen2Attention"}
+
+
+def test_a_family_whose_rows_see_one_another_in_one_line_is_refused_with_the_way_out():
+    config = StableLmConfig(**SMALL, num_key_value_heads=4)
+    model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
+    with pytest.raises(ValueError, match=r"stablelm: .* differ by .*; set model.use_remove_padding=false"):
+        check_log_probs(model, padded=False)
+    check_log_probs(model, padded=True)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_family_that_is_computed_as_in_its_own_forward_passes(directories, family, padded):
+    loaded = AutoModelForCausalLM.from_pretrained(directories[family], attn_implementation=attention.NAME)
+    check_log_probs(LanguageModel(loaded), padded=padded)
