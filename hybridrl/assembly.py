@@ -29,8 +29,8 @@ from hybridrl.rollout import Sampling
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.log import console
 from hybridrl.training.packing import Budget
-from hybridrl.training.trainers import UpdatePlan
 from hybridrl.training.worker import LossConfig, TrainWorker, WorkerConfig, find_policy_loss
+from hybridrl.training.workers import UpdatePlan
 
 
 def open_run_directory(config: PPOConfig | SFTConfig) -> Path:

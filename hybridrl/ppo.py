@@ -36,8 +36,8 @@ from hybridrl.rewards.pool import ScorerPool
 from hybridrl.tracking import Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.trainer import Schedule, Trainer
-from hybridrl.training.trainers import Trainers
 from hybridrl.training.worker import TrainWorker, WorkerConfig
+from hybridrl.training.workers import TrainWorkers
 from hybridrl.validation import Validator
 
 
@@ -68,7 +68,7 @@ def train(config: PPOConfig) -> None:
             algorithm,
             build_experience(config, prompts, respondent, stop_ids),
             engine,
-            Trainers(workers, plan, config.actor_rollout_ref.rollout.dtype, config.trainer.step_timeout),
+            TrainWorkers(workers, plan, config.actor_rollout_ref.rollout.dtype, config.trainer.step_timeout),
             build_validator(config, validation, respondent, stop_ids) if validation else None,
             build_records(config, tracker),
             Store(directory, tokenizer.save_pretrained),

@@ -25,8 +25,8 @@ from hybridrl.stopwatch import Stopwatch
 from hybridrl.tracking import Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.training.packing import Budget
-from hybridrl.training.trainers import Trainers, UpdatePlan
 from hybridrl.training.worker import LossConfig, TrainWorker, WorkerConfig
+from hybridrl.training.workers import TrainWorkers, UpdatePlan
 
 
 def train(config: SFTConfig) -> None:
@@ -51,7 +51,7 @@ def train(config: SFTConfig) -> None:
         group = start_train_workers(session, directory / "logs")
         _build(config, group, steps)
         plan, trainer = _update_plan(config), config.trainer
-        workers = Trainers(group, plan, config.engine.fsdp_config.dtype, trainer.step_timeout)
+        workers = TrainWorkers(group, plan, config.engine.fsdp_config.dtype, trainer.step_timeout)
         tracker = stack.enter_context(open_tracker(config, directory, steps))
         tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
         store = Store(directory, tokenizer.save_pretrained)
@@ -112,7 +112,7 @@ def _fit(
     steps: int,
     training: ConversationDataset,
     validation: ConversationDataset | None,
-    workers: Trainers,
+    workers: TrainWorkers,
     tracker: Tracker,
     store: Store,
 ) -> None:
@@ -140,7 +140,7 @@ def _fit(
         tracker.log(step, metrics | watch.take())
 
 
-def validation_loss(workers: Trainers, conversations: ConversationDataset) -> float:
+def validation_loss(workers: TrainWorkers, conversations: ConversationDataset) -> float:
     """Mean negative log-likelihood of the assistants' tokens."""
     batch = to_batch(list(conversations))
     scored = workers.log_probs(batch)

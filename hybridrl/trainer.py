@@ -12,7 +12,7 @@ from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.metrics import batch_metrics, throughput_metrics
 from hybridrl.records import Records
 from hybridrl.stopwatch import Stopwatch
-from hybridrl.training.trainers import Trainers
+from hybridrl.training.workers import TrainWorkers
 from hybridrl.validation import Validator
 
 
@@ -46,7 +46,7 @@ class Trainer:
         algorithm: Algorithm,
         experience: Experience,
         engine: HybridEngine,
-        workers: Trainers,
+        workers: TrainWorkers,
         validator: Validator | None,
         records: Records,
         store: Store,

@@ -6,7 +6,7 @@ from hybridrl.experience import Sample, to_batch
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
-from hybridrl.training.trainers import Trainers
+from hybridrl.training.workers import TrainWorkers
 
 PROMPT = [1, 20, 30, 40, 50, 60, 70]
 SAMPLING = Sampling(max_tokens=16, stop_ids=(2,))
@@ -32,12 +32,12 @@ def rows(wanted: list[Request], answers: dict[tuple[int, int], Completion]) -> B
     return to_batch(samples, 0)
 
 
-def update(workers: Trainers, batch: Batch) -> None:
+def update(workers: TrainWorkers, batch: Batch) -> None:
     batch.advantages = (batch.rewards - 1.0)[batch.response_row]
     workers.update_policy(batch, 1)
 
 
-def largest_gap(workers: Trainers, batch: Batch) -> float:
+def largest_gap(workers: TrainWorkers, batch: Batch) -> float:
     scored = workers.log_probs(batch)
     return float((scored.old_log_probs - batch.rollout_log_probs).abs().max())
 

@@ -10,7 +10,7 @@ from hybridrl.assembly import build_update_plan, ppo_worker_config, probe_ids
 from hybridrl.hybrid_engine import Mode, StaleWeights
 from hybridrl.ppo import start_devices
 from hybridrl.rollout import Request, request_seed
-from hybridrl.training.trainers import Trainers
+from hybridrl.training.workers import TrainWorkers
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
 
 
@@ -18,7 +18,7 @@ from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, r
 def parts(config, session, tmp_path_factory):
     worker = ppo_worker_config(config, False, total_updates=10)
     workers, engine = start_devices(config, session, worker, tmp_path_factory.mktemp("logs"), probe_ids(PROMPT))
-    return engine, Trainers(workers, build_update_plan(config.actor_rollout_ref, 8), "float32", 120)
+    return engine, TrainWorkers(workers, build_update_plan(config.actor_rollout_ref, 8), "float32", 120)
 
 
 def test_engine_and_trainer_agree_before_and_after_an_update(parts):

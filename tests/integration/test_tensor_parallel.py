@@ -5,7 +5,7 @@ import os
 from hybridrl.assembly import build_update_plan, ppo_worker_config, probe_ids, start_session
 from hybridrl.config import load_ppo_config
 from hybridrl.ppo import start_devices
-from hybridrl.training.trainers import Trainers
+from hybridrl.training.workers import TrainWorkers
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, update
 
 
@@ -17,7 +17,7 @@ def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp
     try:
         worker = ppo_worker_config(config, False, total_updates=1)
         workers, engine = start_devices(config, wide, worker, tmp_path / "logs", probe_ids(PROMPT))
-        trainers = Trainers(workers, build_update_plan(config.actor_rollout_ref, 8), "float32", 120)
+        trainers = TrainWorkers(workers, build_update_plan(config.actor_rollout_ref, 8), "float32", 120)
         assert (len(workers), len(engine.servers)) == (2, 1)
         wanted = requests(3)
         engine.to_rollout(0)

@@ -37,7 +37,7 @@ class UpdatePlan:
         return -(-self.prompts_per_step // self.prompts_per_update) * self.epochs
 
 
-class Trainers:
+class TrainWorkers:
     """The policy, and the reference where there is one, over all training ranks."""
 
     def __init__(self, group: Group, plan: UpdatePlan, export_dtype: str, timeout: float) -> None:
