@@ -34,7 +34,7 @@ SECONDS_BETWEEN_LINES = 0.5
 
 
 class TerminalSink(Sink):
-    """A bar over the steps with the time that is left, and above it a line a step, though no more than two a second."""
+    """A bar over the steps with the time left, and above it a line a step, at most two a second without news."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class TerminalSink(Sink):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         now = self._clock()
-        if step == self._total_steps or now - self._last_line >= SECONDS_BETWEEN_LINES:
+        told_anyway = step == self._total_steps or any(map(names.is_validation_score, metrics))
+        if told_anyway or now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
             # Cropped, not wrapped: one step is one line on a narrow terminal too.
             self._console.print(step_line(step, metrics), no_wrap=True, overflow="ellipsis")

@@ -90,3 +90,16 @@ def test_on_a_narrow_terminal_a_step_is_cropped_to_one_line():
     sink.log(1, {"critic/rewards/mean": 0.5, "response_length/mean": 24.0})
     sink.close()
     assert "step 1    reward 0.…" in shown(console)
+
+
+def test_quick_steps_share_a_line_but_a_validation_is_always_told():
+    console = terminal()
+    sink = TerminalSink(console, total_steps=9, clock=lambda: 100.0)
+    for step in range(1, 4):
+        sink.log(step, {"critic/rewards/mean": 0.5 + step / 100})
+    sink.log(4, {"val-core/toy/acc/mean@1": 0.75})
+    sink.close()
+    told = "\n".join(shown(console))
+    assert "reward 0.510" in told
+    assert "reward 0.520" not in told
+    assert "val 0.750" in told
