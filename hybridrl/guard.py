@@ -48,6 +48,14 @@ def end_with_parent(parent: int, how: signal.Signals) -> None:
         os.kill(os.getpid(), how)
 
 
+def redirect_output(log_file: str) -> None:
+    """Send all that this process, its libraries and its children print to a file."""
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
 def _wait_for(child: int) -> int:
     """The child's exit status, negative for a signal; adopted orphans are reaped on the way."""
     while True:

@@ -23,7 +23,7 @@ from hybridrl.training.worker import TrainWorker
 
 # The largest difference of a log-prob of the probe, engine against trainer, after a hand-over. In float32 1e-6 to 1e-5
 # were measured, and one update at the quickstart's rate makes more than 0.1. In bfloat16 rounding alone makes 0.04 to
-# 0.07, so there the proof catches gross faults; that the bytes arrived is proven by the digests.
+# 0.07, so there the proof catches gross faults; the digests prove that the bytes arrived. The coarser type counts.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
 CHECK_SECONDS = 30.0
 
@@ -40,8 +40,8 @@ class StaleWeights(RuntimeError):
 class HybridEngine:
     """Training ranks and rollout servers on the same devices.
 
-    `probe` is a fixed sequence of token ids, whose log-probs prove each hand-over. Starting servers is begun by the
-    constructor and ended by `finish_start`, so that models load side by side.
+    The constructor starts the servers' processes, `start` their engines, and `ready` takes the probe, a fixed sequence
+    of token ids whose log-probs prove each hand-over. `train_dtype` is the type that the trainers compute in.
     """
 
     def __init__(
@@ -51,12 +51,14 @@ class HybridEngine:
         model: ModelConfig,
         rollout: RolloutConfig,
         *,
+        train_dtype: str,
         logs: Path,
         startup_timeout: float,
         timeout: float,
     ) -> None:
         self.session, self.trainers, self.model, self.rollout = session, trainers, model, rollout
         self.logs, self.startup_timeout, self.timeout = logs, startup_timeout, timeout
+        self.tolerance = max(TOLERANCE[train_dtype], TOLERANCE[rollout.dtype or train_dtype])
         self.width = rollout.tensor_model_parallel_size
         self.mode = Mode.TRAINING
         self.version = -1
@@ -161,14 +163,13 @@ class HybridEngine:
     def _prove(self, expected: torch.Tensor, indices: range) -> None:
         """Compare each engine's log-probs of the probe with the trainer's."""
         refs = [self.servers.actors[index].score.remote(self.probe.tolist()) for index in indices]
-        limit, dtype = TOLERANCE[self.rollout.dtype], self.rollout.dtype
         for index, found in zip(indices, gather(refs, "rollout server.score", self.timeout), strict=True):
             gap = float((torch.tensor(found) - expected).abs().max())
             self.gaps.append(gap)
-            if not gap <= limit:
+            if not gap <= self.tolerance:
                 raise StaleWeights(
                     f"after the hand-over, rollout server {index} differs from the trainer by {gap:.3g} in the "
-                    f"log-prob of a fixed sequence (at most {limit:g} in {dtype}): it does not compute with the "
+                    f"log-prob of a fixed sequence (at most {self.tolerance:g}): it does not compute with the "
                     "trainer's weights, so no answers are sampled"
                 )
 

@@ -127,8 +127,16 @@ def start_devices(
     """Training ranks and rollout servers, built side by side and ready for the first hand-over."""
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
     workers = start_train_workers(session, logs)
-    timeouts = {"startup_timeout": limit, "timeout": config.trainer.step_timeout}
-    engine = HybridEngine(session, workers, section.model, section.rollout, logs=logs, **timeouts)
+    engine = HybridEngine(
+        session,
+        workers,
+        section.model,
+        section.rollout,
+        train_dtype=section.actor.fsdp_config.dtype or "float32",
+        logs=logs,
+        startup_timeout=limit,
+        timeout=config.trainer.step_timeout,
+    )
     info(f"starting {len(workers)} training ranks and {len(engine.servers)} rollout servers; their logs: {logs}")
     places = workers.broadcast(TrainWorker.place, timeout=limit)
     starting = engine.start([place["gpus"] for place in places])

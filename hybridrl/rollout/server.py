@@ -8,6 +8,7 @@ import os
 from importlib import import_module
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.guard import redirect_output
 from hybridrl.rollout.requests import Completion, Request, Sampling
 from hybridrl.weights.handles import Handle
 from hybridrl.weights.layout import Bucket
@@ -29,10 +30,7 @@ COALESCE_SECONDS = 0.02
 
 class RolloutServer:
     def __init__(self, log_file: str) -> None:
-        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        redirect_output(log_file)
         self.finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self.running: set[asyncio.Task] = set()
 

@@ -6,7 +6,6 @@ Does what the driver planned, on the rows it is given. Knows nothing of prompts 
 import math
 import os
 import socket
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model
 from hybridrl.config.own_code import load_function
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
+from hybridrl.guard import redirect_output
 from hybridrl.training.fsdp import mesh, reshard, shard, whole_tensors
 from hybridrl.training.model import LanguageModel, check_log_probs, load_language_model
 from hybridrl.training.optimizer import Optimizers
@@ -86,23 +86,17 @@ Forward = tuple[Tensor, Tensor | None]
 class TrainWorker:
     def __init__(self, rank: int, ranks: int, log_file: str) -> None:
         self.rank, self.ranks = rank, ranks
-        _redirect_output(log_file)
+        redirect_output(log_file)
 
     def place(self) -> dict[str, Any]:
         """Where this rank runs: node address, a free port on it, and the GPU that Ray gave."""
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        return {
-            "address": ray.util.get_node_ip_address(),
-            "port": port,
-            "gpus": ray.get_gpu_ids(),
-            "pid": os.getpid(),
-        }
+        return {"address": ray.util.get_node_ip_address(), "port": port, "gpus": ray.get_gpu_ids()}
 
-    def build(self, config: WorkerConfig, address: str) -> dict[str, float]:
-        """Load and shard the model; collective. Returns parameter count and seconds."""
-        began = time.monotonic()
+    def build(self, config: WorkerConfig, address: str) -> None:
+        """Load and shard the model; collective."""
         self.config = config
         gpus = ray.get_gpu_ids()
         if config.device == "cuda" and gpus:
@@ -121,8 +115,6 @@ class TrainWorker:
         if config.with_reference:
             frozen = load_language_model(config.model, stored).requires_grad_(False)
             self.reference = shard(frozen, config.fsdp, grid, offloaded=config.reference_offload).eval()
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        return {"parameters": parameters, "seconds": time.monotonic() - began}
 
     # -- passes over rows ------------------------------------------------------------------------------------------
 
@@ -255,9 +247,6 @@ class TrainWorker:
         tensors = whole_tensors(self.model.model, kept)
         export_model(tensors, self.model.model, Path(directory), kept, writes=self.rank == 0)
 
-    def memory(self) -> dict[str, float]:
-        return devices.memory(self.config.device)
-
 
 def _add(shares: dict[str, Tensor], found: dict[str, Tensor], weight: float) -> None:
     """Add weighted values by name, without waiting for the device."""
@@ -272,11 +261,3 @@ def _joined(forwards: list[Forward]) -> Forward:
     log_probs = torch.cat([item[0] for item in forwards]).cpu()
     entropies = [item[1] for item in forwards if item[1] is not None]
     return log_probs, torch.cat(entropies).cpu() if entropies else None
-
-
-def _redirect_output(log_file: str) -> None:
-    """Send all that this process and its libraries print to a file."""
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
