@@ -36,12 +36,18 @@ class Batch:
     position: Tensor = field(metadata=ROW)  # [B] int64
     sample: Tensor = field(metadata=ROW)  # [B] int64
     rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] float32
+    reward_parts: Tensor | None = field(default=None, metadata=ROW)  # [B, K] the rewards that `rewards` is made of
+    greedy_rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] of the prompt's greedy answer
     truncated: Tensor | None = field(default=None, metadata=ROW)  # [B] bool: stopped by the length limit
     response_mask: Tensor | None = field(default=None, metadata=RESPONSE)  # bool: the policy wrote this token
     rollout_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
     old_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
     reference_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
+    reference_kl: Tensor | None = field(default=None, metadata=RESPONSE)  # KL(policy || reference), all tokens
     entropies: Tensor | None = field(default=None, metadata=RESPONSE)
+    sum_pi_squared: Tensor | None = field(default=None, metadata=RESPONSE)  # sum of squared probabilities, all tokens
+    importance_weights: Tensor | None = field(default=None, metadata=RESPONSE)  # trainer over rollout, truncated
+    chosen: Tensor | None = field(default=None, metadata=RESPONSE)  # bool: tokens that the loss treats apart
     values: Tensor | None = field(default=None, metadata=RESPONSE)
     token_rewards: Tensor | None = field(default=None, metadata=RESPONSE)
     advantages: Tensor | None = field(default=None, metadata=RESPONSE)

@@ -1,93 +1,41 @@
-"""Experience: prompts -> answers -> scores. Owns the order of prompts, the rollout and the rewards of a step.
+"""Experience: what a training step learns from. Owns the order of prompts; answers and scores are the respondent's."""
 
-Answers are scored while others are still being sampled. They are sorted by (prompt, sample) at the end, so that the
-order in which they happened to finish changes nothing.
-"""
-
-import time
+import sys
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from hybridrl.batch import Batch, pack
+from hybridrl.batch import Batch
 from hybridrl.data.order import PromptOrder
-from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.data.prompts import PromptDataset
+from hybridrl.dynamic_sampling import Draws, GroupFilter
+from hybridrl.groups import PromptGroup, in_groups, to_batch
+from hybridrl.respondent import Respondent, Sample
 from hybridrl.rewards.faults import FaultGuard
-from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer, Score
-from hybridrl.rollout import Completion, Request, RolloutPool, Sampling, request_seed
+from hybridrl.rewards.score import Score
+from hybridrl.rollout import RolloutPool, Sampling
 
 
 class NothingToLearnFrom(RuntimeError):
-    """A step in which no answer at all could be scored."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One answer to one prompt with its verdict; `number` counts the answers to that prompt."""
-
-    prompt: Prompt
-    number: int
-    completion: Completion
-    text: str
-    score: Score
+    """A step in which no answer at all is left to learn from."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """A step's experience: the rows to learn from, every sample behind them, and what happened on the way."""
+    """A step's experience: the rows to learn from, every sample drawn for them, and what happened on the way."""
 
     batch: Batch
     samples: list[Sample]
     metrics: dict[str, float]
 
 
-class Respondent:
-    """Answers prompts with the rollout engines and has the answers scored."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, scorers: ScorerPool, seed: int) -> None:
-        self.tokenizer, self.scorers, self.seed = tokenizer, scorers, seed
-
-    def respond(
-        self,
-        pool: RolloutPool,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        place: Sequence[int | str],
-    ) -> tuple[list[Sample], dict[str, float]]:
-        """`count` scored answers to each prompt, in order, and the seconds it took.
-
-        `place` names the prompts' draw: one value a prompt, from which, with the sample's number, its seed derives.
-        """
-        began = time.monotonic()
-        requests = [
-            Request(index, number, prompt.ids, request_seed(self.seed, place[index], number))
-            for index, prompt in enumerate(prompts)
-            for number in range(count)
-        ]
-        found: dict[tuple[int, int], tuple[Completion, str, Future[Score]]] = {}
-        for completions in pool.generate(requests, sampling):
-            texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-            answers = [self._answer(prompts[c.prompt], text) for c, text in zip(completions, texts, strict=True)]
-            for completion, text, score in zip(completions, texts, self.scorers.submit(answers), strict=True):
-                found[completion.prompt, completion.sample] = (completion, text, score)
-        generated = time.monotonic()
-        samples = [
-            Sample(prompts[index], number, completion, text, score.result())
-            for (index, number), (completion, text, score) in sorted(found.items(), key=lambda item: item[0])
-        ]
-        return samples, {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
-
-    def _answer(self, prompt: Prompt, text: str) -> Answer:
-        return Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
-
-
 class Experience:
-    """The samples of each training step, in the run's seeded order of prompts."""
+    """The samples of each training step, in the run's seeded order of prompts.
+
+    `group_filter` drops groups without signal and draws further prompts (DAPO); with `greedy_baseline` each prompt is
+    answered greedily once more (ReMax, Li et al. 2023); `reward_keys` name the parts of the reward (GDPO);
+    `mask_truncated` keeps cut answers from being learnt. The run has `prompts_in_all` prompts; None: no end.
+    """
 
     def __init__(
         self,
@@ -99,48 +47,86 @@ class Experience:
         prompts_per_step: int,
         samples_per_prompt: int,
         sampling: Sampling,
+        group_filter: GroupFilter | None = None,
+        greedy_baseline: bool = False,
+        reward_keys: tuple[str, ...] = (),
+        mask_truncated: bool = False,
+        prompts_in_all: int | None = None,
     ) -> None:
-        self.prompts, self.order, self.respondent, self.guard = prompts, order, respondent, guard
-        self.prompts_per_step, self.samples_per_prompt, self.sampling = (
-            prompts_per_step,
-            samples_per_prompt,
-            sampling,
-        )
+        self.prompts, self.order, self.respondent = prompts, order, respondent
+        self.guard = guard
+        self.prompts_per_step, self.samples_per_prompt, self.sampling = prompts_per_step, samples_per_prompt, sampling
+        self.group_filter, self.greedy_baseline = group_filter, greedy_baseline
+        self.reward_keys, self.mask_truncated = reward_keys, mask_truncated
+        self.prompts_in_all = sys.maxsize if prompts_in_all is None else prompts_in_all
         self.position = 0  # prompts drawn since the run began: all there is to know of the data's state
 
+    @property
+    def finished(self) -> bool:
+        """Whether all prompts of the run have been drawn."""
+        return self.position >= self.prompts_in_all
+
     def collect(self, pool: RolloutPool) -> Collected:
-        """Draw the next prompts, answer and score them."""
-        positions = range(self.position, self.position + self.prompts_per_step)
-        prompts = [self.prompts[row] for row in self.order.rows(self.position, self.prompts_per_step)]
-        samples, metrics = self.respondent.respond(pool, prompts, self.samples_per_prompt, self.sampling, positions)
-        faults = self.guard.check([sample.score for sample in samples])
-        kept = [sample for sample in samples if sample.score.value is not None]
-        if not kept:
-            raise NothingToLearnFrom(
-                f"none of the {len(samples)} answers could be scored ({dict(faults.by_class)}): "
-                f"{samples[0].score.detail}"
-            )
-        self.position += self.prompts_per_step
-        metrics |= faults.metrics() | {"training/epoch": (self.position - 1) // self.order.size}
-        return Collected(to_batch(kept, positions.start), samples, metrics)
+        """Draw the next prompts, answer and score them; what happened is told as metrics under verl's names."""
+        assert not self.finished
+        metrics: Counter[str] = Counter()  # sums over all that is asked in this step
+        draws, samples = self._draw(pool, metrics)
+        groups, scores = draws.kept[: draws.wanted], [sample.score for sample in samples]
+        if self.greedy_baseline:
+            groups, judged = self._with_greedy(pool, groups, metrics)
+            scores += judged
+        batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
+        told = draws.metrics() | self.guard.check(scores).metrics()
+        if self.mask_truncated:
+            told["sampling/masked_truncated"] = _masked_rows(batch)
+        self.position += draws.prompts
+        told["training/epoch"] = (self.position - 1) // self.order.size
+        return Collected(batch, samples, dict(metrics) | told)
+
+    def _draw(self, pool: RolloutPool, metrics: Counter[str]) -> tuple[Draws, list[Sample]]:
+        """Draw until the step has its groups. Returns every sample drawn as well."""
+        left = self.prompts_in_all - self.position
+        draws = Draws(self.group_filter, min(self.prompts_per_step, left), left, self.order.size)
+        drawn: list[Sample] = []
+        while count := draws.next_size():
+            start = self.position + draws.prompts
+            positions = range(start, start + count)
+            prompts = [self.prompts[row] for row in self.order.rows(start, count)]
+            samples, seconds = self.respondent.respond(pool, prompts, self.samples_per_prompt, self.sampling, positions)
+            self.guard.settle([sample.score for sample in samples])
+            metrics.update(seconds)
+            drawn += samples
+            draws.add(count, in_groups(samples, positions))
+            if not draws.groups:
+                raise NothingToLearnFrom(_none_scored(drawn))
+        return draws, drawn
+
+    def _with_greedy(
+        self, pool: RolloutPool, groups: Sequence[PromptGroup], metrics: Counter[str]
+    ) -> tuple[list[PromptGroup], list[Score]]:
+        """The groups with the score of their prompt's greedy answer, less those where it has none; and all scores."""
+        prompts, positions = [group.samples[0].prompt for group in groups], [group.position for group in groups]
+        sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+        samples, seconds = self.respondent.respond(pool, prompts, 1, sampling, positions)
+        scores = [sample.score for sample in samples]
+        self.guard.settle(scores)
+        metrics["timing_s/gen_max"] = sum(seconds.values())
+        judged = [replace(group, greedy=sample.score.value) for group, sample in zip(groups, samples, strict=True)]
+        found = [group for group in judged if group.greedy is not None]
+        if not found:
+            raise NothingToLearnFrom(_none_scored(samples))
+        return found, scores
 
 
-def to_batch(samples: Sequence[Sample], first_position: int) -> Batch:
-    """Scored samples as packed rows; the answers to one prompt are one group."""
-    prompt_ids, prompt_lengths = pack([sample.prompt.ids for sample in samples], torch.int64)
-    response_ids, response_lengths = pack([sample.completion.token_ids for sample in samples], torch.int64)
-    log_probs, _ = pack([sample.completion.log_probs for sample in samples], torch.float32)
-    group = torch.tensor([sample.completion.prompt for sample in samples])
-    return Batch(
-        prompt_lengths=prompt_lengths,
-        response_lengths=response_lengths,
-        prompt_ids=prompt_ids,
-        response_ids=response_ids,
-        group=group,
-        position=group + first_position,
-        sample=torch.tensor([sample.number for sample in samples]),
-        rewards=torch.tensor([sample.score.value for sample in samples]),
-        truncated=torch.tensor([sample.completion.truncated for sample in samples]),
-        response_mask=torch.ones(response_ids.shape, dtype=torch.bool),
-        rollout_log_probs=log_probs,
-    )
+def _none_scored(samples: Sequence[Sample]) -> str:
+    faults = Counter(sample.score.fault for sample in samples)
+    return f"none of the {len(samples)} answers could be scored ({dict(faults)}): {samples[0].score.detail}"
+
+
+def _masked_rows(batch: Batch) -> int:
+    if batch.truncated.all():
+        raise NothingToLearnFrom(
+            f"each of the {len(batch)} answers was cut by the length limit, and such answers are masked; "
+            "raise data.max_response_length or set algorithm.mask_truncated=false"
+        )
+    return int(batch.truncated.sum())

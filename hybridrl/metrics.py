@@ -7,71 +7,111 @@ from hybridrl.batch import Batch
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Scores, rewards, advantages, lengths and groups of a step, and how engine and trainer agree."""
+    """Scores, rewards, advantages, values, lengths and groups of a step, without what its rows cannot tell."""
     written = batch.response_mask
     metrics = (
         _spread("critic/score", batch.rewards)
         | _spread("critic/rewards", batch.per_row(batch.token_rewards))
         | _spread("critic/advantages", batch.advantages[written])
         | _spread("critic/returns", batch.returns[written])
+        | value_metrics(batch)
         | _spread("response_length", batch.response_lengths)
         | _spread("prompt_length", batch.prompt_lengths)
     )
     metrics["response_length/clip_ratio"] = _mean(batch.truncated)
-    metrics["critic/zero_signal_groups"] = zero_signal_share(batch)
-    if batch.entropies is not None:
+    metrics["critic/zero_signal_groups"] = zero_signal_groups(batch)
+    if batch.entropies is not None and written.any():
         metrics["actor/entropy"] = _mean(batch.entropies[written])
     metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
     metrics["perf/response_tokens"] = int(batch.response_lengths.sum())
-    return metrics | mismatch_metrics(batch)
+    return metrics
+
+
+def value_metrics(batch: Batch) -> dict[str, float]:
+    """The critic's values of the written tokens, and how much of the returns' variance they explain."""
+    if batch.values is None:
+        return {}
+    values, returns = batch.values[batch.response_mask], batch.returns[batch.response_mask]
+    metrics = _spread("critic/values", values)
+    if len(values) > 1:
+        metrics["critic/vf_explained_var"] = float(1 - (returns - values).var() / (returns.var() + 1e-5))
+    return metrics
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """How the engine's log-probs of the sampled tokens differ from the trainer's, given the same weights."""
-    if batch.old_log_probs is None or batch.rollout_log_probs is None:
+    """How the engine's log-probs of the sampled tokens differ from the trainer's, given the same weights.
+
+    Of the tokens in the response mask, so before a rejection narrows it. Rows without one count for nothing.
+    """
+    if batch.old_log_probs is None or batch.rollout_log_probs is None or not batch.response_mask.any():
         return {}
-    rollout, trainer = batch.rollout_log_probs[batch.response_mask], batch.old_log_probs[batch.response_mask]
-    log_ratio = trainer - rollout
-    probs = torch.stack([rollout.exp(), trainer.exp()])
-    difference = (probs[0] - probs[1]).abs()
-    spread = probs.std(dim=1).min() > 0
-    mean_rollout, mean_trainer = batch.written_mean(batch.rollout_log_probs), batch.written_mean(batch.old_log_probs)
-    return {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_max": float(difference.max()),
-        "training/rollout_probs_diff_mean": float(difference.mean()),
-        "training/rollout_probs_diff_std": float(difference.std(unbiased=False)),
-        "training/rollout_actor_probs_pearson_corr": float(torch.corrcoef(probs)[0, 1]) if spread else 1.0,
-        "training/log_probs_diff_max": float(log_ratio.abs().max()),
-        "rollout_corr/kl": float(-log_ratio.mean()),
-        "rollout_corr/k3_kl": float((log_ratio.exp() - log_ratio - 1).mean()),
-        "rollout_corr/rollout_ppl": float((-mean_rollout).exp().mean()),
-        "rollout_corr/training_ppl": float((-mean_trainer).exp().mean()),
-        "rollout_corr/log_ppl_diff": float((mean_rollout - mean_trainer).mean()),
-    }
+    # In double precision: in single, what a mean log-ratio of 1e-4 makes of k3 and chi-squared is rounding error.
+    rollout = torch.where(batch.response_mask, batch.rollout_log_probs, 0.0).double()
+    trainer = torch.where(batch.response_mask, batch.old_log_probs, 0.0).double()
+    return _agreement(rollout[batch.response_mask], trainer[batch.response_mask]) | _divergence(rollout, trainer, batch)
 
 
 def throughput_metrics(metrics: dict[str, float], devices: int) -> dict[str, float]:
     """Tokens a second a device, and milliseconds a token of each phase, from a step's other metrics."""
     seconds, total = metrics["timing_s/step"], metrics["perf/total_num_tokens"]
     found = {"perf/time_per_step": seconds, "perf/throughput": total / (seconds * devices)}
-    for phase, tokens in (
-        ("gen", "response_tokens"),
-        ("ref", "total_num_tokens"),
-        ("update_actor", "total_num_tokens"),
-    ):
+    for phase in ("gen", "ref", "values", "adv", "update_critic", "update_actor"):
+        tokens = "response_tokens" if phase == "gen" else "total_num_tokens"
         if f"timing_s/{phase}" in metrics:
             per_token = metrics[f"timing_s/{phase}"] / metrics[f"perf/{tokens}"]
             found[f"timing_per_token_ms/{phase}"] = 1000 * per_token
     return found
 
 
-def zero_signal_share(batch: Batch) -> float:
-    """The share of groups in which all answers scored the same, so that nothing can be told from them."""
+def zero_signal_groups(batch: Batch) -> int:
+    """How many groups there are whose answers all scored the same, so that nothing can be told from them."""
     groups, index = batch.group.unique(return_inverse=True)
     largest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, index, batch.rewards, "amax")
     smallest = torch.full((len(groups),), torch.inf).scatter_reduce(0, index, batch.rewards, "amin")
-    return _mean(largest == smallest)
+    return int((largest == smallest).sum())
+
+
+def _agreement(rollout: Tensor, trainer: Tensor) -> dict[str, float]:
+    """Of probabilities, token by token."""
+    probs = torch.stack([rollout.exp(), trainer.exp()])
+    difference = (probs[0] - probs[1]).abs()
+    varied = (probs.amax(dim=1) > probs.amin(dim=1)).all()
+    return {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_probs_diff_std": float(difference.std(unbiased=False)),
+        "training/rollout_actor_probs_pearson_corr": float(torch.corrcoef(probs)[0, 1]) if varied else 1.0,
+        "training/log_probs_diff_max": float((trainer - rollout).abs().max()),
+    }
+
+
+def _divergence(rollout: Tensor, trainer: Tensor, batch: Batch) -> dict[str, float]:
+    """Of policies: KL(engine || trainer), chi-squared of trainer from engine, and the rows' perplexities."""
+    log_ratio = trainer - rollout
+    tokens, rows = batch.response_mask, batch.per_row(batch.response_mask.long()) > 0
+    rollout_log_ppl, training_log_ppl = -batch.written_mean(rollout)[rows], -batch.written_mean(trainer)[rows]
+    difference = training_log_ppl - rollout_log_ppl
+    found = {
+        "kl": -log_ratio[tokens].mean(),
+        "k3_kl": (log_ratio.exp() - log_ratio - 1)[tokens].mean(),
+        "training_ppl": training_log_ppl.exp().mean(),
+        "training_log_ppl": training_log_ppl.mean(),
+        "rollout_ppl": rollout_log_ppl.exp().mean(),
+        "rollout_log_ppl": rollout_log_ppl.mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": _mean_square_ratio(log_ratio[tokens]) - 1,
+        "chi2_seq": _mean_square_ratio(batch.per_row(log_ratio)[rows]) - 1,
+    }
+    return {f"rollout_corr/{name}": float(value) for name, value in found.items()}
+
+
+def _mean_square_ratio(log_ratio: Tensor) -> Tensor:
+    return (2 * log_ratio.clamp(-20, 20)).exp().mean()
 
 
 def _mean(values: Tensor) -> float:
@@ -79,6 +119,9 @@ def _mean(values: Tensor) -> float:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
+    """Nothing of no values."""
+    if not len(values):
+        return {}
     values = values.float()
     return {
         f"{name}/mean": float(values.mean()),

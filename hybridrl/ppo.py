@@ -6,32 +6,40 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.algorithms import Algorithm
 from hybridrl.assembly import (
-    build_algorithm,
-    build_update_plan,
     end_tokens,
     open_run_directory,
     open_tracker,
-    ppo_worker_config,
     probe_ids,
     refuse_hub_model,
-    say_batch_arithmetic,
     start_session,
     start_train_workers,
-    training_sampling,
-    validation_sampling,
 )
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
+from hybridrl.config.schema import RewardConfig
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.experience import Experience, Respondent
+from hybridrl.dynamic_sampling import GroupFilter
+from hybridrl.experience import Experience
 from hybridrl.hybrid_engine import HybridEngine
+from hybridrl.plans import (
+    build_algorithm,
+    build_critic_plan,
+    build_policy_plan,
+    ppo_worker_config,
+    say_batch_arithmetic,
+    training_sampling,
+    validation_sampling,
+)
 from hybridrl.records import Records
+from hybridrl.respondent import Respondent
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.faults import FaultGuard
+from hybridrl.rewards.overlong import OverlongPenalty
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.tracking import Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
@@ -48,37 +56,32 @@ def train(config: PPOConfig) -> None:
     refuse_hub_model(config.actor_rollout_ref.model, "actor_rollout_ref.model.path")
     tokenizer = _tokenizer(config)
     prompts, validation = load_data(config, tokenizer)
-    steps = config.trainer.total_training_steps or max(
-        config.trainer.total_epochs * len(prompts) // config.data.train_batch_size, 1
-    )
-    algorithm = build_algorithm(config.algorithm, kl_in_loss=config.actor_rollout_ref.actor.use_kl_loss)
-    plan = build_update_plan(config.actor_rollout_ref, config.data.train_batch_size)
+    # Without a number of steps the last one takes what prompts are left.
+    in_all = None if config.trainer.total_training_steps else config.trainer.total_epochs * len(prompts)
+    steps = config.trainer.total_training_steps or -(-in_all // config.data.train_batch_size)
+    algorithm = build_algorithm(config)
+    policy, critic = build_policy_plan(config), build_critic_plan(config) if algorithm.uses_critic else None
+    overlong = build_overlong_penalty(config.reward)
     info(say_batch_arithmetic(config, steps))
     with ExitStack() as stack:
         scorers = stack.enter_context(ScorerPool(config.reward, directory / "logs" / "reward.log"))
         session = start_session(config.trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
-        worker = ppo_worker_config(config, algorithm.uses_reference, total_updates=steps * plan.updates_per_step)
+        worker = ppo_worker_config(config, algorithm, directory, steps)
         workers, engine = start_devices(config, session, worker, directory / "logs", probe_ids(prompts[0].ids))
-        respondent = Respondent(tokenizer, scorers, config.actor_rollout_ref.rollout.seed)
+        respondent = Respondent(tokenizer, scorers, config.actor_rollout_ref.rollout.seed, overlong)
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
         tracker = stack.enter_context(open_tracker(config, directory, steps))
         tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
         trainer = Trainer(
             algorithm,
-            build_experience(config, prompts, respondent, stop_ids),
+            build_experience(config, algorithm, prompts, respondent, stop_ids, in_all),
             engine,
-            TrainWorkers(workers, plan, config.actor_rollout_ref.rollout.dtype, config.trainer.step_timeout),
+            TrainWorkers(workers, policy, critic, config.actor_rollout_ref.rollout.dtype, config.trainer.step_timeout),
             build_validator(config, validation, respondent, stop_ids) if validation else None,
             build_records(config, tracker),
             Store(directory, tokenizer.save_pretrained),
-            Schedule(
-                steps,
-                config.trainer.test_freq,
-                config.trainer.save_freq,
-                config.trainer.val_before_train,
-                config.trainer.val_only,
-            ),
+            build_schedule(config, steps),
         )
         trainer.fit()
     draw_curves(directory)
@@ -152,9 +155,17 @@ def start_devices(
 
 
 def build_experience(
-    config: PPOConfig, prompts: PromptDataset, respondent: Respondent, stop_ids: tuple[int, ...]
+    config: PPOConfig,
+    algorithm: Algorithm,
+    prompts: PromptDataset,
+    respondent: Respondent,
+    stop_ids: tuple[int, ...],
+    prompts_in_all: int | None,
 ) -> Experience:
     data, reward, rollout = config.data, config.reward, config.actor_rollout_ref.rollout
+    chosen, group_filter = config.algorithm.filter_groups, None
+    if chosen.enable:
+        group_filter = GroupFilter(chosen.metric or "score", chosen.max_num_gen_batches, data.gen_batch_size)
     return Experience(
         prompts,
         PromptOrder(len(prompts), data.seed, data.shuffle),
@@ -163,6 +174,32 @@ def build_experience(
         prompts_per_step=data.train_batch_size,
         samples_per_prompt=rollout.n,
         sampling=training_sampling(rollout, stop_ids),
+        group_filter=group_filter,
+        greedy_baseline=algorithm.needs == "greedy_rewards",
+        reward_keys=tuple(config.algorithm.gdpo_reward_keys),
+        mask_truncated=config.algorithm.mask_truncated,
+        prompts_in_all=prompts_in_all,
+    )
+
+
+def build_overlong_penalty(reward: RewardConfig) -> OverlongPenalty | None:
+    buffer = reward.reward_kwargs.overlong_buffer_cfg
+    if reward.reward_manager.name != "dapo" or not buffer.enable:
+        return None
+    return OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
+
+
+def build_schedule(config: PPOConfig, steps: int) -> Schedule:
+    trainer = config.trainer
+    return Schedule(
+        steps,
+        validate_every=trainer.test_freq,
+        save_every=trainer.save_freq,
+        validate_first=trainer.val_before_train,
+        validate_only=trainer.val_only,
+        first_policy_update=trainer.critic_warmup,
+        refresh_reference_every=config.actor_rollout_ref.ref.refresh_freq,
+        most_skipped_updates=trainer.max_skipped_updates,
     )
 
 

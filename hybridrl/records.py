@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrl.experience import Sample
+from hybridrl.respondent import Sample
 from hybridrl.tracking import SampleRow, Tracker
 
 

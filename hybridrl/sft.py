@@ -3,10 +3,11 @@
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
-from hybridrl.algorithms import Clip
+from hybridrl.algorithms.settings import LossSettings
 from hybridrl.assembly import (
     open_run_directory,
     open_tracker,
@@ -15,7 +16,7 @@ from hybridrl.assembly import (
     start_train_workers,
 )
 from hybridrl.batch import Batch, pack
-from hybridrl.checkpoint.store import Store
+from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group
 from hybridrl.config import SFTConfig
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
@@ -24,9 +25,10 @@ from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.tracking import Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
+from hybridrl.training.losses import LossConfig
 from hybridrl.training.packing import Budget
-from hybridrl.training.worker import LossConfig, TrainWorker, WorkerConfig
-from hybridrl.training.workers import TrainWorkers, UpdatePlan
+from hybridrl.training.worker import LearnerConfig, TrainWorker, WorkerConfig
+from hybridrl.training.workers import PolicyPlan, TrainWorkers, UpdatePlan
 
 
 def train(config: SFTConfig) -> None:
@@ -49,9 +51,9 @@ def train(config: SFTConfig) -> None:
         session = start_session(config.trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
         group = start_train_workers(session, directory / "logs")
-        _build(config, group, steps)
-        plan, trainer = _update_plan(config), config.trainer
-        workers = TrainWorkers(group, plan, config.engine.fsdp_config.dtype, trainer.step_timeout)
+        _build(config, group, directory, steps)
+        dtype, timeout = config.engine.fsdp_config.dtype, config.trainer.step_timeout
+        workers = TrainWorkers(group, _policy_plan(config), None, dtype, timeout)
         tracker = stack.enter_context(open_tracker(config, directory, steps))
         tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
         store = Store(directory, tokenizer.save_pretrained)
@@ -77,34 +79,32 @@ def _load(config: SFTConfig, tokenizer) -> tuple[ConversationDataset, Conversati
     )
 
 
-def _build(config: SFTConfig, group: Group, steps: int) -> None:
+def _build(config: SFTConfig, group: Group, directory: Path, steps: int) -> None:
     limit = config.trainer.startup_timeout
     places = group.broadcast(TrainWorker.place, timeout=limit)
     worker = WorkerConfig(
         device=config.trainer.device,
-        model=config.model,
-        fsdp=config.engine.fsdp_config,
-        optimizer=config.optim,
-        total_updates=steps,
+        policy=LearnerConfig(config.model, config.engine.fsdp_config, config.optim, steps),
         collective_timeout=config.engine.nccl_timeout,
         seed=config.trainer.seed,
+        skipped_updates=str(directory / SKIPPED_UPDATES),
     )
     group.broadcast(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}", timeout=limit)
 
 
-def _update_plan(config: SFTConfig) -> UpdatePlan:
+def _policy_plan(config: SFTConfig) -> PolicyPlan:
     """One update a step with the likelihood as its loss."""
     budget = Budget(config.data.max_token_len_per_gpu, padded=not config.model.use_remove_padding)
-    size = config.data.train_batch_size
     loss = LossConfig(
         policy_loss="likelihood",
-        clip=Clip(0.0, 0.0, 0.0),
+        settings=LossSettings(),
         aggregation="token-mean",
         scale=1.0,
         temperature=1.0,
         grad_clip=config.engine.grad_clip,
     )
-    return UpdatePlan(loss, size, size, 1, False, 0, budget, budget, budget)
+    updates = UpdatePlan(config.data.train_batch_size, epochs=1, shuffle=False, seed=0, budget=budget)
+    return PolicyPlan(loss, updates, log_prob_budget=budget, reference_budget=budget)
 
 
 def _fit(
@@ -127,8 +127,9 @@ def _fit(
         last = step == steps
         with watch("step"), watch("update_actor"):
             batch = to_batch([training[row] for row in order.rows((step - 1) * size, size)])
-            metrics, _, _ = workers.update(batch, [range(len(batch))], workers.plan.loss)
-        metrics = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm", "lr")}
+            updates, _, _ = workers.update(batch, [range(len(batch))], workers.policy.loss, step)
+        workers.stop_if_broken(config.trainer.max_skipped_updates, store)
+        metrics = {name: value for name, value in updates.mean("train").items() if name != "train/pg_loss"}
         metrics |= watch.take() | {"training/epoch": (step * size - 1) // len(training)}
         metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
         if validation is not None and (last or (test_freq > 0 and step % test_freq == 0)):
@@ -136,7 +137,7 @@ def _fit(
                 metrics["val/loss"] = validation_loss(workers, validation)
         if save_freq >= 0 and (last or (save_freq > 0 and step % save_freq == 0)):
             with watch("save_checkpoint"):
-                store.save(step, workers.export)
+                store.save(step, actor=workers.export)
         tracker.log(step, metrics | watch.take())
 
 

@@ -3,13 +3,13 @@
 Knows no configuration, no Ray and no engine's name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridrl.algorithms import Algorithm
 from hybridrl.checkpoint.store import Store
 from hybridrl.experience import Experience
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.metrics import batch_metrics, throughput_metrics
+from hybridrl.metrics import batch_metrics, mismatch_metrics, throughput_metrics
 from hybridrl.records import Records
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.training.workers import TrainWorkers
@@ -25,13 +25,16 @@ class Schedule:
     save_every: int
     validate_first: bool
     validate_only: bool
+    first_policy_update: int = 1  # before this step the critic learns alone
+    refresh_reference_every: int = -1
+    most_skipped_updates: int = 3  # in a row
 
-    def validates(self, step: int) -> bool:
-        return step == self.total_steps or _due(step, self.validate_every)
+    def validates(self, step: int, last: bool) -> bool:
+        return last or _due(step, self.validate_every)
 
-    def saves(self, step: int) -> bool:
+    def saves(self, step: int, last: bool) -> bool:
         """At the end too, unless saving is off (-1)."""
-        return self.save_every >= 0 and (step == self.total_steps or _due(step, self.save_every))
+        return self.save_every >= 0 and (last or _due(step, self.save_every))
 
 
 def _due(step: int, every: int) -> bool:
@@ -67,27 +70,47 @@ class Trainer:
                 metrics = self.train_step(step)
             metrics |= self.watch.take()
             metrics |= throughput_metrics(metrics, len(self.workers.group))
-            if self.validator and self.schedule.validates(step):
+            # Dynamic sampling may have used up the run's prompts before its steps.
+            last = step == self.schedule.total_steps or self.experience.finished
+            if self.validator and self.schedule.validates(step, last):
                 metrics |= self.validate(step)
-            if self.schedule.saves(step):
+            if self.schedule.saves(step, last):
                 metrics |= self.save(step)
             self.records.log(step, metrics | self.engine.take_metrics() | {"training/global_step": step})
+            if last:
+                return
 
     def train_step(self, step: int) -> dict[str, float]:
         """One step of the algorithm: sample, score, compare, learn."""
         self.engine.to_rollout(version=step - 1)
         collected = self.experience.collect(self.engine.pool)
         self.engine.to_training()
-        batch = collected.batch
-        if self.workers.needs_old_log_probs or self.algorithm.penalises_reward:
-            batch = self.workers.log_probs(batch)
-        if self.algorithm.uses_reference:
-            batch = self.workers.reference_log_probs(batch)
+        batch, algorithm, workers = collected.batch, self.algorithm, self.workers
+        if algorithm.bypass:
+            batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+        elif workers.needs_old_log_probs(batch) or algorithm.needs_old_log_probs:
+            batch = workers.log_probs(batch)
+        if algorithm.needs_reference_log_probs:
+            batch = workers.reference_log_probs(batch)
+        if algorithm.needs_reference_kl:
+            batch = workers.reference_kl(batch)
+        if algorithm.uses_critic:
+            batch = workers.values(batch)
         with self.watch("adv"):
-            batch, metrics = self.algorithm.advantages(batch)
-        batch, learnt = self.workers.update_policy(batch, step)
+            batch, metrics = algorithm.advantages(batch)
+        if algorithm.uses_critic:
+            metrics |= workers.update_critic(batch, step)
+        if step >= self.schedule.first_policy_update:
+            batch, learnt = workers.update_policy(batch, step)
+            metrics |= learnt
+        workers.stop_if_broken(self.schedule.most_skipped_updates, self.store)
+        if algorithm.uses_reference and _due(step, self.schedule.refresh_reference_every):
+            workers.refresh_reference()
         self.records.training_samples(step, collected.samples)
-        return collected.metrics | metrics | learnt | batch_metrics(batch)
+        metrics |= collected.metrics | batch_metrics(batch)
+        if algorithm.bypass:  # the old log-probs are the engine's own
+            return metrics
+        return metrics | mismatch_metrics(replace(batch, response_mask=collected.batch.response_mask))
 
     def validate(self, step: int) -> dict[str, float]:
         """Validate the policy as it is after `step` steps."""
@@ -100,5 +123,8 @@ class Trainer:
     def save(self, step: int) -> dict[str, float]:
         with self.watch("save_checkpoint"):
             self.engine.to_training()
-            self.store.save(step, self.workers.export)
+            models = {"actor": self.workers.export}
+            if self.algorithm.uses_critic:
+                models["critic"] = self.workers.export_critic
+            self.store.save(step, **models)
         return self.watch.take()

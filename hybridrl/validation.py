@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybridrl.data.prompts import PromptDataset
-from hybridrl.experience import Respondent, Sample
+from hybridrl.respondent import Respondent, Sample
 from hybridrl.rollout import RolloutPool, Sampling
 
 BOOTSTRAP_DRAWS = 1000

@@ -11,7 +11,8 @@ import yaml
 
 from hybridrl.config.help import key_meanings
 from hybridrl.config.names import value_keys
-from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema import PPOConfig
+from hybridrl.config.schema_sft import SFTConfig
 
 TOP = Path(__file__).parent.parent
 FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(TOP.glob("hybridrl/**/*.py"))}
@@ -21,10 +22,13 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 FLOORS = """
     main_ppo  main_sft
     ppo  sft  command_line
-    assembly
+    assembly  plans
     trainer
     validation  records
     experience  hybrid_engine
+    dynamic_sampling
+    groups
+    respondent
     training  rollout  rewards  data  tracking
     algorithms  weights  checkpoint  cluster  metrics
     batch  config  device  stopwatch  guard

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridrl.batch import Batch
-from hybridrl.metrics import batch_metrics, mismatch_metrics, throughput_metrics, zero_signal_share
+from hybridrl.metrics import batch_metrics, mismatch_metrics, throughput_metrics, value_metrics, zero_signal_groups
 
 LN2 = math.log(2)
 
@@ -51,7 +51,7 @@ def test_a_step_is_told_by_mean_and_extremes_under_verls_names(step):
         "prompt_length/mean": 2.0,
         "prompt_length/max": 3.0,
         "prompt_length/min": 1.0,
-        "critic/zero_signal_groups": 0.5,
+        "critic/zero_signal_groups": 1,
         "actor/entropy": 3.0,
         "perf/total_num_tokens": 12,
         "perf/response_tokens": 6,
@@ -63,9 +63,53 @@ def test_without_entropies_none_is_told(step):
     assert "actor/entropy" not in batch_metrics(step)
 
 
+def test_of_rows_in_which_nothing_was_written_only_that_is_left_out_which_needs_it(step):
+    step.response_mask = torch.zeros(6, dtype=torch.bool)
+    step.values = torch.zeros(6)
+    step.old_log_probs = step.rollout_log_probs = torch.zeros(6)
+    metrics = batch_metrics(step) | mismatch_metrics(step)
+    assert metrics["critic/score/mean"] == 0.5
+    assert all(map(math.isfinite, metrics.values()))
+    for name in ("critic/advantages", "critic/returns", "critic/values", "actor/entropy", "rollout_corr", "training"):
+        assert not [found for found in metrics if found.startswith(name)]
+
+
+def test_the_step_tells_of_its_values(step):
+    step.values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 100.0])
+    assert batch_metrics(step)["critic/values/max"] == 5
+
+
+def test_values_are_told_of_written_tokens_and_of_how_much_of_the_returns_they_explain(make_batch):
+    # Written are returns 1, 2, 6 of variance 7, predicted wrong by 1, -1, 3, of variance 4.
+    batch = make_batch(
+        [2, 2],
+        values=[0.0, 3.0, 3.0, 50.0],
+        returns=[1.0, 2.0, 6.0, -50.0],
+        response_mask=[True, True, True, False],
+    )
+    assert value_metrics(batch) == pytest.approx(
+        {
+            "critic/values/mean": 2,
+            "critic/values/max": 3,
+            "critic/values/min": 0,
+            "critic/vf_explained_var": 1 - 4 / (7 + 1e-5),
+        }
+    )
+
+
+def test_returns_that_do_not_vary_have_no_variance_to_explain(make_batch):
+    batch = make_batch([2], values=[1.0, 1.0], returns=[3.0, 3.0])
+    assert value_metrics(batch)["critic/vf_explained_var"] == 1
+    assert "critic/vf_explained_var" not in value_metrics(make_batch([1], values=[1.0], returns=[3.0]))
+
+
+def test_without_a_critic_no_values_are_told(make_batch):
+    assert value_metrics(make_batch([1], returns=[3.0])) == {}
+
+
 def test_a_group_in_which_all_scored_the_same_says_nothing(make_batch):
     batch = make_batch([1] * 5, group=[4, 9, 4, 9, 6], rewards=[1.0, 0.0, 1.0, 0.5, 0.0])
-    assert zero_signal_share(batch) == pytest.approx(2 / 3)
+    assert zero_signal_groups(batch) == 2
 
 
 def test_engine_and_trainer_are_compared_token_by_token(make_batch):
@@ -88,11 +132,38 @@ def test_engine_and_trainer_are_compared_token_by_token(make_batch):
             "rollout_corr/k3_kl": (0 + (2 - LN2 - 1) + (1 / 2 + LN2 - 1)) / 3,
             # The rows' mean log-probs: -1.5 ln 2 and -ln 2 in the engine, -ln 2 and -2 ln 2 in the trainer.
             "rollout_corr/rollout_ppl": (2**1.5 + 2) / 2,
+            "rollout_corr/rollout_log_ppl": (1.5 + 1) / 2 * LN2,
             "rollout_corr/training_ppl": (2 + 4) / 2,
+            "rollout_corr/training_log_ppl": (1 + 2) / 2 * LN2,
             "rollout_corr/log_ppl_diff": (-0.5 + 1) / 2 * LN2,
+            "rollout_corr/log_ppl_abs_diff": (0.5 + 1) / 2 * LN2,
+            "rollout_corr/log_ppl_diff_max": LN2,
+            "rollout_corr/log_ppl_diff_min": -0.5 * LN2,
+            "rollout_corr/ppl_ratio": (2**-0.5 + 2) / 2,
+            # The rows' ratios are 2 and 1/2.
+            "rollout_corr/chi2_token": (1 + 4 + 1 / 4) / 3 - 1,
+            "rollout_corr/chi2_seq": (4 + 1 / 4) / 2 - 1,
         },
         abs=1e-6,
     )
+
+
+def test_the_ratios_of_chi_squared_are_cut_at_e_to_the_20(make_batch):
+    batch = make_batch([2], rollout_log_probs=[-15.0, -15.0], old_log_probs=[0.0, 0.0])
+    metrics = mismatch_metrics(batch)
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(math.exp(30) - 1)
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx(math.exp(40) - 1)
+
+
+def test_a_mismatch_too_small_for_single_precision_is_told_all_the_same(make_batch):
+    batch = make_batch([2], rollout_log_probs=[-1.0, -1.0], old_log_probs=[-1.0 + 2**-20, -1.0 + 2**-20])
+    assert mismatch_metrics(batch)["rollout_corr/k3_kl"] == pytest.approx(2**-41, rel=1e-3, abs=0)
+
+
+def test_a_row_in_which_nothing_was_written_counts_for_nothing(make_batch):
+    fields = {"rollout_log_probs": logs(0.5, 0.25, 0.5, 0.9), "old_log_probs": logs(0.5, 0.5, 0.25, math.nan)}
+    batch = make_batch([2, 1, 1], response_mask=[True, True, True, False], **fields)
+    assert mismatch_metrics(batch) == mismatch_metrics(batch.select([0, 1]))
 
 
 def test_kl_is_positive_where_the_engine_is_the_surer(make_batch):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hybridrl.data.prompts import Prompt
-from hybridrl.experience import Sample
 from hybridrl.records import Records, dump_samples
+from hybridrl.respondent import Sample
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion
 from hybridrl.tracking import SampleRow

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hybridrl.data.prompts import Prompt
-from hybridrl.experience import Sample
+from hybridrl.respondent import Sample
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Sampling
 from hybridrl.validation import Validator, validation_metrics

@@ -4,6 +4,5 @@
 """
 
 from hybridrl.algorithms.algorithm import Algorithm
-from hybridrl.algorithms.policy_loss import Clip, PolicyLoss
 
-__all__ = ["Algorithm", "Clip", "PolicyLoss"]
+__all__ = ["Algorithm"]

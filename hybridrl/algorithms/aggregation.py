@@ -6,7 +6,6 @@ is cut.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hybridrl.batch import Batch
@@ -29,16 +28,23 @@ def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -
     """The weight of each response token in the loss [response tokens]; 0 where the policy did not write it.
 
     token-mean                every token of the mini-batch counts the same (DAPO, Yu et al. 2025)
+    token-sum                 every token counts 1
     seq-mean-token-sum        a row counts by the sum of its tokens
     seq-mean-token-mean       every row counts the same (GRPO's paper)
     seq-mean-token-sum-norm   a row counts by the sum of its tokens over a constant `scale` (Dr. GRPO, Liu et al. 2025)
+
+    As verl has them (August 2026), but that a row in which the policy wrote nothing counts in no mean.
     """
     mask = batch.response_mask.float()
-    if mode == "token-mean":
-        return mask / max(totals.tokens, 1)
     rows = max(totals.rows, 1)
-    if mode == "seq-mean-token-sum":
-        return mask / rows
-    if mode == "seq-mean-token-mean":
-        return mask / (rows * torch.clamp(batch.per_row(mask), min=1)[batch.response_row])
-    return mask / (rows * scale)
+    match mode:
+        case "token-mean":
+            return mask / max(totals.tokens, 1)
+        case "token-sum":
+            return mask
+        case "seq-mean-token-sum":
+            return mask / rows
+        case "seq-mean-token-mean":
+            return mask / (rows * batch.per_row(mask).clamp(min=1)[batch.response_row])
+        case _:
+            return mask / (rows * scale)

@@ -1,44 +1,58 @@
 """What a step of the algorithm needs, and how scored answers become advantages."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-from hybridrl.algorithms.grpo import grpo
+from hybridrl.algorithms.estimators import Estimator
 from hybridrl.algorithms.kl import KLWeight, penalised
+from hybridrl.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.algorithms.settings import AdvantageSettings
 from hybridrl.batch import Batch
-
-# (rows with token rewards, normalise by the group's deviation) -> advantages and returns a response token.
-Estimator = Callable[[Batch, bool], tuple[Tensor, Tensor]]
 
 
 @dataclass
 class Algorithm:
     """The part of a step between the rewards and the update.
 
-    `kl_in_reward` is the form of a KL penalty taken off the reward, or None; `kl_in_loss` whether the loss has one.
+    `needs` is the field of the batch that the estimator reads beyond rewards; `kl_in_reward` and `kl_in_loss` are forms
+    of a KL penalty, or None. `bypass` takes the rollout engine's log-probs for the old ones; otherwise `correction`
+    weighs and narrows what is learnt from by the difference of the two.
     """
 
     estimator: Estimator
-    normalise: bool = True
+    settings: AdvantageSettings = field(default_factory=AdvantageSettings)
+    needs: str | None = None
+    uses_critic: bool = False
     kl_in_reward: str | None = None
     kl_weight: KLWeight = field(default_factory=lambda: KLWeight(0.0))
-    kl_in_loss: bool = False
+    kl_in_loss: str | None = None
+    correction: RolloutCorrection | None = None
+    bypass: bool = False
 
     @property
     def uses_reference(self) -> bool:
-        return self.kl_in_reward is not None or self.kl_in_loss
+        return self.kl_in_reward is not None or self.kl_in_loss is not None
 
     @property
-    def penalises_reward(self) -> bool:
-        """Whether the reward depends on the policy's own log-probs, so that they are needed before the update."""
-        return self.kl_in_reward is not None
+    def needs_reference_log_probs(self) -> bool:
+        """The exact KL compares whole distributions rather than the log-probs of what was sampled."""
+        return bool({self.kl_in_reward, self.kl_in_loss} - {None, "full"})
+
+    @property
+    def needs_reference_kl(self) -> bool:
+        return self.kl_in_reward == "full"
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether advantages depend on the policy's own log-probs, so that they are needed before the update."""
+        return self.kl_in_reward is not None or self.correction is not None or self.needs == "sum_pi_squared"
 
     def advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Fill token rewards, advantages and returns; metrics of the KL penalty where there is one."""
-        token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, batch.last_tokens, batch.rewards)
+        """Fill token rewards, advantages and returns; metrics of the KL penalty and the correction where there are."""
+        token_rewards = batch.token_rewards
+        if token_rewards is None:
+            token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, batch.last_tokens, batch.rewards)
         batch = replace(batch, token_rewards=token_rewards)
         metrics: dict[str, float] = {}
         if self.kl_in_reward is not None:
@@ -47,8 +61,8 @@ class Algorithm:
             self.kl_weight.update(kl, len(batch))
             batch = replace(batch, token_rewards=token_rewards)
             metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": weight}
-        advantages, returns = self.estimator(batch, self.normalise)
+        if self.correction is not None and not self.bypass:
+            batch, corrected = self.correction.apply(batch)
+            metrics |= corrected
+        advantages, returns = self.estimator(batch, self.settings)
         return replace(batch, advantages=advantages, returns=returns), metrics
-
-
-ESTIMATORS: dict[str, Estimator] = {"grpo": grpo}

@@ -1,4 +1,7 @@
-"""Per-token estimates of KL(policy || reference) from the log-probs of sampled tokens, and the weight of a penalty."""
+"""KL(policy || reference) a token, estimated from the log-probs of sampled tokens, and the weight of a penalty.
+
+The `full` KL is a sum over the vocabulary: the model forms it and hands it over in the batch's `reference_kl`.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ FORMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, form: str) -> Tensor:
-    """One of Schulman's estimators (Approximating KL divergence, 2020), per token, same shape.
+    """One of Schulman's estimators (Approximating KL divergence, 2020) a token; verl's names and ours are in FORMS.
 
     k1 is unbiased, k2 = d^2/2 has little variance, k3 = exp(d) - d - 1 has both and is clamped to [-10, 10] as in verl,
     where d = reference - log_probs. A trailing "+" keeps the value and takes k2's gradient, whose expectation is the
@@ -45,7 +48,11 @@ class KLWeight:
 
 
 def penalised(batch: Batch, form: str, weight: float) -> tuple[Tensor, float]:
-    """Token rewards less the weighted KL of each token, and the KL as verl tells it: the mean of the rows' means."""
-    kl = kl_estimate(batch.old_log_probs, batch.reference_log_probs, form)
+    """Token rewards less the weighted KL of each token, and the KL as verl tells it: the mean of the rows' means.
+
+    `form` is one of `kl_estimate`'s, or "full".
+    """
+    full = form == "full"
+    kl = batch.reference_kl if full else kl_estimate(batch.old_log_probs, batch.reference_log_probs, form)
     kl = torch.where(batch.response_mask, kl, 0.0)
     return batch.token_rewards - weight * kl, float(batch.written_mean(kl).mean())

@@ -30,7 +30,7 @@ def export_model(
         config = type(model.config).from_dict(model.config.to_dict())
         config.dtype = dtype
         config.save_pretrained(directory)
-        if model.generation_config is not None:
+        if model.can_generate() and model.generation_config is not None:
             # As it came: `save_pretrained` refuses the combinations of settings that some published models have.
             model.generation_config.to_json_file(directory / GENERATION_CONFIG_NAME)
     sizes = {name: math.prod(p.shape) * dtype.itemsize for name, p in model.named_parameters()}

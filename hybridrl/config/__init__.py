@@ -2,6 +2,7 @@
 
 from hybridrl.config.compose import load_ppo_config, load_sft_config
 from hybridrl.config.error import ConfigError
-from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema import PPOConfig
+from hybridrl.config.schema_sft import SFTConfig
 
 __all__ = ["ConfigError", "PPOConfig", "SFTConfig", "load_ppo_config", "load_sft_config"]

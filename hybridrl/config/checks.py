@@ -6,9 +6,11 @@ Judges keys against one another and against this machine; each value by itself h
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.error import Refusals
 from hybridrl.config.families import why_unsupported
 from hybridrl.config.machine import Machine, this_machine
@@ -16,11 +18,11 @@ from hybridrl.config.schema import (
     FSDPConfig,
     ModelConfig,
     PPOConfig,
-    SFTConfig,
-    SFTTrainerConfig,
     TrainerConfig,
     ValidationSamplingConfig,
 )
+from hybridrl.config.schema_sft import SFTConfig, SFTTrainerConfig
+from hybridrl.config.values import ESTIMATORS
 
 Note = Callable[[str], None]
 
@@ -37,9 +39,12 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _settle_fsdp("actor_rollout_ref.actor.fsdp_config", section.actor.fsdp_config, trainer, wrong)
     _settle_actor(config, note)
     _settle_rollout(config, wrong)
+    _settle_critic(config, note, wrong)
+    _settle_reference(config, wrong)
     _check_model("actor_rollout_ref.model.path", section.model, section.rollout.max_model_len or 0, LOWER, wrong)
     _check_sampling(config, note, wrong)
     _note_idle_keys(config, note)
+    check_algorithm(config, note, wrong)
     if trainer.val_only and not config.data.val_files:
         wrong.add("trainer.val_only=true: there is nothing to validate; set data.val_files")
     wrong.close()
@@ -105,7 +110,19 @@ def _check_model(key: str, model: ModelConfig, longest: int, way_out: str, wrong
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if limit is not None and "factor" not in rope and longest > limit:  # a factor stretches the limit
         wrong.add(f"{key}={model.path}: the model takes {limit} positions, a row may have {longest}; {way_out}")
-    model.path = str(file.parent.absolute())
+    model.path = _absolute(model.path)
+
+
+def _check_other_model(key: str, path: str, config: PPOConfig, wrong: Refusals) -> None:
+    """The check of a model that reads the policy's rows; of the policy's own it is made once."""
+    section = config.actor_rollout_ref
+    if path != section.model.path:
+        _check_model(key, replace(section.model, path=path), section.rollout.max_model_len or 0, LOWER, wrong)
+
+
+def _absolute(path: str) -> str:
+    """A directory's path as workers elsewhere find it; a hub's name unchanged."""
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def _settle_fsdp(key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainerConfig, wrong: Refusals) -> None:
@@ -139,6 +156,32 @@ def _settle_actor(config: PPOConfig, note: Note) -> None:
     actor.loss_scale_factor = actor.loss_scale_factor or float(config.data.max_response_length)
 
 
+def _settle_reference(config: PPOConfig, wrong: Refusals) -> None:
+    section, algorithm = config.actor_rollout_ref, config.algorithm
+    if algorithm.use_kl_in_reward or section.actor.use_kl_loss:
+        _check_other_model("actor_rollout_ref.ref.model.path", section.ref.model.path, config, wrong)
+    section.ref.model.path = _absolute(section.ref.model.path)
+
+
+def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
+    critic, estimator, prompts = config.critic, config.algorithm.adv_estimator, config.data.train_batch_size
+    if critic.enable is False and estimator == "gae":
+        wrong.add("critic.enable=false: algorithm.adv_estimator=gae needs a critic; set algorithm.adv_estimator=grpo")
+    if critic.enable and estimator in ESTIMATORS and estimator != "gae":
+        note(f"critic.enable=true has no effect: algorithm.adv_estimator={estimator} reads no values")
+    critic.enable = estimator == "gae" or bool(critic.enable and estimator not in ESTIMATORS)
+    if not critic.enable:
+        if config.trainer.critic_warmup:
+            note(f"trainer.critic_warmup={config.trainer.critic_warmup} has no effect without a critic")
+            config.trainer.critic_warmup = 0
+        return
+    _settle_fsdp("critic.fsdp", critic.fsdp, config.trainer, wrong)
+    _check_other_model("critic.model.path", critic.model.path, config, wrong)
+    critic.model.path = _absolute(critic.model.path)
+    critic.ppo_mini_batch_size = min(critic.ppo_mini_batch_size, prompts)
+    critic.loss_scale_factor = critic.loss_scale_factor or float(config.data.max_response_length)
+
+
 def _settle_rollout(config: PPOConfig, wrong: Refusals) -> None:
     rollout, trainer, key = config.actor_rollout_ref.rollout, config.trainer, "actor_rollout_ref.rollout"
     rollout.dtype = _dtype(rollout.dtype, trainer.device)
@@ -169,8 +212,6 @@ def _check_sampling(config: PPOConfig, note: Note, wrong: Refusals) -> None:
             f"{key}.{greedy}: all n={rollout.n} answers to a prompt would be equal; set {key}.do_sample=true and "
             f"{key}.temperature=1.0"
         )
-    if rollout.n == 1 and config.algorithm.adv_estimator == "grpo" and not config.trainer.val_only:
-        note(f"{key}.n=1: in a GRPO group of one every advantage is 0, so nothing can be learnt; set {key}.n=8")
     _check_validation_sampling(f"{key}.val_kwargs", rollout.val_kwargs, note, wrong)
 
 
@@ -185,8 +226,7 @@ def _check_validation_sampling(key: str, chosen: ValidationSamplingConfig, note:
 
 def _note_idle_keys(config: PPOConfig, note: Note) -> None:
     """Say which settings change nothing as the others are."""
-    data, section, algorithm = config.data, config.actor_rollout_ref, config.algorithm
-    actor, rollout = section.actor, section.rollout
+    data, rollout = config.data, config.actor_rollout_ref.rollout
     if rollout.mode != "async":
         note(f"actor_rollout_ref.rollout.mode={rollout.mode} has no effect: answers enter and leave one by one")
         rollout.mode = "async"
@@ -201,11 +241,5 @@ def _note_idle_keys(config: PPOConfig, note: Note) -> None:
             f"actor_rollout_ref.rollout.response_length={rollout.response_length} ends answers, not "
             f"data.max_response_length={data.max_response_length}"
         )
-    if algorithm.kl_ctrl.kl_coef not in (0, 0.001) and not algorithm.use_kl_in_reward:
-        note("algorithm.kl_ctrl.kl_coef has no effect without algorithm.use_kl_in_reward=true")
-    if actor.kl_loss_coef not in (0, 0.001) and not actor.use_kl_loss:
-        note("actor_rollout_ref.actor.kl_loss_coef has no effect without actor_rollout_ref.actor.use_kl_loss=true")
-    if algorithm.use_kl_in_reward and actor.use_kl_loss:
-        note("KL against the reference policy counts twice: in the reward and in the loss")
     if config.trainer.test_freq > 0 and not data.val_files:
         note("trainer.test_freq has no effect without data.val_files")

@@ -12,13 +12,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from hybridrl.config.checks import settle_ppo, settle_sft
 from hybridrl.config.error import ConfigError, Refusals
 from hybridrl.config.names import current_name, hints, tree, unknown_key, value_keys
 from hybridrl.config.read import MISSING, Plain, read, show
-from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema import PPOConfig
+from hybridrl.config.schema_sft import SFTConfig
 
 T = TypeVar("T")
 Note = Callable[[str], None]
@@ -185,6 +186,8 @@ def _followed(node: DictConfig, place: str, follows: dict[str, str], wrong: Refu
             elif isinstance(value, ListConfig):
                 value = OmegaConf.to_container(value, resolve=True)
             found[name] = value
+        except InterpolationToMissingValueError:
+            found[name] = MISSING
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             if not any(line.endswith(reason) for line in wrong.lines):  # others may refer to this one in turn

@@ -11,7 +11,8 @@ import yaml
 from hybridrl.config.compose import CONF, SHIPPED, shipped
 from hybridrl.config.names import value_keys
 from hybridrl.config.read import MISSING, show
-from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema import PPOConfig
+from hybridrl.config.schema_sft import SFTConfig
 
 COLUMN = 46  # where meanings begin
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from hybridrl.config.values import (
+    ESTIMATORS,
+    POLICY_LOSSES,
     AboveZero,
+    Aggregation,
     Decay,
     DType,
     KLForm,
@@ -41,6 +44,7 @@ class DataConfig:
     max_prompt_length: Positive
     max_response_length: Positive
     train_batch_size: Positive
+    gen_batch_size: Positive | None
     shuffle: bool
     validation_shuffle: bool
     seed: Natural
@@ -96,7 +100,13 @@ class FSDPConfig:
 
 @dataclass
 class PolicyLossConfig:
-    loss_mode: Annotated[str, NameOrFunction(("vanilla",))]
+    loss_mode: Annotated[str, NameOrFunction(POLICY_LOSSES)]
+    clip_cov_ratio: ShareAboveZero
+    clip_cov_lb: float
+    clip_cov_ub: float
+    kl_cov_ratio: ShareAboveZero
+    ppo_kl_coef: NonNegative
+    dro_beta: AboveZero | None
 
 
 @dataclass
@@ -114,7 +124,9 @@ class ActorConfig:
     clip_ratio_low: NonNegative | None
     clip_ratio_high: NonNegative | None
     clip_ratio_c: Annotated[float, Range(above=1)]
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    tau_pos: AboveZero
+    tau_neg: AboveZero
+    loss_agg_mode: Aggregation
     loss_scale_factor: AboveZero | None
     entropy_coeff: float
     use_kl_loss: bool
@@ -131,11 +143,40 @@ class ReferenceFSDPConfig:
 
 
 @dataclass
+class ReferenceModelConfig:
+    path: Annotated[str, ModelPath()]
+
+
+@dataclass
 class ReferenceConfig:
+    model: ReferenceModelConfig
+    refresh_freq: int
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: Positive
     fsdp_config: ReferenceFSDPConfig
+
+
+@dataclass
+class CriticConfig:
+    enable: bool | None
+    strategy: Literal["fsdp", "fsdp2"]
+    model: ModelConfig
+    optim: OptimizerConfig
+    fsdp: FSDPConfig
+    ppo_mini_batch_size: Positive
+    ppo_micro_batch_size_per_gpu: Positive | None
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: Positive
+    forward_micro_batch_size_per_gpu: Positive | None
+    forward_max_token_len_per_gpu: Positive
+    ppo_epochs: Positive
+    shuffle: bool
+    data_loader_seed: int
+    cliprange_value: AboveZero
+    loss_agg_mode: Aggregation
+    loss_scale_factor: AboveZero | None
+    grad_clip: AboveZero
 
 
 @dataclass
@@ -212,7 +253,21 @@ class CustomRewardConfig:
 
 @dataclass
 class RewardManagerConfig:
-    name: Literal["naive"]
+    name: Literal["naive", "dapo", "gdpo"]
+
+
+@dataclass
+class OverlongBufferConfig:
+    enable: bool
+    len: Positive
+    penalty_factor: NonNegative
+    log: bool
+
+
+@dataclass
+class RewardKwargsConfig:
+    max_resp_len: Positive
+    overlong_buffer_cfg: OverlongBufferConfig
 
 
 @dataclass
@@ -224,6 +279,7 @@ class RewardConfig:
     max_fault_steps: Positive
     custom_reward_function: CustomRewardConfig
     reward_manager: RewardManagerConfig
+    reward_kwargs: RewardKwargsConfig
 
 
 @dataclass
@@ -235,9 +291,34 @@ class KLControlConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    enable: bool
+    metric: str | None
+    max_num_gen_batches: int
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    rollout_is: Literal["token", "sequence", "geometric"] | None
+    rollout_is_threshold: str
+    rollout_is_batch_normalize: bool
+    rollout_rs: list[str]
+    rollout_rs_threshold: list[str]
+    bypass_mode: bool
+    loss_type: Literal["ppo_clip", "reinforce"]
+
+
+@dataclass
 class AlgorithmConfig:
-    adv_estimator: Annotated[str, NameOrFunction(("grpo",))]
+    adv_estimator: Annotated[str, NameOrFunction(ESTIMATORS)]
+    gamma: Share
+    lam: Share
     norm_adv_by_std_in_grpo: bool
+    gdpo_reward_keys: list[str]
+    gdpo_reward_weights: list[float]
+    filter_groups: FilterGroupsConfig
+    mask_truncated: bool
+    rollout_correction: RolloutCorrectionConfig
     use_kl_in_reward: bool
     kl_penalty: KLForm
     kl_ctrl: KLControlConfig
@@ -262,6 +343,8 @@ class TrainerConfig:
     val_only: bool
     test_freq: int
     save_freq: int
+    critic_warmup: Natural
+    max_skipped_updates: Positive
     startup_timeout: Seconds
     step_timeout: Seconds
 
@@ -277,64 +360,8 @@ class PPOConfig:
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
+    critic: CriticConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
-    ray_kwargs: RayConfig
-
-
-@dataclass
-class SFTDataConfig:
-    tokenizer: Annotated[str, PathOrHub()] | None
-    train_files: Annotated[list[str], RowFiles(least=1)]
-    val_files: Annotated[list[str], RowFiles()]
-    train_max_samples: int
-    val_max_samples: int
-    messages_key: str
-    prompt_key: str
-    response_key: str
-    max_length: Positive
-    train_batch_size: Positive
-    max_token_len_per_gpu: Positive
-    shuffle: bool
-    seed: Natural
-    truncation: Literal["error", "left", "right"]
-    trust_remote_code: bool
-    apply_chat_template_kwargs: dict[str, Any]
-
-
-@dataclass
-class SFTTrainerConfig:
-    device: Literal["auto", "cuda", "cpu"]
-    nnodes: Positive
-    n_gpus_per_node: Positive | None
-    seed: Natural
-    total_epochs: Positive
-    total_training_steps: Positive | None
-    project_name: str
-    experiment_name: str
-    default_local_dir: str
-    logger: list[str]
-    test_freq: int
-    save_freq: int
-    startup_timeout: Seconds
-    step_timeout: Seconds
-
-
-@dataclass
-class SFTEngineConfig:
-    grad_clip: AboveZero
-    nccl_timeout: Positive
-    fsdp_config: FSDPConfig
-
-
-@dataclass
-class SFTConfig:
-    """The whole of `conf/sft_trainer.yaml`."""
-
-    data: SFTDataConfig
-    model: ModelConfig
-    optim: OptimizerConfig
-    engine: SFTEngineConfig
-    trainer: SFTTrainerConfig
     ray_kwargs: RayConfig

@@ -139,8 +139,55 @@ ShareAboveZero = Annotated[float, Range(above=0, most=1)]
 Decay = Annotated[float, Range(least=0, below=1)]
 TopK = Annotated[int, Range(least=-1)]
 
+# The tables of algorithms/ in words, as this room knows no torch; a test holds them equal.
+ESTIMATORS = (
+    "gae",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "rloo",
+    "rloo_vectorized",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+    "gdpo",
+)
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "geo_mean",
+    "gmpo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+)
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
 DType = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
-# A trailing + takes k2's gradient.
+# A trailing + takes k2's gradient; full sums over the whole vocabulary.
 KLForm = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+    "full",
 ]

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.error import ConfigError
-from hybridrl.config.schema import SFTDataConfig
+from hybridrl.config.schema_sft import SFTDataConfig
 from hybridrl.data.chat import Message, as_chat, as_messages, encode, render
 from hybridrl.data.rows import Faults, Row, load_rows, long_rows, with_progress
 from hybridrl.data.tokens import TokenRows, cut

@@ -37,21 +37,26 @@ class FaultGuard:
     max_fault_steps: int
     _steps_above: int = field(default=0, init=False)
 
+    def settle(self, scores: list[Score]) -> None:
+        """Under "zero" a fault's value becomes 0.0 in place; under "stop" the first raises RewardFaults."""
+        failed = [score for score in scores if score.fault is not None]
+        if failed and self.on_error == "stop":
+            counts = FaultCounts(len(scores), Counter(score.fault for score in failed))
+            raise RewardFaults(f"{_diagnosis(counts, failed)}; reward.on_error=stop ends the run at the first")
+        if self.on_error == "zero":
+            for score in failed:
+                score.value = 0.0
+
     def check(self, scores: list[Score]) -> FaultCounts:
-        """Count a step's faults; RewardFaults at the limit. Under "zero" their values become 0.0 in place."""
+        """Count the faults of a whole step; RewardFaults after too many steps with too many of them."""
         failed = [score for score in scores if score.fault is not None]
         counts = FaultCounts(len(scores), Counter(score.fault for score in failed))
         self._steps_above = self._steps_above + 1 if counts.rate > self.max_fault_rate else 0
-        if failed and self.on_error == "stop":
-            raise RewardFaults(f"{_diagnosis(counts, failed)}; reward.on_error=stop ends the run at the first")
         if failed and self._steps_above >= self.max_fault_steps:
             raise RewardFaults(
                 f"{_diagnosis(counts, failed)}, and more than reward.max_fault_rate={self.max_fault_rate:g} "
                 f"failed in {self._steps_above} steps in a row (reward.max_fault_steps)"
             )
-        if self.on_error == "zero":
-            for score in failed:
-                score.value = 0.0
         return counts
 
 

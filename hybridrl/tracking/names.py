@@ -3,7 +3,7 @@
 # Phase of a step -> the `timing_s/` timers in it. The timers of one line do not overlap.
 PHASES = {
     "start-up": ("start_up",),
-    "rollout": ("gen",),
+    "rollout": ("gen", "gen_max"),
     "reward": ("reward",),
     "log-probs": ("old_log_prob", "ref", "values"),
     "update": ("adv", "update_actor", "update_critic"),

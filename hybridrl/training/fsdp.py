@@ -2,15 +2,24 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.training.model import LanguageModel, layer_classes
+from hybridrl.training.value_model import ValueModel
 
 
 def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
@@ -20,7 +29,10 @@ def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
     return init_device_mesh(device, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: LanguageModel, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool = False) -> LanguageModel:
+Model = TypeVar("Model", LanguageModel, ValueModel)
+
+
+def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool = False) -> Model:
     """Shard in place, layer by layer and then the rest; `offloaded` keeps the shards in host memory."""
     dtype = getattr(torch, config.dtype or "float32")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -34,6 +46,8 @@ def shard(model: LanguageModel, config: FSDPConfig, grid: DeviceMesh, *, offload
     for layer in layers:
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    if isinstance(model, LanguageModel):  # gathers its parameters as forward() does
+        register_fsdp_forward_method(model, "hidden_states")
     if config.forward_prefetch:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])

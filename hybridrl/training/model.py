@@ -1,13 +1,18 @@
-"""A Hugging Face causal language model that answers one question: the log-probs of given tokens.
+"""A Hugging Face causal language model that answers for given tokens: log-probs, and what a loss may ask beside them.
 
 Knows nothing of rewards or losses. Logits are formed in chunks of tokens and formed again in the backward pass, so that
-[tokens, vocabulary] never exists as a whole.
+[tokens, vocabulary] never exists as a whole. `hidden_states` and the loading serve the value model too.
 """
 
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybridrl.batch import Batch
 from hybridrl.config.families import why_unsupported
@@ -21,68 +26,147 @@ CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
+# Named tuples: FSDP2 looks for tensors in what a model takes and returns, and not in every torch inside dataclasses.
+class TokenOutputs(NamedTuple):
+    """What a language model says of each response token, in float32; None where not asked for."""
+
+    log_probs: Tensor  # [response tokens]
+    entropies: Tensor | None = None  # [response tokens]
+    sum_pi_squared: Tensor | None = None  # [response tokens] of all tokens' squared probabilities; without a gradient
+    reference_kl: Tensor | None = None  # [response tokens] KL(policy || reference), exact
+
+
+class ReferenceOutputs(NamedTuple):
+    """From which a reference's logits of the same response tokens are formed: what its head sees, and the head."""
+
+    hidden: Tensor  # [response tokens, width]
+    head: Tensor  # [vocabulary, width], whole
+    bias: Tensor | None = None  # [vocabulary]
+
+
 class LanguageModel(nn.Module):
-    """Log-probs, and entropies where asked for, of the target tokens of packed rows [response tokens], in float32."""
+    """Answers for the response tokens of packed rows. Logits, the reference's too, are divided by the temperature."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: ModelInputs, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        hidden = self.model.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            boundaries=inputs.boundaries,
-            longest=inputs.longest,
-            use_cache=False,
-        ).last_hidden_state
-        hidden = hidden.flatten(0, 1)[inputs.predictors]
-        size = max(CHUNK_BYTES[hidden.device.type] // (4 * self.model.config.vocab_size), 1)
-        head = self.model.get_output_embeddings()
+    def forward(
+        self,
+        inputs: ModelInputs,
+        temperature: float,
+        *,
+        entropies: bool = False,
+        sum_pi_squared: bool = False,
+        against: ReferenceOutputs | None = None,
+    ) -> TokenOutputs:
+        hidden = hidden_states(self.model, inputs)
+        form = partial(
+            _token_outputs,
+            self.model.get_output_embeddings(),
+            temperature=temperature,
+            entropies=entropies,
+            sum_pi_squared=sum_pi_squared,
+        )
+        logits_at_once = 1 if against is None else 2
+        size = max(CHUNK_BYTES[hidden.device.type] // (4 * logits_at_once * self.model.config.vocab_size), 1)
         if len(hidden) <= size:
-            log_probs, entropies = _token_log_probs(head, hidden, inputs.targets, temperature, with_entropy)
-        else:
-            chunks = zip(hidden.split(size), inputs.targets.split(size), strict=True)
-            parts = [
-                checkpoint(_token_log_probs, head, *chunk, temperature, with_entropy, use_reentrant=False)
-                for chunk in chunks
-            ]
-            log_probs, entropies = (torch.cat(items) for items in zip(*parts, strict=True))
-        return log_probs, entropies if with_entropy else None
+            return form(hidden, inputs.targets, against)
+        hiddens, targets = hidden.split(size), inputs.targets.split(size)
+        references = [None] * len(targets)
+        if against is not None:
+            references = [against._replace(hidden=part) for part in against.hidden.split(size)]
+        chunks = zip(hiddens, targets, references, strict=True)
+        parts = [checkpoint(form, *chunk, use_reentrant=False) for chunk in chunks]
+        return TokenOutputs(*(None if items[0] is None else torch.cat(items) for items in zip(*parts, strict=True)))
+
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """What the head sees where it predicts the response tokens [response tokens, width]."""
+        return hidden_states(self.model, inputs)
 
 
-def _token_log_probs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target [N] and entropy of its distribution [N] (empty where not asked for)."""
+def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
+    """The base model's output at the predictors [response tokens, width]."""
+    hidden = model.base_model(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        boundaries=inputs.boundaries,
+        longest=inputs.longest,
+        use_cache=False,
+    ).last_hidden_state
+    return hidden.flatten(0, 1)[inputs.predictors]
+
+
+def _token_outputs(
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    against: ReferenceOutputs | None,
+    *,
+    temperature: float,
+    entropies: bool,
+    sum_pi_squared: bool,
+) -> TokenOutputs:
     logits = head(hidden).float() / temperature
     normaliser = logits.logsumexp(-1)
-    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-    if not with_entropy:
-        return log_probs, log_probs.new_empty(0)
-    return log_probs, normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
+    outputs = TokenOutputs(logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser)
+    if not entropies and not sum_pi_squared and against is None:
+        return outputs
+    probabilities = (logits - normaliser[:, None]).exp()
+    if entropies:
+        outputs = outputs._replace(entropies=normaliser - (probabilities * logits).sum(-1))
+    if against is not None:
+        with torch.no_grad():
+            reference = F.linear(against.hidden, against.head, against.bias).float() / temperature
+        expected_gap = (probabilities * (logits - reference)).sum(-1)
+        outputs = outputs._replace(reference_kl=expected_gap - normaliser + reference.logsumexp(-1))
+    if sum_pi_squared:
+        # The norm, squared, takes no second tensor of the vocabulary's size.
+        outputs = outputs._replace(sum_pi_squared=torch.linalg.vector_norm(probabilities.detach(), dim=-1).square())
+    return outputs
 
 
 def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
     """The model of a directory or hub name, weights included, in host memory."""
-    overrides = {"trust_remote_code": config.trust_remote_code, **config.override_config}
+    model, missing = load_pretrained(AutoModelForCausalLM, load_settings(config), config, dtype)
+    refuse_missing(missing, config)
+    return LanguageModel(model)
+
+
+def load_settings(config: ModelConfig, **changes: object) -> PreTrainedConfig:
+    """The model's own configuration; ValueError where the trainer would compute such a model wrongly."""
+    overrides = {"trust_remote_code": config.trust_remote_code, **config.override_config, **changes}
     settings = AutoConfig.from_pretrained(config.path, **overrides)
     reason = why_unsupported(settings.to_dict())
     if reason:
         raise ValueError(f"{config.path}: {reason}")
-    model = AutoModelForCausalLM.from_pretrained(
+    return settings
+
+
+def load_pretrained(
+    model_class: type, settings: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, set[str]]:
+    """The weights as a model of this class, and the names of the parameters that the directory has none for."""
+    model, report = model_class.from_pretrained(
         config.path,
         config=settings,
         dtype=dtype,
         attn_implementation=attention.NAME,
         trust_remote_code=config.trust_remote_code,
+        output_loading_info=True,
     )
     buffers = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if buffers:
         raise ValueError(f"{config.path}: trained buffers are not handed over yet ({', '.join(sorted(buffers)[:3])})")
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return LanguageModel(model)
+    return model, set(report["missing_keys"])
+
+
+def refuse_missing(names: Iterable[str], config: ModelConfig) -> None:
+    """Refuse a directory that lacks weights of these names: they would be random numbers."""
+    if names := sorted(names):
+        raise ValueError(f"{config.path}: {len(names)} of the model's weights are not there ({', '.join(names[:3])})")
 
 
 @torch.no_grad()
@@ -97,7 +181,7 @@ def check_log_probs(language_model: LanguageModel, *, padded: bool) -> None:
     batch = _two_rows(ids)
     training = model.training
     language_model.eval()
-    ours, _ = language_model(lay_out(batch, padded), 1.0, with_entropy=False)
+    ours = language_model(lay_out(batch, padded), 1.0).log_probs
     model.set_attn_implementation("eager")
     theirs = [_own_log_probs(model, row) for row in ids.split([5, 9])]
     model.set_attn_implementation(attention.NAME)

@@ -1,86 +1,71 @@
-"""One training rank: an actor that holds a shard of the policy, and of the reference where there is one.
+"""One training rank: an actor that holds a shard of the policy, and of reference and critic where there are any.
 
 Does what the driver planned, on the rows it is given. Knows nothing of prompts as text, rewards or the rollout engine.
 """
 
-import math
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridrl import device as devices
-from hybridrl.algorithms.aggregation import Totals, token_weights
-from hybridrl.algorithms.kl import kl_estimate
-from hybridrl.algorithms.policy_loss import POLICY_LOSSES, Clip, PolicyLoss
+from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model
-from hybridrl.config.own_code import load_function
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
 from hybridrl.guard import redirect_output
 from hybridrl.training.fsdp import mesh, reshard, shard, whole_tensors
-from hybridrl.training.model import LanguageModel, check_log_probs, load_language_model
+from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares
+from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, policy_loss
+from hybridrl.training.model import (
+    LanguageModel,
+    ReferenceOutputs,
+    TokenOutputs,
+    check_log_probs,
+    load_language_model,
+)
 from hybridrl.training.optimizer import Optimizers
-from hybridrl.training.packing import lay_out
+from hybridrl.training.packing import Passes, lay_out
+from hybridrl.training.value_model import ValueModel, load_value_model
 from hybridrl.weights.handles import Handle, SharedBuffer, digest
 from hybridrl.weights.layout import Bucket, plan_buckets
 
 
 @dataclass(frozen=True)
-class WorkerConfig:
-    """What a training rank is built from."""
+class ReferenceConfig:
+    """The frozen model that the policy is compared with; `offload` keeps it in host memory."""
 
-    device: str
+    model: ModelConfig
+    offload: bool
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """A model that is trained; without an optimizer its gradient can be taken, but no step."""
+
     model: ModelConfig
     fsdp: FSDPConfig
-    optimizer: OptimizerConfig | None
+    optimizer: OptimizerConfig
     total_updates: int
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What a training rank is built from. `skipped_updates` is where rows of a skipped update are written."""
+
+    device: str
+    policy: LearnerConfig
     collective_timeout: float
     seed: int
-    with_reference: bool = False
-    reference_offload: bool = False
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """The loss of an update, as plain values."""
-
-    policy_loss: str  # a name, or path/to/file.py:function: functions of a user's file do not travel
-    clip: Clip
-    aggregation: str
-    scale: float
-    temperature: float
-    grad_clip: float
-    entropy_coeff: float = 0.0
-    kl_coef: float = 0.0
-    kl_form: str = "k3"
-    own_old_log_probs: bool = False  # the pass's own log-probs are the old ones: nothing has been updated since
-
-
-@cache
-def find_policy_loss(name: str) -> PolicyLoss:
-    """The loss of this name, or the user's own; ConfigError where there is none."""
-    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    return POLICY_LOSSES[name] if name in POLICY_LOSSES else load_function(name, key)
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """One rank's share of an optimizer update: its passes, and the divisors of the whole mini-batch."""
-
-    passes: list[list[int]]
-    totals: Totals
-
-
-# Log-probs and, where they were asked for, entropies of response tokens.
-Forward = tuple[Tensor, Tensor | None]
+    skipped_updates: str
+    reference: ReferenceConfig | None = None
+    critic: LearnerConfig | None = None
 
 
 class TrainWorker:
@@ -96,7 +81,7 @@ class TrainWorker:
         return {"address": ray.util.get_node_ip_address(), "port": port, "gpus": ray.get_gpu_ids()}
 
     def build(self, config: WorkerConfig, address: str) -> None:
-        """Load and shard the model; collective."""
+        """Load and shard the models; collective."""
         self.config = config
         gpus = ray.get_gpu_ids()
         if config.device == "cuda" and gpus:
@@ -104,106 +89,156 @@ class TrainWorker:
         devices.seed_everything(config.seed)
         devices.join_group(config.device, address, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
-        self.padded = not config.model.use_remove_padding
-        grid = mesh(config.device, self.ranks, config.fsdp.fsdp_size)
-        stored = getattr(torch, config.fsdp.model_dtype)
-        loaded = load_language_model(config.model, stored)
+        self.padded = not config.policy.model.use_remove_padding
+        loaded = load_language_model(config.policy.model, stored_type(config.policy.fsdp))
         check_log_probs(loaded, padded=self.padded)
-        self.model = shard(loaded, config.fsdp, grid)
-        self.optimizers = Optimizers(self.model, config.optimizer, config.total_updates) if config.optimizer else None
-        self.reference = None
-        if config.with_reference:
-            frozen = load_language_model(config.model, stored).requires_grad_(False)
-            self.reference = shard(frozen, config.fsdp, grid, offloaded=config.reference_offload).eval()
+        self.policy = self._learner(loaded, config.policy)
+        self.reference: LanguageModel | None = None
+        if config.reference:
+            frozen = load_language_model(config.reference.model, stored_type(config.policy.fsdp)).requires_grad_(False)
+            self.reference = self._shard(frozen, config.policy.fsdp, offloaded=config.reference.offload).eval()
+        self.critic: Learner | None = None
+        if config.critic:
+            values = load_value_model(config.critic.model, stored_type(config.critic.fsdp))
+            self.critic = self._learner(values, config.critic)
+
+    def _learner(self, model: LanguageModel | ValueModel, config: LearnerConfig) -> Learner:
+        sharded = self._shard(model, config.fsdp)
+        optimizers = Optimizers(sharded, config.optimizer, config.total_updates)
+        return Learner(sharded, optimizers, config.fsdp, self.device, Path(self.config.skipped_updates))
+
+    def _shard(self, model: LanguageModel | ValueModel, config: FSDPConfig, *, offloaded: bool = False) -> Any:
+        return shard(model, config, mesh(self.config.device, self.ranks, config.fsdp_size), offloaded=offloaded)
 
     # -- passes over rows ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def log_probs(
-        self, batch: Batch, passes: list[list[int]], temperature: float, *, reference: bool = False
-    ) -> Forward:
-        """Log-probs, of the policy entropies too, of the response tokens of the passes' rows, in that order."""
-        model = self.reference if reference else self.model.eval()
-        forwards = []
-        for rows in passes:
-            log_probs, entropies = self._forward(model, batch.select(rows or [0]), temperature, not reference)
-            forwards += [(log_probs, entropies)] if rows else []
+        self, batch: Batch, passes: Passes, temperature: float, *, sum_pi_squared: bool = False
+    ) -> TokenOutputs:
+        """The policy's log-probs and entropies of the response tokens of the passes' rows, in that order."""
+        model = self.policy.model.eval()
+        found = [
+            model(self._inputs(part), temperature, entropies=True, sum_pi_squared=sum_pi_squared)
+            for part in self._parts(batch, passes)
+        ]
         reshard(model)
-        return _joined(forwards)
+        return joined(found, passes)
 
-    def _forward(self, model: LanguageModel, batch: Batch, temperature: float, with_entropy: bool) -> Forward:
-        return model(lay_out(batch, self.padded).to(self.device), temperature, with_entropy)
+    @torch.no_grad()
+    def reference_log_probs(self, batch: Batch, passes: Passes, temperature: float) -> TokenOutputs:
+        """The reference's log-probs."""
+        assert self.reference is not None
+        found = [self.reference(self._inputs(part), temperature) for part in self._parts(batch, passes)]
+        reshard(self.reference)
+        return joined(found, passes)
 
-    def update(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> tuple[dict[str, float], Forward]:
-        """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up to it), and what
-        `log_probs` would have returned, where the loss made use of it."""
-        self.model.train()
-        shares: dict[str, Tensor] = {}
-        forwards: list[Forward] = []
-        for mini_batch in mini_batches:
-            for rows in mini_batch.passes:
-                found, forward = self._backward(batch, rows, mini_batch.totals, loss)
-                if rows:
-                    _add(shares, found, 1 / len(mini_batches))
-                    forwards += [forward] if loss.own_old_log_probs else []
-            _add(shares, self._step(loss.grad_clip), 1 / len(mini_batches) / self.ranks)
-        return {name: float(value) for name, value in shares.items()}, _joined(forwards)
+    @torch.no_grad()
+    def reference_kl(self, batch: Batch, passes: Passes, temperature: float) -> TokenOutputs:
+        """The policy's log-probs and its exact KL to the reference."""
+        model = self.policy.model.eval()
+        found = []
+        for part in self._parts(batch, passes):
+            inputs = self._inputs(part)
+            found.append(model(inputs, temperature, against=self._reference_outputs(inputs)))
+        reshard(model)
+        return joined(found, passes)
 
-    def _backward(
-        self, batch: Batch, rows: list[int], totals: Totals, loss: LossConfig
-    ) -> tuple[dict[str, Tensor], Forward]:
-        """Forward and backward of one pass; a rank without rows keeps step with a loss of 0."""
-        part = batch.select(rows or [0])
+    @torch.no_grad()
+    def values(self, batch: Batch, passes: Passes) -> Tensor:
+        """The critic's values of the response tokens of the passes' rows, in that order."""
+        assert self.critic is not None
+        model = self.critic.model.eval()
+        found = [model(self._inputs(part)) for part in self._parts(batch, passes)]
+        reshard(model)
+        return joined([TokenOutputs(values, None, None, None) for values in found], passes).log_probs
+
+    def _parts(self, batch: Batch, passes: Passes) -> Iterator[Batch]:
+        """The rows of each pass; a pass without rows is made with one, to keep step with the other ranks."""
+        return (batch.select(rows or [0]) for rows in passes)
+
+    def _inputs(self, part: Batch) -> Any:
+        return lay_out(part, self.padded).to(self.device)
+
+    def _reference_outputs(self, inputs: Any) -> ReferenceOutputs:
+        """What the reference's head sees, and that head; collective."""
+        assert self.reference is not None
+        with torch.no_grad():
+            hidden = self.reference.hidden_states(inputs)
+            head = self.reference.model.get_output_embeddings()  # whole until the model is sharded again
+            found = ReferenceOutputs(hidden, head.weight.clone(), None if head.bias is None else head.bias.clone())
+            reshard(self.reference)
+        return found
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    def update_policy(
+        self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig, step: int
+    ) -> tuple[list[Shares], TokenOutputs]:
+        """Optimizer updates, one a mini-batch. Returns this rank's share of each one's metrics (shares add up), and
+        what `log_probs` would have returned, where the loss made use of it."""
+        passed: list[TokenOutputs] = []
+        shares = self.policy.update(batch, mini_batches, self._policy_loss(loss, passed), loss.grad_clip, step)
+        passes = [rows for mini_batch in mini_batches for rows in mini_batch.passes]
+        return shares, joined(passed, passes if loss.own_old_log_probs else [])
+
+    def update_critic(
+        self, batch: Batch, mini_batches: list[MiniBatch], loss: ValueLossConfig, step: int
+    ) -> list[Shares]:
+        """Optimizer updates, one a mini-batch. Returns this rank's share of each one's metrics (shares add up)."""
+        assert self.critic is not None
+        return self.critic.update(batch, mini_batches, self._critic_loss(loss), loss.grad_clip, step)
+
+    def _policy_loss(self, loss: LossConfig, passed: list[TokenOutputs]) -> Loss:
+        """The policy's loss as a function of rows; what the model says of them is added to `passed`."""
         wants_entropy = loss.entropy_coeff != 0 or loss.own_old_log_probs
-        log_probs, entropies = self._forward(self.model, part, loss.temperature, wants_entropy)
-        part = part.to(self.device)
-        if loss.own_old_log_probs:
-            part.old_log_probs = log_probs.detach()
-        weights = token_weights(part, loss.aggregation, totals, loss.scale)
-        per_token, statistics = find_policy_loss(loss.policy_loss)(log_probs, part, loss.clip)
-        shares = {"pg_loss": (per_token * weights).sum()}
-        total = shares["pg_loss"]
-        if loss.entropy_coeff:
-            shares["entropy_loss"] = (entropies * weights).sum()
-            total = total - loss.entropy_coeff * shares["entropy_loss"]
-        if loss.kl_coef:
-            shares["kl_loss"] = (kl_estimate(log_probs, part.reference_log_probs, loss.kl_form) * weights).sum()
-            total = total + loss.kl_coef * shares["kl_loss"]
-        token_share = part.response_mask / max(totals.tokens, 1)
-        shares |= {"loss": total} | {name: (value * token_share).sum() for name, value in statistics.items()}
-        # FSDP averages over ranks; the divisors are those of the whole mini-batch already.
-        (total * (self.ranks if rows else 0)).backward()
-        return shares, (log_probs.detach(), entropies.detach() if entropies is not None else None)
 
-    def _step(self, grad_clip: float) -> dict[str, Tensor]:
-        """Clip and apply the gradient; one that is not finite is dropped and counted."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        lr, finite = self.optimizers.lr, math.isfinite(norm)
-        if self.config.fsdp.optimizer_offload:
-            self.optimizers.to(self.device)
-        self.optimizers.step() if finite else self.optimizers.skip()
-        self.optimizers.zero_grad()
-        if self.config.fsdp.optimizer_offload:
-            self.optimizers.to(torch.device("cpu"))
-        return {"grad_norm": torch.tensor(norm), "lr": torch.tensor(lr), "skipped_updates": torch.tensor(not finite)}
+        def compute(part: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+            inputs = self._inputs(part)
+            against = self._reference_outputs(inputs) if loss.kl_coef and loss.kl_form == "full" else None
+            found = self.policy.model(inputs, loss.temperature, entropies=wants_entropy, against=against)
+            passed.append(TokenOutputs(*(value if value is None else value.detach() for value in found)))
+            return policy_loss(found, part.to(self.device), totals, loss)
 
-    def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig, padded: bool) -> dict[str, Tensor]:
+        return compute
+
+    def _critic_loss(self, loss: ValueLossConfig) -> Loss:
+        """The critic's loss as a function of rows."""
+
+        def compute(part: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+            return critic_loss(self.critic.model(self._inputs(part)), part.to(self.device), totals, loss)
+
+        return compute
+
+    def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
         """The whole gradient of one mini-batch, by parameter name, without an update; for tests and diagnosis."""
         self.padded = padded
-        self.model.train()
+        policy = isinstance(loss, LossConfig)
+        learner = self.policy if policy else self.critic
+        learner.model.train()
+        function = self._policy_loss(loss, []) if policy else self._critic_loss(loss)
         for rows in mini_batch.passes:
-            self._backward(batch, rows, mini_batch.totals, loss)
-        found = {name: p.grad.full_tensor().cpu() for name, p in self.model.named_parameters() if p.grad is not None}
-        self.optimizers.zero_grad()
+            learner.backward(batch, rows, mini_batch.totals, function)
+        named = learner.model.named_parameters()
+        found = {name: p.grad.full_tensor().cpu() for name, p in named if p.grad is not None}
+        learner.optimizers.zero_grad()
         return found
+
+    @torch.no_grad()
+    def refresh_reference(self) -> None:
+        """Make the reference a copy of the present policy."""
+        reshard(self.policy.model)
+        reshard(self.reference)
+        pairs = zip(self.reference.parameters(), self.policy.model.parameters(), strict=True)
+        for frozen, present in pairs:
+            frozen.to_local().copy_(present.to_local())
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def plan_weights(self, dtype: str, limit: int) -> list[Bucket]:
         """How the weights will be handed over in this type, in buckets of at most `limit` bytes."""
         self.rollout_dtype = getattr(torch, dtype)
-        names = [(name, p.shape, self.rollout_dtype) for name, p in self.model.model.named_parameters()]
+        names = [(name, p.shape, self.rollout_dtype) for name, p in self.policy.model.model.named_parameters()]
         self.buckets = plan_buckets(names, limit)
         self.buffer: SharedBuffer | None = None
         return self.buckets
@@ -212,10 +247,10 @@ class TrainWorker:
     def fill_bucket(self, index: int) -> tuple[Handle, int]:
         """Gather one bucket's weights into memory that the engine can open; collective. Returns handle and digest."""
         if self.buffer is None:
-            reshard(self.model)
+            reshard(self.policy.model)
             self.buffer = SharedBuffer(max(bucket.bytes for bucket in self.buckets), self.device)
         bucket = self.buckets[index]
-        parameters = dict(self.model.model.named_parameters())
+        parameters = dict(self.policy.model.model.named_parameters())
         for place in bucket.tensors:
             value = parameters[place.name].detach().to(self.rollout_dtype)
             place.view(self.buffer.tensor).copy_(value.full_tensor())
@@ -231,33 +266,29 @@ class TrainWorker:
 
     def offload(self, *, to_host: bool) -> dict[str, float]:
         """Move to or from host memory what the configuration says may leave the device. Returns memory in GiB."""
-        target = torch.device("cpu") if to_host else self.device
-        if self.config.fsdp.param_offload:
-            self.model.to(target)
-        if self.config.fsdp.optimizer_offload and to_host and self.optimizers:
-            self.optimizers.to(target)
+        for learner in (self.policy, self.critic):
+            if learner is not None:
+                learner.offload(to_host=to_host)
         devices.release_cached_memory(self.config.device)
         return devices.memory(self.config.device)
 
     @torch.no_grad()
-    def export(self, directory: str, dtype: str) -> None:
-        """Write the model as a Hugging Face directory, weights in this type; collective, rank 0 writes."""
-        reshard(self.model)
+    def export(self, directory: str, dtype: str, *, critic: bool = False) -> None:
+        """Write the policy, or the critic, as a Hugging Face directory; collective, rank 0 writes."""
+        learner = self.critic if critic else self.policy
+        reshard(learner.model)
         kept = getattr(torch, dtype)
-        tensors = whole_tensors(self.model.model, kept)
-        export_model(tensors, self.model.model, Path(directory), kept, writes=self.rank == 0)
+        tensors = whole_tensors(learner.model.model, kept)
+        export_model(tensors, learner.model.model, Path(directory), kept, writes=self.rank == 0)
 
 
-def _add(shares: dict[str, Tensor], found: dict[str, Tensor], weight: float) -> None:
-    """Add weighted values by name, without waiting for the device."""
-    for name, value in found.items():
-        shares[name] = shares.get(name, 0.0) + value.detach() * weight
+def stored_type(fsdp: FSDPConfig) -> torch.dtype:
+    return getattr(torch, fsdp.model_dtype)
 
 
-def _joined(forwards: list[Forward]) -> Forward:
-    """Several passes' results as one, in host memory; empty where there was no pass."""
-    if not forwards:
-        return torch.empty(0), torch.empty(0)
-    log_probs = torch.cat([item[0] for item in forwards]).cpu()
-    entropies = [item[1] for item in forwards if item[1] is not None]
-    return log_probs, torch.cat(entropies).cpu() if entropies else None
+def joined(found: list[TokenOutputs], passes: Passes) -> TokenOutputs:
+    """Several passes' outputs as one, in host memory; those of passes without rows are left out."""
+    kept = [outputs for outputs, rows in zip(found, passes, strict=False) if rows]
+    columns = zip(*kept, strict=True) if kept else [[None]] * 4
+    joint = [None if column[0] is None else torch.cat(column).cpu() for column in map(list, columns)]
+    return TokenOutputs(torch.empty(0) if joint[0] is None else joint[0], *joint[1:])

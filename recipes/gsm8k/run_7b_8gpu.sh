@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PATH=$PWD/.venv/bin:$PATH
 
 exec python -m hybridrl.main_ppo \
+    algorithm.adv_estimator=grpo \
     data.train_files=outputs/gsm8k/data/train.parquet \
     data.val_files=outputs/gsm8k/data/test.parquet \
     data.train_batch_size=512 \

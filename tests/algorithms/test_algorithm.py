@@ -2,8 +2,13 @@ import pytest
 import torch
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.grpo import grpo
+from hybridrl.algorithms.estimators import ESTIMATORS
 from hybridrl.algorithms.kl import KLWeight
+from hybridrl.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.algorithms.settings import AdvantageSettings
+
+grpo = ESTIMATORS["grpo"]
+CENTRED = AdvantageSettings(normalise=False)
 
 
 @pytest.fixture
@@ -19,7 +24,7 @@ def scored(make_batch):
 
 
 def test_the_score_lies_on_the_last_token_of_each_answer(scored):
-    batch, metrics = Algorithm(grpo, normalise=False).advantages(scored)
+    batch, metrics = Algorithm(grpo, CENTRED).advantages(scored)
     assert batch.token_rewards.tolist() == [0, 1, 0]
     assert batch.advantages.tolist() == batch.returns.tolist() == [0.5, 0.5, -0.5]
     assert metrics == {}
@@ -31,7 +36,7 @@ def test_the_batch_given_stays_as_it_is(scored):
 
 
 def test_a_kl_penalty_is_taken_off_each_token(scored):
-    algorithm = Algorithm(grpo, normalise=False, kl_in_reward="kl", kl_weight=KLWeight(0.1))
+    algorithm = Algorithm(grpo, CENTRED, kl_in_reward="kl", kl_weight=KLWeight(0.1))
     batch, metrics = algorithm.advantages(scored)
     # Rows: 1 - 0.1 * 0.5 = 0.95 and 0 + 0.1 * 0.5 = 0.05; their mean is 0.5.
     assert batch.token_rewards.tolist() == pytest.approx([-0.05, 1, 0.05])
@@ -61,19 +66,66 @@ def test_an_adaptive_weight_is_steered_for_the_next_step(scored):
     assert weight.value == pytest.approx(0.1 * 1.04)
 
 
+def test_rewards_a_token_are_taken_as_they_are(scored):
+    scored.token_rewards = torch.tensor([0.25, 0.5, -1.0])
+    batch, _ = Algorithm(grpo, CENTRED).advantages(scored)
+    assert batch.token_rewards.tolist() == [0.25, 0.5, -1.0]
+    assert batch.advantages.tolist() == [0.875, 0.875, -0.875]
+
+
+def test_the_exact_kl_is_taken_off_where_the_form_is_full(scored):
+    scored.reference_kl = torch.tensor([0.5, 0.0, 1.0])
+    algorithm = Algorithm(grpo, CENTRED, kl_in_reward="full", kl_weight=KLWeight(0.1))
+    batch, metrics = algorithm.advantages(scored)
+    assert batch.token_rewards.tolist() == pytest.approx([-0.05, 1, -0.1])
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.25 + 1.0) / 2)
+
+
 @pytest.mark.parametrize(
-    ("in_reward", "in_loss", "uses_reference", "penalises_reward"),
-    [(None, False, False, False), ("kl", False, True, True), (None, True, True, False), ("kl", True, True, True)],
+    ("in_reward", "in_loss", "reference", "log_probs", "exact", "old_log_probs"),
+    [
+        (None, None, False, False, False, False),
+        ("kl", None, True, True, False, True),
+        (None, "k3", True, True, False, False),
+        ("full", None, True, False, True, True),
+        (None, "full", True, False, False, False),
+        ("full", "k3", True, True, True, True),
+    ],
 )
-def test_a_reference_is_used_where_either_form_of_kl_is(in_reward, in_loss, uses_reference, penalises_reward):
+def test_what_is_asked_of_the_reference_follows_from_both_forms_of_kl(
+    in_reward, in_loss, reference, log_probs, exact, old_log_probs
+):
     algorithm = Algorithm(grpo, kl_in_reward=in_reward, kl_in_loss=in_loss)
-    assert (algorithm.uses_reference, algorithm.penalises_reward) == (uses_reference, penalises_reward)
+    assert algorithm.uses_reference is reference
+    assert algorithm.needs_reference_log_probs is log_probs
+    assert algorithm.needs_reference_kl is exact
+    assert algorithm.needs_old_log_probs is old_log_probs
 
 
-def test_an_own_estimator_is_a_function_of_the_batch_and_of_whether_to_normalise(scored):
-    def first_token_only(batch, normalise):
-        return batch.token_rewards * 2, torch.full_like(batch.token_rewards, float(normalise))
+def correction(level="token"):
+    return RolloutCorrection(level, None, 2.0, False, ())
 
-    batch, _ = Algorithm(first_token_only, normalise=False).advantages(scored)
+
+def test_importance_weights_come_from_the_difference_to_the_rollout(scored):
+    scored.rollout_log_probs = torch.tensor([-1.0, -2.5, -1.5])
+    algorithm = Algorithm(grpo, CENTRED, correction=correction())
+    assert algorithm.needs_old_log_probs
+    batch, metrics = algorithm.advantages(scored)
+    assert batch.importance_weights.tolist() == pytest.approx([1.0, 1.64872, 1.64872], abs=1e-5)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.64872, abs=1e-5)
+
+
+def test_in_bypass_mode_the_correction_is_left_to_the_loss(scored):
+    scored.rollout_log_probs = torch.tensor([-1.0, -2.5, -1.5])
+    batch, metrics = Algorithm(grpo, CENTRED, correction=correction(), bypass=True).advantages(scored)
+    assert batch.importance_weights is None
+    assert metrics == {}
+
+
+def test_an_own_estimator_is_a_function_of_the_batch_and_the_settings(scored):
+    def doubled(batch, settings):
+        return batch.token_rewards * 2, torch.full_like(batch.token_rewards, settings.gamma)
+
+    batch, _ = Algorithm(doubled, AdvantageSettings(gamma=0.5)).advantages(scored)
     assert batch.advantages.tolist() == [0, 2, 0]
-    assert batch.returns.tolist() == [0, 0, 0]
+    assert batch.returns.tolist() == [0.5, 0.5, 0.5]

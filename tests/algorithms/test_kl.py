@@ -2,8 +2,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hybridrl.algorithms.kl import KLWeight, kl_estimate
+from hybridrl.algorithms.kl import KLWeight, kl_estimate, penalised
 
 # One token with log-prob -1, reference -1.5: the difference d = -0.5. Values, and slopes in the log-prob.
 VALUES = {"k1": 0.5, "abs": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5}
@@ -39,6 +41,36 @@ def test_k3_is_at_most_ten_however_far_apart_the_two_are(form):
     assert value_and_slope(form, log_prob=-200.0, reference=-0.5)[0] == 10
 
 
+PAIRS = st.lists(st.tuples(st.floats(-8, -0.01), st.floats(-8, -0.01)), min_size=1, max_size=10)
+
+
+@pytest.mark.parametrize("form", VALUES)
+@given(pairs=PAIRS)
+def test_each_form_is_its_formula_token_by_token(form, pairs):
+    log_probs, reference = torch.tensor(pairs, dtype=torch.float64).T
+    expected = []
+    for ours, theirs in pairs:
+        value = math.exp(theirs - ours) - (theirs - ours) - 1
+        formula = {"k1": ours - theirs, "abs": abs(ours - theirs), "k2": (ours - theirs) ** 2 / 2, "k3": min(value, 10)}
+        expected.append(formula[form])
+    assert kl_estimate(log_probs, reference, form).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("form", VALUES)
+def test_without_a_plus_the_gradient_is_the_finite_difference(form):
+    generator = torch.Generator().manual_seed(0)
+    log_probs, reference = -3 * torch.rand(2, 20, generator=generator, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda values: kl_estimate(values, reference, form), log_probs.requires_grad_())
+
+
+@pytest.mark.parametrize("form", [*VALUES, "k3+"])
+@given(pairs=PAIRS, shift=st.floats(-3, 3))
+def test_only_the_difference_of_the_log_probs_counts(form, pairs, shift):
+    log_probs, reference = torch.tensor(pairs, dtype=torch.float64).T
+    shifted = kl_estimate(log_probs + shift, reference + shift, form)
+    assert shifted.tolist() == pytest.approx(kl_estimate(log_probs, reference, form).tolist(), abs=1e-9)
+
+
 @pytest.mark.parametrize("form", ["k1", "k3"])
 def test_the_expectation_of_k1_and_k3_is_the_kl_divergence(form):
     log_p, log_q = torch.tensor([0.2, 0.3, 0.5]).log(), torch.tensor([0.4, 0.4, 0.2]).log()
@@ -46,12 +78,13 @@ def test_the_expectation_of_k1_and_k3_is_the_kl_divergence(form):
     assert (log_p.exp() * kl_estimate(log_p, log_q, form)).sum().item() == pytest.approx(divergence.item())
 
 
-def test_the_expected_gradient_of_k2_is_the_gradient_of_the_kl_divergence():
+@pytest.mark.parametrize("form", ["k2", "k1+", "abs+", "k2+", "k3+"])
+def test_the_expected_gradient_of_k2_is_the_gradient_of_the_kl_divergence(form):
     logits = torch.tensor([0.1, -0.4, 0.9], requires_grad=True)
     log_q = torch.tensor([0.4, 0.4, 0.2]).log()
     log_p = logits.log_softmax(0)
     (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True)
-    sampled = (log_p.exp().detach() * kl_estimate(log_p, log_q, "k3+")).sum()
+    sampled = (log_p.exp().detach() * kl_estimate(log_p, log_q, form)).sum()
     (estimated,) = torch.autograd.grad(sampled, logits)
     assert estimated.tolist() == pytest.approx(exact.tolist(), abs=1e-6)
 
@@ -68,3 +101,33 @@ def test_an_adaptive_weight_moves_towards_its_target_by_a_fifth_of_the_samples_s
     weight = KLWeight(0.1, target=0.1, horizon=100)
     weight.update(kl, samples=10)
     assert weight.value == pytest.approx(expected)
+
+
+@pytest.fixture
+def three_rows(make_batch):
+    """Two written tokens of three, one, and none; k1 of the written ones is 0.5, -0.25 and 1."""
+    return make_batch(
+        [3, 1, 1],
+        token_rewards=[0.0, 0.0, 1.0, 2.0, 3.0],
+        old_log_probs=[-1.0, -9.0, -1.0, -2.0, -9.0],
+        reference_log_probs=[-1.5, -1.0, -0.75, -3.0, -1.0],
+        reference_kl=[0.1, 5.0, 0.3, 0.4, 5.0],
+        response_mask=[True, False, True, True, False],
+    )
+
+
+def test_each_written_token_pays_for_its_own_kl(three_rows):
+    rewards, _ = penalised(three_rows, "kl", 0.1)
+    assert rewards.tolist() == pytest.approx([-0.05, 0, 1.025, 1.9, 3])
+
+
+def test_the_kl_told_is_the_mean_of_the_rows_means(three_rows):
+    # (0.5 - 0.25) / 2, 1, and 0 of the row in which nothing was written.
+    _, kl = penalised(three_rows, "kl", 0.1)
+    assert kl == pytest.approx((0.125 + 1 + 0) / 3)
+
+
+def test_the_full_kl_is_the_one_over_the_vocabulary_that_the_rows_bring(three_rows):
+    rewards, kl = penalised(three_rows, "full", 0.1)
+    assert rewards.tolist() == pytest.approx([-0.01, 0, 0.97, 1.96, 3])
+    assert kl == pytest.approx((0.2 + 0.4 + 0) / 3)

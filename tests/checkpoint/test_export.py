@@ -4,11 +4,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    GPT2Config,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
+from hybridrl.batch import Batch
 from hybridrl.checkpoint import export
 from hybridrl.checkpoint.export import export_model, shard_names
 from hybridrl.training import attention
+from hybridrl.training.packing import lay_out
+from hybridrl.training.value_model import load_value_model
+from tests.training.families import model_config
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 
@@ -99,6 +111,41 @@ def test_the_configuration_names_the_architecture_and_nothing_of_ours(tmp_path):
     text = (tmp_path / "config.json").read_text()
     assert json.loads(text)["architectures"] == ["Qwen2ForCausalLM"]
     assert attention.NAME not in text
+
+
+@pytest.mark.parametrize("family", ["qwen2", "learned positions"])
+def test_a_value_model_is_loaded_by_transformers_and_by_us_with_the_same_values(tmp_path, family):
+    settings = {"vocab_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    family_settings = {
+        "qwen2": Qwen2Config(**settings, hidden_size=8, intermediate_size=8, num_key_value_heads=1),
+        "learned positions": GPT2Config(**settings, n_embd=8),
+    }
+    AutoModelForCausalLM.from_config(family_settings[family]).save_pretrained(tmp_path / "start")
+    model = load_value_model(model_config(str(tmp_path / "start")), FLOAT)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model.model.get_submodule(model.head_name).weight)
+    export_model(whole(model.model), model.model, tmp_path / "saved", FLOAT, writes=True)
+    inputs = lay_out(one_row(), padded=False)
+    again = load_value_model(model_config(str(tmp_path / "saved")), FLOAT)
+    assert torch.equal(again(inputs), model(inputs))
+    theirs, report = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    values = theirs.eval()(inputs.input_ids).logits[0, inputs.predictors, 0]
+    torch.testing.assert_close(values, model(inputs))
+    assert theirs.config.architectures == [type(theirs).__name__]
+
+
+def one_row() -> Batch:
+    """A prompt of two tokens and an answer of three."""
+    return Batch(
+        prompt_lengths=torch.tensor([2]),
+        response_lengths=torch.tensor([3]),
+        prompt_ids=torch.tensor([4, 9]),
+        response_ids=torch.tensor([1, 15, 6]),
+        group=torch.tensor([0]),
+        position=torch.tensor([0]),
+        sample=torch.tensor([0]),
+    )
 
 
 def test_a_rank_that_does_not_write_walks_through_all_tensors(tmp_path):

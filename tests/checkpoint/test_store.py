@@ -22,7 +22,7 @@ def names(directory: Path) -> set[str]:
 
 
 def test_a_step_holds_model_and_tokenizer_and_is_named_as_the_latest(store, tmp_path):
-    place = store.save(5, weights("five"))
+    place = store.save(5, actor=weights("five"))
     assert place == tmp_path / "global_step_5" / "actor" / "huggingface"
     assert names(place) == {"model.safetensors", "tokenizer.json"}
     assert (tmp_path / LATEST).read_text() == "5"
@@ -30,8 +30,8 @@ def test_a_step_holds_model_and_tokenizer_and_is_named_as_the_latest(store, tmp_
 
 
 def test_later_steps_lie_beside_the_earlier_ones(store, tmp_path):
-    store.save(5, weights("five"))
-    store.save(10, weights("ten"))
+    store.save(5, actor=weights("five"))
+    store.save(10, actor=weights("ten"))
     assert names(tmp_path) == {"global_step_5", "global_step_10", LATEST}
     assert (tmp_path / LATEST).read_text() == "10"
 
@@ -42,7 +42,7 @@ def test_a_step_is_not_to_be_seen_before_it_is_whole(store, tmp_path):
         assert not list(tmp_path.glob("global_step_*"))
         assert not (tmp_path / LATEST).exists()
 
-    store.save(5, export)
+    store.save(5, actor=export)
 
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt()], ids=repr)
@@ -51,9 +51,9 @@ def test_an_export_that_fails_leaves_the_older_steps_and_nothing_of_its_own(stor
         weights("half")(directory)
         raise error
 
-    store.save(5, weights("five"))
+    store.save(5, actor=weights("five"))
     with pytest.raises(type(error)):
-        store.save(10, export)
+        store.save(10, actor=export)
     assert names(tmp_path) == {"global_step_5", LATEST}
     assert (tmp_path / LATEST).read_text() == "5"
     assert (tmp_path / "global_step_5" / "actor" / "huggingface" / "model.safetensors").read_text() == "five"
@@ -63,11 +63,11 @@ def test_what_a_killed_run_left_behind_is_not_part_of_the_next_one(store, tmp_pa
     left = tmp_path / ".global_step_5.writing" / "actor" / "huggingface"
     left.mkdir(parents=True)
     (left / "old.safetensors").write_text("old")
-    assert names(store.save(5, weights("five"))) == {"model.safetensors", "tokenizer.json"}
+    assert names(store.save(5, actor=weights("five"))) == {"model.safetensors", "tokenizer.json"}
     assert names(tmp_path) == {"global_step_5", LATEST}
 
 
 def test_saving_a_step_again_replaces_it(store):
-    store.save(5, lambda directory: (directory / "old.safetensors").write_text("old"))
-    place = store.save(5, weights("new"))
+    store.save(5, actor=lambda directory: (directory / "old.safetensors").write_text("old"))
+    place = store.save(5, actor=weights("new"))
     assert names(place) == {"model.safetensors", "tokenizer.json"}

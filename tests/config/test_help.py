@@ -35,7 +35,10 @@ def test_a_file_that_changes_another_ones_value_has_the_last_word() -> None:
 def test_a_meaning_is_the_whole_comment_above_the_key() -> None:
     meanings = key_meanings(CONF / "ppo_trainer.yaml")
     assert meanings["actor_rollout_ref.actor.clip_ratio_low"] == "The lower side by itself; null: clip_ratio."
-    assert meanings["reward.reward_manager.name"] == "naive: each answer by itself."
+    assert meanings["reward.reward_manager.name"] == (
+        "naive: the function's score | dapo: less a penalty on answers near the length limit | gdpo: naive, for "
+        "several rewards."
+    )
 
 
 def test_only_what_was_changed_is_told_and_not_what_follows_it(load: Load) -> None:

@@ -126,7 +126,9 @@ def test_an_own_file_changes_what_it_names_and_the_command_has_the_last_word(loa
 def test_an_own_file_may_stand_for_a_section(load: Load, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
     (tmp_path / "algorithm").mkdir()
-    (tmp_path / "algorithm" / "dr_grpo.yaml").write_text("defaults: [grpo, _self_]\nnorm_adv_by_std_in_grpo: false\n")
+    (tmp_path / "algorithm" / "dr_grpo.yaml").write_text(
+        "defaults: [default, _self_]\nnorm_adv_by_std_in_grpo: false\n"
+    )
     config = load("algorithm=dr_grpo", config_dir=tmp_path, config_name="mine").config
     assert not config.algorithm.norm_adv_by_std_in_grpo
 

@@ -10,7 +10,7 @@ KEYS = value_keys(PPOConfig)
     ("typed", "meant"),
     [
         ("data.train_bach_size", "data.train_batch_size"),
-        ("data.batch_size", "data.train_batch_size"),
+        ("data.training_batch_size", "data.train_batch_size"),
         ("train_files", "data.train_files"),
         ("lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),

@@ -1,6 +1,7 @@
 from .conftest import Load
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
 
 QUIET = (f"{ROLLOUT}.n=8",)
 
@@ -24,12 +25,24 @@ def test_settings_that_change_nothing_are_noted(load: Load) -> None:
         f"{ROLLOUT}.prompt_length=9": f"{ROLLOUT}.prompt_length has no effect: "
         "data.max_prompt_length says which prompts there are",
         f"{ROLLOUT}.response_length=9": f"{ROLLOUT}.response_length=9 ends answers, not data.max_response_length=512",
+        "trainer.test_freq=5": "trainer.test_freq has no effect without data.val_files",
+        "algorithm.gdpo_reward_keys=[a]": "algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator=gae",
+        "data.gen_batch_size=9": "data.gen_batch_size has no effect without algorithm.filter_groups.enable=true",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable=true": "reward.reward_kwargs.overlong_buffer_cfg has no "
+        "effect without reward.reward_manager.name=dapo",
+        f"{CORRECTION}.loss_type=reinforce": f"{CORRECTION}.loss_type=reinforce has no effect without "
+        f"{CORRECTION}.bypass_mode=true",
+        f"{CORRECTION}.rollout_rs_threshold=2": f"{CORRECTION}.rollout_rs_threshold has no effect without "
+        f"{CORRECTION}.rollout_rs",
+        f"{ACTOR}.policy_loss.loss_mode=gspo": f"{ACTOR}.loss_agg_mode=seq-mean-token-sum has no effect with "
+        "loss_mode=gspo",
         "algorithm.kl_ctrl.kl_coef=0.1": "algorithm.kl_ctrl.kl_coef has no effect without "
         "algorithm.use_kl_in_reward=true",
         f"{ACTOR}.kl_loss_coef=0.1": f"{ACTOR}.kl_loss_coef has no effect without {ACTOR}.use_kl_loss=true",
-        "trainer.test_freq=5": "trainer.test_freq has no effect without data.val_files",
+        "actor_rollout_ref.ref.refresh_freq=5": "actor_rollout_ref.ref.refresh_freq has no effect: no KL against the "
+        "reference policy is in use",
     }
-    assert load(*QUIET, *wanted).notes == list(wanted.values())
+    assert load(*QUIET, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", *wanted).notes == list(wanted.values())
 
 
 def test_neutral_values_are_not_noted(load: Load) -> None:
@@ -42,8 +55,20 @@ def test_a_kl_that_counts_twice_is_noted(load: Load) -> None:
     ]
 
 
-def test_a_grpo_group_of_one_is_noted_unless_nothing_is_trained(load: Load) -> None:
-    assert load().notes == [
-        f"{ROLLOUT}.n=1: in a GRPO group of one every advantage is 0, so nothing can be learnt; set {ROLLOUT}.n=8"
+def test_a_group_of_one_is_noted_where_it_has_no_baseline(load: Load) -> None:
+    assert load("algorithm.adv_estimator=rloo").notes == [
+        f"{ROLLOUT}.n=1: algorithm.adv_estimator=rloo compares answers to the same prompt; in a group of one every "
+        f"advantage is 0, so nothing can be learnt; set {ROLLOUT}.n=8"
     ]
-    assert load("trainer.val_only=true", "data.val_files=train.jsonl").notes == []
+    assert load("algorithm.adv_estimator=rloo", "trainer.val_only=true", "data.val_files=train.jsonl").notes == []
+    assert load("algorithm.adv_estimator=remax").notes == []
+
+
+def test_a_critic_that_nothing_reads_is_noted_and_not_trained(load: Load) -> None:
+    loaded = load(*QUIET, "algorithm.adv_estimator=grpo", "critic.enable=true", "trainer.critic_warmup=3")
+    assert loaded.notes == [
+        "critic.enable=true has no effect: algorithm.adv_estimator=grpo reads no values",
+        "trainer.critic_warmup=3 has no effect without a critic",
+    ]
+    assert loaded.config.critic.enable is False
+    assert loaded.config.trainer.critic_warmup == 0

@@ -21,8 +21,9 @@ UNKNOWN = {
     "data.train_bach_size=4": "unknown key data.train_bach_size; nearest: data.train_batch_size",
     "rollout.temprature=1": "unknown key rollout.temprature; nearest: actor_rollout_ref.rollout.temperature, "
     "actor_rollout_ref.rollout.val_kwargs.temperature",
-    "model.path=x": "unknown key model.path; nearest: actor_rollout_ref.model.path",
-    "critic.lr=1": "unknown key critic.lr; nearest: actor_rollout_ref.actor.optim.lr",
+    "model.path=x": "unknown key model.path; nearest: actor_rollout_ref.model.path, actor_rollout_ref.ref.model.path, "
+    "critic.model.path",
+    "critic.lr=1": "unknown key critic.lr; nearest: critic.optim.lr, actor_rollout_ref.actor.optim.lr",
     "n_gpus=1": "unknown key n_gpus; nearest: trainer.n_gpus_per_node",
     "own.thing=1": "unknown key own.thing; --help lists all keys",
     "+data.foo=1": "unknown key data.foo; --help lists all keys",
@@ -65,7 +66,8 @@ OUT_OF_RANGE = {
     "trainer.device=gpu": "choose auto | cuda | cpu",
     f"{ROLLOUT}.dtype=int8": "choose bf16 | fp16 | fp32 | bfloat16 | float16 | float32 | null",
     "actor_rollout_ref.hybrid_engine=false": "choose true",
-    "algorithm.adv_estimator=gpo": "choose grpo | path/to/file.py:function",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=ppo": "choose vanilla | gspo | cispo | sapo | geo_mean | gmpo | "
+    "gpg | clip_cov | kl_cov | dppo_tv | dppo_kl | dro | path/to/file.py:function",
 }
 NOT_THERE = {
     f"{ACTOR}.policy_loss.loss_mode=a.py:f": "there is no file a.py",
@@ -213,7 +215,7 @@ def test_more_than_the_machine_has_is_refused(load: Load, device: str, count: in
     config = load().config
     config.trainer.device, config.trainer.n_gpus_per_node = device, count
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = width
-    config.actor_rollout_ref.actor.fsdp_config.fsdp_size = -1
+    config.actor_rollout_ref.actor.fsdp_config.fsdp_size = config.critic.fsdp.fsdp_size = -1
     with pytest.raises(ConfigError) as caught:
         settle_ppo(config, lambda text: None, ONE_GPU)
     assert str(caught.value) == message
@@ -264,7 +266,7 @@ def test_an_own_file_is_judged_like_the_command(load: Load, tmp_path: Path, text
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no reward, algorithm, trainer, ray_kwargs; begin it with defaults: [ppo_trainer, _self_]"),
+        ("", "has no critic, reward, algorithm, trainer, ray_kwargs; begin it with defaults: [ppo_trainer, _self_]"),
         ("- a", "must be a DictConfig"),
         ("7", "Invalid loaded object type"),
         ("defaults: 3", "defaults must be a list"),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.schema import DataConfig, SFTDataConfig
+from hybridrl.config.schema import DataConfig
+from hybridrl.config.schema_sft import SFTDataConfig
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -58,6 +59,7 @@ def config() -> DataConfig:
         max_prompt_length=512,
         max_response_length=512,
         train_batch_size=8,
+        gen_batch_size=None,
         shuffle=True,
         validation_shuffle=False,
         seed=42,

@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from hybridrl.config.error import ConfigError
-from hybridrl.config.schema import SFTDataConfig
+from hybridrl.config.schema_sft import SFTDataConfig
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
 
 Write = Callable[..., str]

@@ -2,8 +2,9 @@
 
 from hybridrl.batch import Batch
 from hybridrl.data.prompts import Prompt
-from hybridrl.experience import Sample, to_batch
+from hybridrl.groups import in_groups, to_batch
 from hybridrl.hybrid_engine import HybridEngine
+from hybridrl.respondent import Sample
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.training.workers import TrainWorkers
@@ -29,7 +30,7 @@ def rows(wanted: list[Request], answers: dict[tuple[int, int], Completion]) -> B
         prompt = Prompt(request.prompt, request.prompt_ids, "", "", "", {})
         answer = answers[request.prompt, request.sample]
         samples.append(Sample(prompt, request.sample, answer, "", Score(float(request.sample))))
-    return to_batch(samples, 0)
+    return to_batch(in_groups(samples, range(len(samples))))
 
 
 def update(workers: TrainWorkers, batch: Batch) -> None:

@@ -34,6 +34,7 @@ def overrides(tiny) -> Callable[..., list[str]]:
             "data.max_response_length": 24,
             "actor_rollout_ref.model.path": tiny / "model",
             "actor_rollout_ref.rollout.n": 4,
+            "algorithm.adv_estimator": "grpo",
             "actor_rollout_ref.rollout.max_num_seqs": 32,
             "actor_rollout_ref.actor.optim.lr": 1e-2,
             "reward.custom_reward_function.path": ROOT / "tests" / "integration" / "length_reward.py",

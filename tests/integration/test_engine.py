@@ -6,8 +6,9 @@ import signal
 import psutil
 import pytest
 
-from hybridrl.assembly import build_update_plan, ppo_worker_config, probe_ids
+from hybridrl.assembly import probe_ids
 from hybridrl.hybrid_engine import Mode, StaleWeights
+from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.ppo import start_devices
 from hybridrl.rollout import Request, request_seed
 from hybridrl.training.workers import TrainWorkers
@@ -16,9 +17,10 @@ from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, r
 
 @pytest.fixture(scope="module")
 def parts(config, session, tmp_path_factory):
-    worker = ppo_worker_config(config, False, total_updates=10)
-    workers, engine = start_devices(config, session, worker, tmp_path_factory.mktemp("logs"), probe_ids(PROMPT))
-    return engine, TrainWorkers(workers, build_update_plan(config.actor_rollout_ref, 8), "float32", 120)
+    logs = tmp_path_factory.mktemp("logs")
+    worker = ppo_worker_config(config, build_algorithm(config), logs, steps=10)
+    workers, engine = start_devices(config, session, worker, logs, probe_ids(PROMPT))
+    return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
 
 
 def test_engine_and_trainer_agree_before_and_after_an_update(parts):

@@ -241,7 +241,7 @@ def test_ctrl_c_and_a_dead_worker_end_a_run_in_seconds_with_one_message(tiny, tm
         assert "stopped (Ctrl-C)" in output
     else:
         assert process.returncode == 1
-        assert "train worker.update: the process of rank" in output
+        assert "train worker.update_policy: the process of rank" in output
         assert "Traceback" not in output
     assert_gone(processes)
 

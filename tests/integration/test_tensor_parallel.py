@@ -2,8 +2,9 @@
 
 import os
 
-from hybridrl.assembly import build_update_plan, ppo_worker_config, probe_ids, start_session
+from hybridrl.assembly import probe_ids, start_session
 from hybridrl.config import load_ppo_config
+from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.ppo import start_devices
 from hybridrl.training.workers import TrainWorkers
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, update
@@ -15,9 +16,9 @@ def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp
     before = set(os.listdir("/dev/shm"))
     wide = start_session(config.trainer, config.ray_kwargs.ray_init)
     try:
-        worker = ppo_worker_config(config, False, total_updates=1)
+        worker = ppo_worker_config(config, build_algorithm(config), tmp_path, steps=1)
         workers, engine = start_devices(config, wide, worker, tmp_path / "logs", probe_ids(PROMPT))
-        trainers = TrainWorkers(workers, build_update_plan(config.actor_rollout_ref, 8), "float32", 120)
+        trainers = TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
         assert (len(workers), len(engine.servers)) == (2, 1)
         wanted = requests(3)
         engine.to_rollout(0)

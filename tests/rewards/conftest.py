@@ -3,7 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.schema import CustomRewardConfig, RewardConfig, RewardManagerConfig
+from hybridrl.config.schema import (
+    CustomRewardConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardKwargsConfig,
+    RewardManagerConfig,
+)
 
 WriteReward = Callable[..., RewardConfig]
 
@@ -33,6 +39,7 @@ def reward_config(tmp_path: Path) -> WriteReward:
             max_fault_steps=3,
             custom_reward_function=CustomRewardConfig(path, name, reward_kwargs),
             reward_manager=RewardManagerConfig("naive"),
+            reward_kwargs=RewardKwargsConfig(512, OverlongBufferConfig(False, 4096, 1.0, False)),
         )
 
     return make

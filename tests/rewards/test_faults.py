@@ -24,20 +24,20 @@ def test_a_step_without_faults_or_without_answers_counts_zero():
 
 def test_exclude_leaves_the_faulty_scores_without_a_value():
     scores = [GOOD, bad()]
-    FaultGuard("exclude", 0.5, 3).check(scores)
+    FaultGuard("exclude", 0.5, 3).settle(scores)
     assert [score.value for score in scores] == [1.0, None]
 
 
 def test_zero_makes_the_faulty_scores_zero_and_keeps_the_reason():
     scores = [GOOD, bad()]
-    FaultGuard("zero", 0.5, 3).check(scores)
+    FaultGuard("zero", 0.5, 3).settle(scores)
     assert [(score.value, score.fault) for score in scores] == [(1.0, None), (0.0, "timeout")]
 
 
 def test_stop_ends_the_run_at_the_first_fault_with_an_example_of_the_commonest():
     scores = [GOOD, bad("none", "returned None"), bad(), bad()]
     with pytest.raises(RewardFaults) as raised:
-        FaultGuard("stop", 0.9, 3).check(scores)
+        FaultGuard("stop", 0.9, 3).settle(scores)
     for part in ("3 of 4 answers", "67%", '"timeout"', "no score within 60 s", "reward.on_error=stop"):
         assert part in str(raised.value)
 

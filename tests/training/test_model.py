@@ -1,85 +1,28 @@
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    StableLmConfig,
-)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen2Config, StableLmConfig
 
 from hybridrl.batch import Batch
-from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
 from hybridrl.training import model as model_module
-from hybridrl.training.model import LanguageModel, check_log_probs, layer_classes, load_language_model
+from hybridrl.training.model import (
+    LanguageModel,
+    ReferenceOutputs,
+    TokenOutputs,
+    check_log_probs,
+    layer_classes,
+    load_language_model,
+)
 from hybridrl.training.packing import lay_out
-
-VOCABULARY = 48
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # log-probs that differ from token to token by more than any tolerance here
-}
-FAMILIES = {
-    "all heads their own keys": Qwen2Config(**SMALL, num_key_value_heads=4),
-    "two heads a key": Qwen2Config(**SMALL, num_key_value_heads=2),
-    "all heads one key, tied head": Qwen2Config(**SMALL, num_key_value_heads=1, tie_word_embeddings=True),
-    "llama": LlamaConfig(**SMALL, num_key_value_heads=2),
-    "qwen3": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8),
-    "learned positions": GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3
-    ),
-    "a sliding window in every layer": MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3),
-    "a sliding window in the second layer": Qwen2Config(
-        **SMALL, num_key_value_heads=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory) -> dict[str, str]:
-    """A small random model of each family, saved."""
-    found = {}
-    for number, (family, config) in enumerate(FAMILIES.items()):
-        torch.manual_seed(number)
-        path = tmp_path_factory.mktemp("models") / str(number)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        found[family] = str(path)
-    return found
-
-
-@pytest.fixture
-def directory(directories) -> str:
-    return directories["two heads a key"]
-
-
-@pytest.fixture(scope="module")
-def rows(make_batch) -> Batch:
-    batch = make_batch([4, 1, 7, 3], prompts=[2, 5, 1, 3])
-    generator = torch.Generator().manual_seed(0)
-    batch.prompt_ids = torch.randint(VOCABULARY, batch.prompt_ids.shape, generator=generator)
-    batch.response_ids = torch.randint(VOCABULARY, batch.response_ids.shape, generator=generator)
-    return batch
+from tests.training.families import FAMILIES, SMALL, VOCABULARY, model_config
 
 
 def load(directory: str, dtype: torch.dtype = torch.float32, **changes: object) -> LanguageModel:
-    settings = {
-        "path": directory,
-        "tokenizer_path": None,
-        "trust_remote_code": False,
-        "custom_chat_template": None,
-        "override_config": {},
-        "enable_gradient_checkpointing": False,
-        "use_remove_padding": True,
-    }
-    return load_language_model(ModelConfig(**settings | changes), dtype)
+    return load_language_model(model_config(directory, **changes), dtype)
 
 
 def one_by_one(directory: str, rows: Batch, temperature: float = 1.0):
@@ -111,8 +54,8 @@ def assert_same(found, expected):
 
 
 def through(model: LanguageModel, rows: Batch, padded: bool, temperature: float = 1.0):
-    log_probs, entropies = model(lay_out(rows, padded), temperature, True)
-    return log_probs, entropies, gradient(model, log_probs, entropies)
+    found = model(lay_out(rows, padded), temperature, entropies=True)
+    return found.log_probs, found.entropies, gradient(model, found.log_probs, found.entropies)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["in one line", "padded"])
@@ -150,20 +93,131 @@ def test_gradient_checkpointing_changes_nothing_but_computes_each_layer_twice(di
     assert len(calls) == 2
 
 
-def test_without_entropies_none_are_computed(directory, rows, monkeypatch):
+class VocabularyWide(TorchDispatchMode):
+    """Records operations that make a number for every token of the vocabulary (the head's own weight apart), and for
+    how many response tokens."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.seen = vocabulary, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        if isinstance(made, Tensor) and made.shape[1:] == (self.vocabulary,) and len(made) != SMALL["hidden_size"]:
+            self.seen.append((func.overloadpacket.__name__, len(made)))
+        return made
+
+
+@pytest.fixture
+def odd(tmp_path) -> str:
+    """A model in which nothing but the vocabulary has 37 of anything."""
+    torch.manual_seed(0)
+    settings = SMALL | {"vocab_size": 37}
+    AutoModelForCausalLM.from_config(Qwen2Config(**settings, num_key_value_heads=2)).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.fixture
+def odd_rows(rows) -> Batch:
+    return replace(rows, prompt_ids=rows.prompt_ids % 37, response_ids=rows.response_ids % 37)
+
+
+def reference_outputs(model: LanguageModel, rows: Batch, padded: bool, bias: Tensor | None = None) -> ReferenceOutputs:
+    return ReferenceOutputs(model.hidden_states(lay_out(rows, padded)), model.model.lm_head.weight, bias)
+
+
+def by_the_formulas(policy_path: str, reference_path: str, bias: Tensor, rows: Batch, temperature: float):
+    """All outputs in float64 of transformers' own models, row by row, as sums over the vocabulary; and the policy."""
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float64)
+        for path in (policy_path, reference_path)
+    )
+    found = []
+    for number in range(len(rows)):
+        row = rows.select([number])
+        ids = torch.cat([row.prompt_ids, row.response_ids])[None]
+        log_p = (policy(ids).logits[0] / temperature).log_softmax(-1)
+        log_q = ((reference(ids).logits[0].detach() + bias) / temperature).log_softmax(-1)
+        for place, token in enumerate(row.response_ids.tolist(), start=len(row.prompt_ids) - 1):
+            p = log_p[place].exp()
+            entropy = -(p * log_p[place]).sum()
+            kl = (p * (log_p[place] - log_q[place])).sum()
+            found.append((log_p[place, token], entropy, p.square().sum(), kl))
+    return TokenOutputs(*(torch.stack(items) for items in zip(*found, strict=True))), policy
+
+
+def whole_gradient(model, found: TokenOutputs) -> list[Tensor]:
+    """The gradient, in the order of the parameters, of all outputs that have one; every token has its own weights."""
+    weights = torch.linspace(-1, 1, len(found.log_probs))
+    mixed = found.log_probs * weights + found.entropies * weights.flip(0) + found.reference_kl * weights.square()
+    mixed.sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("tokens_a_chunk", [1, 4, 10**6])
+@pytest.mark.parametrize("padded", [False, True], ids=["in one line", "padded"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_all_outputs_and_their_gradient_are_those_of_the_formulas(
+    directories, rows, temperature, padded, tokens_a_chunk, monkeypatch
+):
+    policy, reference = directories["two heads a key"], directories["llama"]
+    bias = torch.linspace(-2, 2, VOCABULARY)
+    expected, whole_model = by_the_formulas(policy, reference, bias, rows, temperature)
+    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 2 * 4 * VOCABULARY * tokens_a_chunk)
+    model, against = load(policy), reference_outputs(load(reference), rows, padded, bias)
+    found = model(lay_out(rows, padded), temperature, entropies=True, sum_pi_squared=True, against=against)
+    for value, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, right.float(), atol=1e-5, rtol=1e-5)
+    assert not found.sum_pi_squared.requires_grad
+    gradients, right = whole_gradient(model, found), whole_gradient(whole_model, expected)
+    torch.testing.assert_close(gradients, [value.float() for value in right], atol=1e-4, rtol=1e-4)
+
+
+def test_a_policy_is_at_no_distance_from_itself_and_is_not_pulled(directory, rows):
     model = load(directory)
-    expected, _ = model(lay_out(rows, padded=False), 1.0, True)
-    for chunk_bytes in (model_module.CHUNK_BYTES["cpu"], 1):
-        monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", chunk_bytes)
-        log_probs, entropies = model(lay_out(rows, padded=False), 1.0, False)
-        assert entropies is None
-        torch.testing.assert_close(log_probs, expected)
+    found = model(lay_out(rows, padded=False), 0.7, against=reference_outputs(model, rows, padded=False))
+    assert torch.equal(found.reference_kl, torch.zeros(15))
+    found.reference_kl.sum().backward()
+    assert max(float(parameter.grad.abs().max()) for parameter in model.parameters()) < 1e-5
+
+
+def test_the_reference_has_no_gradient_though_its_parameters_could(directories, rows):
+    model, reference = load(directories["two heads a key"]), load(directories["llama"])
+    found = model(lay_out(rows, padded=False), 1.0, against=reference_outputs(reference, rows, padded=False))
+    found.reference_kl.sum().backward()
+    assert not any(parameter.grad is not None for parameter in reference.parameters())
+
+
+@pytest.mark.parametrize("tokens_a_chunk", [4, 10**6])
+def test_what_is_not_asked_for_is_none_and_computed_by_no_operation(odd, odd_rows, tokens_a_chunk, monkeypatch):
+    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 4 * 37 * tokens_a_chunk)
+    model, inputs = load(odd), lay_out(odd_rows, padded=False)
+    with VocabularyWide(37) as bare:
+        found = model(inputs, 1.0)
+    assert found[1:] == (None, None, None)
+    # The head and the temperature, for every chunk; log-probs alone need no probabilities.
+    assert {name for name, _ in bare.seen} == {"mm", "div"}
+    for asked in ("entropies", "sum_pi_squared"):
+        more = model(inputs, 1.0, **{asked: True})
+        assert [name for name, value in more._asdict().items() if value is not None] == ["log_probs", asked]
+        assert torch.equal(more.log_probs, found.log_probs)
+
+
+def test_no_logits_exist_as_a_whole_where_a_reference_has_some_too(odd, odd_rows, monkeypatch):
+    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 4 * 37 * 4)
+    model = load(odd)
+    against = reference_outputs(model, odd_rows, padded=False)
+    with VocabularyWide(37) as wide:
+        found = model(lay_out(odd_rows, padded=False), 1.0, entropies=True, sum_pi_squared=True, against=against)
+        sum(found[:2] + found[3:]).sum().backward()
+    # 15 response tokens and room for the logits of 4: 2 of the policy with 2 of the reference.
+    assert {size for _, size in wide.seen} == {1, 2}
 
 
 def test_the_order_of_the_rows_does_not_matter(directory, rows):
     model, order = load(directory), [2, 0, 3, 1]
-    log_probs, _ = model(lay_out(rows, padded=False), 1.0, False)
-    mixed, _ = model(lay_out(rows.select(order), padded=False), 1.0, False)
+    log_probs = model(lay_out(rows, padded=False), 1.0).log_probs
+    mixed = model(lay_out(rows.select(order), padded=False), 1.0).log_probs
     parts = log_probs.split(rows.response_lengths.tolist())
     torch.testing.assert_close(mixed, torch.cat([parts[row] for row in order]), atol=1e-5, rtol=0)
 
@@ -185,6 +239,14 @@ def test_layers_to_shard_are_those_named_or_else_those_that_the_model_says(direc
     assert layer_classes(model, None) == layer_classes(model, []) == {"Qwen2DecoderLayer"}
     assert layer_classes(model, "Qwen2MLP") == {"Qwen2MLP"}
     assert layer_classes(model, ["Qwen2MLP", "Qwen2Attention"]) == {"Qwen2MLP", "Qwen2Attention"}
+
+
+def test_a_directory_that_lacks_weights_is_refused_by_their_names(directory, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"1 of the model's weights are not there \(lm_head.weight\)"):
+        load(str(tmp_path))
 
 
 def test_a_family_whose_rows_see_one_another_in_one_line_is_refused_with_the_way_out():

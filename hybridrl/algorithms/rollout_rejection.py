@@ -1,0 +1,143 @@
+"""Tokens and rows left out because the trainer's probabilities are too far from those of the engine that sampled them.
+
+A log-ratio is the trainer's log-prob less the engine's, of a sampled token. Options and bounds are verl's.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.rollout_metrics import rejection_metrics
+from hybridrl.batch import Batch
+
+OPTIONS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
+SAFE = 20.0  # log-ratios are cut to [-20, 20] before they are exponentiated
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Tokens (token_*) or whole rows (seq_*) are left out where an estimate of the divergence is out of bounds.
+
+    k1, k2 and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). The bounds of k1 are
+    those of exp(k1), as in verl: of the engine's probability over the trainer's. k2 and k3 have no `lower`.
+    """
+
+    option: str
+    lower: float | None
+    upper: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """What the estimate must lie between."""
+        return (-math.inf, self.upper) if self.lower is None else (math.log(self.lower), math.log(self.upper))
+
+    def divergence(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """The estimate [response tokens]; where rows are judged, each token has its row's."""
+        pool, form = self.option.rsplit("_", 1)
+        tokens = _estimate(written_only(log_ratio, batch).clamp(-SAFE, SAFE), form)
+        match pool:
+            case "token":
+                return tokens
+            case "seq_sum":
+                rows = batch.per_row(tokens)
+            case "seq_mean":
+                rows = batch.written_mean(tokens)
+            case _:
+                rows = tokens.new_zeros(len(batch)).scatter_reduce(0, batch.response_row, tokens, "amax")
+        return rows[batch.response_row]
+
+    def passes(self, divergence: Tensor) -> Tensor:
+        """Whether estimates are within the bounds, which NaN never is."""
+        low, high = self.bounds
+        return (divergence >= low) & (divergence <= high)
+
+    def metrics(self, log_ratio: Tensor, batch: Batch) -> dict[str, float]:
+        """What it judges by, and what it alone would leave out."""
+        divergence, by_row = self.divergence(log_ratio, batch), not self.option.startswith("token")
+        return rejection_metrics(divergence, self.passes(divergence), batch, by_row, *self.bounds)
+
+
+def written_only(log_ratio: Tensor, batch: Batch) -> Tensor:
+    """Log-ratios without gradient, 0 where the policy did not write, whatever stood there."""
+    return torch.where(batch.response_mask, log_ratio.detach(), 0.0)
+
+
+def parse_rejections(
+    options: str | list[str] | None, thresholds: str | float | list[str] | list[float] | None
+) -> tuple[Rejection, ...]:
+    """Rejections from names and bounds, either as a list or as text with commas; one bound may serve all.
+
+    Raises ValueError, with a message for the user.
+    """
+    names, bounds = list(dict.fromkeys(_parts(options))), _parts(thresholds)
+    if not names:
+        return ()
+    for name in names:
+        if name not in OPTIONS:
+            raise ValueError(f"rollout_rs names {name!r}, which is none of {', '.join(OPTIONS)}")
+    if len(bounds) not in (1, len(names)):
+        example = ",".join("0.5_2.0" if name.endswith("k1") else "0.01" for name in names)
+        raise ValueError(
+            f"rollout_rs_threshold has {len(bounds)} bounds for rollout_rs={','.join(names)}: "
+            f"give one for all or one for each, such as '{example}'"
+        )
+    if len(bounds) == 1:
+        bounds *= len(names)
+    return tuple(_rejection(name, bound) for name, bound in zip(names, bounds, strict=True))
+
+
+def parse_threshold(text: str | float) -> tuple[float | None, float]:
+    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper).
+
+    Raises ValueError, with a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out
+    of bounds.
+    """
+    *lower, upper = (_number(part) for part in str(text).split("_"))
+    if len(lower) > 1 or not all(0 < bound <= 1 for bound in lower) or not 1 <= upper < math.inf:
+        raise ValueError(
+            f"{text!r} does not bound a ratio of probabilities: give an upper bound of at least 1, such as 2.0, or a "
+            f"lower and an upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
+        )
+    return (lower[0] if lower else None), upper
+
+
+def _rejection(name: str, bound: str) -> Rejection:
+    if name.endswith("k1"):
+        try:
+            lower, upper = parse_threshold(bound)
+        except ValueError as error:
+            raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
+        return Rejection(name, 1 / upper if lower is None else lower, upper)
+    if not 0 < _number(bound) < math.inf:
+        raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
+    return Rejection(name, None, _number(bound))
+
+
+def _estimate(log_ratio: Tensor, form: str) -> Tensor:
+    match form:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case _:
+            return log_ratio.expm1() - log_ratio
+
+
+def _parts(value: str | float | list[str] | list[float] | None) -> list[str]:
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    return [part for item in items for text in str(item).split(",") if (part := text.strip())]
+
+
+def _number(text: str) -> float:
+    """NaN for what is no number; Python reads 0.5_2 as 0.52."""
+    try:
+        return math.nan if "_" in text else float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,65 @@
+"""The typed configuration of supervised fine-tuning; see schema.py."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, RayConfig
+from hybridrl.config.values import AboveZero, Natural, PathOrHub, Positive, RowFiles, Seconds
+
+
+@dataclass
+class SFTDataConfig:
+    tokenizer: Annotated[str, PathOrHub()] | None
+    train_files: Annotated[list[str], RowFiles(least=1)]
+    val_files: Annotated[list[str], RowFiles()]
+    train_max_samples: int
+    val_max_samples: int
+    messages_key: str
+    prompt_key: str
+    response_key: str
+    max_length: Positive
+    train_batch_size: Positive
+    max_token_len_per_gpu: Positive
+    shuffle: bool
+    seed: Natural
+    truncation: Literal["error", "left", "right"]
+    trust_remote_code: bool
+    apply_chat_template_kwargs: dict[str, Any]
+
+
+@dataclass
+class SFTTrainerConfig:
+    device: Literal["auto", "cuda", "cpu"]
+    nnodes: Positive
+    n_gpus_per_node: Positive | None
+    seed: Natural
+    total_epochs: Positive
+    total_training_steps: Positive | None
+    project_name: str
+    experiment_name: str
+    default_local_dir: str
+    logger: list[str]
+    test_freq: int
+    save_freq: int
+    max_skipped_updates: Positive
+    startup_timeout: Seconds
+    step_timeout: Seconds
+
+
+@dataclass
+class SFTEngineConfig:
+    grad_clip: AboveZero
+    nccl_timeout: Positive
+    fsdp_config: FSDPConfig
+
+
+@dataclass
+class SFTConfig:
+    """The whole of `conf/sft_trainer.yaml`."""
+
+    data: SFTDataConfig
+    model: ModelConfig
+    optim: OptimizerConfig
+    engine: SFTEngineConfig
+    trainer: SFTTrainerConfig
+    ray_kwargs: RayConfig

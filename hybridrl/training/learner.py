@@ -1,0 +1,111 @@
+"""A sharded model that learns: gradients pass by pass, one optimizer step a mini-batch. Which loss, it is told.
+
+A loss, ratio or gradient that is not finite never reaches the parameters: the update is skipped on every rank, and the
+rows that made it are written to a file.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridrl.algorithms.aggregation import Totals
+from hybridrl.batch import Batch
+from hybridrl.config.schema import FSDPConfig
+from hybridrl.training.optimizer import Optimizers
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One rank's share of an optimizer update: its passes, and the divisors of the whole mini-batch."""
+
+    passes: list[list[int]]
+    totals: Totals
+
+
+# Rows of a pass and the totals of its mini-batch -> this pass's share of the loss, and of each metric.
+Loss = Callable[[Batch, Totals], tuple[Tensor, dict[str, Tensor]]]
+Shares = dict[str, float]
+
+
+class Learner:
+    """One rank's part of a model in training. `skipped_updates` is where rows of a skipped update are written."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Optimizers, fsdp: FSDPConfig, device: torch.device, skipped_updates: Path
+    ) -> None:
+        self.model, self.optimizers, self.fsdp, self.device = model, optimizers, fsdp, device
+        self.skipped_updates = skipped_updates
+
+    def update(self, batch: Batch, mini_batches: list[MiniBatch], loss: Loss, clip: float, step: int) -> list[Shares]:
+        """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up over ranks)."""
+        self.model.train()
+        ranks, found = dist.get_world_size(), []
+        for number, mini_batch in enumerate(mini_batches, 1):
+            shares: dict[str, Tensor] = {}
+            losses = [self.backward(batch, rows, mini_batch.totals, loss, shares) for rows in mini_batch.passes]
+            sound = torch.stack(losses).isfinite()
+            lr, all_sound, norm = self.optimizers.lr, self._on_all_ranks(bool(sound.all())), self._clip(clip)
+            applied = all_sound and math.isfinite(norm)
+            self._step(applied)
+            if applied:
+                shares["grad_norm"] = torch.tensor(norm / ranks)
+            else:
+                suspects = ~sound if not all_sound else torch.ones_like(sound)  # without a broken loss, all of them
+                rows = sorted({row for index in suspects.nonzero().flatten() for row in mini_batch.passes[index]})
+                self._write(batch.select(rows), f"step-{step}-update-{number}")
+                shares = {}
+            found.append({name: float(value) for name, value in shares.items()})
+            found[-1] |= {"lr": lr / ranks, "skipped_updates": (not applied) / ranks}
+        return found
+
+    def backward(
+        self, batch: Batch, rows: list[int], totals: Totals, loss: Loss, shares: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        """Forward and backward of one pass; a rank without rows keeps step with a loss of 0. Returns the loss."""
+        total, found = loss(batch.select(rows or [0]), totals)
+        # FSDP averages over ranks; the divisors are those of the whole mini-batch already.
+        (total * (dist.get_world_size() if rows else 0)).backward()
+        if rows and shares is not None:
+            for name, value in ({"loss": total} | found).items():
+                shares[name] = shares.get(name, 0.0) + value.detach()
+        return total.detach() if rows else torch.zeros_like(total)
+
+    def _clip(self, limit: float) -> float:
+        """Scale the gradient down to a norm. Returns the norm before, the same on every rank."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _on_all_ranks(self, holds: bool) -> bool:
+        """An infinite loss may leave the gradient finite, so ranks have to tell one another of it."""
+        broken = torch.tensor(float(not holds), device=self.device)
+        dist.all_reduce(broken)
+        return not broken
+
+    def _step(self, applied: bool) -> None:
+        if self.fsdp.optimizer_offload:
+            self.optimizers.to(self.device)
+        self.optimizers.step() if applied else self.optimizers.skip()
+        self.optimizers.zero_grad()
+        if self.fsdp.optimizer_offload:
+            self.optimizers.to(torch.device("cpu"))
+
+    def _write(self, part: Batch, name: str) -> None:
+        """Keep rows for whoever looks for the fault: a dictionary of tensors, `torch.load(file)`."""
+        if len(part):
+            values = {item.name: vars(part)[item.name] for item in fields(part) if vars(part)[item.name] is not None}
+            self.skipped_updates.mkdir(parents=True, exist_ok=True)
+            torch.save(values, self.skipped_updates / f"{name}-rank-{dist.get_rank()}.pt")
+
+    def offload(self, *, to_host: bool) -> None:
+        """Move to or from host memory what the configuration says may leave the device."""
+        target = torch.device("cpu") if to_host else self.device
+        if self.fsdp.param_offload:
+            self.model.to(target)
+        if self.fsdp.optimizer_offload and to_host:
+            self.optimizers.to(target)

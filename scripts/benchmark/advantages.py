@@ -1,0 +1,107 @@
+"""Time of the vectorised advantages beside a plain loop's: `python scripts/benchmark/advantages.py`
+
+The loops are those a first version would have: GAE goes over the time steps of a padded rectangle, GRPO over the rows
+with a dict of groups. Both see the same numbers, and must find the same, before they are timed in turn.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.estimators.gae import gae
+from hybridrl.algorithms.estimators.grpo import grpo
+from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.batch import Batch
+
+ROUNDS, TOLERANCE = 5, 1e-5
+SETTINGS = AdvantageSettings(gamma=1.0, lam=0.95)
+
+
+def rows(lengths: Tensor, group_size: int) -> Batch:
+    """Random rewards and values; every token was written by the policy."""
+    count, tokens = len(lengths), int(lengths.sum())
+    numbers = torch.arange(count)
+    return Batch(
+        prompt_lengths=torch.ones(count, dtype=torch.int64),
+        response_lengths=lengths,
+        prompt_ids=torch.zeros(count, dtype=torch.int64),
+        response_ids=torch.zeros(tokens, dtype=torch.int64),
+        group=numbers // group_size,
+        position=numbers // group_size,
+        sample=numbers % group_size,
+        response_mask=torch.ones(tokens, dtype=torch.bool),
+        token_rewards=torch.randn(tokens),
+        values=torch.randn(tokens),
+    )
+
+
+def gae_loop(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """All [B, T]; the mask is 1 where the policy wrote."""
+    following = running = torch.zeros(len(rewards))
+    backwards = []
+    for step in reversed(range(rewards.shape[1])):
+        written = mask[:, step]
+        residual = rewards[:, step] + SETTINGS.gamma * following - values[:, step]
+        running = torch.where(written, residual + SETTINGS.gamma * SETTINGS.lam * running, running)
+        following = torch.where(written, values[:, step], following)
+        backwards.append(running)
+    advantages = torch.stack(backwards[::-1], dim=1)
+    variance, mean = torch.var_mean(advantages[mask])
+    return (advantages - mean) * (variance + 1e-8).rsqrt() * mask
+
+
+def grpo_loop(rewards: Tensor, group: list[int], mask: Tensor) -> Tensor:
+    """Rewards and mask [B, T]."""
+    scores = rewards.sum(dim=1)
+    members = defaultdict(list)
+    for row, number in enumerate(group):
+        members[number].append(scores[row])
+    means = {number: torch.stack(found).mean() for number, found in members.items()}
+    deviations = {number: torch.stack(found).std() for number, found in members.items()}
+    for row, number in enumerate(group):
+        scores[row] = (scores[row] - means[number]) / (deviations[number] + 1e-6)
+    return scores[:, None] * mask
+
+
+def compare(name: str, batch: Batch, ours: Callable[[], Tensor], loop: Callable[[], Tensor]) -> None:
+    """Stop where the two differ; otherwise print the time of each."""
+    difference = float((batch.padded(ours()) - loop()).abs().max())
+    if difference > TOLERANCE:
+        raise SystemExit(f"{name}: the two differ by {difference:.1e}")
+    taken = [(milliseconds(ours), milliseconds(loop)) for _ in range(ROUNDS)]
+    for label, times in zip(("vectorised", "plain loop"), zip(*taken, strict=True), strict=True):
+        print(f"{name:28} {label}  median {statistics.median(times):7.1f} ms  least {min(times):7.1f} ms")
+
+
+def milliseconds(function: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    function()
+    return 1000 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {ROUNDS} rounds in turn")
+
+    batch = rows(torch.full((1024,), 2048), group_size=1)
+    rectangles = [batch.padded(field) for field in (batch.token_rewards, batch.values)]
+    mask = batch.padded(batch.response_mask, fill=False)
+    compare("GAE [1024, 2048]", batch, lambda: gae(batch, SETTINGS)[0], lambda: gae_loop(*rectangles, mask))
+
+    samples = rows(torch.randint(1, 513, (8192,)), group_size=8)
+    rewards, group = samples.padded(samples.token_rewards), samples.group.tolist()
+    written = samples.padded(samples.response_mask, fill=False)
+    compare(
+        "GRPO 8192 samples, 1-512",
+        samples,
+        lambda: grpo(samples, SETTINGS)[0],
+        lambda: grpo_loop(rewards, group, written),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Trains the quickstart once an algorithm, draws docs/algorithms.png and writes the table in docs/algorithms.md:
+
+python scripts/benchmark/algorithms.py [--seed N] [--steps N] [--only NAME ...] [--out DIR] [--docs DIR]
+
+A run that is complete in --out, of the same overrides, seed and steps, is not made again. Picture and table show every
+such run. Ends with status 1 where a run failed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hybridrl.tracking import read_metrics
+from hybridrl.tracking.curves import COLORS, MUTED, STYLE
+from hybridrl.tracking.names import STEP_SECONDS
+
+TOP = Path(__file__).absolute().parents[2]
+ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
+CORRECTION, OVERLONG = "algorithm.rollout_correction", "reward.reward_kwargs.overlong_buffer_cfg"
+GOAL, LAST_STEPS, COLUMNS = 0.8, 5, 5
+BEGIN, END = "<!-- curves -->", "<!-- /curves -->"
+
+# What differs from recipes/quickstart/train.yaml, where the estimator is grpo and the loss vanilla.
+ENTRIES = {
+    "gae": "algorithm.adv_estimator=gae critic.optim.lr=1.0e-3",
+    "grpo": "algorithm.adv_estimator=grpo",
+    "grpo_no_std": f"algorithm.norm_adv_by_std_in_grpo=false {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+    # As many answers as elsewhere, but in pairs: of eight the best is seldom better than the second best.
+    "grpo_passk": "algorithm.adv_estimator=grpo_passk actor_rollout_ref.rollout.n=2 data.train_batch_size=128 "
+    f"{ACTOR}.ppo_mini_batch_size=32",
+    "rloo": "algorithm.adv_estimator=rloo",
+    "reinforce_plus_plus": "algorithm.adv_estimator=reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "algorithm.adv_estimator=reinforce_plus_plus_baseline",
+    "remax": "algorithm.adv_estimator=remax",
+    "opo": "algorithm.adv_estimator=opo",
+    "gpg": f"algorithm.adv_estimator=gpg {LOSS}.loss_mode=gpg",
+    "optimal_token_baseline": "algorithm.adv_estimator=optimal_token_baseline",
+    "gdpo": "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[acc,worked]",
+    # A hundred times the paper's window, for answers a hundred times shorter.
+    "gspo": f"{LOSS}.loss_mode=gspo {ACTOR}.clip_ratio_low=0.03 {ACTOR}.clip_ratio_high=0.04",
+    "cispo": f"{LOSS}.loss_mode=cispo {ACTOR}.clip_ratio_low=1.0 {ACTOR}.clip_ratio_high=0.2",
+    "sapo": f"{LOSS}.loss_mode=sapo",
+    "geo_mean": f"{LOSS}.loss_mode=geo_mean {ACTOR}.clip_ratio=0.4",
+    # A share of 0.002 is three tokens of a mini-batch here.
+    "clip_cov": f"{LOSS}.loss_mode=clip_cov {LOSS}.clip_cov_ratio=0.002 {ACTOR}.clip_ratio=1.0",
+    "kl_cov": f"{LOSS}.loss_mode=kl_cov {LOSS}.kl_cov_ratio=0.002 {LOSS}.ppo_kl_coef=1.0",
+    "dppo_tv": f"{LOSS}.loss_mode=dppo_tv {ACTOR}.clip_ratio=0.15 {ACTOR}.clip_ratio_c=20",
+    "dppo_kl": f"{LOSS}.loss_mode=dppo_kl {ACTOR}.clip_ratio=0.05 {ACTOR}.clip_ratio_c=20",
+    "dro": f"{LOSS}.loss_mode=dro {LOSS}.dro_beta=0.1",
+    "kl_loss": f"{ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=low_var_kl {ACTOR}.kl_loss_coef=0.01",
+    "kl_full": f"{ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=full {ACTOR}.kl_loss_coef=0.01",
+    "kl_in_reward": "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.01 "
+    "algorithm.kl_ctrl.target_kl=0.05 algorithm.kl_ctrl.horizon=2000",
+    "dapo": f"algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc {ACTOR}.clip_ratio_high=0.28 "
+    f"{ACTOR}.loss_agg_mode=token-mean reward.reward_manager.name=dapo {OVERLONG}.enable=true {OVERLONG}.len=16",
+    "correction": f"{CORRECTION}.rollout_is=token",
+    "bypass_reinforce": f"{CORRECTION}.bypass_mode=true {CORRECTION}.loss_type=reinforce {CORRECTION}.rollout_is=token",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run: the share of right answers at each step, and the median seconds of a step."""
+
+    rewards: list[float]
+    seconds: float
+
+    @property
+    def last(self) -> float:
+        return fmean(self.rewards[-LAST_STEPS:])
+
+    @property
+    def steps_to_goal(self) -> int | None:
+        return next((step for step, reward in enumerate(self.rewards, 1) if reward >= GOAL), None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One entry's run in `directory`; `wanted` is written there once it is complete."""
+
+    name: str
+    seed: int
+    steps: int
+    directory: Path
+
+    @property
+    def wanted(self) -> dict[str, object]:
+        return {"overrides": ENTRIES[self.name].split(), "seed": self.seed, "steps": self.steps}
+
+    @property
+    def complete(self) -> bool:
+        marker = self.directory / "complete.json"
+        return marker.is_file() and json.loads(marker.read_text()) == self.wanted
+
+    def train(self, start: list[str]) -> bool:
+        """Run it from scratch with the overrides that name data and warm start. Returns whether it succeeded."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        settings = {
+            "total_training_steps": self.steps,
+            "seed": self.seed,
+            "default_local_dir": self.directory,
+            "rollout_data_dir": self.directory / "rollouts",
+            "val_before_train": "false",
+            "test_freq": -1,
+            "save_freq": -1,
+            "logger": "[console]",
+        }
+        overrides = [f"trainer.{key}={value}" for key, value in settings.items()]
+        command = ["-m", "hybridrl.main_ppo", "--config-path", "recipes/quickstart", "--config-name", "train"]
+        with (self.directory / "output.log").open("w") as log:
+            done = python([*command, "data.val_files=null", *start, *overrides, *ENTRIES[self.name].split()], log)
+        if done:
+            (self.directory / "complete.json").write_text(json.dumps(self.wanted))
+        return done
+
+    def curve(self) -> Curve:
+        """From every answer sampled, those that dynamic sampling drops included, judged without any penalty."""
+        files = [self.directory / "rollouts" / f"{step}.jsonl" for step in range(1, self.steps + 1)]
+        rewards = [fmean(json.loads(line)["acc"] for line in file.read_text().splitlines()) for file in files]
+        metrics = read_metrics(self.directory)
+        return Curve(rewards, median(metrics[step][STEP_SECONDS] for step in range(1, self.steps + 1)))
+
+
+def python(arguments: list[str], output: object = None) -> bool:
+    """Run Python in the checkout. Returns whether it ended with status 0."""
+    return subprocess.run([sys.executable, *arguments], cwd=TOP, stdout=output, stderr=output).returncode == 0
+
+
+def warm_start(seed: int, out: Path) -> list[str]:
+    """Overrides that name data and warm start of this seed: those of quickstart.sh where it has kept them, else own."""
+    kept = TOP / "outputs" / "quickstart"
+    key = kept / "warmup" / "key"
+    theirs = key.is_file() and key.read_text().rstrip().endswith(f" seed {seed}")
+    place = kept if theirs else out / f"warm-start-{seed}"
+    model = place / "warmup" / "global_step_450" / "actor" / "huggingface"
+    if not model.is_dir() and not make_warm_start(seed, place):
+        sys.exit("the warm start failed")
+    return [f"data.train_files={place}/data/train.jsonl", f"actor_rollout_ref.model.path={model}"]
+
+
+def make_warm_start(seed: int, place: Path) -> bool:
+    """The quickstart's data and warm start, in another place."""
+    made = python(["recipes/quickstart/make_data.py", "--out", f"{place}/data", "--seed", str(seed)])
+    command = ["-m", "hybridrl.main_sft", "--config-path", "recipes/quickstart", "--config-name", "warmup"]
+    files = [f"data.train_files={place}/data/warmup.jsonl", f"model.path={place}/data/model"]
+    return made and python([*command, *files, f"trainer.seed={seed}", f"trainer.default_local_dir={place}/warmup"])
+
+
+def draw(curves: dict[str, Curve], path: Path) -> None:
+    """One panel an entry, GRPO's curve in grey behind it."""
+    rows = -(-len(curves) // COLUMNS)
+    with rc_context(STYLE | {"axes.titlesize": 9, "axes.titleweight": "normal", "font.size": 8}):
+        figure = Figure(figsize=(2 * COLUMNS, 1.45 * rows + 0.3), layout="constrained")
+        grid = figure.subplots(rows, COLUMNS, squeeze=False, sharex=True, sharey=True).flatten()
+        for number, (axes, (name, curve)) in enumerate(zip(grid, curves.items(), strict=False)):
+            draw_panel(axes, name, curve, curves.get("grpo"))
+            axes.tick_params(labelbottom=number + COLUMNS >= len(curves))
+        for axes in grid[len(curves) :]:
+            axes.set_visible(False)
+        figure.supxlabel("step", color=MUTED, fontsize=9)
+        figure.supylabel("share of sampled answers that are right", color=MUTED, fontsize=9)
+        figure.savefig(path, dpi=160, facecolor="white")
+
+
+def draw_panel(axes: Axes, name: str, curve: Curve, grpo: Curve | None) -> None:
+    axes.set_title(name)
+    axes.set(ylim=(0, 1.02), yticks=(0, 0.5, 1))
+    axes.axhline(GOAL, color=MUTED, linewidth=0.7, linestyle=":")
+    if grpo is not None:
+        axes.plot(range(1, len(grpo.rewards) + 1), grpo.rewards, color="#cbd5e1", linewidth=2)
+    axes.plot(range(1, len(curve.rewards) + 1), curve.rewards, color=COLORS[0], linewidth=1.5)
+    axes.text(0.97, 0.08, f"{curve.last:.2f}", transform=axes.transAxes, ha="right", color=COLORS[0], fontweight="bold")
+
+
+def table(curves: dict[str, Curve]) -> str:
+    rows = [
+        f"| name | overrides | reward at step 1 | mean of the last {LAST_STEPS} | steps to {GOAL} | seconds a step |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for name, curve in curves.items():
+        overrides = "<br>".join(f"`{override}`" for override in ENTRIES[name].split())
+        rows.append(
+            f"| {name} | {overrides} | {curve.rewards[0]:.3f} | {curve.last:.3f} | {curve.steps_to_goal or 'never'} "
+            f"| {curve.seconds:.1f} |"
+        )
+    return "\n".join(rows)
+
+
+def write_page(page: Path, curves: dict[str, Curve], seed: int, steps: int) -> None:
+    """Replace what stands between the markers."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        sys.exit(f"{page}: there is no {BEGIN} ... {END} to write the table into")
+    told = f"Seed {seed}, {steps} steps, {os.cpu_count()} cores:"
+    page.write_text(f"{before}{BEGIN}\n{told}\n\n{table(curves)}\n{END}{after}", encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train the quickstart once an algorithm; draw and tabulate the curves."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the warm start and of every run")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=ENTRIES, default=list(ENTRIES), metavar="NAME", help="entries")
+    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "algorithms", help="where the runs lie")
+    parser.add_argument("--docs", type=Path, default=TOP / "docs", help="where algorithms.md and algorithms.png lie")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    out: Path = arguments.out.absolute()
+    runs = {name: Run(name, arguments.seed, arguments.steps, out / name) for name in ENTRIES}
+    start = warm_start(arguments.seed, out)
+    failed = []
+    for run in (runs[name] for name in arguments.only):
+        began, kept = time.monotonic(), run.complete
+        if kept or run.train(start):
+            curve, seconds = run.curve(), "kept" if kept else f"{time.monotonic() - began:.0f} s"
+            print(f"{run.name:<30} first {curve.rewards[0]:.3f}  last five {curve.last:.3f}  {seconds}", flush=True)
+        else:
+            failed.append(run.name)
+            print(f"{run.name:<30} failed: {run.directory}/output.log", flush=True)
+    curves = {name: run.curve() for name, run in runs.items() if run.complete}
+    if curves:
+        draw(curves, arguments.docs / "algorithms.png")
+        write_page(arguments.docs / "algorithms.md", curves, arguments.seed, arguments.steps)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
