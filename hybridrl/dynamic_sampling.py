@@ -39,8 +39,8 @@ class GroupFilter:
         return reward_part(sample.score, self.metric, METRIC_KEY)
 
     def has_signal(self, group: PromptGroup) -> bool:
-        """Whether the answers differ in the metric; a single answer counts as if they did, as in verl."""
-        return len(group.samples) == 1 or len({self.value(sample) for sample in group.samples}) > 1
+        """Whether the answers differ in the metric."""
+        return len({self.value(sample) for sample in group.samples}) > 1
 
 
 @dataclass
@@ -98,6 +98,7 @@ class Draws:
             "train/num_gen_batches": self.rounds,
             "sampling/groups_drawn": len(self.groups),
             "sampling/groups_without_signal": len(self.groups) - len(self.kept),
+            "sampling/groups_left_out": max(len(self.kept) - self.wanted, 0),
         }
 
     def _likely(self) -> int:

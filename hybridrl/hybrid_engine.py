@@ -1,6 +1,6 @@
 """The door between rollout and training: every device is in one of two modes, and weights pass through here alone.
 
-    to_rollout     wake the engines' weights, publish, what may leave the device leaves it, wake the cache, prove
+    to_rollout     the critic leaves, wake the engines' weights, publish, the policy leaves, wake the cache, prove
     to_training    engines sleep, parameters back (moments come back when the optimizer steps)
 
 Weights before cache, so that the trainer's parameters and the cache never have to fit together. On CPU the same calls
@@ -119,10 +119,11 @@ class HybridEngine:
         self._replace_dead_servers()
         with self.watch("update_weights"):
             expected = self._trainer_log_probs()
+            self._move_trainers(to_host=True, policy=False)  # the critic has nothing to hand over
             self.servers.broadcast(RolloutServer.wake, "weights", timeout=self.timeout)
             self._publish(self.servers)
         with self.watch("switch"):
-            self._move_trainers(to_host=True)
+            self._move_trainers(to_host=True, critic=False)
             self.servers.broadcast(RolloutServer.wake, "kv_cache", timeout=self.timeout)
             self._prove(expected, range(len(self.servers)))
         self.mode, self.version, self.expected = Mode.ROLLOUT, version, expected
@@ -137,9 +138,10 @@ class HybridEngine:
             self._move_trainers(to_host=False)
         self.mode = Mode.TRAINING
 
-    def _move_trainers(self, *, to_host: bool) -> None:
+    def _move_trainers(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> None:
         """Move what may leave the devices, and note the memory of the rank that holds most, in GiB."""
-        held = self.trainers.broadcast(TrainWorker.offload, to_host=to_host, timeout=self.timeout)
+        moves = {"to_host": to_host, "policy": policy, "critic": critic}
+        held = self.trainers.broadcast(TrainWorker.offload, timeout=self.timeout, **moves)
         for name in held[0]:
             self.memory[f"perf/{name}"] = max(rank[name] for rank in held)
 
@@ -193,9 +195,9 @@ class HybridEngine:
     def _revive(self, index: int) -> Actor:
         """Replace a server that was lost while generating by a new one with the same weights."""
         self._rebuild(index)
-        self._move_trainers(to_host=False)
+        self._move_trainers(to_host=False, critic=False)
         self._publish(self.servers.only([index]))
-        self._move_trainers(to_host=True)
+        self._move_trainers(to_host=True, critic=False)
         self._prove(self.expected, range(index, index + 1))
         return self.servers.actors[index]
 

@@ -16,11 +16,12 @@ def run(config: PPOConfig) -> None:
 
 DOOR = FrontDoor(
     module="hybridrl.main_ppo",
-    purpose="Train a language model by reinforcement: GRPO, with FSDP2 and vLLM on the same devices.",
+    purpose="Train a language model by reinforcement, with FSDP2 and vLLM on the same devices.",
     example=(
         "data.train_files=train.parquet",
         "data.val_files=test.parquet",
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+        "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=8",
     ),
     config_name="ppo_trainer",
@@ -31,6 +32,7 @@ DOOR = FrontDoor(
         "reward.custom_reward_function.path",
         "data.train_batch_size",
         "data.max_response_length",
+        "algorithm.adv_estimator",
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.actor.optim.lr",
         "trainer.total_training_steps",

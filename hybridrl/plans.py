@@ -6,7 +6,6 @@ from pathlib import Path
 from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.estimators import ESTIMATORS, NEEDS
 from hybridrl.algorithms.kl import KLWeight
-from hybridrl.algorithms.policy_losses import AGGREGATIONS
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections, parse_threshold
 from hybridrl.algorithms.settings import AdvantageSettings, LossSettings
 from hybridrl.checkpoint.store import SKIPPED_UPDATES
@@ -16,15 +15,17 @@ from hybridrl.config.schema import ModelConfig, PPOConfig, RolloutConfig, Rollou
 from hybridrl.rollout import Sampling
 from hybridrl.training.losses import LossConfig, ValueLossConfig, find_policy_loss
 from hybridrl.training.packing import Budget
-from hybridrl.training.worker import LearnerConfig, ReferenceConfig, WorkerConfig
+from hybridrl.training.worker import FrozenConfig, LearnerConfig, WorkerConfig
 from hybridrl.training.workers import CriticPlan, PolicyPlan, UpdatePlan
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
     section, critic, prompts = config.actor_rollout_ref, config.critic, config.data.train_batch_size
     actor, ref = section.actor, section.ref
-    updates = steps * policy_updates(config).updates(prompts)
-    reference = ReferenceConfig(replace(section.model, path=ref.model.path), ref.fsdp_config.param_offload)
+    updates = (steps - max(config.trainer.critic_warmup - 1, 0)) * policy_updates(config).updates(prompts)
+    reference = FrozenConfig(
+        replace(section.model, path=ref.model.path), ref.fsdp_config.param_offload, refreshed=ref.refresh_freq > 0
+    )
     value_updates = steps * critic_updates(config).updates(prompts)
     return WorkerConfig(
         device=config.trainer.device,
@@ -123,13 +124,13 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
             kl_cov_weight=chosen.ppo_kl_coef,
             dro_weight=chosen.dro_beta or 0.0,
         ),
-        aggregation=AGGREGATIONS.get(name, actor.loss_agg_mode),
+        aggregation=actor.loss_agg_mode,
         scale=actor.loss_scale_factor or 1.0,
         temperature=rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0,
         grad_clip=actor.grad_clip,
         entropy_coeff=actor.entropy_coeff,
-        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        kl_form=actor.kl_loss_type,
+        kl_coef=actor.kl_loss_coef,
+        kl_form=actor.kl_loss_type if actor.use_kl_loss else None,
         correction=bypass,
     )
 

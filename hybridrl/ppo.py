@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -53,14 +54,14 @@ def train(config: PPOConfig) -> None:
     """Run the whole of it, and leave nothing running however it ends."""
     began = time.monotonic()
     directory = open_run_directory(config)
-    refuse_hub_model(config.actor_rollout_ref.model, "actor_rollout_ref.model.path")
+    algorithm = build_algorithm(config)  # first: what it refuses needs no data
+    policy, critic = build_policy_plan(config), build_critic_plan(config) if algorithm.uses_critic else None
+    refuse_hub_models(config, algorithm)
     tokenizer = _tokenizer(config)
     prompts, validation = load_data(config, tokenizer)
     # Without a number of steps the last one takes what prompts are left.
     in_all = None if config.trainer.total_training_steps else config.trainer.total_epochs * len(prompts)
     steps = config.trainer.total_training_steps or -(-in_all // config.data.train_batch_size)
-    algorithm = build_algorithm(config)
-    policy, critic = build_policy_plan(config), build_critic_plan(config) if algorithm.uses_critic else None
     overlong = build_overlong_penalty(config.reward)
     info(say_batch_arithmetic(config, steps))
     with ExitStack() as stack:
@@ -86,6 +87,15 @@ def train(config: PPOConfig) -> None:
         trainer.fit()
     draw_curves(directory)
     info(summary(directory))
+
+
+def refuse_hub_models(config: PPOConfig, algorithm: Algorithm) -> None:
+    section = config.actor_rollout_ref
+    refuse_hub_model(section.model, "actor_rollout_ref.model.path")
+    if algorithm.uses_reference:
+        refuse_hub_model(replace(section.model, path=section.ref.model.path), "actor_rollout_ref.ref.model.path")
+    if algorithm.uses_critic:
+        refuse_hub_model(config.critic.model, "critic.model.path")
 
 
 def _tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
@@ -164,7 +174,7 @@ def build_experience(
 ) -> Experience:
     data, reward, rollout = config.data, config.reward, config.actor_rollout_ref.rollout
     chosen, group_filter = config.algorithm.filter_groups, None
-    if chosen.enable:
+    if chosen.enable and rollout.n > 1:
         group_filter = GroupFilter(chosen.metric or "score", chosen.max_num_gen_batches, data.gen_batch_size)
     return Experience(
         prompts,

@@ -127,7 +127,7 @@ def _fit(
         last = step == steps
         with watch("step"), watch("update_actor"):
             batch = to_batch([training[row] for row in order.rows((step - 1) * size, size)])
-            updates, _, _ = workers.update(batch, [range(len(batch))], workers.policy.loss, step)
+            updates, _ = workers.update(batch, [range(len(batch))], workers.policy.loss, step)
         workers.stop_if_broken(config.trainer.max_skipped_updates, store)
         metrics = {name: value for name, value in updates.mean("train").items() if name != "train/pg_loss"}
         metrics |= watch.take() | {"training/epoch": (step * size - 1) // len(training)}

@@ -86,21 +86,22 @@ class Trainer:
         collected = self.experience.collect(self.engine.pool)
         self.engine.to_training()
         batch, algorithm, workers = collected.batch, self.algorithm, self.workers
+        updates_policy = step >= self.schedule.first_policy_update
+        if algorithm.needs_old_log_probs or (
+            updates_policy and not algorithm.bypass and workers.needs_old_log_probs(batch)
+        ):
+            batch = workers.log_probs(batch, reference_kl=algorithm.needs_reference_kl)
         if algorithm.bypass:
             batch = replace(batch, old_log_probs=batch.rollout_log_probs)
-        elif workers.needs_old_log_probs(batch) or algorithm.needs_old_log_probs:
-            batch = workers.log_probs(batch)
         if algorithm.needs_reference_log_probs:
             batch = workers.reference_log_probs(batch)
-        if algorithm.needs_reference_kl:
-            batch = workers.reference_kl(batch)
         if algorithm.uses_critic:
             batch = workers.values(batch)
         with self.watch("adv"):
             batch, metrics = algorithm.advantages(batch)
         if algorithm.uses_critic:
             metrics |= workers.update_critic(batch, step)
-        if step >= self.schedule.first_policy_update:
+        if updates_policy:
             batch, learnt = workers.update_policy(batch, step)
             metrics |= learnt
         workers.stop_if_broken(self.schedule.most_skipped_updates, self.store)

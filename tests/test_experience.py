@@ -170,7 +170,12 @@ def test_groups_without_signal_are_replaced_by_further_prompts_and_what_was_kept
 def test_what_a_refilled_step_did_is_told():
     found = sampled([FLAT, GOOD, ZERO, GOOD]).collect(Pool())
     told = {name: found.metrics[name] for name in found.metrics if name.startswith(("train/", "sampling/"))}
-    assert told == {"train/num_gen_batches": 2, "sampling/groups_drawn": 4, "sampling/groups_without_signal": 2}
+    assert told == {
+        "train/num_gen_batches": 2,
+        "sampling/groups_drawn": 4,
+        "sampling/groups_without_signal": 2,
+        "sampling/groups_left_out": 0,
+    }
 
 
 def test_faults_and_seconds_of_a_step_are_summed_over_its_draws():
@@ -178,7 +183,7 @@ def test_faults_and_seconds_of_a_step_are_summed_over_its_draws():
         def respond(self, *asked):
             return super().respond(*asked)[0], {"timing_s/gen": 2.0, "timing_s/reward": 0.5}
 
-    table = [FLAT, [fault(), 1], [0, fault()], GOOD]
+    table = [[1, 1, 1], [fault(), 1, 0], [0, 1, fault()], [0, 1, 1]]
     experience = sampled(table)
     experience.respondent = Slow(Tokenizer(), Scorers(table), SEED)
     found = experience.collect(Pool())
@@ -241,18 +246,17 @@ def test_a_further_draw_is_never_larger_than_a_step():
     assert drawn(pool) == [4, 4]
 
 
-def test_a_group_of_one_is_kept():
-    found = sampled([[0], [1]]).collect(Pool())
-    assert positions(found) == [0, 1]
+def test_a_group_of_which_one_answer_is_left_has_no_signal():
+    assert positions(sampled([[0, fault()], GOOD, GOOD]).collect(Pool())) == [1, 1, 2, 2]
 
 
 def test_faults_are_left_out_of_the_group_before_it_is_judged():
     # Prompt 0 has equal answers once its fault is out; prompt 1 has one answer left; prompt 2 is no group at all.
     table = [[1, 1, fault()], [fault(), fault(), 0], [fault()] * 3, [0, 1, fault()], [0, 1, 1]]
     found = sampled(table, step=2).collect(Pool())
-    assert positions(found) == [1, 3, 3]
-    assert found.metrics["sampling/groups_drawn"] == 3
-    assert found.metrics["sampling/groups_without_signal"] == 1
+    assert positions(found) == [3, 3, 4, 4, 4]
+    assert found.metrics["sampling/groups_drawn"] == 4
+    assert found.metrics["sampling/groups_without_signal"] == 2
 
 
 def test_the_metric_may_be_a_key_of_the_reward():

@@ -20,7 +20,11 @@ class Totals:
 
     @staticmethod
     def of(batch: Batch) -> "Totals":
-        written = batch.per_row(batch.response_mask.long())
+        return Totals.counted(batch.per_row(batch.response_mask.long()))
+
+    @staticmethod
+    def counted(written: Tensor) -> "Totals":
+        """From the number of tokens that the policy wrote in each row [B]."""
         return Totals(int(written.sum()), int((written > 0).sum()))
 
 

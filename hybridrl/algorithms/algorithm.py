@@ -45,8 +45,11 @@ class Algorithm:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether advantages depend on the policy's own log-probs, so that they are needed before the update."""
-        return self.kl_in_reward is not None or self.correction is not None or self.needs == "sum_pi_squared"
+        """Whether advantages depend on what the trainer makes of the rows, which is then computed before the update."""
+        if self.needs_reference_kl:
+            return True
+        own = self.kl_in_reward is not None or self.correction is not None or self.needs == "sum_pi_squared"
+        return own and not self.bypass
 
     def advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Fill token rewards, advantages and returns; metrics of the KL penalty and the correction where there are."""

@@ -3,6 +3,8 @@
 The `full` KL is a sum over the vocabulary: the model forms it and hands it over in the batch's `reference_kl`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,8 @@ class KLWeight:
         self.value, self.target, self.horizon = weight, target, horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Steer by the mean KL measured over a step's samples."""
-        if self.target is not None:
+        """Steer by the mean KL measured over a step's samples; one that is not finite steers nothing."""
+        if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.value *= 1 + error * samples / self.horizon
 

@@ -55,6 +55,8 @@ def _check_estimator(config: PPOConfig, note: Note, wrong: Refusals) -> None:
             f"algorithm.gdpo_reward_weights: {len(weights)} weights for {len(keys)} algorithm.gdpo_reward_keys; give "
             "one weight a key, or none"
         )
+    if name == "gdpo" and algorithm.use_kl_in_reward:
+        note("algorithm.use_kl_in_reward has no effect with algorithm.adv_estimator=gdpo, which reads the parts alone")
     if keys and name != "gdpo":
         note(f"algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator={name}")
 
@@ -63,6 +65,8 @@ def _check_sampling(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     chosen, reward = config.algorithm.filter_groups, config.reward
     if chosen.enable and config.actor_rollout_ref.rollout.n == 1:
         note("algorithm.filter_groups.enable=true has no effect with actor_rollout_ref.rollout.n=1: no answers differ")
+    if not chosen.enable and chosen.metric is not None:
+        note("algorithm.filter_groups.metric has no effect without algorithm.filter_groups.enable=true")
     if not chosen.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
         note("data.gen_batch_size has no effect without algorithm.filter_groups.enable=true")
     buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
@@ -85,6 +89,17 @@ def _check_correction(config: PPOConfig, note: Note, wrong: Refusals) -> None:
         )
     if chosen.bypass_mode and chosen.rollout_is and chosen.loss_type == "ppo_clip":
         note(f"{key}.rollout_is has no effect with bypass_mode and loss_type=ppo_clip: the ratio corrects by itself")
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if chosen.bypass_mode and chosen.loss_type == "reinforce" and loss != "vanilla":
+        note(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss} has no effect: {key}.loss_type=reinforce is the loss"
+        )
+    sampling = config.actor_rollout_ref.rollout
+    if chosen.bypass_mode and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1):
+        note(
+            f"{key}.bypass_mode=true: with top_p, top_k or repetition_penalty the rollout's log-probs are of the cut "
+            "distribution, so every ratio is off; set top_p=1, top_k=-1 and repetition_penalty=1"
+        )
     if chosen.loss_type == "reinforce" and not chosen.bypass_mode:
         note(f"{key}.loss_type=reinforce has no effect without {key}.bypass_mode=true")
     if chosen.bypass_mode and chosen.rollout_is_batch_normalize:
@@ -98,7 +113,12 @@ def _note_idle_losses(config: PPOConfig, note: Note) -> None:
     actor, ref = section.actor, section.ref
     loss = actor.policy_loss.loss_mode
     if loss in OWN_AGGREGATION and actor.loss_agg_mode not in ("token-mean", "seq-mean-token-mean"):
-        note(f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode} has no effect with loss_mode={loss}")
+        note(
+            f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode} is for entropy and KL alone with "
+            f"loss_mode={loss}, which averages rows and, in them, tokens"
+        )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        note("algorithm.kl_ctrl.type=adaptive has no effect without algorithm.use_kl_in_reward=true")
     if algorithm.kl_ctrl.kl_coef not in (0, 0.001) and not algorithm.use_kl_in_reward:
         note("algorithm.kl_ctrl.kl_coef has no effect without algorithm.use_kl_in_reward=true")
     if actor.kl_loss_coef not in (0, 0.001) and not actor.use_kl_loss:

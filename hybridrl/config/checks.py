@@ -113,11 +113,12 @@ def _check_model(key: str, model: ModelConfig, longest: int, way_out: str, wrong
     model.path = _absolute(model.path)
 
 
-def _check_other_model(key: str, path: str, config: PPOConfig, wrong: Refusals) -> None:
+def _check_other_model(key: str, model: ModelConfig, config: PPOConfig, wrong: Refusals) -> None:
     """The check of a model that reads the policy's rows; of the policy's own it is made once."""
-    section = config.actor_rollout_ref
-    if path != section.model.path:
-        _check_model(key, replace(section.model, path=path), section.rollout.max_model_len or 0, LOWER, wrong)
+    policy = config.actor_rollout_ref.model
+    if (model.path, model.override_config) != (policy.path, policy.override_config):
+        longest = config.actor_rollout_ref.rollout.max_model_len or 0
+        _check_model(key, replace(model), longest, LOWER, wrong)
 
 
 def _absolute(path: str) -> str:
@@ -159,7 +160,8 @@ def _settle_actor(config: PPOConfig, note: Note) -> None:
 def _settle_reference(config: PPOConfig, wrong: Refusals) -> None:
     section, algorithm = config.actor_rollout_ref, config.algorithm
     if algorithm.use_kl_in_reward or section.actor.use_kl_loss:
-        _check_other_model("actor_rollout_ref.ref.model.path", section.ref.model.path, config, wrong)
+        reference = replace(section.model, path=section.ref.model.path)
+        _check_other_model("actor_rollout_ref.ref.model.path", reference, config, wrong)
     section.ref.model.path = _absolute(section.ref.model.path)
 
 
@@ -176,7 +178,13 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
             config.trainer.critic_warmup = 0
         return
     _settle_fsdp("critic.fsdp", critic.fsdp, config.trainer, wrong)
-    _check_other_model("critic.model.path", critic.model.path, config, wrong)
+    for name, value in (
+        ("tokenizer_path", critic.model.tokenizer_path),
+        ("custom_chat_template", critic.model.custom_chat_template),
+    ):
+        if value is not None:
+            note(f"critic.model.{name} has no effect: the critic reads the policy's tokens")
+    _check_other_model("critic.model.path", critic.model, config, wrong)
     critic.model.path = _absolute(critic.model.path)
     critic.ppo_mini_batch_size = min(critic.ppo_mini_batch_size, prompts)
     critic.loss_scale_factor = critic.loss_scale_factor or float(config.data.max_response_length)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from hybridrl.config import ConfigError
 from hybridrl.rewards.score import Score
 
 
@@ -17,13 +16,6 @@ class OverlongPenalty:
     buffer: int
     factor: float
     log: bool
-
-    def __post_init__(self) -> None:
-        if not 0 < self.buffer <= self.max_length:
-            raise ConfigError(
-                f"reward.reward_kwargs.overlong_buffer_cfg.len={self.buffer} does not fit into answers of "
-                f"reward.reward_kwargs.max_resp_len={self.max_length} tokens; set it between 1 and that"
-            )
 
     def shaped(self, score: Score, length: int) -> Score:
         """The score of an answer of `length` tokens less its penalty; the grader's own extras stay as they are."""

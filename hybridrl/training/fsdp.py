@@ -1,6 +1,7 @@
 """Sharding a model over the training ranks with FSDP2, and taking it apart again."""
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from hybridrl.training.model import LanguageModel, layer_classes
 from hybridrl.training.value_model import ValueModel
 
 
+@cache
 def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
     """All ranks in one row of shards, or in several rows that replicate one another."""
     if shards == ranks:

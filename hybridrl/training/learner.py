@@ -19,6 +19,8 @@ from hybridrl.batch import Batch
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.training.optimizer import Optimizers
 
+MOST_FILES = 100  # of skipped updates that a rank writes for a model
+
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -28,19 +30,27 @@ class MiniBatch:
     totals: Totals
 
 
-# Rows of a pass and the totals of its mini-batch -> this pass's share of the loss, and of each metric.
-Loss = Callable[[Batch, Totals], tuple[Tensor, dict[str, Tensor]]]
+# Rows of a pass and the totals of its mini-batch -> this pass's share of the loss, and of each metric. Without totals
+# the rows only stand in, to keep step with other ranks: the loss is 0, of whatever the model says.
+Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
 
 class Learner:
-    """One rank's part of a model in training. `skipped_updates` is where rows of a skipped update are written."""
+    """One rank's part of a model in training. Files of a skipped update's rows are named by `evidence`, a path."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Optimizers, fsdp: FSDPConfig, device: torch.device, skipped_updates: Path
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        fsdp: FSDPConfig,
+        device: torch.device,
+        *,
+        padded: bool,
+        evidence: Path,
     ) -> None:
         self.model, self.optimizers, self.fsdp, self.device = model, optimizers, fsdp, device
-        self.skipped_updates = skipped_updates
+        self.padded, self.evidence = padded, evidence
 
     def update(self, batch: Batch, mini_batches: list[MiniBatch], loss: Loss, clip: float, step: int) -> list[Shares]:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up over ranks)."""
@@ -56,9 +66,7 @@ class Learner:
             if applied:
                 shares["grad_norm"] = torch.tensor(norm / ranks)
             else:
-                suspects = ~sound if not all_sound else torch.ones_like(sound)  # without a broken loss, all of them
-                rows = sorted({row for index in suspects.nonzero().flatten() for row in mini_batch.passes[index]})
-                self._write(batch.select(rows), f"step-{step}-update-{number}")
+                self._write_rows(batch, mini_batch, sound, all_sound, f"step-{step}-update-{number}")
                 shares = {}
             found.append({name: float(value) for name, value in shares.items()})
             found[-1] |= {"lr": lr / ranks, "skipped_updates": (not applied) / ranks}
@@ -68,13 +76,13 @@ class Learner:
         self, batch: Batch, rows: list[int], totals: Totals, loss: Loss, shares: dict[str, Tensor] | None = None
     ) -> Tensor:
         """Forward and backward of one pass; a rank without rows keeps step with a loss of 0. Returns the loss."""
-        total, found = loss(batch.select(rows or [0]), totals)
+        total, found = loss(batch.select(rows or [0]), totals if rows else None)
         # FSDP averages over ranks; the divisors are those of the whole mini-batch already.
-        (total * (dist.get_world_size() if rows else 0)).backward()
+        (total * dist.get_world_size()).backward()
         if rows and shares is not None:
             for name, value in ({"loss": total} | found).items():
                 shares[name] = shares.get(name, 0.0) + value.detach()
-        return total.detach() if rows else torch.zeros_like(total)
+        return total.detach()
 
     def _clip(self, limit: float) -> float:
         """Scale the gradient down to a norm. Returns the norm before, the same on every rank."""
@@ -95,12 +103,21 @@ class Learner:
         if self.fsdp.optimizer_offload:
             self.optimizers.to(torch.device("cpu"))
 
-    def _write(self, part: Batch, name: str) -> None:
-        """Keep rows for whoever looks for the fault: a dictionary of tensors, `torch.load(file)`."""
-        if len(part):
-            values = {item.name: vars(part)[item.name] for item in fields(part) if vars(part)[item.name] is not None}
-            self.skipped_updates.mkdir(parents=True, exist_ok=True)
-            torch.save(values, self.skipped_updates / f"{name}-rank-{dist.get_rank()}.pt")
+    def _write_rows(self, batch: Batch, mini_batch: MiniBatch, sound: Tensor, all_sound: bool, name: str) -> None:
+        """Keep the passes whose loss is not finite for whoever looks for the fault: `torch.load` of a dictionary.
+
+        Where no rank has one, any row may be the fault: then all of them, by their tokens alone.
+        """
+        suspects = torch.ones_like(sound) if all_sound else ~sound
+        rows = sorted({row for index in suspects.nonzero().flatten() for row in mini_batch.passes[index]})
+        directory, rank = self.evidence.parent, f"rank-{dist.get_rank()}.pt"
+        directory.mkdir(parents=True, exist_ok=True)
+        if not rows or len(list(directory.glob(f"{self.evidence.name}-*-{rank}"))) >= MOST_FILES:
+            return
+        part = batch.select(rows)
+        part = part.only() if all_sound else part
+        values = {item.name: vars(part)[item.name] for item in fields(part) if vars(part)[item.name] is not None}
+        torch.save(values, directory / f"{self.evidence.name}-{name}-{rank}")
 
     def offload(self, *, to_host: bool) -> None:
         """Move to or from host memory what the configuration says may leave the device."""

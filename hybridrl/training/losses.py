@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.aggregation import Totals, token_weights
 from hybridrl.algorithms.kl import kl_estimate
-from hybridrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from hybridrl.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES, PolicyLoss
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.algorithms.settings import LossSettings
 from hybridrl.algorithms.value_loss import value_loss
@@ -29,9 +29,10 @@ class LossConfig:
     grad_clip: float
     entropy_coeff: float = 0.0
     kl_coef: float = 0.0
-    kl_form: str = "k3"
+    kl_form: str | None = None  # of the KL to the reference; None: there is none
     correction: RolloutCorrection | None = None  # of the present log-probs against the rollout's, in bypass mode
     own_old_log_probs: bool = False  # the pass's own log-probs are the old ones: nothing has been updated since
+    tell_entropy: bool = False  # where no pass before the update did
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,27 @@ def find_policy_loss(name: str) -> PolicyLoss:
 
 
 def policy_loss(found: TokenOutputs, part: Batch, totals: Totals, loss: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss, less the entropy bonus, plus the KL to the reference."""
+    """Policy loss, less the entropy bonus, plus the KL to the reference; statistics of all three."""
     if loss.own_old_log_probs:
         part = replace(part, old_log_probs=found.log_probs.detach())
-    weights = token_weights(part, loss.aggregation, totals, loss.scale)
-    per_token, statistics = find_policy_loss(loss.policy_loss)(found.log_probs, part, loss.settings)
-    shares = {"pg_loss": (per_token * weights * _correction(found.log_probs, part, loss.correction)).sum()}
+    aggregation = AGGREGATIONS.get(loss.policy_loss, loss.aggregation)
+    policy_weights = token_weights(part, aggregation, totals, loss.scale)
+    learnt, importance = _corrected(found.log_probs, part, loss.correction)
+    log_probs, learnt_part = torch.where(learnt, found.log_probs, 0.0), _only_learnt(part, learnt)
+    per_token, statistics = find_policy_loss(loss.policy_loss)(log_probs, learnt_part, loss.settings)
+    shares = {"pg_loss": (torch.where(learnt, per_token, 0.0) * importance * policy_weights).sum()}
     total = shares["pg_loss"]
+    weights = token_weights(part, loss.aggregation, totals, loss.scale)
     if loss.entropy_coeff:
         shares["entropy_loss"] = (found.entropies * weights).sum()
         total = total - loss.entropy_coeff * shares["entropy_loss"]
-    if loss.kl_coef:
-        kl = found.reference_kl
-        if kl is None:
-            kl = kl_estimate(found.log_probs, part.reference_log_probs, loss.kl_form)
-        shares["kl_loss"] = (kl * weights).sum()
+    if loss.kl_form is not None:
+        shares["kl_loss"] = (_kl(found, part, loss.kl_form) * weights).sum()
         total = total + loss.kl_coef * shares["kl_loss"]
+    if loss.tell_entropy:
+        statistics["entropy"] = found.entropies.detach()
+    if loss.correction is not None:
+        statistics["rollout_rs_masked_fraction"] = (~learnt).float()
     return total, shares | _token_means(statistics, part, totals)
 
 
@@ -78,16 +84,38 @@ def critic_loss(values: Tensor, part: Batch, totals: Totals, loss: ValueLossConf
     return total, {"vf_loss": total} | _token_means(statistics, part, totals)
 
 
-def _correction(log_probs: Tensor, part: Batch, against_rollout: RolloutCorrection | None) -> Tensor | float:
-    """The factor on each token's loss for the difference between trainer and rollout engine."""
+def _corrected(
+    log_probs: Tensor, part: Batch, against_rollout: RolloutCorrection | None
+) -> tuple[Tensor, Tensor | float]:
+    """Which tokens are learnt from, and the factor on each one's loss for the difference to the rollout engine."""
     if against_rollout is None:
-        return 1.0 if part.importance_weights is None else part.importance_weights
+        return part.response_mask, 1.0 if part.importance_weights is None else part.importance_weights
     log_ratio = log_probs.detach() - part.rollout_log_probs
-    weights, kept = against_rollout.weights(log_ratio, part), against_rollout.kept(log_ratio, part)
-    return kept.float() if weights is None else torch.where(kept, weights, 0.0)
+    kept, weights = against_rollout.kept(log_ratio, part), against_rollout.weights(log_ratio, part)
+    return kept, 1.0 if weights is None else torch.where(kept, weights, 0.0)
+
+
+def _only_learnt(part: Batch, learnt: Tensor) -> Batch:
+    """The rows as a policy loss may read them: no number elsewhere can spoil the sums, nor their gradient, by a NaN."""
+    old, advantages = part.old_log_probs, part.advantages
+    return replace(
+        part,
+        response_mask=learnt,
+        old_log_probs=None if old is None else torch.where(learnt, old, 0.0),
+        advantages=None if advantages is None else torch.where(learnt, advantages, 0.0),
+    )
+
+
+def _kl(found: TokenOutputs, part: Batch, form: str) -> Tensor:
+    """KL to the reference a token; 0 on tokens that the policy did not write."""
+    written = part.response_mask
+    if form == "full":
+        return torch.where(written, found.reference_kl, 0.0)
+    log_probs, reference = (torch.where(written, v, 0.0) for v in (found.log_probs, part.reference_log_probs))
+    return torch.where(written, kl_estimate(log_probs, reference, form), 0.0)
 
 
 def _token_means(statistics: dict[str, Tensor], part: Batch, totals: Totals) -> dict[str, Tensor]:
     """This pass's share of each statistic's mean over the tokens that the policy wrote."""
-    share = part.response_mask / max(totals.tokens, 1)
-    return {name: (value * share).sum() for name, value in statistics.items()}
+    written = part.response_mask
+    return {name: torch.where(written, value, 0.0).sum() / max(totals.tokens, 1) for name, value in statistics.items()}

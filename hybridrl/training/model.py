@@ -57,6 +57,7 @@ class LanguageModel(nn.Module):
         temperature: float,
         *,
         entropies: bool = False,
+        entropy_gradient: bool = False,
         sum_pi_squared: bool = False,
         against: ReferenceOutputs | None = None,
     ) -> TokenOutputs:
@@ -66,6 +67,7 @@ class LanguageModel(nn.Module):
             self.model.get_output_embeddings(),
             temperature=temperature,
             entropies=entropies,
+            entropy_gradient=entropy_gradient,
             sum_pi_squared=sum_pi_squared,
         )
         logits_at_once = 1 if against is None else 2
@@ -105,21 +107,27 @@ def _token_outputs(
     *,
     temperature: float,
     entropies: bool,
+    entropy_gradient: bool,
     sum_pi_squared: bool,
 ) -> TokenOutputs:
-    logits = head(hidden).float() / temperature
+    logits = head(hidden).float()
+    if temperature != 1:
+        logits = logits / temperature
     normaliser = logits.logsumexp(-1)
     outputs = TokenOutputs(logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser)
     if not entropies and not sum_pi_squared and against is None:
         return outputs
-    probabilities = (logits - normaliser[:, None]).exp()
-    if entropies:
-        outputs = outputs._replace(entropies=normaliser - (probabilities * logits).sum(-1))
+    training = torch.is_grad_enabled()
+    with torch.set_grad_enabled(training and (entropy_gradient or against is not None)):
+        probabilities = (logits - normaliser[:, None]).exp()
     if against is not None:
         with torch.no_grad():
             reference = F.linear(against.hidden, against.head, against.bias).float() / temperature
         expected_gap = (probabilities * (logits - reference)).sum(-1)
         outputs = outputs._replace(reference_kl=expected_gap - normaliser + reference.logsumexp(-1))
+    if entropies:
+        with torch.set_grad_enabled(training and entropy_gradient):
+            outputs = outputs._replace(entropies=normaliser - (probabilities * logits).sum(-1))
     if sum_pi_squared:
         # The norm, squared, takes no second tensor of the vocabulary's size.
         outputs = outputs._replace(sum_pi_squared=torch.linalg.vector_norm(probabilities.detach(), dim=-1).square())

@@ -5,7 +5,7 @@ Does what the driver planned, on the rows it is given. Knows nothing of prompts 
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,25 @@ from hybridrl.training.model import (
     load_language_model,
 )
 from hybridrl.training.optimizer import Optimizers
-from hybridrl.training.packing import Passes, lay_out
+from hybridrl.training.packing import ModelInputs, Passes, lay_out
 from hybridrl.training.value_model import ValueModel, load_value_model
 from hybridrl.weights.handles import Handle, SharedBuffer, digest
 from hybridrl.weights.layout import Bucket, plan_buckets
 
+# Outputs of a model by kind, for all rows of a rank; empty where a rank has no rows.
+Columns = list[Tensor | None]
+
 
 @dataclass(frozen=True)
-class ReferenceConfig:
-    """The frozen model that the policy is compared with; `offload` keeps it in host memory."""
+class FrozenConfig:
+    """The frozen model that the policy is compared with; `offload` keeps it in host memory.
+
+    `refreshed` says that it will be made a copy of the policy, so that it must be of its shapes.
+    """
 
     model: ModelConfig
     offload: bool
+    refreshed: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class WorkerConfig:
     collective_timeout: float
     seed: int
     skipped_updates: str
-    reference: ReferenceConfig | None = None
+    reference: FrozenConfig | None = None
     critic: LearnerConfig | None = None
 
 
@@ -89,23 +96,36 @@ class TrainWorker:
         devices.seed_everything(config.seed)
         devices.join_group(config.device, address, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
-        self.padded = not config.policy.model.use_remove_padding
+        padded = not config.policy.model.use_remove_padding
         loaded = load_language_model(config.policy.model, stored_type(config.policy.fsdp))
-        check_log_probs(loaded, padded=self.padded)
-        self.policy = self._learner(loaded, config.policy)
+        check_log_probs(loaded, padded=padded)
+        shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
+        self.policy = self._learner(loaded, config.policy, "actor")
         self.reference: LanguageModel | None = None
         if config.reference:
-            frozen = load_language_model(config.reference.model, stored_type(config.policy.fsdp)).requires_grad_(False)
-            self.reference = self._shard(frozen, config.policy.fsdp, offloaded=config.reference.offload).eval()
+            self.reference = self._frozen(config.reference, config.policy, shapes)
         self.critic: Learner | None = None
         if config.critic:
             values = load_value_model(config.critic.model, stored_type(config.critic.fsdp))
-            self.critic = self._learner(values, config.critic)
+            self.critic = self._learner(values, config.critic, "critic")
 
-    def _learner(self, model: LanguageModel | ValueModel, config: LearnerConfig) -> Learner:
+    def _learner(self, model: LanguageModel | ValueModel, config: LearnerConfig, name: str) -> Learner:
         sharded = self._shard(model, config.fsdp)
         optimizers = Optimizers(sharded, config.optimizer, config.total_updates)
-        return Learner(sharded, optimizers, config.fsdp, self.device, Path(self.config.skipped_updates))
+        padded, evidence = not config.model.use_remove_padding, Path(self.config.skipped_updates, name)
+        return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence)
+
+    def _frozen(self, config: FrozenConfig, policy: LearnerConfig, shapes: dict[str, torch.Size]) -> LanguageModel:
+        """The reference, stored in the type that it computes in: it is never updated."""
+        frozen = load_language_model(config.model, getattr(torch, policy.fsdp.dtype or "float32"))
+        if config.model.path != policy.model.path:
+            check_log_probs(frozen, padded=not policy.model.use_remove_padding)
+        if config.refreshed and shapes != {name: parameter.shape for name, parameter in frozen.named_parameters()}:
+            raise ValueError(
+                f"actor_rollout_ref.ref.refresh_freq: the reference {config.model.path} has other shapes than the "
+                f"policy {policy.model.path}, so it cannot become a copy of it; set refresh_freq=-1"
+            )
+        return self._shard(frozen.requires_grad_(False), policy.fsdp, offloaded=config.offload).eval()
 
     def _shard(self, model: LanguageModel | ValueModel, config: FSDPConfig, *, offloaded: bool = False) -> Any:
         return shard(model, config, mesh(self.config.device, self.ranks, config.fsdp_size), offloaded=offloaded)
@@ -114,55 +134,45 @@ class TrainWorker:
 
     @torch.no_grad()
     def log_probs(
-        self, batch: Batch, passes: Passes, temperature: float, *, sum_pi_squared: bool = False
-    ) -> TokenOutputs:
-        """The policy's log-probs and entropies of the response tokens of the passes' rows, in that order."""
-        model = self.policy.model.eval()
-        found = [
-            model(self._inputs(part), temperature, entropies=True, sum_pi_squared=sum_pi_squared)
-            for part in self._parts(batch, passes)
-        ]
-        reshard(model)
-        return joined(found, passes)
-
-    @torch.no_grad()
-    def reference_log_probs(self, batch: Batch, passes: Passes, temperature: float) -> TokenOutputs:
-        """The reference's log-probs."""
-        assert self.reference is not None
-        found = [self.reference(self._inputs(part), temperature) for part in self._parts(batch, passes)]
-        reshard(self.reference)
-        return joined(found, passes)
-
-    @torch.no_grad()
-    def reference_kl(self, batch: Batch, passes: Passes, temperature: float) -> TokenOutputs:
-        """The policy's log-probs and its exact KL to the reference."""
+        self,
+        batch: Batch,
+        passes: Passes,
+        temperature: float,
+        *,
+        sum_pi_squared: bool = False,
+        reference_kl: bool = False,
+    ) -> Columns:
+        """The policy's log-probs, entropies and what else is asked for, of the passes' rows: TokenOutputs' columns."""
         model = self.policy.model.eval()
         found = []
-        for part in self._parts(batch, passes):
-            inputs = self._inputs(part)
-            found.append(model(inputs, temperature, against=self._reference_outputs(inputs)))
+        for part in parts(batch, passes):
+            inputs = self._inputs(part, self.policy.padded)
+            against = self._reference_outputs(inputs) if reference_kl else None
+            found.append(model(inputs, temperature, entropies=True, sum_pi_squared=sum_pi_squared, against=against))
         reshard(model)
         return joined(found, passes)
 
     @torch.no_grad()
-    def values(self, batch: Batch, passes: Passes) -> Tensor:
-        """The critic's values of the response tokens of the passes' rows, in that order."""
-        assert self.critic is not None
-        model = self.critic.model.eval()
-        found = [model(self._inputs(part)) for part in self._parts(batch, passes)]
+    def reference_log_probs(self, batch: Batch, passes: Passes, temperature: float) -> Columns:
+        """The reference's log-probs of the passes' rows: TokenOutputs' columns."""
+        model = self.reference
+        found = [model(self._inputs(part, self.policy.padded), temperature) for part in parts(batch, passes)]
         reshard(model)
-        return joined([TokenOutputs(values, None, None, None) for values in found], passes).log_probs
+        return joined(found, passes)
 
-    def _parts(self, batch: Batch, passes: Passes) -> Iterator[Batch]:
-        """The rows of each pass; a pass without rows is made with one, to keep step with the other ranks."""
-        return (batch.select(rows or [0]) for rows in passes)
+    @torch.no_grad()
+    def values(self, batch: Batch, passes: Passes) -> Columns:
+        """The critic's values of the passes' rows: one column."""
+        model = self.critic.model.eval()
+        found = [(model(self._inputs(part, self.critic.padded)),) for part in parts(batch, passes)]
+        reshard(model)
+        return joined(found, passes)
 
-    def _inputs(self, part: Batch) -> Any:
-        return lay_out(part, self.padded).to(self.device)
+    def _inputs(self, part: Batch, padded: bool) -> ModelInputs:
+        return lay_out(part, padded).to(self.device)
 
-    def _reference_outputs(self, inputs: Any) -> ReferenceOutputs:
+    def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """What the reference's head sees, and that head; collective."""
-        assert self.reference is not None
         with torch.no_grad():
             hidden = self.reference.hidden_states(inputs)
             head = self.reference.model.get_output_embeddings()  # whole until the model is sharded again
@@ -174,30 +184,35 @@ class TrainWorker:
 
     def update_policy(
         self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig, step: int
-    ) -> tuple[list[Shares], TokenOutputs]:
+    ) -> tuple[list[Shares], Columns]:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each one's metrics (shares add up), and
         what `log_probs` would have returned, where the loss made use of it."""
         passed: list[TokenOutputs] = []
         shares = self.policy.update(batch, mini_batches, self._policy_loss(loss, passed), loss.grad_clip, step)
-        passes = [rows for mini_batch in mini_batches for rows in mini_batch.passes]
-        return shares, joined(passed, passes if loss.own_old_log_probs else [])
+        return shares, joined(passed, [rows for mini_batch in mini_batches for rows in mini_batch.passes])
 
     def update_critic(
         self, batch: Batch, mini_batches: list[MiniBatch], loss: ValueLossConfig, step: int
     ) -> list[Shares]:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each one's metrics (shares add up)."""
-        assert self.critic is not None
         return self.critic.update(batch, mini_batches, self._critic_loss(loss), loss.grad_clip, step)
 
     def _policy_loss(self, loss: LossConfig, passed: list[TokenOutputs]) -> Loss:
-        """The policy's loss as a function of rows; what the model says of them is added to `passed`."""
-        wants_entropy = loss.entropy_coeff != 0 or loss.own_old_log_probs
+        """The policy's loss as a function of rows. What the model says of them is added to `passed` where it stands for
+        the old policy's."""
+        options = {
+            "entropies": loss.entropy_coeff != 0 or loss.own_old_log_probs or loss.tell_entropy,
+            "entropy_gradient": loss.entropy_coeff != 0,
+        }
 
-        def compute(part: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-            inputs = self._inputs(part)
-            against = self._reference_outputs(inputs) if loss.kl_coef and loss.kl_form == "full" else None
-            found = self.policy.model(inputs, loss.temperature, entropies=wants_entropy, against=against)
-            passed.append(TokenOutputs(*(value if value is None else value.detach() for value in found)))
+        def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+            inputs = self._inputs(part, self.policy.padded)
+            against = self._reference_outputs(inputs) if loss.kl_form == "full" else None
+            found = self.policy.model(inputs, loss.temperature, against=against, **options)
+            if loss.own_old_log_probs:
+                passed.append(TokenOutputs(*(value if value is None else value.detach() for value in found)))
+            if totals is None:
+                return 0 * found.log_probs.sum(), {}
             return policy_loss(found, part.to(self.device), totals, loss)
 
         return compute
@@ -205,16 +220,17 @@ class TrainWorker:
     def _critic_loss(self, loss: ValueLossConfig) -> Loss:
         """The critic's loss as a function of rows."""
 
-        def compute(part: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-            return critic_loss(self.critic.model(self._inputs(part)), part.to(self.device), totals, loss)
+        def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+            values = self.critic.model(self._inputs(part, self.critic.padded))
+            return (0 * values.sum(), {}) if totals is None else critic_loss(values, part.to(self.device), totals, loss)
 
         return compute
 
     def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
         """The whole gradient of one mini-batch, by parameter name, without an update; for tests and diagnosis."""
-        self.padded = padded
         policy = isinstance(loss, LossConfig)
         learner = self.policy if policy else self.critic
+        learner.padded = padded
         learner.model.train()
         function = self._policy_loss(loss, []) if policy else self._critic_loss(loss)
         for rows in mini_batch.passes:
@@ -264,10 +280,10 @@ class TrainWorker:
             self.buffer = None
             devices.release_cached_memory(self.config.device)
 
-    def offload(self, *, to_host: bool) -> dict[str, float]:
+    def offload(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> dict[str, float]:
         """Move to or from host memory what the configuration says may leave the device. Returns memory in GiB."""
-        for learner in (self.policy, self.critic):
-            if learner is not None:
+        for learner, moves in ((self.policy, policy), (self.critic, critic)):
+            if learner is not None and moves:
                 learner.offload(to_host=to_host)
         devices.release_cached_memory(self.config.device)
         return devices.memory(self.config.device)
@@ -286,9 +302,12 @@ def stored_type(fsdp: FSDPConfig) -> torch.dtype:
     return getattr(torch, fsdp.model_dtype)
 
 
-def joined(found: list[TokenOutputs], passes: Passes) -> TokenOutputs:
-    """Several passes' outputs as one, in host memory; those of passes without rows are left out."""
+def parts(batch: Batch, passes: Passes) -> Iterator[Batch]:
+    """The rows of each pass; a pass without rows is made with one, to keep step with the other ranks."""
+    return (batch.select(rows or [0]) for rows in passes)
+
+
+def joined(found: Sequence[tuple[Tensor | None, ...]], passes: Passes) -> Columns:
+    """Several passes' outputs end to end, in host memory; those of passes without rows are left out."""
     kept = [outputs for outputs, rows in zip(found, passes, strict=False) if rows]
-    columns = zip(*kept, strict=True) if kept else [[None]] * 4
-    joint = [None if column[0] is None else torch.cat(column).cpu() for column in map(list, columns)]
-    return TokenOutputs(torch.empty(0) if joint[0] is None else joint[0], *joint[1:])
+    return [None if column[0] is None else torch.cat(column).cpu() for column in zip(*kept, strict=True)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.algorithms.policy_losses import CHOOSERS
-from hybridrl.batch import Batch
+from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group
 from hybridrl.stopwatch import Stopwatch
@@ -19,7 +19,7 @@ from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.model import TokenOutputs
 from hybridrl.training.packing import Budget, Passes, plan, reassemble
-from hybridrl.training.worker import TrainWorker
+from hybridrl.training.worker import Columns, TrainWorker
 
 POLICY_FIELDS = (
     "response_mask",
@@ -82,7 +82,7 @@ class CriticPlan:
 
 @dataclass
 class Updates:
-    """What became of a step's optimizer updates: each one's metrics, without losses where it was skipped."""
+    """What became of a step's updates of one model: each one's metrics, without losses where it was skipped."""
 
     metrics: list[dict[str, float]]
 
@@ -113,7 +113,8 @@ class TrainWorkers:
         self.group, self.policy, self.critic = group, policy, critic
         self.export_dtype, self.timeout = export_dtype, timeout
         self.watch = Stopwatch()
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = {"actor": 0, "critic": 0}
+        self.most_skipped_in_a_row = 0
 
     def needs_old_log_probs(self, batch: Batch) -> bool:
         """With a single update a step its own log-probs are the old ones: another forward pass would repeat it."""
@@ -122,45 +123,36 @@ class TrainWorkers:
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
-    def log_probs(self, batch: Batch) -> Batch:
-        """Fill `old_log_probs`, `entropies` and, where the plan says so, `sum_pi_squared` with the present policy's."""
+    def log_probs(self, batch: Batch, *, reference_kl: bool = False) -> Batch:
+        """Fill `old_log_probs` and `entropies` with the present policy's, `sum_pi_squared` where the plan says so, and
+        `reference_kl`, its exact KL to the reference, where asked for."""
         with self.watch("old_log_prob"):
-            squared = self.policy.with_sum_pi_squared
+            options = {"reference_kl": reference_kl, "sum_pi_squared": self.policy.with_sum_pi_squared}
             budget, temperature = self.policy.log_prob_budget, self.policy.loss.temperature
-            found, rows = self._pass(TrainWorker.log_probs, batch, budget, temperature, sum_pi_squared=squared)
-            return _with_outputs(batch, found, rows)
+            return _with_outputs(batch, self._pass(TrainWorker.log_probs, batch, budget, temperature, **options))
 
     def reference_log_probs(self, batch: Batch) -> Batch:
         """Fill `reference_log_probs`."""
         with self.watch("ref"):
             budget, temperature = self.policy.reference_budget, self.policy.loss.temperature
-            found, rows = self._pass(TrainWorker.reference_log_probs, batch, budget, temperature)
-            values = reassemble([part.log_probs for part in found], rows, batch.response_lengths)
-            return replace(batch, reference_log_probs=values)
-
-    def reference_kl(self, batch: Batch) -> Batch:
-        """Fill `reference_kl`, the exact KL of the present policy to the reference."""
-        with self.watch("ref"):
-            budget, temperature = self.policy.reference_budget, self.policy.loss.temperature
-            found, rows = self._pass(TrainWorker.reference_kl, batch, budget, temperature)
-            values = reassemble([part.reference_kl for part in found], rows, batch.response_lengths)
-            return replace(batch, reference_kl=values)
+            found = TokenOutputs(*self._pass(TrainWorker.reference_log_probs, batch, budget, temperature))
+            return replace(batch, reference_log_probs=found.log_probs)
 
     def values(self, batch: Batch) -> Batch:
         """Fill `values` with the present critic's."""
         assert self.critic is not None
         with self.watch("values"):
-            found, rows = self._pass(TrainWorker.values, batch, self.critic.value_budget)
-            return replace(batch, values=reassemble(found, rows, batch.response_lengths))
+            (values,) = self._pass(TrainWorker.values, batch, self.critic.value_budget)
+            return replace(batch, values=values)
 
     def _pass(
         self, method: Callable[..., Any], batch: Batch, budget: Budget, *arguments: Any, **options: Any
-    ) -> tuple[list[Any], list[list[int]]]:
-        """Call a forward method on every rank's share of the rows. Returns each rank's result and rows."""
+    ) -> Columns:
+        """Call a forward method on every rank's share of the rows; its outputs in the batch's row order."""
         shares = plan(batch.lengths.tolist(), len(self.group), budget)
         parts = [(*_share(batch.only(), passes), *arguments) for passes in shares]
         found = self.group.scatter(method, parts, timeout=self.timeout, **options)
-        return found, [_rows(passes) for passes in shares]
+        return _whole(found, [_rows(passes) for passes in shares], batch.response_lengths)
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -168,25 +160,40 @@ class TrainWorkers:
         """The step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
         with self.watch("update_actor"):
             own = batch.old_log_probs is None
-            loss = replace(self.policy.loss, own_old_log_probs=own)
-            if loss.policy_loss in CHOOSERS:
-                generator = torch.Generator().manual_seed(hash((self.policy.updates.seed, step)) & 0x7FFFFFFF)
-                batch = replace(batch, chosen=CHOOSERS[loss.policy_loss](batch, loss.settings, generator))
+            loss = replace(self.policy.loss, own_old_log_probs=own, tell_entropy=not own and batch.entropies is None)
             mini_batches = self.policy.updates.mini_batches(batch.group, step)
-            updates, found, rows = self.update(batch, mini_batches, loss, step)
+            if loss.policy_loss in CHOOSERS:
+                batch = replace(batch, chosen=self._chosen(batch, mini_batches, step))
+            updates, outputs = self.update(batch, mini_batches, loss, step)
             if own:
-                batch = _with_outputs(batch, found, rows)
-        return batch, updates.mean("actor") | self.watch.take()
+                batch = _with_outputs(batch, outputs)
+        return batch, updates.mean("actor") | self._kl_weight() | self.watch.take()
+
+    def _kl_weight(self) -> dict[str, float]:
+        loss = self.policy.loss
+        return {} if loss.kl_form is None else {"actor/kl_coef": loss.kl_coef}
+
+    def _chosen(self, batch: Batch, mini_batches: Sequence[Sequence[int]], step: int) -> Tensor:
+        """The tokens that the loss treats apart, chosen within each mini-batch of the first epoch."""
+        choose, settings = CHOOSERS[self.policy.loss.policy_loss], self.policy.loss.settings
+        generator = torch.Generator().manual_seed(hash((self.policy.updates.seed, step)) & 0x7FFFFFFF)
+        chosen = torch.zeros_like(batch.response_mask)
+        for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
+            places = spans(batch.response_lengths, torch.as_tensor(rows))
+            chosen[places] = choose(batch.select(rows), settings, generator)
+        return chosen
 
     def update(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], loss: LossConfig, step: int
-    ) -> tuple[Updates, list[TokenOutputs], list[list[int]]]:
-        """One update of the policy a mini-batch of rows. Returns metrics, and each rank's outputs and rows."""
+    ) -> tuple[Updates, Columns]:
+        """One update of the policy a mini-batch of rows. Returns metrics, and outputs where they are the old ones."""
         shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, self.policy.updates.budget)
         parts = [(*part, loss, step) for part in parts]
         found = self.group.scatter(TrainWorker.update_policy, parts, timeout=self.timeout)
-        updates = self._counted([share for share, _ in found])
-        return updates, [outputs for _, outputs in found], [_rows(passes) for passes in shares]
+        updates, outputs = self._counted([share for share, _ in found], "actor"), [columns for _, columns in found]
+        if not loss.own_old_log_probs:
+            return updates, []
+        return updates, _whole(outputs, [_rows(passes) for passes in shares], batch.response_lengths)
 
     def update_critic(self, batch: Batch, step: int) -> dict[str, float]:
         """The step's updates of the critic. Returns the updates' mean metrics."""
@@ -196,7 +203,7 @@ class TrainWorkers:
             _, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, self.critic.updates.budget)
             parts = [(*part, self.critic.loss, step) for part in parts]
             found = self.group.scatter(TrainWorker.update_critic, parts, timeout=self.timeout)
-        return self._counted(found).mean("critic") | self.watch.take()
+        return self._counted(found, "critic").mean("critic") | self.watch.take()
 
     def _mini_batches(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], budget: Budget
@@ -204,7 +211,8 @@ class TrainWorkers:
         """Each rank's passes over all mini-batches, and its rows with those passes cut into mini-batches."""
         lengths, ranks = batch.lengths.tolist(), len(self.group)
         plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
-        totals = [Totals.of(batch.select(rows)) for rows in mini_batches]
+        written = batch.per_row(batch.response_mask.long())
+        totals = [Totals.counted(written[list(rows)]) for rows in mini_batches]
         shares = [[passes for dealt in plans for passes in dealt[rank]] for rank in range(ranks)]
         bounds = [0, *accumulate(len(dealt[0]) for dealt in plans)]
         parts = []
@@ -214,23 +222,25 @@ class TrainWorkers:
             parts.append((part, cut))
         return shares, parts
 
-    def _counted(self, shares: Sequence[list[dict[str, float]]]) -> Updates:
-        """All ranks' shares of each update's metrics added up; updates skipped one after another are counted."""
+    def _counted(self, shares: Sequence[list[dict[str, float]]], model: str) -> Updates:
+        """All ranks' shares of each update's metrics added up; a model's updates skipped in a row are counted."""
         updates = [
             {name: sum(share.get(name, 0.0) for share in of_update) for of_rank in of_update for name in of_rank}
             for of_update in zip(*shares, strict=True)
         ]
         for update in updates:
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if _skipped(update) else 0
+            self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if _skipped(update) else 0
+            self.most_skipped_in_a_row = max(self.most_skipped_in_a_row, self.skipped_in_a_row[model])
         return Updates(updates)
 
     def stop_if_broken(self, most: int, store: Store) -> None:
-        """Raise BrokenUpdates where as many as `most` updates were skipped in a row."""
-        if self.skipped_in_a_row >= most:
+        """Raise BrokenUpdates where as many as `most` updates of one model were skipped in a row."""
+        if self.most_skipped_in_a_row >= most:
+            place, last = store.directory / SKIPPED_UPDATES, store.last()
             raise BrokenUpdates(
-                f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite and were skipped "
-                f"(trainer.max_skipped_updates={most}); their rows lie in {store.directory / SKIPPED_UPDATES}, the "
-                f"last good checkpoint is {store.last() or 'not there yet'}. Start again from it with a lower learning "
+                f"{self.most_skipped_in_a_row} updates in a row had a loss or gradient that is not finite and were "
+                f"skipped (trainer.max_skipped_updates={most}); their rows lie in {place} on the machine of each rank; "
+                f"the last good checkpoint is {last or 'not there yet'}. Start again from it with a lower learning "
                 "rate (optim.lr), or in float32 (fsdp_config.dtype=fp32)"
             )
 
@@ -251,17 +261,22 @@ class TrainWorkers:
         self.group.broadcast(TrainWorker.export, *arguments, critic=critic, timeout=self.timeout)
 
 
-def _with_outputs(batch: Batch, found: Sequence[TokenOutputs], rows: list[list[int]]) -> Batch:
-    """The rows with what the policy said of them, each row once."""
+def _whole(found: Sequence[Columns], rows: list[list[int]], lengths: Tensor) -> Columns:
+    """Every rank's outputs of its rows, a kind at a time, in the batch's row order. A rank may have no rows."""
     held = [own for own in rows if own]
     columns = zip(*(outputs for outputs, own in zip(found, rows, strict=True) if own), strict=True)
-    whole = (None if parts[0] is None else reassemble(parts, held, batch.response_lengths) for parts in columns)
-    outputs = TokenOutputs(*whole)
+    return [None if column[0] is None else reassemble(column, held, lengths) for column in columns]
+
+
+def _with_outputs(batch: Batch, columns: Columns) -> Batch:
+    """The rows with what the policy said of them."""
+    found = TokenOutputs(*columns)
     return replace(
         batch,
-        old_log_probs=outputs.log_probs,
-        entropies=outputs.entropies,
-        sum_pi_squared=outputs.sum_pi_squared,
+        old_log_probs=found.log_probs,
+        entropies=found.entropies,
+        sum_pi_squared=found.sum_pi_squared,
+        reference_kl=found.reference_kl,
     )
 
 

@@ -102,6 +102,15 @@ def test_what_is_asked_of_the_reference_follows_from_both_forms_of_kl(
     assert algorithm.needs_old_log_probs is old_log_probs
 
 
+@pytest.mark.parametrize(
+    ("asked", "needed"),
+    [({"kl_in_reward": "kl"}, False), ({"needs": "sum_pi_squared"}, False), ({"kl_in_reward": "full"}, True)],
+)
+def test_in_bypass_mode_only_the_exact_kl_needs_the_trainer_before_the_update(asked, needed):
+    assert Algorithm(grpo, **asked).needs_old_log_probs
+    assert Algorithm(grpo, **asked, bypass=True).needs_old_log_probs is needed
+
+
 def correction(level="token"):
     return RolloutCorrection(level, None, 2.0, False, ())
 

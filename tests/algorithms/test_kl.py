@@ -131,3 +131,9 @@ def test_the_full_kl_is_the_one_over_the_vocabulary_that_the_rows_bring(three_ro
     rewards, kl = penalised(three_rows, "full", 0.1)
     assert rewards.tolist() == pytest.approx([-0.01, 0, 0.97, 1.96, 3])
     assert kl == pytest.approx((0.2 + 0.4 + 0) / 3)
+
+
+def test_a_kl_that_is_not_finite_steers_nothing():
+    weight = KLWeight(0.1, target=0.1, horizon=10)
+    weight.update(float("nan"), samples=8)
+    assert weight.value == 0.1

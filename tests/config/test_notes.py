@@ -27,6 +27,8 @@ def test_settings_that_change_nothing_are_noted(load: Load) -> None:
         f"{ROLLOUT}.response_length=9": f"{ROLLOUT}.response_length=9 ends answers, not data.max_response_length=512",
         "trainer.test_freq=5": "trainer.test_freq has no effect without data.val_files",
         "algorithm.gdpo_reward_keys=[a]": "algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator=gae",
+        "algorithm.filter_groups.metric=acc": "algorithm.filter_groups.metric has no effect without "
+        "algorithm.filter_groups.enable=true",
         "data.gen_batch_size=9": "data.gen_batch_size has no effect without algorithm.filter_groups.enable=true",
         "reward.reward_kwargs.overlong_buffer_cfg.enable=true": "reward.reward_kwargs.overlong_buffer_cfg has no "
         "effect without reward.reward_manager.name=dapo",
@@ -34,8 +36,10 @@ def test_settings_that_change_nothing_are_noted(load: Load) -> None:
         f"{CORRECTION}.bypass_mode=true",
         f"{CORRECTION}.rollout_rs_threshold=2": f"{CORRECTION}.rollout_rs_threshold has no effect without "
         f"{CORRECTION}.rollout_rs",
-        f"{ACTOR}.policy_loss.loss_mode=gspo": f"{ACTOR}.loss_agg_mode=seq-mean-token-sum has no effect with "
-        "loss_mode=gspo",
+        f"{ACTOR}.policy_loss.loss_mode=gspo": f"{ACTOR}.loss_agg_mode=seq-mean-token-sum is for entropy and KL alone "
+        "with loss_mode=gspo, which averages rows and, in them, tokens",
+        "algorithm.kl_ctrl.type=adaptive": "algorithm.kl_ctrl.type=adaptive has no effect without "
+        "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.kl_coef=0.1": "algorithm.kl_ctrl.kl_coef has no effect without "
         "algorithm.use_kl_in_reward=true",
         f"{ACTOR}.kl_loss_coef=0.1": f"{ACTOR}.kl_loss_coef has no effect without {ACTOR}.use_kl_loss=true",

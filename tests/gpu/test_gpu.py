@@ -22,6 +22,7 @@ def run(tmp_path: Path, *more: str) -> list[dict]:
         "data.max_prompt_length=32",
         "data.max_response_length=32",
         f"actor_rollout_ref.model.path={tmp_path}/data/model",
+        "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
         f"reward.custom_reward_function.path={ROOT}/tests/integration/length_reward.py",
@@ -47,3 +48,10 @@ def test_float32_agrees_to_1e_3_with_everything_offloaded(tmp_path):
     more = [f"{fsdp}.dtype=fp32", "actor_rollout_ref.rollout.dtype=fp32"]
     last = run(tmp_path, *more, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")[-1]
     assert last["training/log_probs_diff_max"] < 1e-3
+
+
+def test_ppo_with_a_critic_learns_through_the_same_switch(tmp_path):
+    offload = [f"critic.fsdp.{what}_offload=true" for what in ("param", "optimizer")]
+    last = run(tmp_path, "algorithm.adv_estimator=gae", *offload)[-1]
+    assert last["critic/grad_norm"] > 0
+    assert last["training/rollout_probs_diff_mean"] < 0.01

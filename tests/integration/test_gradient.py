@@ -18,8 +18,8 @@ from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import Budget, plan
-from hybridrl.training.worker import ReferenceConfig, TrainWorker
-from hybridrl.training.workers import BrokenUpdates, TrainWorkers
+from hybridrl.training.worker import FrozenConfig, TrainWorker
+from hybridrl.training.workers import BrokenUpdates, CriticPlan, TrainWorkers
 
 LOSS = LossConfig(
     policy_loss="vanilla",
@@ -92,7 +92,7 @@ def groups(config, session, other_model, logs):
         places = group.broadcast(TrainWorker.place, timeout=120)
         worker = ppo_worker_config(config, build_algorithm(config), logs, steps=1)
         learner = replace(worker.policy, fsdp=replace(worker.policy.fsdp, fsdp_size=ranks))
-        reference = ReferenceConfig(replace(learner.model, path=other_model), offload=False)
+        reference = FrozenConfig(replace(learner.model, path=other_model), offload=False)
         worker = replace(worker, policy=learner, critic=learner, reference=reference)
         address = f"{places[0]['address']}:{places[0]['port']}"
         group.broadcast(TrainWorker.build, worker, address, timeout=120)
@@ -139,13 +139,13 @@ def test_nor_do_they_for_the_critic(groups, mode):
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_nor_in_any_policy_loss(groups, name):
-    cuts_agree(groups, replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_coef=0.0), every=3)
+    cuts_agree(groups, replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_form=None), every=3)
 
 
 def test_nor_with_the_exact_kl_to_the_reference(groups):
     exact = replace(LOSS, kl_form="full", kl_coef=1.0)
     cuts_agree(groups, exact, every=2)
-    with_it, without = (gradient(groups[1], Budget(30), loss) for loss in (exact, replace(exact, kl_coef=0.0)))
+    with_it, without = (gradient(groups[1], Budget(30), loss) for loss in (exact, replace(exact, kl_form=None)))
     assert any((with_it[name] - without[name]).abs().max() > 1e-3 for name in without)
 
 
@@ -157,7 +157,7 @@ def test_nor_where_the_loss_itself_corrects_for_the_rollout(groups):
 def test_a_policy_loss_of_ones_own_is_found_in_the_workers(groups, tmp_path):
     (tmp_path / "own.py").write_text("def twice(log_probs, batch, clip): return -2 * log_probs, {}\n")
     found = {
-        name: gradient(groups[1], Budget(10_000), replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_coef=0.0))
+        name: gradient(groups[1], Budget(10_000), replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_form=None))
         for name in (f"{tmp_path}/own.py:twice", "likelihood")
     }
     for twice, once in zip(*(gradients.values() for gradients in found.values()), strict=True):
@@ -174,6 +174,55 @@ def test_a_rank_without_rows_keeps_step(groups):
         torch.testing.assert_close(shared[name], value, rtol=1e-4, atol=1e-7)
 
 
+def test_a_row_that_stands_in_cannot_spoil_an_update(groups):
+    """The first rank has no row of the mini-batch; the row that it makes its pass with would make a NaN."""
+    batch = ragged_batch(2)
+    batch.advantages[: batch.response_lengths[0]] = torch.nan
+    totals = Totals.of(batch.select([1]))
+    parts = [(batch, MiniBatch([[]], totals), LOSS, False), (batch, MiniBatch([[1]], totals), LOSS, False)]
+    found = groups[2].scatter(TrainWorker.gradient, parts, timeout=120)[0]
+    alone = groups[1].scatter(TrainWorker.gradient, [(batch, MiniBatch([[1]], totals), LOSS, False)], timeout=120)[0]
+    for name, value in alone.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
+
+
+def test_numbers_of_tokens_that_are_not_learnt_cannot_spoil_an_update(groups):
+    batch = ragged_batch()
+    sound = gradient(groups[1], Budget(10_000))
+    unwritten = ~batch.response_mask
+    for name in ("old_log_probs", "advantages", "reference_log_probs"):
+        vars(batch)[name][unwritten] = torch.nan
+    whole = MiniBatch([list(range(len(batch)))], Totals.of(batch))
+    found = groups[1].scatter(TrainWorker.gradient, [(batch, whole, LOSS, False)], timeout=120)[0]
+    for name, value in sound.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_every_forward_pass_fills_its_fields_also_where_a_rank_has_no_rows(groups, config, rows):
+    """One row on two ranks; on one rank the same."""
+    batch, found = ragged_batch(rows), {}
+    for ranks, group in groups.items():
+        critic = CriticPlan(VALUE_LOSS, build_policy_plan(config).updates, Budget(40))
+        workers = TrainWorkers(
+            group, replace(build_policy_plan(config), with_sum_pi_squared=True), critic, "float32", 120
+        )
+        filled = workers.values(workers.reference_log_probs(workers.log_probs(batch, reference_kl=True)))
+        found[ranks] = filled
+        assert (filled.reference_kl > -1e-5).all() and filled.reference_kl.mean() > 1e-4
+        assert (filled.old_log_probs - filled.reference_log_probs).abs().max() > 1e-3
+    for name in ("old_log_probs", "entropies", "sum_pi_squared", "reference_kl", "reference_log_probs", "values"):
+        torch.testing.assert_close(vars(found[1])[name], vars(found[2])[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_refreshed_reference_is_the_policy(groups, config):
+    """Last but for what follows: the reference has changed from here on."""
+    workers = TrainWorkers(groups[2], build_policy_plan(config), None, "float32", 120)
+    workers.refresh_reference()
+    filled = workers.reference_log_probs(workers.log_probs(ragged_batch()))
+    torch.testing.assert_close(filled.reference_log_probs, filled.old_log_probs, rtol=1e-5, atol=1e-6)
+
+
 def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
     batch = ragged_batch()
     lengths = batch.lengths.tolist()
@@ -182,7 +231,7 @@ def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
         parts = [(batch, share, 0.9) for share in plan(lengths, ranks, Budget(40))]
         by_rank = group.scatter(TrainWorker.log_probs, parts, timeout=120)
         rows = [row for _, share, _ in parts for passes in share for row in passes]
-        values = torch.cat([outputs.log_probs for outputs in by_rank])
+        values = torch.cat([columns[0] for columns in by_rank])
         order = batch.select(rows)
         by_row = dict(zip(rows, values.split(order.response_lengths.tolist()), strict=True))
         found[ranks] = torch.cat([by_row[row] for row in range(len(batch))])
@@ -199,17 +248,18 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(gr
     batch.advantages[0] = torch.nan  # in the first of the two updates
     before = gradient(groups[ranks], Budget(10_000))
     workers.update(batch, [[0, 1, 2, 3]], LOSS, step=1)
-    assert workers.skipped_in_a_row == 1
+    assert workers.skipped_in_a_row["actor"] == 1
     after = gradient(groups[ranks], Budget(10_000))
     assert all(torch.equal(before[name], after[name]) for name in before), "a skipped update changes no weight"
-    (file,) = (logs / "skipped_updates").glob("step-1-update-1-rank-*.pt")
+    (file,) = (logs / "skipped_updates").glob("actor-step-1-update-1-rank-*.pt")
     rows = torch.load(file, weights_only=True)
     assert rows["advantages"].isnan().sum() == 1
     workers.stop_if_broken(2, store)
-    _, metrics = workers.update_policy(batch, step=2)
+    updates = workers.update_policy(batch, step=2)
+    metrics = updates[1]
     assert metrics["actor/skipped_updates"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
-    assert workers.skipped_in_a_row == 0, "the second update of the step was sound"
+    assert workers.skipped_in_a_row["actor"] == 0, "the second update of the step was sound"
     for step in (3, 4):
         workers.update(batch, [[0, 1, 2, 3]], LOSS, step)
     with pytest.raises(BrokenUpdates, match=r"2 updates in a row .* the last good checkpoint is not there yet"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from hybridrl import main_ppo
 
@@ -120,6 +120,34 @@ def test_the_saved_model_scores_as_the_last_validation_did(two_slots, overrides,
     names = [name for name in again if name.startswith("val-")]
     assert len(names) > 5
     assert {name: again[name] for name in names} == {name: last[name] for name in names}
+
+
+def test_ppo_trains_a_critic_beside_the_policy_and_saves_both(overrides, tiny, tmp_path):
+    """With a critic, the exact KL in the reward against a reference that is refreshed, and dynamic sampling."""
+    more = {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_penalty": "full",
+        "algorithm.filter_groups.enable": True,
+        "actor_rollout_ref.ref.refresh_freq": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "critic.optim.lr": 1e-2,
+        "critic.fsdp.optimizer_offload": True,
+        "trainer.critic_warmup": 2,
+        "trainer.total_training_steps": 3,
+    }
+    finish(start("main_ppo", overrides(tmp_path, more)))
+    steps = metrics(tmp_path)
+    assert "actor/grad_norm" not in steps[1], "the critic learns alone before step 2"
+    assert steps[1]["critic/vf_loss"] > 0 and steps[1]["critic/values/max"] == 0, "a new critic says nothing"
+    assert steps[2]["actor/grad_norm"] > 0 and steps[2]["critic/values/max"] != 0
+    assert steps[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6), "nothing has been learnt yet"
+    assert steps[3]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6), "the reference has been refreshed"
+    assert steps[3]["train/num_gen_batches"] >= 1
+    assert steps[3]["training/log_probs_diff_max"] < 1e-4
+    saved = tmp_path / "global_step_3" / "critic" / "huggingface"
+    critic = AutoModelForTokenClassification.from_pretrained(saved, num_labels=1)
+    assert critic.score.weight.abs().max() > 0
 
 
 @pytest.fixture

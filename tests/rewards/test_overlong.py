@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.config import ConfigError
 from hybridrl.rewards.overlong import OverlongPenalty
 from hybridrl.rewards.score import Score
 
@@ -47,8 +46,3 @@ def test_a_penalty_that_is_not_logged_adds_no_extras():
 def test_a_score_without_value_is_left_alone():
     fault = Score(None, fault="timeout", detail="no score within 60 s")
     assert PENALTY.shaped(fault, 20) is fault
-
-
-def test_a_buffer_longer_than_the_answers_is_refused():
-    with pytest.raises(ConfigError, match=r"overlong_buffer_cfg\.len=4096 .*max_resp_len=512"):
-        OverlongPenalty(512, 4096, 1.0, log=False)

@@ -54,7 +54,7 @@ def assert_same(found, expected):
 
 
 def through(model: LanguageModel, rows: Batch, padded: bool, temperature: float = 1.0):
-    found = model(lay_out(rows, padded), temperature, entropies=True)
+    found = model(lay_out(rows, padded), temperature, entropies=True, entropy_gradient=True)
     return found.log_probs, found.entropies, gradient(model, found.log_probs, found.entropies)
 
 
@@ -165,7 +165,8 @@ def test_all_outputs_and_their_gradient_are_those_of_the_formulas(
     expected, whole_model = by_the_formulas(policy, reference, bias, rows, temperature)
     monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 2 * 4 * VOCABULARY * tokens_a_chunk)
     model, against = load(policy), reference_outputs(load(reference), rows, padded, bias)
-    found = model(lay_out(rows, padded), temperature, entropies=True, sum_pi_squared=True, against=against)
+    wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
+    found = model(lay_out(rows, padded), temperature, against=against, **wanted)
     for value, right in zip(found, expected, strict=True):
         torch.testing.assert_close(value, right.float(), atol=1e-5, rtol=1e-5)
     assert not found.sum_pi_squared.requires_grad
@@ -195,12 +196,20 @@ def test_what_is_not_asked_for_is_none_and_computed_by_no_operation(odd, odd_row
     with VocabularyWide(37) as bare:
         found = model(inputs, 1.0)
     assert found[1:] == (None, None, None)
-    # The head and the temperature, for every chunk; log-probs alone need no probabilities.
-    assert {name for name, _ in bare.seen} == {"mm", "div"}
+    # The head alone, for every chunk: a temperature of 1 divides nothing, and log-probs need no probabilities.
+    assert {name for name, _ in bare.seen} == {"mm"}
     for asked in ("entropies", "sum_pi_squared"):
         more = model(inputs, 1.0, **{asked: True})
         assert [name for name, value in more._asdict().items() if value is not None] == ["log_probs", asked]
         assert torch.equal(more.log_probs, found.log_probs)
+
+
+def test_entropies_that_are_only_told_have_no_gradient_and_change_none(directory, rows):
+    model = load(directory)
+    told = model(lay_out(rows, padded=False), 1.0, entropies=True)
+    assert not told.entropies.requires_grad
+    learnt = model(lay_out(rows, padded=False), 1.0, entropies=True, entropy_gradient=True)
+    assert torch.equal(told.entropies, learnt.entropies) and learnt.entropies.requires_grad
 
 
 def test_no_logits_exist_as_a_whole_where_a_reference_has_some_too(odd, odd_rows, monkeypatch):
@@ -208,7 +217,8 @@ def test_no_logits_exist_as_a_whole_where_a_reference_has_some_too(odd, odd_rows
     model = load(odd)
     against = reference_outputs(model, odd_rows, padded=False)
     with VocabularyWide(37) as wide:
-        found = model(lay_out(odd_rows, padded=False), 1.0, entropies=True, sum_pi_squared=True, against=against)
+        wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
+        found = model(lay_out(odd_rows, padded=False), 1.0, against=against, **wanted)
         sum(found[:2] + found[3:]).sum().backward()
     # 15 response tokens and room for the logits of 4: 2 of the policy with 2 of the reference.
     assert {size for _, size in wide.seen} == {1, 2}

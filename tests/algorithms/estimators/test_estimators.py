@@ -121,11 +121,6 @@ def test_a_group_of_one_has_no_advantage(make_batch, name):
     assert not ESTIMATORS[name](batch, SETTINGS)[0].any()
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
-def test_verls_vectorised_twins_are_the_same(name):
-    assert ESTIMATORS[f"{name}_vectorized"] is ESTIMATORS[name]
-
-
 def lengthened(batch: Batch, by: int) -> Batch:
     """Every row with as many more tokens, not written, without reward and with numbers of no meaning."""
     lengths = batch.response_lengths
