@@ -15,15 +15,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hybridrl.tracking import read_metrics
 from hybridrl.tracking.curves import COLORS, MUTED, STYLE
-from hybridrl.tracking.names import STEP_SECONDS
 
 TOP = Path(__file__).absolute().parents[2]
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
@@ -71,10 +69,9 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A run: the share of right answers at each step, and the median seconds of a step."""
+    """A run: the share of right answers at each step."""
 
     rewards: list[float]
-    seconds: float
 
     @property
     def last(self) -> float:
@@ -129,8 +126,7 @@ class Run:
         """From every answer sampled, those that dynamic sampling drops included, judged without any penalty."""
         files = [self.directory / "rollouts" / f"{step}.jsonl" for step in range(1, self.steps + 1)]
         rewards = [fmean(json.loads(line)["acc"] for line in file.read_text().splitlines()) for file in files]
-        metrics = read_metrics(self.directory)
-        return Curve(rewards, median(metrics[step][STEP_SECONDS] for step in range(1, self.steps + 1)))
+        return Curve(rewards)
 
 
 def python(arguments: list[str], output: object = None) -> bool:
@@ -186,14 +182,13 @@ def draw_panel(axes: Axes, name: str, curve: Curve, grpo: Curve | None) -> None:
 
 def table(curves: dict[str, Curve]) -> str:
     rows = [
-        f"| name | overrides | reward at step 1 | mean of the last {LAST_STEPS} | steps to {GOAL} | seconds a step |",
-        "|---|---|--:|--:|--:|--:|",
+        f"| name | overrides | reward at step 1 | mean of the last {LAST_STEPS} | steps to {GOAL} |",
+        "|---|---|--:|--:|--:|",
     ]
     for name, curve in curves.items():
         overrides = "<br>".join(f"`{override}`" for override in ENTRIES[name].split())
         rows.append(
-            f"| {name} | {overrides} | {curve.rewards[0]:.3f} | {curve.last:.3f} | {curve.steps_to_goal or 'never'} "
-            f"| {curve.seconds:.1f} |"
+            f"| {name} | {overrides} | {curve.rewards[0]:.3f} | {curve.last:.3f} | {curve.steps_to_goal or 'never'} |"
         )
     return "\n".join(rows)
 
