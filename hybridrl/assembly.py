@@ -7,6 +7,7 @@ from rich.logging import RichHandler
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl import device as devices
+from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group, RaySession, spawn
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_dict, save_config
@@ -17,7 +18,7 @@ from hybridrl.config.schema import (
     TrainerConfig,
 )
 from hybridrl.config.schema_sft import SFTConfig, SFTTrainerConfig
-from hybridrl.tracking import Tracker
+from hybridrl.tracking import Resume, Tracker
 from hybridrl.tracking.log import console
 from hybridrl.training.worker import TrainWorker
 
@@ -38,9 +39,14 @@ def open_run_directory(config: PPOConfig | SFTConfig) -> Path:
     return directory.absolute()
 
 
-def open_tracker(config: PPOConfig | SFTConfig, directory: Path, steps: int) -> Tracker:
+def open_store(trainer: TrainerConfig | SFTTrainerConfig, directory: Path) -> Store:
+    return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt)
+
+
+def open_tracker(config: PPOConfig | SFTConfig, directory: Path, steps: int, resume: Resume | None) -> Tracker:
     trainer = config.trainer
-    return Tracker(trainer.logger, directory, trainer.project_name, trainer.experiment_name, as_dict(config), steps)
+    names = (trainer.project_name, trainer.experiment_name)
+    return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume)
 
 
 def start_session(trainer: TrainerConfig | SFTTrainerConfig, ray_init: dict) -> RaySession:

@@ -1,8 +1,8 @@
 """A reinforcement learning run, put together: data and reward first, then devices, then steps."""
 
 import time
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -11,15 +11,18 @@ from hybridrl.algorithms import Algorithm
 from hybridrl.assembly import (
     end_tokens,
     open_run_directory,
+    open_store,
     open_tracker,
     probe_ids,
     refuse_hub_model,
     start_session,
     start_train_workers,
 )
-from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import Group, RaySession, gather
+from hybridrl.checkpoint.saved import Saved
+from hybridrl.cluster import Group, RaySession, WorkerDied, gather
 from hybridrl.config import PPOConfig
+from hybridrl.config.compose import as_dict, as_yaml
+from hybridrl.config.model_directory import SHARDS
 from hybridrl.config.schema import RewardConfig
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import PromptDataset, load_prompts
@@ -38,11 +41,14 @@ from hybridrl.plans import (
 )
 from hybridrl.records import Records
 from hybridrl.respondent import Respondent
+from hybridrl.resume import agree, data_fingerprint, fingerprint, saved_step, what_was_restored
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.faults import FaultGuard
 from hybridrl.rewards.overlong import OverlongPenalty
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.tracking import Tracker, draw_curves, summary
+from hybridrl.run_state import RunState
+from hybridrl.saving import WHOLE, SavePlan, Saver
+from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.trainer import Schedule, Trainer
 from hybridrl.training.worker import TrainWorker, WorkerConfig
@@ -51,7 +57,19 @@ from hybridrl.validation import Validator
 
 
 def train(config: PPOConfig) -> None:
-    """Run the whole of it, and leave nothing running however it ends."""
+    """Run the whole of it; where a worker dies, anew from the last saved step, `trainer.max_restarts` times."""
+    for left in reversed(range(config.trainer.max_restarts + 1)):
+        try:
+            return _train(config)
+        except WorkerDied as death:
+            if not left:
+                raise
+            info(f"{death}\nthe workers are built anew, to go on from the last saved step (restarts left: {left - 1})")
+            config.trainer.resume_mode = "auto"
+
+
+def _train(config: PPOConfig) -> None:
+    """One attempt, which leaves nothing running however it ends."""
     began = time.monotonic()
     directory = open_run_directory(config)
     algorithm = build_algorithm(config)  # first: what it refuses needs no data
@@ -59,34 +77,101 @@ def train(config: PPOConfig) -> None:
     refuse_hub_models(config, algorithm)
     tokenizer = _tokenizer(config)
     prompts, validation = load_data(config, tokenizer)
-    # Without a number of steps the last one takes what prompts are left.
-    in_all = None if config.trainer.total_training_steps else config.trainer.total_epochs * len(prompts)
-    steps = config.trainer.total_training_steps or -(-in_all // config.data.train_batch_size)
-    overlong = build_overlong_penalty(config.reward)
-    info(say_batch_arithmetic(config, steps))
+    trainer, overlong = config.trainer, build_overlong_penalty(config.reward)
     with ExitStack() as stack:
+        store = stack.enter_context(closing(open_store(trainer, directory)))
+        identity = identify(config, len(prompts))
+        saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, info)
+        if saved:
+            agree(saved, as_dict(config), identity.data, trainer.resume_allow, trainer.reset_optimizer, info)
+        done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
+        # Without a number of steps the last one takes what prompts are left.
+        in_all = None if trainer.total_training_steps else trainer.total_epochs * len(prompts)
+        steps = trainer.total_training_steps or done - (used - in_all) // config.data.train_batch_size
+        info(say_batch_arithmetic(config, steps))
+        if done >= steps and not trainer.val_only:
+            return info(f"the run is complete: {done} of {steps} steps are done ({saved.path})")
         scorers = stack.enter_context(ScorerPool(config.reward, directory / "logs" / "reward.log"))
-        session = start_session(config.trainer, config.ray_kwargs.ray_init)
+        session = start_session(trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
         worker = ppo_worker_config(config, algorithm, directory, steps)
-        workers, engine = start_devices(config, session, worker, directory / "logs", probe_ids(prompts[0].ids))
+        group, engine = start_devices(config, session, worker, directory / "logs", probe_ids(prompts[0].ids))
+        workers = TrainWorkers(group, policy, critic, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
         respondent = Respondent(tokenizer, scorers, config.actor_rollout_ref.rollout.seed, overlong)
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
-        tracker = stack.enter_context(open_tracker(config, directory, steps))
-        tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
-        trainer = Trainer(
-            algorithm,
-            build_experience(config, algorithm, prompts, respondent, stop_ids, in_all),
-            engine,
-            TrainWorkers(workers, policy, critic, config.actor_rollout_ref.rollout.dtype, config.trainer.step_timeout),
-            build_validator(config, validation, respondent, stop_ids) if validation else None,
-            build_records(config, tracker),
-            Store(directory, tokenizer.save_pretrained),
-            build_schedule(config, steps),
-        )
-        trainer.fit()
+        experience = build_experience(config, algorithm, prompts, respondent, stop_ids, in_all)
+        resume = Resume(done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
+        records = build_records(config, stack.enter_context(open_tracker(config, directory, steps, resume)))
+        state = RunState(algorithm, experience, workers, records, fingerprint=identity.run, data=identity.data)
+        start_up = {"timing_s/start_up": time.monotonic() - began}
+        if saved:
+            restore(config, saved, workers, state, len(prompts))
+        else:
+            records.log(0, start_up)
+        validator = build_validator(config, validation, respondent, stop_ids) if validation else None
+        saver = Saver(workers, store, build_save_plan(config, algorithm, tokenizer))
+        schedule = build_schedule(config, steps)
+        hall = Trainer(algorithm, experience, engine, workers, validator, records, saver, state, schedule)
+        hall.fit(done, start_up)
     draw_curves(directory)
     info(summary(directory))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What data and run are recognised by."""
+
+    data: str
+    run: str
+
+
+def identify(config: PPOConfig, rows: int) -> Identity:
+    data, model = config.data, config.actor_rollout_ref.model.path
+    rows_of = data_fingerprint(map(Path, data.train_files), rows, data.prompt_key, data.train_max_samples)
+    return Identity(rows_of, fingerprint(rows_of, model, config.algorithm.adv_estimator))
+
+
+def restore(config: PPOConfig, saved: Saved, workers: TrainWorkers, state: RunState, rows: int) -> None:
+    """Put a saved step's state into workers and driver, and say what was restored."""
+    actor, critic, reset = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint, resets(config)
+    wanted = {"actor": actor.load_contents, "critic": critic.load_contents, "reference": ["model"]}
+    contents = {
+        name: [part for part in parts if part != WHOLE]
+        for name, parts in wanted.items()
+        if (saved.path / name / SHARDS).is_file()
+    }
+    updates = workers.load(saved.path, contents, reset_optimizer=reset)
+    state.put(saved.state)
+    state.records.forget_after(saved.step)
+    moments = [] if reset else [name for name, parts in contents.items() if "optimizer" in parts]
+    told = what_was_restored(
+        saved.path,
+        saved.step,
+        weights=[name for name, parts in contents.items() if "model" in parts],
+        optimizers=moments,
+        updates={name: count for name, count in updates.items() if not reset},
+        prompts=saved.state["prompts"],
+        rows=rows,
+        kl_weight=saved.state["kl_weight"] if config.algorithm.use_kl_in_reward else None,
+        trackers=["metrics.jsonl", *sorted(saved.state["sinks"])],
+        missing=dict.fromkeys(("optimizer of actor", "schedule of actor"), "trainer.reset_optimizer") if reset else {},
+    )
+    info(told)
+
+
+def resets(config: PPOConfig) -> bool:
+    """Moments of another type of optimizer are of no use, whoever allowed it."""
+    return config.trainer.reset_optimizer or any(key.endswith("optim.optimizer") for key in config.trainer.resume_allow)
+
+
+def build_save_plan(config: PPOConfig, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase) -> SavePlan:
+    actor = config.actor_rollout_ref.actor.checkpoint
+    contents = {"actor": actor.save_contents}
+    if algorithm.uses_critic:
+        contents["critic"] = config.critic.checkpoint.save_contents
+    if algorithm.uses_reference and config.actor_rollout_ref.ref.refresh_freq > 0:
+        contents["reference"] = ["model"]
+    return SavePlan(contents, tokenizer.save_pretrained, as_yaml(config), asynchronous=actor.async_save)
 
 
 def refuse_hub_models(config: PPOConfig, algorithm: Algorithm) -> None:
@@ -205,6 +290,7 @@ def build_schedule(config: PPOConfig, steps: int) -> Schedule:
         steps,
         validate_every=trainer.test_freq,
         save_every=trainer.save_freq,
+        recover_every=trainer.ckpt_freq_secs,
         validate_first=trainer.val_before_train,
         validate_only=trainer.val_only,
         first_policy_update=trainer.critic_warmup,

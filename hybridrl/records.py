@@ -32,6 +32,13 @@ class Records:
         if self.shown > 0:
             self.tracker.samples(step, [_row(sample) for sample in samples[: self.shown]])
 
+    def forget_after(self, step: int) -> None:
+        """Delete the samples of later steps: a run that goes on after this one makes those anew."""
+        for directory in filter(None, (self.training_dir, self.validation_dir)):
+            for path in Path(directory).glob("*.jsonl"):
+                if path.stem.isdecimal() and int(path.stem) > step:
+                    path.unlink()
+
 
 def dump_samples(path: Path, step: int, samples: Sequence[Sample]) -> None:
     """One object a sample in verl's form: input, output, gts, score, step, and all that the reward said."""

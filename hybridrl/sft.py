@@ -2,28 +2,35 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hybridrl.algorithms.settings import LossSettings
 from hybridrl.assembly import (
     open_run_directory,
+    open_store,
     open_tracker,
     refuse_hub_model,
     start_session,
     start_train_workers,
 )
 from hybridrl.batch import Batch, pack
-from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
+from hybridrl.checkpoint.saved import Saved
+from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.cluster import Group
 from hybridrl.config import SFTConfig
+from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.resume import agree, code_fingerprint, data_fingerprint, fingerprint, saved_step, what_was_restored
+from hybridrl.saving import WHOLE, SavePlan, Saver
+from hybridrl.signals import StopRequest
 from hybridrl.stopwatch import Stopwatch
-from hybridrl.tracking import Tracker, draw_curves, summary
+from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.training.losses import LossConfig
 from hybridrl.training.packing import Budget
@@ -44,22 +51,54 @@ def train(config: SFTConfig) -> None:
     )
     refuse_hub_model(config.model, "model.path")
     training, validation = _load(config, tokenizer)
-    size = config.data.train_batch_size
-    steps = config.trainer.total_training_steps or max(config.trainer.total_epochs * len(training) // size, 1)
-    info(f"{steps} steps of {size} conversations out of {len(training)}")
+    trainer, size = config.trainer, config.data.train_batch_size
     with ExitStack() as stack:
-        session = start_session(config.trainer, config.ray_kwargs.ray_init)
+        store = stack.enter_context(closing(open_store(trainer, directory)))
+        rows = data_fingerprint(map(Path, config.data.train_files), len(training), config.data.train_max_samples)
+        identity = fingerprint(rows, config.model.path)
+        saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity, info)
+        if saved:
+            agree(saved, as_dict(config), rows, trainer.resume_allow, trainer.reset_optimizer, info)
+        done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
+        left = trainer.total_epochs * len(training) - used
+        steps = trainer.total_training_steps or done + max(left // size, 0 if saved else 1)
+        info(f"{steps} steps of {size} conversations out of {len(training)}")
+        if done >= steps:
+            return info(f"the run is complete: {done} of {steps} steps are done ({saved.path})")
+        session = start_session(trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
         group = start_train_workers(session, directory / "logs")
         _build(config, group, directory, steps)
-        dtype, timeout = config.engine.fsdp_config.dtype, config.trainer.step_timeout
-        workers = TrainWorkers(group, _policy_plan(config), None, dtype, timeout)
-        tracker = stack.enter_context(open_tracker(config, directory, steps))
-        tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
-        store = Store(directory, tokenizer.save_pretrained)
-        _fit(config, steps, training, validation, workers, tracker, store)
+        workers = TrainWorkers(group, _policy_plan(config), None, config.engine.fsdp_config.dtype, trainer.step_timeout)
+        resume = Resume(done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
+        tracker = stack.enter_context(open_tracker(config, directory, steps, resume))
+        if saved:
+            _restore(config, saved, workers, len(training))
+        else:
+            tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
+        plan = SavePlan({"actor": config.checkpoint.save_contents}, tokenizer.save_pretrained, as_yaml(config))
+        saver = Saver(workers, store, plan)
+        fixed = {"fingerprint": identity, "data": rows, "code": code_fingerprint()}
+        _fit(config, range(done + 1, steps + 1), used, training, validation, workers, tracker, saver, fixed)
     draw_curves(directory)
     info(summary(directory))
+
+
+def _restore(config: SFTConfig, saved: Saved, workers: TrainWorkers, rows: int) -> None:
+    reset = config.trainer.reset_optimizer or "optim.optimizer" in config.trainer.resume_allow
+    parts = [part for part in config.checkpoint.load_contents if part != WHOLE]
+    updates = workers.load(saved.path, {"actor": parts}, reset_optimizer=reset)
+    told = what_was_restored(
+        saved.path,
+        saved.step,
+        weights=["actor"],
+        optimizers=["actor"] if "optimizer" in parts and not reset else [],
+        updates={} if reset else updates,
+        prompts=saved.state["prompts"],
+        rows=rows,
+        trackers=["metrics.jsonl", *sorted(saved.state["sinks"])],
+    )
+    info(told)
 
 
 def _load(config: SFTConfig, tokenizer) -> tuple[ConversationDataset, ConversationDataset | None]:
@@ -109,36 +148,55 @@ def _policy_plan(config: SFTConfig) -> PolicyPlan:
 
 def _fit(
     config: SFTConfig,
-    steps: int,
+    steps: range,
+    position: int,
     training: ConversationDataset,
     validation: ConversationDataset | None,
     workers: TrainWorkers,
     tracker: Tracker,
-    store: Store,
+    saver: Saver,
+    fixed: dict[str, Any],
 ) -> None:
     order = PromptOrder(len(training), config.data.seed, config.data.shuffle)
-    size, test_freq, save_freq = (
-        config.data.train_batch_size,
-        config.trainer.test_freq,
-        config.trainer.save_freq,
-    )
+    size, trainer = config.data.train_batch_size, config.trainer
     watch = Stopwatch()
-    for step in range(1, steps + 1):
-        last = step == steps
-        with watch("step"), watch("update_actor"):
-            batch = to_batch([training[row] for row in order.rows((step - 1) * size, size)])
-            updates, _ = workers.update(batch, [range(len(batch))], workers.policy.loss, step)
-        workers.stop_if_broken(config.trainer.max_skipped_updates, store)
-        metrics = {name: value for name, value in updates.mean("train").items() if name != "train/pg_loss"}
-        metrics |= watch.take() | {"training/epoch": (step * size - 1) // len(training)}
-        metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
-        if validation is not None and (last or (test_freq > 0 and step % test_freq == 0)):
-            with watch("testing"):
-                metrics["val/loss"] = validation_loss(workers, validation)
-        if save_freq >= 0 and (last or (save_freq > 0 and step % save_freq == 0)):
-            with watch("save_checkpoint"):
-                store.save(step, actor=workers.export)
-        tracker.log(step, metrics | watch.take())
+    with StopRequest(wait_for_step=trainer.save_freq >= 0) as stop:
+        for step in steps:
+            last = step == steps[-1]
+            with watch("step"), watch("update_actor"):
+                batch = to_batch([training[row] for row in order.rows(position, size)])
+                updates, _ = workers.update(batch, [range(len(batch))], workers.policy.loss, step)
+            position += size
+            workers.stop_if_broken(trainer.max_skipped_updates, saver.store)
+            metrics = {name: value for name, value in updates.mean("train").items() if name != "train/pg_loss"}
+            metrics |= watch.take() | saver.watch.take() | {"training/epoch": (position - 1) // len(training)}
+            metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
+            if validation is not None and (last or (trainer.test_freq > 0 and step % trainer.test_freq == 0)):
+                with watch("testing"):
+                    metrics["val/loss"] = validation_loss(workers, validation)
+            tracker.log(step, metrics | watch.take())
+            saver.poll()
+            due = trainer.save_freq > 0 and step % trainer.save_freq == 0
+            late = 0 < trainer.ckpt_freq_secs <= time.monotonic() - saver.at
+            if trainer.save_freq >= 0 and (last or due or late or stop.reason):
+                broken = workers.skipped_in_a_row["actor"]
+                state = fixed | {
+                    "step": step,
+                    "prompts": position,
+                    "sinks": tracker.state(),
+                    "metrics": metrics,
+                    "recovery": not (last or due),
+                    "healthy": not broken,
+                    "reason": "the last update was not finite" if broken else "",
+                }
+                saver.start(step, state)
+            if stop.reason:
+                break
+        saver.finish()
+    if saver.failed:
+        raise saver.failed
+    if stop.reason:
+        raise KeyboardInterrupt(stop.reason)
 
 
 def validation_loss(workers: TrainWorkers, conversations: ConversationDataset) -> float:

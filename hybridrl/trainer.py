@@ -3,14 +3,17 @@
 Knows no configuration, no Ray and no engine's name.
 """
 
+import time
 from dataclasses import dataclass, replace
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.checkpoint.store import Store
 from hybridrl.experience import Experience
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.metrics import batch_metrics, mismatch_metrics, throughput_metrics
 from hybridrl.records import Records
+from hybridrl.run_state import RunState
+from hybridrl.saving import Saver
+from hybridrl.signals import StopRequest
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.training.workers import TrainWorkers
 from hybridrl.validation import Validator
@@ -23,6 +26,7 @@ class Schedule:
     total_steps: int
     validate_every: int
     save_every: int
+    recover_every: float  # seconds between saves that only serve to go on from
     validate_first: bool
     validate_only: bool
     first_policy_update: int = 1  # before this step the critic learns alone
@@ -35,6 +39,9 @@ class Schedule:
     def saves(self, step: int, last: bool) -> bool:
         """At the end too, unless saving is off (-1)."""
         return self.save_every >= 0 and (last or _due(step, self.save_every))
+
+    def recovers(self, seconds: float) -> bool:
+        return self.save_every >= 0 and 0 < self.recover_every <= seconds
 
 
 def _due(step: int, every: int) -> bool:
@@ -52,33 +59,54 @@ class Trainer:
         workers: TrainWorkers,
         validator: Validator | None,
         records: Records,
-        store: Store,
+        saver: Saver,
+        run_state: RunState,
         schedule: Schedule,
     ) -> None:
         self.algorithm, self.experience, self.engine, self.workers = algorithm, experience, engine, workers
-        self.validator, self.records, self.store, self.schedule = validator, records, store, schedule
+        self.validator, self.records, self.saver, self.schedule = validator, records, saver, schedule
+        self.run_state = run_state
         self.watch = Stopwatch()
 
-    def fit(self) -> None:
-        """Train from the first step to the last, validating and saving on the way."""
-        if self.validator and (self.schedule.validate_first or self.schedule.validate_only):
+    def fit(self, done: int, start_up: dict[str, float]) -> None:
+        """Train to the last step, of which `done` are, validating and saving on the way."""
+        if self.validator and done == 0 and (self.schedule.validate_first or self.schedule.validate_only):
             self.records.log(0, self.validate(0) | self.engine.take_metrics())
         if self.schedule.validate_only:
             return
-        for step in range(1, self.schedule.total_steps + 1):
-            with self.watch("step"):
-                metrics = self.train_step(step)
-            metrics |= self.watch.take()
-            metrics |= throughput_metrics(metrics, len(self.workers.group))
-            # Dynamic sampling may have used up the run's prompts before its steps.
-            last = step == self.schedule.total_steps or self.experience.finished
-            if self.validator and self.schedule.validates(step, last):
-                metrics |= self.validate(step)
-            if self.schedule.saves(step, last):
-                metrics |= self.save(step)
-            self.records.log(step, metrics | self.engine.take_metrics() | {"training/global_step": step})
-            if last:
-                return
+        with StopRequest(wait_for_step=self.schedule.save_every >= 0) as stop:
+            for step in range(done + 1, self.schedule.total_steps + 1):
+                last = self._run_step(step, start_up if step == done + 1 and done else {})
+                if stop.reason and not last:
+                    self.save(step, recovery=True)
+                    break
+                if last:
+                    break
+            self.saver.finish()
+        if self.saver.failed:
+            raise self.saver.failed
+        if stop.reason:
+            raise KeyboardInterrupt(stop.reason)
+
+    def _run_step(self, step: int, further: dict[str, float]) -> bool:
+        """Train a step, validate, tell and save; returns whether it is the last."""
+        with self.watch("step"):
+            metrics = self.train_step(step)
+        metrics |= self.watch.take()
+        metrics |= throughput_metrics(metrics, len(self.workers.group)) | self.saver.watch.take() | further
+        # Dynamic sampling may have used up the run's prompts before its steps.
+        last = step == self.schedule.total_steps or self.experience.finished
+        if self.validator and self.schedule.validates(step, last):
+            metrics |= self.validate(step)
+        # A saved step that has not been told of would be missing from the records of a run that goes on from it.
+        self.run_state.note(metrics)
+        self.records.log(step, metrics | self.engine.take_metrics() | {"training/global_step": step})
+        self.saver.poll()
+        if self.schedule.saves(step, last):
+            self.save(step, recovery=False)
+        elif self.schedule.recovers(time.monotonic() - self.saver.at):
+            self.save(step, recovery=True)
+        return last
 
     def train_step(self, step: int) -> dict[str, float]:
         """One step of the algorithm: sample, score, compare, learn."""
@@ -104,7 +132,7 @@ class Trainer:
         if updates_policy:
             batch, learnt = workers.update_policy(batch, step)
             metrics |= learnt
-        workers.stop_if_broken(self.schedule.most_skipped_updates, self.store)
+        workers.stop_if_broken(self.schedule.most_skipped_updates, self.saver.store)
         if algorithm.uses_reference and _due(step, self.schedule.refresh_reference_every):
             workers.refresh_reference()
         self.records.training_samples(step, collected.samples)
@@ -121,11 +149,6 @@ class Trainer:
         self.records.validation_samples(step, samples)
         return metrics
 
-    def save(self, step: int) -> dict[str, float]:
-        with self.watch("save_checkpoint"):
-            self.engine.to_training()
-            models = {"actor": self.workers.export}
-            if self.algorithm.uses_critic:
-                models["critic"] = self.workers.export_critic
-            self.store.save(step, **models)
-        return self.watch.take()
+    def save(self, step: int, *, recovery: bool) -> None:
+        self.engine.to_training()
+        self.saver.start(step, self.run_state.take(step, recovery=recovery))

@@ -24,12 +24,13 @@ FLOORS = """
     ppo  sft  command_line
     assembly  plans
     trainer
-    validation  records
+    run_state  saving
+    validation  records  resume  signals
     experience  hybrid_engine
     dynamic_sampling
     groups
     respondent
-    training  rollout  rewards  data  tracking
+    training  rollout  rewards  data  tracking  model_merger
     algorithms  weights  checkpoint  cluster  metrics
     batch  config  device  stopwatch  guard
 """
@@ -38,7 +39,7 @@ FLOOR = {room: floor for floor, line in enumerate(reversed(FLOORS.split("\n"))) 
 # Who may name a library, as beginnings of paths.
 KNOWN_TO = {
     "ray": ("cluster/", "training/worker.py", "rollout/pool.py"),
-    "vllm": ("rollout/vllm.py",),
+    "vllm": ("rollout/vllm.py", "model_merger/vllm_check.py"),
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
     "torch.cuda": ("device.py",),
@@ -46,6 +47,7 @@ KNOWN_TO = {
 
 # What is imported late, inside a function, and why.
 LATE = {
+    "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
     "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",

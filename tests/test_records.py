@@ -89,6 +89,27 @@ def test_training_and_validation_samples_go_to_their_own_directories(tracker, tm
     assert tracker.shown == []
 
 
+def test_a_run_that_goes_on_forgets_the_samples_of_later_steps_and_touches_nothing_else(tracker, tmp_path):
+    training, validation = tmp_path / "train", tmp_path / "val"
+    records = Records(tracker, training_dir=str(training), validation_dir=str(validation), shown=0)
+    for step in (0, 2, 3, 10):
+        records.training_samples(step, [RIGHT])
+        records.validation_samples(step, [RIGHT])
+    (training / "notes.jsonl").touch()
+    (training / "11.txt").touch()
+    records.forget_after(2)
+    assert sorted(path.name for path in training.iterdir()) == ["0.jsonl", "11.txt", "2.jsonl", "notes.jsonl"]
+    assert sorted(path.name for path in validation.iterdir()) == ["0.jsonl", "2.jsonl"]
+
+
+def test_without_directories_there_is_nothing_to_forget(tracker, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "9.jsonl").touch()
+    Records(tracker, training_dir=None, validation_dir=None, shown=0).forget_after(0)
+    Records(tracker, training_dir=str(tmp_path / "none yet"), validation_dir=None, shown=0).forget_after(0)
+    assert (tmp_path / "9.jsonl").exists()
+
+
 def test_where_no_directory_is_set_nothing_is_written(tracker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = Records(tracker, training_dir=None, validation_dir=None, shown=1)

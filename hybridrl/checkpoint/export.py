@@ -1,16 +1,16 @@
-"""A model as a Hugging Face directory, written tensor by tensor: at most one shard is in memory beside the model."""
+"""A model as a Hugging Face directory, written tensor by tensor: at most one tensor is in memory beside the model."""
 
 import json
-import math
-import os
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from hybridrl.checkpoint.tensors import TYPES, blank
 
 SHARD_BYTES = 5 << 30
 
@@ -26,27 +26,64 @@ def export_model(
     """Write config, generation config and weights of this type. `tensors` is walked through even where nothing is
     written, since gathering them is a collective of all ranks."""
     if writes:
-        directory.mkdir(parents=True, exist_ok=True)
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.dtype = dtype
-        config.save_pretrained(directory)
-        if model.can_generate() and model.generation_config is not None:
-            # As it came: `save_pretrained` refuses the combinations of settings that some published models have.
-            model.generation_config.to_json_file(directory / GENERATION_CONFIG_NAME)
-    sizes = {name: math.prod(p.shape) * dtype.itemsize for name, p in model.named_parameters()}
-    files = shard_names(sizes, SHARD_BYTES)
-    shard: dict[str, Tensor] = {}
-    names = list(files)
-    for index, (name, tensor) in enumerate(tensors):
-        if not writes:
-            continue
-        shard[name] = tensor.to("cpu", dtype).contiguous()
-        if index + 1 == len(names) or files[names[index + 1]] != files[name]:
-            save_file(shard, directory / files[name], metadata={"format": "pt"})
-            shard = {}
-    if writes and len(set(files.values())) > 1:
-        index_file = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index_file, indent=2))
+        export_settings(model, directory, dtype)
+    meta = {name: blank(p.shape, dtype) for name, p in model.named_parameters()}
+    if writes:
+        write_shards(directory, meta, ((name, 0, tensor.to("cpu", dtype)) for name, tensor in tensors), SHARD_BYTES)
+    else:
+        for _ in tensors:
+            pass
+
+
+def write_shards(
+    directory: Path, meta: dict[str, Tensor], pieces: Iterable[tuple[str, int, Tensor]], limit: int
+) -> dict[str, str]:
+    """Write tensors to safetensors files of at most `limit` bytes, and an index where there are several. They come
+    whole or in pieces, in any order: a name, the number of the first element, and it with those that follow. `meta` has
+    names in the order of the files, shapes and types. Returns each one's file."""
+    files = shard_names({name: tensor.nbytes for name, tensor in meta.items()}, limit)
+    starts: dict[str, int] = {}
+    for file in dict.fromkeys(files.values()):
+        starts |= _write_header(directory / file, {name: meta[name] for name in meta if files[name] == file})
+    missing = {name: tensor.numel() for name, tensor in meta.items()}
+    for name, first, piece in pieces:
+        assert piece.dtype == meta[name].dtype, name
+        with (directory / files[name]).open("r+b") as file:
+            file.seek(starts[name] + first * piece.itemsize)
+            # Straight from the tensor's memory. safetensors' `save_file` wants all tensors of a file at once.
+            file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy())
+        missing[name] -= piece.numel()
+    assert not any(missing.values()), f"{sum(map(bool, missing.values()))} tensors were not written"
+    if len(set(files.values())) > 1:
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in meta.values())}, "weight_map": files}
+        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+    return files
+
+
+def _write_header(file: Path, meta: dict[str, Tensor]) -> dict[str, int]:
+    """Begin a safetensors file: eight bytes for the header's length, the header, then the tensors without gaps.
+    Returns at which byte of the file each of them begins."""
+    header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    begins, end = {}, 0
+    # The widest types first, so that each tensor begins at a multiple of its type's width.
+    for name, tensor in sorted(meta.items(), key=lambda item: -item[1].itemsize):
+        begins[name], end = end, end + tensor.nbytes
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begins[name], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    return {name: 8 + len(text) + begin for name, begin in begins.items()}
+
+
+def export_settings(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+    """Write config and generation config, for weights of this type."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        # As it came: `save_pretrained` refuses the combinations of settings that some published models have.
+        model.generation_config.to_json_file(directory / GENERATION_CONFIG_NAME)
 
 
 def shard_names(sizes: dict[str, int], limit: int) -> dict[str, str]:
@@ -60,18 +97,3 @@ def shard_names(sizes: dict[str, int], limit: int) -> dict[str, str]:
     if number == 0:
         return {name: SAFE_WEIGHTS_NAME for name in shards}
     return {name: f"model-{shard + 1:05}-of-{number + 1:05}.safetensors" for name, shard in shards.items()}
-
-
-def publish(written: Path, final: Path) -> None:
-    """Make a finished file or directory appear under its name at once: it first reaches the disk, then one rename."""
-    for path in (*written.rglob("*"), written):
-        _reach_disk(path)
-    written.replace(final)
-    _reach_disk(final.parent)
-
-
-def _reach_disk(path: Path) -> None:
-    """Wait until a file's bytes, or a directory's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -20,6 +20,10 @@ class RemoteFailure(RuntimeError):
     """A remote call failed: which actor, in which call, and the first failure's own traceback."""
 
 
+class WorkerDied(RemoteFailure):
+    """A process is gone, or silent: what it did may succeed in a new one."""
+
+
 class Group:
     """Actors of one class, one a rank. Calls name the class's own methods: `group.broadcast(Worker.build, config)`."""
 
@@ -96,7 +100,7 @@ def gather(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[st
         if not done:
             late = ", ".join(str(refs.index(ref)) for ref in rest)
             answered = len(refs) - len(rest)
-            raise RemoteFailure(f"{what}: no answer from rank {late} within {timeout:g} s ({answered} did answer)")
+            raise WorkerDied(f"{what}: no answer from rank {late} within {timeout:g} s ({answered} did answer)")
         error = _error(done[0])
         if error is not None:
             raise _root_failure(refs, what, error, refs.index(done[0]), logs) from None
@@ -123,7 +127,7 @@ def _root_failure(
         rank, first = dead[0], errors[dead[0]]
     where = f"\n{logs[rank]} ends with:\n{_tail(logs[rank])}" if rank < len(logs) else ""
     if isinstance(first, RayActorError):
-        return RemoteFailure(f"{what}: the process of rank {rank} died: {_cause(str(first))}{where}")
+        return WorkerDied(f"{what}: the process of rank {rank} died: {_cause(str(first))}{where}")
     return RemoteFailure(f"{what}: rank {rank} failed: {_told(first)}")
 
 

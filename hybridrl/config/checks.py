@@ -14,6 +14,7 @@ from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.error import Refusals
 from hybridrl.config.families import why_unsupported
 from hybridrl.config.machine import Machine, this_machine
+from hybridrl.config.read import show
 from hybridrl.config.schema import (
     FSDPConfig,
     ModelConfig,
@@ -45,6 +46,12 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _check_sampling(config, note, wrong)
     _note_idle_keys(config, note)
     check_algorithm(config, note, wrong)
+    if trainer.save_freq >= 0:
+        _check_save_contents("actor_rollout_ref.actor.checkpoint", section.actor.checkpoint.save_contents, note)
+        if config.critic.enable:
+            _check_save_contents("critic.checkpoint", config.critic.checkpoint.save_contents, note)
+    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
+        note("trainer.resume_from_path has no effect without trainer.resume_mode=resume_path")
     if trainer.val_only and not config.data.val_files:
         wrong.add("trainer.val_only=true: there is nothing to validate; set data.val_files")
     wrong.close()
@@ -85,6 +92,19 @@ def _settle_trainer(
     if trainer.device == "cpu" and trainer.n_gpus_per_node > most:
         wrong.add(f"{asked}: free memory is enough for {most} slots on CPU; set trainer.n_gpus_per_node={most}")
     _check_writable("trainer.default_local_dir", trainer.default_local_dir, wrong)
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        wrong.add("trainer.resume_mode=resume_path: set trainer.resume_from_path=.../global_step_N")
+    if trainer.max_restarts and trainer.resume_mode == "disable":
+        wrong.add(
+            "trainer.max_restarts with resume_mode=disable: there is nothing to restart from; set resume_mode=auto"
+        )
+
+
+def _check_save_contents(key: str, contents: list[str], note: Note) -> None:
+    missing = [part for part in ("model", "optimizer", "extra") if part not in contents]
+    if missing:
+        lacks = ", ".join(missing)
+        note(f"{key}.save_contents={show(contents)}: no run can go on from such a step, which lacks {lacks}")
 
 
 def _check_writable(key: str, directory: str, wrong: Refusals) -> None:

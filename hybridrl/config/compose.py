@@ -178,7 +178,8 @@ def _followed(node: DictConfig, place: str, follows: dict[str, str], wrong: Refu
     for name, written in cast(dict, OmegaConf.to_container(node)).items():
         key = f"{place}{name}"
         if (reference := REFERENCE.fullmatch(str(written))) is not None:
-            follows[key] = reference[1]
+            beside = reference[1].startswith(".")  # .name is a key of the same section
+            follows[key] = f"{place}{reference[1][1:]}" if beside else reference[1]
         try:
             value = MISSING if written == MISSING else node[name]
             if isinstance(value, DictConfig):

@@ -12,6 +12,7 @@ from hybridrl.config.values import (
     POLICY_LOSSES,
     AboveZero,
     Aggregation,
+    CheckpointPart,
     Decay,
     DType,
     KLForm,
@@ -23,6 +24,7 @@ from hybridrl.config.values import (
     PathOrHub,
     Positive,
     Range,
+    ResumeMode,
     RowFiles,
     ScriptFile,
     Seconds,
@@ -99,6 +101,13 @@ class FSDPConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    save_contents: list[CheckpointPart]
+    load_contents: list[CheckpointPart]
+    async_save: bool
+
+
+@dataclass
 class PolicyLossConfig:
     loss_mode: Annotated[str, NameOrFunction(POLICY_LOSSES)]
     clip_cov_ratio: ShareAboveZero
@@ -135,6 +144,7 @@ class ActorConfig:
     grad_clip: AboveZero
     optim: OptimizerConfig
     fsdp_config: FSDPConfig
+    checkpoint: CheckpointConfig
 
 
 @dataclass
@@ -177,6 +187,7 @@ class CriticConfig:
     loss_agg_mode: Aggregation
     loss_scale_factor: AboveZero | None
     grad_clip: AboveZero
+    checkpoint: CheckpointConfig
 
 
 @dataclass
@@ -343,6 +354,14 @@ class TrainerConfig:
     val_only: bool
     test_freq: int
     save_freq: int
+    max_actor_ckpt_to_keep: Positive | None
+    keep_best_ckpt: str | None
+    ckpt_freq_secs: float
+    resume_mode: ResumeMode
+    resume_from_path: str | None
+    resume_allow: list[str]
+    reset_optimizer: bool
+    max_restarts: Natural
     critic_warmup: Natural
     max_skipped_updates: Positive
     startup_timeout: Seconds

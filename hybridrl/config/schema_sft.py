@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, RayConfig
-from hybridrl.config.values import AboveZero, Natural, PathOrHub, Positive, RowFiles, Seconds
+from hybridrl.config.schema import CheckpointConfig, FSDPConfig, ModelConfig, OptimizerConfig, RayConfig
+from hybridrl.config.values import AboveZero, Natural, PathOrHub, Positive, ResumeMode, RowFiles, Seconds
 
 
 @dataclass
@@ -41,6 +41,14 @@ class SFTTrainerConfig:
     logger: list[str]
     test_freq: int
     save_freq: int
+    max_actor_ckpt_to_keep: Positive | None
+    keep_best_ckpt: str | None
+    ckpt_freq_secs: float
+    resume_mode: ResumeMode
+    resume_from_path: str | None
+    resume_allow: list[str]
+    reset_optimizer: bool
+    max_restarts: Natural
     max_skipped_updates: Positive
     startup_timeout: Seconds
     step_timeout: Seconds
@@ -61,5 +69,6 @@ class SFTConfig:
     model: ModelConfig
     optim: OptimizerConfig
     engine: SFTEngineConfig
+    checkpoint: CheckpointConfig
     trainer: SFTTrainerConfig
     ray_kwargs: RayConfig

@@ -9,6 +9,8 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
+from hybridrl.config.model_directory import is_sharded, resolve_model
+
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl")
 
@@ -89,19 +91,24 @@ class PathOrHub:
 
 
 class ModelPath(PathOrHub):
-    """A Hugging Face model: a directory with configuration and weights, or a hub name."""
+    """A Hugging Face model: a directory with configuration and weights, a model of a saved step, or a hub name."""
 
     def fault(self, name: str) -> str | None:
         if not Path(name).is_dir():
             return super().fault(name)
-        config = Path(name, "config.json")
+        directory = resolve_model(name)
+        config = directory / "config.json"
         if not config.is_file():
+            if Path(name, "actor").is_dir():
+                return f"a saved step may hold several models; name the one that is meant: {Path(name, 'actor')}"
             return "the directory has no config.json, so it is no Hugging Face model"
         try:
             json.loads(config.read_text(encoding="utf-8"))
         except ValueError as error:
             return f"its config.json cannot be read ({error}); save the model anew"
-        if not any(True for pattern in WEIGHT_FILES for _ in Path(name).glob(pattern)):
+        if not is_sharded(name) and not any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):
+            if is_sharded(str(Path(name).parent)):
+                return f"the weights lie in the folder above; name that: {Path(name).parent}"
             return f"the directory has no weights ({' or '.join(WEIGHT_FILES)}); save or download the model anew"
         return None
 
@@ -171,6 +178,9 @@ POLICY_LOSSES = (
     "dro",
 )
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
+ResumeMode = Literal["auto", "disable", "resume_path"]
 
 DType = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 # A trailing + takes k2's gradient; full sums over the whole vocabulary.

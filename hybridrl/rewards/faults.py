@@ -35,7 +35,7 @@ class FaultGuard:
     on_error: str
     max_fault_rate: float
     max_fault_steps: int
-    _steps_above: int = field(default=0, init=False)
+    steps_above: int = field(default=0, init=False)  # in a row, with too many faults
 
     def settle(self, scores: list[Score]) -> None:
         """Under "zero" a fault's value becomes 0.0 in place; under "stop" the first raises RewardFaults."""
@@ -51,11 +51,11 @@ class FaultGuard:
         """Count the faults of a whole step; RewardFaults after too many steps with too many of them."""
         failed = [score for score in scores if score.fault is not None]
         counts = FaultCounts(len(scores), Counter(score.fault for score in failed))
-        self._steps_above = self._steps_above + 1 if counts.rate > self.max_fault_rate else 0
-        if failed and self._steps_above >= self.max_fault_steps:
+        self.steps_above = self.steps_above + 1 if counts.rate > self.max_fault_rate else 0
+        if failed and self.steps_above >= self.max_fault_steps:
             raise RewardFaults(
                 f"{_diagnosis(counts, failed)}, and more than reward.max_fault_rate={self.max_fault_rate:g} "
-                f"failed in {self._steps_above} steps in a row (reward.max_fault_steps)"
+                f"failed in {self.steps_above} steps in a row (reward.max_fault_steps)"
             )
         return counts
 

@@ -2,6 +2,6 @@
 
 from hybridrl.tracking.report import draw_curves, read_metrics, summary
 from hybridrl.tracking.sink import SampleRow, Sink
-from hybridrl.tracking.tracker import Tracker
+from hybridrl.tracking.tracker import Resume, Tracker
 
-__all__ = ["SampleRow", "Sink", "Tracker", "draw_curves", "read_metrics", "summary"]
+__all__ = ["Resume", "SampleRow", "Sink", "Tracker", "draw_curves", "read_metrics", "summary"]

@@ -1,6 +1,7 @@
 """What a sink is: one class with `log(step, metrics)`. A new destination of metrics is one such class."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,13 @@ class Sink:
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         return
+
+    def state(self) -> dict[str, Any]:
+        """What a later process needs to go on in the same place.
+
+        A saved step may outlive a power failure, so files that were written have reached the disk when this returns.
+        """
+        return {}
 
     def close(self) -> None:
         return

@@ -1,21 +1,31 @@
-"""TensorBoard event files, by TensorBoard's own writer (neither torch nor TensorFlow is needed)."""
+"""TensorBoard event files, by TensorBoard's own record writer (neither torch nor TensorFlow is needed)."""
 
+import os
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hybridrl.tracking.sink import SampleRow, Sink
 
+EVENT_FILE = "events.out.tfevents."
+
 
 class TensorBoardSink(Sink):
-    def __init__(self, directory: Path, start_step: int = 0) -> None:
-        self._writer = EventFileWriter(str(directory))
-        # TensorBoard forgets what an earlier run left in this directory from this step on.
-        first_step = start_step + 1 if start_step else 0
+    """Goes on after `last_step`; a new run begins with step 0."""
+
+    def __init__(self, directory: Path, last_step: int | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = _next_file(directory).open("wb")
+        self._writer = RecordWriter(self._file)
+        self._add(0, file_version="brain.Event:2")
+        # TensorBoard forgets what was left in this directory from this step on.
+        first_step = 0 if last_step is None else last_step + 1
         self._add(first_step, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -25,12 +35,25 @@ class TensorBoardSink(Sink):
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         self._add(step, summary=text_pb("validation samples", _markdown(rows)))
 
-    def close(self) -> None:
-        self._writer.close()
+    def state(self) -> dict[str, Any]:
+        os.fsync(self._file.fileno())
+        return {}
 
-    def _add(self, step: int, **content: Summary | SessionLog) -> None:
-        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, step: int, **content: Summary | SessionLog | str) -> None:
+        self._writer.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
         self._writer.flush()
+
+
+def _next_file(directory: Path) -> Path:
+    """A file that is read after those present: they are read by name, which begins with a time in seconds, and clocks
+    of machines differ."""
+    numbers = [path.name.removeprefix(EVENT_FILE).split(".")[0] for path in directory.glob(f"{EVENT_FILE}*")]
+    latest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    number = max(int(time.time()), latest + 1)
+    return directory / f"{EVENT_FILE}{number:010}.{socket.gethostname()}.{os.getpid()}"
 
 
 def _markdown(rows: list[SampleRow]) -> str:

@@ -1,6 +1,7 @@
 """Hands the metrics of a run to every sink that `trainer.logger` names; knows neither trainer nor workers."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,10 +13,21 @@ from hybridrl.tracking.sink import SampleRow, Sink
 KNOWN_LOGGERS = ("console", "file", "tensorboard", "wandb")
 
 
+@dataclass(frozen=True)
+class Resume:
+    """A run goes on after `step`; `sinks` is what `Tracker.state` gave when that step was saved.
+
+    Without `sinks` (a run that branches off into a directory of its own) nothing outside the directory is continued.
+    """
+
+    step: int
+    sinks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
 class Tracker:
     """All sinks of a run as one; `metrics.jsonl` in `run_dir` (verl's `file`) is always among them.
 
-    A resumed run passes the `start_step` it goes on from: what was logged for later steps is dropped.
+    A resumed run's sinks go on where they were: what was logged for later steps is dropped.
     """
 
     def __init__(
@@ -26,39 +38,46 @@ class Tracker:
         experiment_name: str,
         config: dict[str, Any],
         total_steps: int,
-        start_step: int = 0,
+        resume: Resume | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks: list[Sink] = []
+        last_step, states = (resume.step, resume.sinks) if resume else (None, {})
+        self._sinks: dict[str, Sink] = {}
         self._closing = ExitStack()
         _warn_of_unknown(loggers)
-        self._add(JsonlSink(run_dir / "metrics.jsonl", start_step))
+        self._add("file", JsonlSink(run_dir / "metrics.jsonl", last_step))
         # The modules of the next two are imported only when chosen: they are heavy, and wandb is an extra.
         if "tensorboard" in loggers:
             from hybridrl.tracking.tensorboard_sink import TensorBoardSink
 
-            self._add(TensorBoardSink(run_dir / "tensorboard", start_step))
+            self._add("tensorboard", TensorBoardSink(run_dir / "tensorboard", last_step))
         if "wandb" in loggers:
             try:
                 from hybridrl.tracking.wandb_sink import WandbSink
             except ImportError as error:
                 messages.warn(f"trainer.logger=wandb left out: {error} (`pip install hybridrl[wandb]`)")
             else:
-                self._add(WandbSink(run_dir, project_name, experiment_name, config))
+                run_id = states.get("wandb", {}).get("id")
+                self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))
         if "console" in loggers:
             # Last to open, so that what the others say at their start stands above the bar.
             console = messages.console
             terminal = console.file.isatty() and not console.is_dumb_terminal
-            self._add(TerminalSink(console, total_steps, start_step) if terminal else PlainSink(console))
+            self._add("console", TerminalSink(console, total_steps, last_step or 0) if terminal else PlainSink(console))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        for sink in self._sinks:
+        for sink in self._sinks.values():
             sink.log(step, metrics)
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         """Show validation answers on the console and in the sinks that have tables."""
-        for sink in self._sinks:
+        for sink in self._sinks.values():
             sink.samples(step, rows)
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What is saved with a step, for `Resume`; what was logged to files has reached the disk when this returns."""
+        states = {name: sink.state() for name, sink in self._sinks.items()}
+        return {name: state for name, state in states.items() if state}
 
     def print(self, text: str) -> None:
         """Print above the progress bar."""
@@ -74,8 +93,8 @@ class Tracker:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _add(self, sink: Sink) -> None:
-        self._sinks.append(sink)
+    def _add(self, name: str, sink: Sink) -> None:
+        self._sinks[name] = sink
         self._closing.callback(sink.close)
 
 

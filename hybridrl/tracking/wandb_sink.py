@@ -8,12 +8,27 @@ from urllib.parse import urlparse
 
 from wandb import Settings, Table, init
 
-from hybridrl.tracking.log import warn
+from hybridrl.tracking.log import info, warn
+from hybridrl.tracking.report import read_metrics
 from hybridrl.tracking.sink import SampleRow, Sink
 
 
 class WandbSink(Sink):
-    def __init__(self, run_dir: Path, project_name: str, experiment_name: str, config: dict[str, Any]) -> None:
+    """A new W&B run, or the one of `run_id` continued.
+
+    W&B takes steps in order and forgets none: of a run that died later than it was saved it keeps the steps after the
+    save, and those before that it lacks are given to it from `metrics.jsonl` (all of them where it records offline, as
+    one offline recording replaces another when they are uploaded).
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        project_name: str,
+        experiment_name: str,
+        config: dict[str, Any],
+        run_id: str | None = None,
+    ) -> None:
         mode = os.environ.get("WANDB_MODE", "online")
         if mode == "online" and not _has_key():
             mode = "offline"
@@ -27,20 +42,36 @@ class WandbSink(Sink):
             config=config,
             dir=run_dir,
             mode=mode,
+            id=run_id,
+            resume="allow" if run_id else None,
             # Its capture of the console would fight with the progress bar.
             settings=Settings(console="off", silent=mode != "online"),
         )
+        self._catch_up(read_metrics(run_dir))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
+        if step >= self._run.starting_step:
+            self._run.log(metrics, step=step)
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
+        if step < self._run.starting_step:
+            return
         data = [[row.prompt, row.answer, row.ground_truth, row.score] for row in rows]
         table = Table(columns=["prompt", "answer", "ground truth", "score"], data=data)
         self._run.log({"validation samples": table}, step=step)
 
+    def state(self) -> dict[str, Any]:
+        return {"id": self._run.id}
+
     def close(self) -> None:
         self._run.finish()
+
+    def _catch_up(self, logged: dict[int, dict[str, float]]) -> None:
+        next_step, kept = max(logged, default=-1) + 1, self._run.starting_step - 1
+        if next_step <= kept:
+            info(f"W&B keeps steps {next_step} to {kept} as they were logged before the run stopped")
+        for step, metrics in logged.items():
+            self.log(step, metrics)
 
 
 def _has_key() -> bool:

@@ -6,16 +6,27 @@ Knows nothing of rewards or losses. Logits are formed in chunks of tokens and fo
 
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from hybridrl.batch import Batch
+from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config.families import why_unsupported
+from hybridrl.config.model_directory import is_sharded, resolve_model
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
 from hybridrl.training.packing import ModelInputs, lay_out
@@ -136,15 +147,28 @@ def _token_outputs(
 
 def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
     """The model of a directory or hub name, weights included, in host memory."""
-    model, missing = load_pretrained(AutoModelForCausalLM, load_settings(config), config, dtype)
+    settings = load_settings(config)
+    model, missing = load_pretrained(_causal_language_model(settings, config.path), settings, config, dtype)
     refuse_missing(missing, config)
     return LanguageModel(model)
+
+
+def _causal_language_model(settings: PreTrainedConfig, path: str) -> type:
+    """The class to load, which for weights in shards has to be the family's own."""
+    if not is_sharded(path):
+        return AutoModelForCausalLM
+    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{path}: {settings.model_type} brings its own code, and cannot be read from a saved step; merge it first "
+            f"(python -m hybridrl.model_merger) and name the merged model"
+        )
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
 
 
 def load_settings(config: ModelConfig, **changes: object) -> PreTrainedConfig:
     """The model's own configuration; ValueError where the trainer would compute such a model wrongly."""
     overrides = {"trust_remote_code": config.trust_remote_code, **config.override_config, **changes}
-    settings = AutoConfig.from_pretrained(config.path, **overrides)
+    settings = AutoConfig.from_pretrained(str(resolve_model(config.path)), **overrides)
     reason = why_unsupported(settings.to_dict())
     if reason:
         raise ValueError(f"{config.path}: {reason}")
@@ -156,7 +180,7 @@ def load_pretrained(
 ) -> tuple[PreTrainedModel, set[str]]:
     """The weights as a model of this class, and the names of the parameters that the directory has none for."""
     model, report = model_class.from_pretrained(
-        config.path,
+        **_source(config.path, dtype),
         config=settings,
         dtype=dtype,
         attn_implementation=attention.NAME,
@@ -169,6 +193,20 @@ def load_pretrained(
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, set(report["missing_keys"])
+
+
+def _source(path: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Where transformers finds weights and generation config: in a directory, or here where they lie in shards."""
+    directory = resolve_model(path)
+    if not is_sharded(path):
+        return {"pretrained_model_name_or_path": str(directory)}
+    saved = open_tensors(Path(path))
+    settled = (directory / GENERATION_CONFIG_NAME).is_file()
+    return {
+        "pretrained_model_name_or_path": None,
+        "state_dict": {name: saved.read(name).to(dtype) for name in saved.meta},
+        "generation_config": GenerationConfig.from_pretrained(directory) if settled else None,
+    }
 
 
 def refuse_missing(names: Iterable[str], config: ModelConfig) -> None:

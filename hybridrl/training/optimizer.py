@@ -11,13 +11,25 @@ from torch.optim.lr_scheduler import LambdaLR
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.training.muon import Muon
 
+MOMENTS: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
+
 
 class Optimizers:
     """One or two optimizers that step together, each with the same schedule relative to its own learning rate."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
         self.optimizers = build_optimizers(model, config)
-        self.schedules = [LambdaLR(item, lambda step: schedule(step, total_steps, config)) for item in self.optimizers]
+        self.factor = lambda update: schedule(update, total_steps, config)
+        self.go_on_after(0)
+
+    def go_on_after(self, updates: int) -> None:
+        """Put the schedules where they stand after so many updates."""
+        self.schedules = [LambdaLR(item, self.factor, last_epoch=updates - 1) for item in self.optimizers]
+
+    @property
+    def updates(self) -> int:
+        """How many there were, skipped ones too."""
+        return self.schedules[0].last_epoch
 
     @property
     def lr(self) -> float:
@@ -56,11 +68,22 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimize
         optimizers.append(
             Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
         )
+    for optimizer in optimizers:
+        _set_moments_to_zero(optimizer)
     return optimizers
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AdamW:
     return AdamW(parameters, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay)
+
+
+def _set_moments_to_zero(optimizer: Optimizer) -> None:
+    """As its first step would: so the state has the same names and shapes at any time, saved or read."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = {name: torch.zeros_like(parameter) for name in MOMENTS[type(optimizer)]}
+        if isinstance(optimizer, AdamW):
+            state["step"] = torch.tensor(0.0)
+        optimizer.state[parameter] = state
 
 
 def _in_layer(name: str) -> bool:

@@ -5,6 +5,7 @@ Does what the driver planned, on the rows it is given. Knows nothing of prompts 
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import Tensor
 from hybridrl import device as devices
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.export import export_model
+from hybridrl.checkpoint.export import export_model, export_settings
+from hybridrl.config.model_directory import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
 from hybridrl.guard import redirect_output
 from hybridrl.training.fsdp import mesh, reshard, shard, whole_tensors
@@ -32,6 +34,8 @@ from hybridrl.training.model import (
 )
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, Passes, lay_out
+from hybridrl.training.state import load_state, state_of
+from hybridrl.training.state_writer import StateWriter
 from hybridrl.training.value_model import ValueModel, load_value_model
 from hybridrl.weights.handles import Handle, SharedBuffer, digest
 from hybridrl.weights.layout import Bucket, plan_buckets
@@ -75,6 +79,14 @@ class WorkerConfig:
     critic: LearnerConfig | None = None
 
 
+@dataclass(frozen=True)
+class Copied:
+    """What a save cost a rank: seconds for which training stood still, and bytes of state in host memory."""
+
+    seconds: float
+    bytes: int
+
+
 class TrainWorker:
     def __init__(self, rank: int, ranks: int, log_file: str) -> None:
         self.rank, self.ranks = rank, ranks
@@ -96,6 +108,7 @@ class TrainWorker:
         devices.seed_everything(config.seed)
         devices.join_group(config.device, address, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
+        self.writer = StateWriter(config.device)
         padded = not config.policy.model.use_remove_padding
         loaded = load_language_model(config.policy.model, stored_type(config.policy.fsdp))
         check_log_probs(loaded, padded=padded)
@@ -187,6 +200,7 @@ class TrainWorker:
     ) -> tuple[list[Shares], Columns]:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each one's metrics (shares add up), and
         what `log_probs` would have returned, where the loss made use of it."""
+        self._seed(step)
         passed: list[TokenOutputs] = []
         shares = self.policy.update(batch, mini_batches, self._policy_loss(loss, passed), loss.grad_clip, step)
         return shares, joined(passed, [rows for mini_batch in mini_batches for rows in mini_batch.passes])
@@ -195,7 +209,12 @@ class TrainWorker:
         self, batch: Batch, mini_batches: list[MiniBatch], loss: ValueLossConfig, step: int
     ) -> list[Shares]:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each one's metrics (shares add up)."""
+        self._seed(step)
         return self.critic.update(batch, mini_batches, self._critic_loss(loss), loss.grad_clip, step)
+
+    def _seed(self, step: int) -> None:
+        """Draw what dropout draws from the step alone, so that a run which went on from it draws the same."""
+        devices.seed_everything(hash((self.config.seed, step, self.rank)) & 0x7FFFFFFF)
 
     def _policy_loss(self, loss: LossConfig, passed: list[TokenOutputs]) -> Loss:
         """The policy's loss as a function of rows. What the model says of them is added to `passed` where it stands for
@@ -289,13 +308,46 @@ class TrainWorker:
         return devices.memory(self.config.device)
 
     @torch.no_grad()
-    def export(self, directory: str, dtype: str, *, critic: bool = False) -> None:
-        """Write the policy, or the critic, as a Hugging Face directory; collective, rank 0 writes."""
-        learner = self.critic if critic else self.policy
-        reshard(learner.model)
+    def export(self, directory: str, dtype: str, name: str) -> None:
+        """Write a model (actor, critic or reference) as a Hugging Face directory; collective, rank 0 writes."""
+        model, _ = self._trained(name)
+        reshard(model)
         kept = getattr(torch, dtype)
-        tensors = whole_tensors(learner.model.model, kept)
-        export_model(tensors, learner.model.model, Path(directory), kept, writes=self.rank == 0)
+        export_model(whole_tensors(model.model, kept), model.model, Path(directory), kept, writes=self.rank == 0)
+
+    def start_save(self, directory: str, contents: dict[str, list[str]]) -> Copied:
+        """Have parts of the state (model, optimizer, extra) of actor, critic or reference written to a folder of that
+        name, while training goes on, with its configuration in huggingface/; collective. Then ask `finished_save`."""
+        began, models = time.monotonic(), {Path(directory, name): self._trained(name) for name in contents}
+        states = {folder: state_of(*models[folder], contents[folder.name]) for folder in models}
+        copied = self.writer.start({folder: state for folder, state in states.items() if state})
+        for folder, (model, _) in models.items():
+            # Only now, since the ranks have to start alike also where the disk is full; `export` may have been here.
+            if self.rank == 0 and not (folder / HUGGINGFACE).is_dir():
+                export_settings(model.model, folder / HUGGINGFACE, next(model.parameters()).dtype)
+        return Copied(time.monotonic() - began, copied)
+
+    def finished_save(self) -> bool:
+        """Whether all is on the disk. Raises RuntimeError, once, where it could not be written."""
+        return self.writer.finished()
+
+    def load(self, directory: str, contents: dict[str, list[str]], *, reset_optimizer: bool = False) -> dict[str, int]:
+        """Read parts of the state of actor, critic or reference from the folder of that name; collective. Returns how
+        many updates each learner has had."""
+        updates = {}
+        for name, parts in contents.items():
+            kept = [part for part in parts if part == "model" or not reset_optimizer]
+            model, optimizers = self._trained(name)
+            load_state(model, optimizers, kept, Path(directory, name), self.writer.group)
+            if optimizers is not None:
+                updates[name] = optimizers.updates
+        return updates
+
+    def _trained(self, name: str) -> tuple[LanguageModel | ValueModel, Optimizers | None]:
+        if name == "reference":
+            return self.reference, None
+        learner = self.critic if name == "critic" else self.policy
+        return learner.model, learner.optimizers
 
 
 def stored_type(fsdp: FSDPConfig) -> torch.dtype:

@@ -248,17 +248,24 @@ class TrainWorkers:
         """Make the reference a copy of the present policy."""
         self.group.broadcast(TrainWorker.refresh_reference, timeout=self.timeout)
 
-    def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory."""
-        self._export(directory, critic=False)
+    # -- saving ----------------------------------------------------------------------------------------------------
 
-    def export_critic(self, directory: Path) -> None:
-        """Write the critic as a Hugging Face directory (token classification with one label)."""
-        self._export(directory, critic=True)
+    def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
+        """Have parts of each model's state written in the background; returns when they are copied to host memory."""
+        self.group.broadcast(TrainWorker.start_save, str(directory), contents, timeout=self.timeout)
 
-    def _export(self, directory: Path, *, critic: bool) -> None:
-        arguments = (str(directory), self.export_dtype)
-        self.group.broadcast(TrainWorker.export, *arguments, critic=critic, timeout=self.timeout)
+    def finished_save(self) -> bool:
+        """Whether every rank has written all. RemoteFailure, once, where one could not."""
+        return all(self.group.broadcast(TrainWorker.finished_save, timeout=self.timeout))
+
+    def load(self, directory: Path, contents: dict[str, list[str]], *, reset_optimizer: bool = False) -> dict[str, int]:
+        """Read parts of each model's state; on any number of ranks. Returns how many updates each has had."""
+        options = {"reset_optimizer": reset_optimizer, "timeout": self.timeout}
+        return self.group.broadcast(TrainWorker.load, str(directory), contents, **options)[0]
+
+    def export(self, directory: Path, name: str = "actor") -> None:
+        """Write a model (actor, critic or reference) whole, as a Hugging Face directory."""
+        self.group.broadcast(TrainWorker.export, str(directory), self.export_dtype, name, timeout=self.timeout)
 
 
 def _whole(found: Sequence[Columns], rows: list[list[int]], lengths: Tensor) -> Columns:

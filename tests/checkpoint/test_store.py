@@ -1,73 +1,485 @@
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.store import Store
+from hybridrl.checkpoint import store as store_module
+from hybridrl.checkpoint.saved import newest_good, saved_steps
+from hybridrl.checkpoint.store import LATEST, Saved, SaveFailed, Store, check
+from hybridrl.config import ConfigError
 
-LATEST = "latest_checkpointed_iteration.txt"
+FILES = ("actor/__0_0.distcp", "config.yaml", "state.json", "manifest.json")
+GOOD = {"healthy": True, "recovery": False, "metrics": {}}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path, lambda directory: (directory / "tokenizer.json").write_text("words"))
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path)
+    yield opened
+    opened.close()
 
 
-def weights(text: str):
-    """An export of one file."""
-    return lambda directory: (directory / "model.safetensors").write_text(text)
+def write(aside: Path, text: str) -> None:
+    (aside / "actor").mkdir()
+    (aside / "actor" / "__0_0.distcp").write_text(text * 100)
+    (aside / "config.yaml").write_text("seed: 1234")
+
+
+def save(store: Store, step: int, text: str = "weights", **state: object) -> Saved:
+    write(store.begin(step), text)
+    return store.publish(step, GOOD | state)
+
+
+def held(saved: Saved) -> str:
+    return (saved.path / "actor" / "__0_0.distcp").read_text()
 
 
 def names(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
+    return {path.name for path in directory.iterdir()} - {".lock"}
 
 
-def test_a_step_holds_model_and_tokenizer_and_is_named_as_the_latest(store, tmp_path):
-    place = store.save(5, actor=weights("five"))
-    assert place == tmp_path / "global_step_5" / "actor" / "huggingface"
-    assert names(place) == {"model.safetensors", "tokenizer.json"}
+def steps(store: Store) -> list[int]:
+    return [saved.step for saved in store.saved()]
+
+
+def test_a_published_step_is_whole_and_holds_its_state(store, tmp_path):
+    saved = save(store, 5, prompts=320)
+    assert saved.path == tmp_path / "global_step_5"
+    assert names(saved.path) == {"actor", "config.yaml", "state.json", "manifest.json"}
+    assert check(saved.path) == []
+    assert store.saved() == [saved]
+    assert (saved.state["prompts"], saved.state["healthy"]) == (320, True)
+
+
+def test_a_published_step_is_named_as_the_latest(store, tmp_path):
+    save(store, 5)
+    save(store, 10)
+    assert (tmp_path / LATEST).read_text() == "10"
+    assert names(tmp_path) == {"global_step_5", "global_step_10", LATEST}
+
+
+def test_a_step_is_not_to_be_seen_before_it_is_published(store, tmp_path):
+    write(store.begin(5), "weights")
+    assert names(tmp_path) == {".global_step_5.writing"}
+    assert store.saved() == [] and store.last() is None and store.newest_good(print) is None
+
+
+def test_steps_are_listed_oldest_first(store):
+    for step in (5, 10, 100):
+        save(store, step)
+    assert steps(store) == [5, 10, 100]
+
+
+def test_the_directories_are_believed_where_the_latest_file_names_a_step_that_is_gone(store, tmp_path):
+    save(store, 5)
+    save(store, 10)
+    shutil.rmtree(tmp_path / "global_step_10")
+    assert (tmp_path / LATEST).read_text() == "10"
+    assert store.last() == tmp_path / "global_step_5"
+    assert store.newest_good(pytest.fail).step == 5
+
+
+def test_the_last_step_is_the_newest_that_was_healthy(store, tmp_path):
+    save(store, 5)
+    save(store, 10, healthy=False)
+    assert store.last() == tmp_path / "global_step_5"
+
+
+def test_a_step_is_begun_empty_whatever_a_dead_run_left_there(store):
+    write(store.begin(5), "half")
+    assert list(store.begin(5).iterdir()) == []
+
+
+def test_an_abandoned_step_leaves_the_older_ones_and_nothing_of_its_own(store, tmp_path):
+    save(store, 5)
+    write(store.begin(10), "half")
+    store.abandon(10)
+    assert names(tmp_path) == {"global_step_5", LATEST}
     assert (tmp_path / LATEST).read_text() == "5"
+
+
+def test_saving_a_step_again_replaces_it(store, tmp_path):
+    save(store, 5, "old")
+    (tmp_path / "global_step_5" / "notes.txt").write_text("of the old one")
+    saved = save(store, 5, "new")
+    assert held(saved) == "new" * 100
+    assert names(saved.path) == {"actor", "config.yaml", "state.json", "manifest.json"}
     assert names(tmp_path) == {"global_step_5", LATEST}
 
 
-def test_later_steps_lie_beside_the_earlier_ones(store, tmp_path):
-    store.save(5, actor=weights("five"))
-    store.save(10, actor=weights("ten"))
-    assert names(tmp_path) == {"global_step_5", "global_step_10", LATEST}
-    assert (tmp_path / LATEST).read_text() == "10"
+def test_a_step_saved_again_is_there_until_the_new_one_is_published(store):
+    save(store, 5, "old")
+    write(store.begin(5), "new")
+    assert held(store.newest_good(pytest.fail)) == "old" * 100
 
 
-def test_a_step_is_not_to_be_seen_before_it_is_whole(store, tmp_path):
-    def export(directory: Path) -> None:
-        weights("five")(directory)
-        assert not list(tmp_path.glob("global_step_*"))
-        assert not (tmp_path / LATEST).exists()
-
-    store.save(5, actor=export)
+# Which is taken
 
 
-@pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt()], ids=repr)
-def test_an_export_that_fails_leaves_the_older_steps_and_nothing_of_its_own(store, tmp_path, error):
-    def export(directory: Path) -> None:
-        weights("half")(directory)
+def test_the_newest_whole_and_healthy_step_is_taken(store):
+    for step in (5, 10):
+        save(store, step)
+    assert store.newest_good(pytest.fail) == store.saved()[-1]
+    assert store.newest_good(pytest.fail).step == 10
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:9] + bytes([content[9] ^ 4]) + content[10:])
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, remove])
+@pytest.mark.parametrize("name", FILES)
+def test_a_step_with_a_damaged_file_is_passed_over_and_the_file_named(store, tmp_path, name, damage):
+    save(store, 5)
+    save(store, 10)
+    damage(tmp_path / "global_step_10" / name)
+    said: list[str] = []
+    assert store.newest_good(said.append).step == 5
+    assert len(said) == 1
+    assert said[0].startswith(f"{tmp_path / 'global_step_10'} is passed over: {name}: ")
+    assert check(tmp_path / "global_step_10")[0].startswith(f"{name}: ")
+
+
+def test_each_step_passed_over_is_told_with_the_reason(store, tmp_path):
+    for step in (5, 10, 15):
+        save(store, step)
+    save(store, 20, healthy=False, reason="loss is nan")
+    remove(tmp_path / "global_step_15" / "config.yaml")
+    flip(tmp_path / "global_step_10" / "manifest.json")
+    said: list[str] = []
+    assert store.newest_good(said.append).step == 5
+    assert said == [
+        f"{tmp_path / 'global_step_20'} is passed over: not healthy: loss is nan",
+        f"{tmp_path / 'global_step_15'} is passed over: config.yaml: missing",
+        f"{tmp_path / 'global_step_10'} is passed over: manifest.json: damaged",
+    ]
+
+
+def test_where_no_step_is_good_there_is_none(store, tmp_path):
+    save(store, 5, healthy=False)
+    save(store, 10)
+    remove(tmp_path / "global_step_10" / "state.json")
+    said: list[str] = []
+    assert store.newest_good(said.append) is None
+    assert len(said) == 2
+
+
+def test_a_directory_of_another_program_is_passed_over_and_never_deleted(tmp_path):
+    (tmp_path / "global_step_50" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_60").mkdir()
+    (tmp_path / "global_step_60" / "state.json").write_text("[1]")
+    store = Store(tmp_path, keep=1)
+    save(store, 5)
+    said: list[str] = []
+    assert store.newest_good(said.append).step == 5
+    assert [line.split(" is passed over: ")[1] for line in said] == ["manifest.json: missing"] * 2
+    assert names(tmp_path) == {"global_step_5", "global_step_50", "global_step_60", LATEST}
+    store.close()
+
+
+def test_an_explicit_path_is_told_all_that_is_wrong_with_it(store, tmp_path):
+    save(store, 5, healthy=False, reason="a gradient is not finite")
+    truncate(tmp_path / "global_step_5" / "actor" / "__0_0.distcp")
+    assert check(tmp_path / "global_step_5") == [
+        "not healthy: a gradient is not finite",
+        "actor/__0_0.distcp: 699 of 700 bytes",
+    ]
+
+
+def test_a_step_that_the_run_has_left_behind_is_not_taken(store, tmp_path):
+    """Resumed from step 5 by an explicit path, the run is at step 7: step 15 belongs to what it turned away from."""
+    for step in (5, 15, 7):
+        save(store, step)
+    said: list[str] = []
+    assert store.newest_good(said.append).step == 7
+    assert said == [f"{tmp_path / 'global_step_15'} is passed over: the run has gone back to an earlier step since"]
+    flip(tmp_path / "global_step_7" / "actor" / "__0_0.distcp")
+    assert store.newest_good(said.append).step == 5
+
+
+# Which are kept
+
+
+def sequence(directory: Path, *saves: tuple[int, dict[str, object]], **retention) -> list[int]:
+    """What is there after these steps were saved, and that nothing else is."""
+    store = Store(directory, **retention)
+    for step, state in saves:
+        save(store, step, **state)
+        assert check(directory / f"global_step_{step}") == []
+    assert names(directory) == {LATEST, *(f"global_step_{step}" for step in steps(store))}
+    store.close()
+    return steps(store)
+
+
+def test_all_stay_unless_told_otherwise(tmp_path):
+    assert sequence(tmp_path, *((step, {}) for step in range(1, 6))) == [1, 2, 3, 4, 5]
+
+
+def test_the_newest_stay(tmp_path):
+    assert sequence(tmp_path, *((step, {}) for step in range(1, 6)), keep=2) == [4, 5]
+
+
+def test_a_step_saved_again_takes_one_place(tmp_path):
+    assert sequence(tmp_path, (5, {}), (10, {}), (10, {}), keep=2) == [5, 10]
+
+
+def test_a_recovery_step_goes_when_a_newer_step_is_there(tmp_path):
+    recovery = {"recovery": True}
+    assert sequence(tmp_path / "a", (1, {}), (2, recovery), keep=1) == [1, 2]
+    assert sequence(tmp_path / "b", (1, {}), (2, recovery), (3, recovery), keep=1) == [1, 3]
+    assert sequence(tmp_path / "c", (1, {}), (2, recovery), (3, recovery), (4, {})) == [1, 4]
+
+
+@pytest.mark.parametrize(("keep_best", "left"), [("val/score", [2, 4]), ("-val/score", [3, 4])])
+def test_the_best_stays_too(tmp_path, keep_best, left):
+    scores = [(step, {"metrics": {"val/score": score}}) for step, score in ((1, 0.3), (2, 0.8), (3, 0.2), (4, 0.5))]
+    assert sequence(tmp_path, *scores, keep=1, keep_best=keep_best) == left
+
+
+def test_the_step_resumed_from_stays_until_a_newer_one_is_published(tmp_path):
+    assert sequence(tmp_path, (5, {}), (10, {"recovery": True}), keep=1) == [5, 10]
+    store = Store(tmp_path, keep=1)
+    write(store.begin(12), "weights")
+    assert steps(store) == [5, 10]
+    store.abandon(12)
+    assert store.newest_good(pytest.fail).step == 10
+    save(store, 15)
+    assert steps(store) == [15]
+    store.close()
+
+
+def test_a_step_that_cannot_be_deleted_does_not_stop_the_run_and_goes_later(tmp_path, monkeypatch):
+    store = Store(tmp_path, keep=1)
+    save(store, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing(OSError(errno.EBUSY, "in use")))
+        save(store, 10)
+    assert steps(store) == [10]
+    store.close()
+    assert ".global_step_5.deleting" in names(tmp_path)
+    Store(tmp_path).close()
+    assert names(tmp_path) == {"global_step_10", LATEST}
+
+
+# Failure and death
+
+
+def failing(error: BaseException) -> Callable:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    store.save(5, actor=weights("five"))
-    with pytest.raises(type(error)):
-        store.save(10, actor=export)
+    return fail
+
+
+def test_a_full_disk_is_told_in_one_sentence_and_the_older_steps_stay(store, tmp_path, monkeypatch):
+    save(store, 5)
+    write(store.begin(10), "weights")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(SaveFailed) as caught:
+            store.publish(10, GOOD)
+    free = shutil.disk_usage(tmp_path).free / 1e9
+    message = str(caught.value)
+    assert message.startswith(f"step 10 could not be saved in {tmp_path}, where ")
+    assert float(message.split("where ")[1].split(" GB")[0]) == pytest.approx(free, abs=1)
+    assert message.endswith(" GB were free: [Errno 28] No space left on device; the steps saved before are intact")
     assert names(tmp_path) == {"global_step_5", LATEST}
-    assert (tmp_path / LATEST).read_text() == "5"
-    assert (tmp_path / "global_step_5" / "actor" / "huggingface" / "model.safetensors").read_text() == "five"
 
 
-def test_what_a_killed_run_left_behind_is_not_part_of_the_next_one(store, tmp_path):
-    left = tmp_path / ".global_step_5.writing" / "actor" / "huggingface"
-    left.mkdir(parents=True)
-    (left / "old.safetensors").write_text("old")
-    assert names(store.save(5, actor=weights("five"))) == {"model.safetensors", "tokenizer.json"}
-    assert names(tmp_path) == {"global_step_5", LATEST}
+def test_a_step_that_cannot_be_begun_is_told_likewise(store, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", failing(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(SaveFailed, match="step 10 could not be saved"):
+            store.begin(10)
 
 
-def test_saving_a_step_again_replaces_it(store):
-    store.save(5, actor=lambda directory: (directory / "old.safetensors").write_text("old"))
-    place = store.save(5, actor=weights("new"))
-    assert names(place) == {"model.safetensors", "tokenizer.json"}
+def test_a_disk_that_fails_altogether_is_told_with_its_first_error(store, tmp_path, monkeypatch):
+    write(store.begin(10), "weights")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(OSError(errno.EIO, "Input/output error")))
+        patch.setattr(shutil, "disk_usage", failing(OSError(errno.ESTALE, "Stale file handle")))
+        with pytest.raises(SaveFailed, match="Input/output error"):
+            store.publish(10, GOOD)
+
+
+def test_the_steps_own_bytes_and_names_reach_the_disk_before_it_appears(store, tmp_path, monkeypatch):
+    flushed: set[int] = set()
+    fsync, replace = os.fsync, os.replace
+
+    def record(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def compare(source: Path, target: Path) -> None:
+        assert {path.stat().st_ino for path in (Path(source), *Path(source).rglob("*"))} <= flushed
+        replace(source, target)
+        flushed.clear()
+
+    write(store.begin(5), "weights")
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "replace", compare)
+    store.publish(5, GOOD)
+    assert tmp_path.stat().st_ino in flushed
+
+
+class Killed(BaseException):
+    """The process is gone: from here on nothing that it calls has an effect."""
+
+
+def interrupt(patch: pytest.MonkeyPatch, at: int, error: BaseException, for_good: bool) -> list[str]:
+    """Let the call number `at` of all that change or open files raise, and if `for_good` each after it; the calls."""
+    calls: list[str] = []
+
+    def wrap(module: object, name: str) -> None:
+        function = getattr(module, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            calls.append(name)
+            if len(calls) == at or (for_good and len(calls) > at):
+                raise error
+            return function(*arguments, **options)
+
+        patch.setattr(module, name, call)
+
+    for name in ("replace", "fsync", "mkdir", "rmdir", "unlink", "open", "scandir"):
+        wrap(os, name)
+    wrap(io, "open")
+    return calls
+
+
+@pytest.fixture
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For hundreds of saves: a process that is killed leaves also what has not reached the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def before(directory: Path) -> Store:
+    """A step, and one saved for recovery: when the next is published both become superfluous."""
+    store = Store(directory, keep=1)
+    save(store, 5, "first")
+    save(store, 10, "old", recovery=True)
+    return store
+
+
+@pytest.mark.usefixtures("without_waiting")
+@pytest.mark.parametrize("step", [10, 15], ids=["saved again", "new"])
+def test_wherever_a_run_is_killed_the_old_or_the_new_step_is_there_and_whole(tmp_path, monkeypatch, step):
+    ends: list[str] = []
+    killed = True
+    while killed:
+        directory = tmp_path / str(len(ends))
+        store = before(directory)
+        with monkeypatch.context() as patch:
+            interrupt(patch, len(ends) + 1, Killed(), for_good=True)
+            try:
+                write(store.begin(step), "new")
+                store.publish(step, GOOD)
+                killed = False
+            except Killed:
+                pass
+        store.close()
+        again = Store(directory, keep=1)
+        ends.append(held(again.newest_good(pytest.fail))[:3])
+        assert all(check(saved.path) == [] for saved in again.saved())
+        assert names(directory) - {LATEST, f".{LATEST}.writing"} == {f"global_step_{n}" for n in steps(again)}
+        assert ends[-1] == "new" or steps(again) == [5, 10]
+        assert save(again, step, "later") == again.newest_good(pytest.fail)
+        assert names(directory) == {f"global_step_{step}", LATEST}
+        again.close()
+    assert ends == ["old"] * ends.count("old") + ["new"] * ends.count("new")
+    assert ends.count("old") > 20 and ends.count("new") > 10
+
+
+@pytest.mark.usefixtures("without_waiting")
+@pytest.mark.parametrize("step", [10, 15], ids=["saved again", "new"])
+def test_wherever_the_disk_fails_the_old_or_the_new_step_is_there_and_the_run_saves_on(tmp_path, monkeypatch, step):
+    ends: list[str] = []
+    error, reached = OSError(errno.ENOSPC, "No space left on device"), True
+    while reached:
+        store = before(tmp_path / str(len(ends)))
+        write(store.begin(step), "new")
+        with monkeypatch.context() as patch:
+            calls = interrupt(patch, len(ends) + 1, error, for_good=False)
+            try:
+                store.publish(step, GOOD)
+                ends.append("new")
+            except SaveFailed:
+                ends.append("failed")
+            reached = len(calls) >= len(ends)
+        assert all(check(saved.path) == [] for saved in store.saved())
+        assert held(store.newest_good(pytest.fail))[:3] in ("new", "old")[: 1 if ends[-1] == "new" else 2]
+        assert save(store, 20, "later") == store.newest_good(pytest.fail)
+        assert steps(store) == [20]
+        store.close()
+    assert ends.count("failed") > 20 and ends.count("new") > 10
+
+
+# Whose directory it is
+
+
+def test_what_a_dead_run_left_is_cleared_when_a_store_is_opened(tmp_path):
+    for left in (".global_step_5.writing", ".global_step_10.deleting"):
+        (tmp_path / left / "actor").mkdir(parents=True)
+    Store(tmp_path).close()
+    assert names(tmp_path) == set()
+
+
+def test_a_second_run_in_a_directory_is_refused_and_touches_nothing(store, tmp_path):
+    write(store.begin(5), "weights")
+    with pytest.raises(ConfigError) as caught:
+        Store(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"trainer.default_local_dir={tmp_path}: another run is at work there (process ")
+    assert f"process {os.getpid()} on " in message
+    assert check(store.publish(5, GOOD).path) == []
+
+
+def test_a_directory_is_free_again_when_its_run_is_closed_or_killed(tmp_path):
+    Store(tmp_path).close()
+    code = (
+        "import sys, pathlib; from hybridrl.checkpoint.store import Store\n"
+        "store = Store(pathlib.Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as run:
+        assert run.stdout.readline() == "open\n"
+        with pytest.raises(ConfigError, match=rf"\(process {run.pid} on [^ ]+\)"):
+            Store(tmp_path)
+        run.send_signal(signal.SIGKILL)
+    Store(tmp_path).close()
+
+
+def test_reading_asks_for_no_lock(store, tmp_path):
+    saved = save(store, 5)
+    assert saved_steps(tmp_path) == [saved] == [newest_good(tmp_path, pytest.fail)]
+
+
+def test_a_file_system_without_locks_is_no_hindrance(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module.fcntl, "flock", failing(OSError(errno.ENOSYS, "Function not implemented")))
+    store = Store(tmp_path)
+    assert save(store, 5) == store.newest_good(pytest.fail)
+    store.close()
+
+
+def test_a_state_is_read_as_it_was_written(store, tmp_path):
+    state = {"metrics": {"val/score": 0.1 + 0.2}, "runs": {"wandb": "a1"}, "note": "Größe"}
+    save(store, 5, **state)
+    assert store.saved()[0].state == GOOD | state | {"published": 1}
+    assert json.loads((tmp_path / "global_step_5" / "state.json").read_text())["note"] == "Größe"

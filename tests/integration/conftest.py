@@ -35,6 +35,7 @@ def overrides(tiny) -> Callable[..., list[str]]:
             "actor_rollout_ref.model.path": tiny / "model",
             "actor_rollout_ref.rollout.n": 4,
             "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
             "actor_rollout_ref.rollout.max_num_seqs": 32,
             "actor_rollout_ref.actor.optim.lr": 1e-2,
             "reward.custom_reward_function.path": ROOT / "tests" / "integration" / "length_reward.py",

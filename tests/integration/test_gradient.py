@@ -243,7 +243,7 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(gr
     plan_ = build_policy_plan(config)
     plan_ = replace(plan_, updates=replace(plan_.updates, prompts_per_update=2), loss=LOSS)
     workers = TrainWorkers(groups[ranks], plan_, None, "float32", 120)
-    store = Store(tmp_path, lambda directory: None)
+    store = Store(tmp_path)
     batch = ragged_batch()
     batch.advantages[0] = torch.nan  # in the first of the two updates
     before = gradient(groups[ranks], Budget(10_000))

@@ -132,6 +132,7 @@ def test_ppo_trains_a_critic_beside_the_policy_and_saves_both(overrides, tiny, t
         "actor_rollout_ref.ref.refresh_freq": 2,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
         "critic.optim.lr": 1e-2,
+        "critic.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
         "critic.fsdp.optimizer_offload": True,
         "trainer.critic_warmup": 2,
         "trainer.total_training_steps": 3,
@@ -251,7 +252,14 @@ def test_supervised_training_lowers_the_loss_and_saves(tiny, tmp_path):
     assert steps[1]["train/loss"] == pytest.approx(5.7, abs=0.2)
     assert steps[20]["train/loss"] < 4
     assert steps[20]["val/loss"] < 4
-    assert (tmp_path / "global_step_20" / "actor" / "huggingface" / "model.safetensors").exists()
+    merged = tmp_path / "merged"
+    merge = ["merge", "--local_dir", str(tmp_path / "global_step_20" / "actor"), "--target_dir", str(merged)]
+    finish(start("model_merger", merge))
+    assert not torch.equal(
+        AutoModelForCausalLM.from_pretrained(merged).state_dict()["model.norm.weight"],
+        AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()["model.norm.weight"],
+    )
+    assert "the run is complete: 20 of 20 steps" in finish(start("main_sft", sft_arguments(tiny, tmp_path)))
 
 
 @pytest.mark.parametrize("how", ["interrupt", "worker"])
@@ -267,6 +275,7 @@ def test_ctrl_c_and_a_dead_worker_end_a_run_in_seconds_with_one_message(tiny, tm
     if how == "interrupt":
         assert process.returncode == 130
         assert "stopped (Ctrl-C)" in output
+        assert list(tmp_path.glob("global_step_*")), "the step it was in is saved"
     else:
         assert process.returncode == 1
         assert "train worker.update_policy: the process of rank" in output

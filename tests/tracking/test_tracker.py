@@ -13,8 +13,8 @@ from hybridrl.tracking import SampleRow, Tracker
 SAMPLE = SampleRow(prompt="2 + 3 = ?", answer="[b]5[/b]\x1b[31m", ground_truth="5", score=1.0)
 
 
-def tracker(run_dir: Path, loggers: list[str], start_step: int = 0) -> Tracker:
-    return Tracker(loggers, run_dir, "project", "experiment", {"seed": 1}, total_steps=3, start_step=start_step)
+def tracker(run_dir: Path, loggers: list[str]) -> Tracker:
+    return Tracker(loggers, run_dir, "project", "experiment", {"seed": 1}, total_steps=3)
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -33,17 +33,6 @@ def test_what_json_cannot_say_is_null(tmp_path):
     with tracker(tmp_path, []) as run:
         run.log(1, {"nan": math.nan, "inf": math.inf, "minus_inf": -math.inf, "fine": 1e-9})
     assert lines(tmp_path) == [{"step": 1, "nan": None, "inf": None, "minus_inf": None, "fine": 1e-9}]
-
-
-def test_a_resumed_run_keeps_the_steps_before_it_and_drops_later_and_half_written_ones(tmp_path):
-    with tracker(tmp_path, []) as run:
-        for step in (1, 2, 3):
-            run.log(step, {"a": step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "a"')
-    with tracker(tmp_path, [], start_step=2) as run:
-        run.log(3, {"a": 30})
-    assert [(line["step"], line["a"]) for line in lines(tmp_path)] == [(1, 1), (2, 2), (3, 30)]
 
 
 def test_a_new_run_in_an_old_directory_starts_empty_and_the_old_metrics_stay_beside_it(tmp_path):
@@ -93,8 +82,6 @@ def test_tensorboard_files_hold_the_scalars_and_the_samples(tmp_path):
     with tracker(tmp_path, ["tensorboard"]) as run:
         run.log(1, {"critic/rewards/mean": 0.25})
         run.samples(1, [SAMPLE])
-        run.log(2, {"critic/rewards/mean": 0.5})
-    with tracker(tmp_path, ["tensorboard"], start_step=1) as run:
         run.log(2, {"critic/rewards/mean": 0.75})
     events = loader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("critic/rewards/mean")] == [(1, 0.25), (2, 0.75)]

@@ -141,3 +141,43 @@ def test_the_moments_move_to_a_device_and_the_count_of_steps_stays():
     tensors = [value for value in states if isinstance(value, torch.Tensor)]
     assert {value.is_meta for value in tensors if value.dim() > 0} == {True}
     assert {value.is_meta for value in tensors if value.dim() == 0} == {False}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_moments_that_are_there_from_the_start_change_no_step(name):
+    torch.manual_seed(0)
+    models = [Tiny(), Tiny()]
+    models[1].load_state_dict(models[0].state_dict())
+    kept, late = (build_optimizers(model, config(optimizer=name)) for model in models)
+    for optimizer in late:
+        optimizer.state.clear()  # which the first step fills
+    for _ in range(2):
+        for model, optimizers in zip(models, (kept, late), strict=True):
+            fill_gradients(model)
+            for optimizer in optimizers:
+                optimizer.step()
+    values = zip(*(model.parameters() for model in models), strict=True)
+    assert all(torch.equal(*pair) for pair in values)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("updates", [0, 1, 3])
+def test_schedules_go_on_after_any_update_with_the_same_rates(name, updates):
+    settings = config(optimizer=name, lr_scheduler_type="cosine", lr_warmup_steps=2, weight_decay=0.0)
+    ran, started = (Optimizers(Tiny(), settings, total_steps=6) for _ in range(2))
+    for _ in range(updates):
+        ran.step()
+    started.go_on_after(updates)
+    for _ in range(3):
+        assert started.updates == ran.updates
+        rates = [[item.param_groups[0]["lr"] for item in each.optimizers] for each in (started, ran)]
+        assert rates[0] == rates[1] and started.lr == rates[0][0]
+        for each in (started, ran):
+            each.step()
+
+
+def test_schedules_may_also_go_back():
+    optimizers = Optimizers(Tiny(), config(lr_scheduler_type="linear"), total_steps=4)
+    optimizers.step()
+    optimizers.go_on_after(0)
+    assert (optimizers.updates, optimizers.lr) == (0, 0.1)

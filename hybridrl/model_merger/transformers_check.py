@@ -1,0 +1,40 @@
+"""The merged directory loaded by transformers, against the same model filled with the checkpoint's own tensors."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybridrl.model_merger.source import CheckFailed, Source
+
+TOKENS = 64
+
+
+def check_in_transformers(source: Source, directory: Path, dtype: torch.dtype | None) -> str:
+    """Refuse a directory that answers otherwise for fixed tokens. Returns what was found, in words."""
+    ids = torch.arange(TOKENS) * 37 % source.model.config.get_text_config().vocab_size
+    expected = answers(own_model(source, dtype), ids)
+    gap = float((answers(type(source.model).from_pretrained(directory, dtype="auto"), ids) - expected).abs().max())
+    kind = "values" if source.gives_values else "log-probs"
+    if gap != 0:
+        raise CheckFailed(
+            f"{directory}: {kind} differ by up to {gap:.2g} from those of the checkpoint, in transformers"
+        )
+    return f"{kind} for {TOKENS} tokens equal"
+
+
+def own_model(source: Source, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The checkpoint's model in memory, past all that was written."""
+    tensors = {name: source.read(name, dtype) for name in source.names}
+    kind, settings = type(source.model), source.model.config
+    return kind.from_pretrained(None, config=settings, state_dict=tensors, dtype=source.main_type(dtype))
+
+
+@torch.no_grad()
+def answers(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Log-probs of all but the first token, or a value model's values of all, in float32."""
+    logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0].float()
+    if not model.can_generate():
+        return logits
+    return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)

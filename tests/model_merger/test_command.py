@@ -1,0 +1,179 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybridrl.model_merger import command
+from hybridrl.model_merger.__main__ import _parser, main
+from hybridrl.model_merger.merge import REPORT
+from hybridrl.model_merger.source import CheckFailed
+from hybridrl.model_merger.transformers_check import check_in_transformers
+from tests.checkpoint.shards import save_in_shards
+from tests.checkpoint.verl_files import qwen2
+from tests.training.on_ranks import on_ranks
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("step") / "actor"
+    on_ranks(2, save_in_shards, directory, qwen2(tie_word_embeddings=True))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("step") / "critic"
+    on_ranks(2, save_in_shards, directory, qwen2(num_labels=1), value=True)
+    return directory
+
+
+def merge_arguments(actor: Path, target: Path, *more: str) -> list[str]:
+    return ["merge", "--backend", "fsdp", "--local_dir", str(actor), "--target_dir", str(target), *more]
+
+
+def test_a_merge_is_told_in_a_few_lines(actor, tmp_path, capsys):
+    assert main(merge_arguments(actor, tmp_path / "merged", "--dtype", "bfloat16")) == 0
+    told, complaints = capsys.readouterr()
+    assert told.splitlines()[0] == f"{actor}: Qwen2ForCausalLM, 26 tensors in shards"
+    assert told.splitlines()[1].startswith(f"{tmp_path / 'merged'}: 1,572 parameters as bfloat16, 0.00 GB in 0.")
+    assert told.splitlines()[2].endswith(f"26 of 26 equal bit for bit; {REPORT} tells more")
+    assert complaints == ""
+
+
+def test_all_of_verls_arguments_are_taken_and_those_without_effect_say_so(actor, tmp_path, capsys):
+    without_effect = ["--tie-word-embedding", "--use_cpu_initialization"]
+    assert main(merge_arguments(actor, tmp_path / "merged", *without_effect, "--trust-remote-code")) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in told if "has no effect" in line] == without_effect[::-1]
+
+
+def test_megatron_is_refused_with_the_reason(actor, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["merge", "--backend", "megatron", "--local_dir", str(actor)])
+    assert stop.value.code == 2
+    assert "only FSDP's shards are read here; verl's own merger converts Megatron's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("operation", ["merge", "test"])
+def test_help_shows_how_and_the_meaning_of_every_argument(operation, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([operation, "--help"])
+    assert stop.value.code == 0
+    told = capsys.readouterr().out
+    assert f"python -m hybridrl.model_merger {operation} --backend fsdp --local_dir" in told
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    code = "import sys, hybridrl.model_merger.__main__; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "hybridrl.model_merger.__main__" in modules
+    assert not {"torch", "transformers", "vllm", "hydra"} & set(modules)
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+@pytest.mark.parametrize("dtype", [[], ["--dtype", "bfloat16"]], ids=["as saved", "bfloat16"])
+def test_answers_in_transformers_are_compared(kind, dtype, tmp_path, capsys, request):
+    directory = request.getfixturevalue(kind)
+    assert main(merge_arguments(directory, tmp_path / "merged", "--verify", "transformers", *dtype)) == 0
+    found = {"actor": "log-probs for 64 tokens equal", "critic": "values for 64 tokens equal"}[kind]
+    assert f"in transformers: {found}" in capsys.readouterr().out
+    assert json.loads((tmp_path / "merged" / REPORT).read_text())["checked"]["transformers"] == found
+
+
+def test_a_model_that_answers_otherwise_is_told(actor, tmp_path):
+    assert main(merge_arguments(actor, tmp_path / "merged")) == 0
+    file = tmp_path / "merged" / "model.safetensors"
+    save_file(load_file(file) | {"model.norm.weight": torch.full((10,), 1.01)}, file, metadata={"format": "pt"})
+    source = command.open_source(actor)
+    with pytest.raises(CheckFailed, match=r"log-probs differ by up to 0\.0\d+ from those of the checkpoint"):
+        check_in_transformers(source, tmp_path / "merged", None)
+
+
+def test_a_check_that_fails_is_in_the_report_and_the_status(actor, tmp_path, capsys):
+    def fails(source: object, directory: Path, dtype: object) -> str:
+        raise CheckFailed("it says otherwise")
+
+    arguments = _parser().parse_args(merge_arguments(actor, tmp_path / "merged", "--verify", "transformers"))
+    assert command.run(arguments, fails) == 1
+    assert capsys.readouterr().err == "failed: it says otherwise\n"
+    checked = json.loads((tmp_path / "merged" / REPORT).read_text())["checked"]
+    assert checked["transformers"] == "failed: it says otherwise"
+
+
+def test_a_merged_directory_passes_the_test_and_another_does_not(actor, tmp_path, capsys):
+    main(merge_arguments(actor, tmp_path / "merged", "--dtype", "bfloat16"))
+    test = ["test", "--local_dir", str(actor), "--test_hf_dir", str(tmp_path / "merged")]
+    assert main(test) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("26 tensors equal bit for bit, in bfloat16")
+    file = tmp_path / "merged" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] += 0.25
+    tensors["mine"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, file)
+    assert main(test) == 1
+    complaint = capsys.readouterr().err
+    for words in ("up_proj.weight is missing there", "mine is only there", "model.norm.weight differs by up to 0.25"):
+        assert words in complaint
+
+
+def test_what_cannot_be_merged_is_refused_in_one_sentence(actor, tmp_path, capsys):
+    assert main(merge_arguments(actor.parent, tmp_path / "merged")) == 2
+    complaint = capsys.readouterr().err
+    assert complaint == f"refused: {actor.parent} holds no saved model; name the model in it, {actor}\n"
+
+
+def test_damage_is_told_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "model_world_size_1_rank_0.pt").write_bytes(b"")
+    assert main(merge_arguments(tmp_path, tmp_path / "merged")) == 1
+    file = tmp_path / "model_world_size_1_rank_0.pt"
+    assert capsys.readouterr().err == f"failed: {file} cannot be read: File is not a zip file\n"
+
+
+class Hub:
+    """Stands in for the Hugging Face hub."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, bool] = {}
+        self.files: dict[str, set[str]] = {}
+
+    def create_repo(self, repo_id: str, private: bool, exist_ok: bool) -> None:
+        assert exist_ok
+        self.repositories[repo_id] = private
+
+    def upload_folder(self, folder_path: Path, repo_id: str, ignore_patterns: list[str]) -> str:
+        self.files[repo_id] = {path.name for path in folder_path.iterdir()} - set(ignore_patterns)
+        return f"https://hub/{repo_id}"
+
+
+class FullHub(Hub):
+    def upload_folder(self, **_: object) -> str:
+        raise OSError("quota exceeded")
+
+
+@pytest.mark.parametrize("private", [[], ["--private"]], ids=["public", "private"])
+def test_a_merged_model_is_uploaded(actor, tmp_path, capsys, private):
+    arguments = merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine", *private)
+    hub = Hub()
+    assert command.run(_parser().parse_args(arguments), hub=hub) == 0
+    assert hub.repositories == {"me/mine": bool(private)}
+    assert hub.files["me/mine"] == {path.name for path in (tmp_path / "merged").iterdir()} - {REPORT}
+    assert capsys.readouterr().out.endswith("uploaded to https://hub/me/mine\n")
+
+
+def test_an_upload_that_fails_is_told_and_the_model_stays(actor, tmp_path, capsys):
+    arguments = merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine")
+    assert command.run(_parser().parse_args(arguments), hub=FullHub()) == 2
+    merged = tmp_path / "merged"
+    assert f"--hf_upload_path=me/mine: quota exceeded; the merged model is in {merged}" in capsys.readouterr().err
+    assert (merged / "model.safetensors").is_file()
+
+
+def test_an_upload_without_a_token_is_refused_before_the_merge(actor, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hybridrl.model_merger.upload.get_token", lambda: None)
+    assert main(merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine")) == 2
+    assert "set HF_TOKEN" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,344 @@
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+
+from hybridrl.checkpoint.manifest import write_manifest
+from hybridrl.checkpoint.tensors import Unreadable
+from hybridrl.config import ConfigError
+from hybridrl.model_merger.checks import check_tensors, compare
+from hybridrl.model_merger.merge import REPORT, merge, write_model
+from hybridrl.model_merger.source import CheckFailed, open_source
+from tests.checkpoint.shards import save_in_shards, whole_model
+from tests.checkpoint.verl_files import qwen2, save_as_verl
+from tests.training.on_ranks import on_ranks
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+IDS = torch.arange(9)[None]
+CLASSES = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
+
+
+class Saved(NamedTuple):
+    """A saved model and what is in it."""
+
+    directory: Path
+    model: dict[str, Tensor]
+
+
+def save_all(top: Path) -> None:
+    for tied in (False, True):
+        save_in_shards(top / f"shards {tied}" / "actor", qwen2(tie_word_embeddings=tied))
+        for form in ("fsdp1", "fsdp2"):
+            save_as_verl(top / f"{form} {tied}" / "actor", form, tied=tied)
+    save_in_shards(top / "shards False" / "critic", qwen2(num_labels=1), value=True)
+    save_as_verl(top / "fsdp2 False" / "critic", "fsdp2", value=True)
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    on_ranks(2, save_all, directory)
+    return directory
+
+
+@pytest.fixture
+def saved(top) -> Callable[..., Saved]:
+    def find(form: str = "shards", name: str = "actor", *, tied: bool = False) -> Saved:
+        directory = top / f"{form} {tied}" / name
+        if form != "shards":
+            return Saved(directory, torch.load(directory / "truth.pt")[0])
+        model = whole_model(AutoConfig.from_pretrained(directory / "huggingface"), value=name == "critic")
+        return Saved(directory, dict(model.state_dict()))
+
+    return find
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    """A saved actor to be spoilt."""
+    return shutil.copytree(saved().directory, tmp_path / "step" / "actor")
+
+
+@pytest.mark.parametrize("limit", [5 << 30, 700], ids=["one file", "several files"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied head", "own head"])
+@pytest.mark.parametrize("form", ["shards", "fsdp1", "fsdp2"])
+def test_transformers_loads_the_model_that_was_saved(saved, tmp_path, form, tied, limit):
+    directory, model = saved(form, tied=tied)
+    merge(open_source(directory), tmp_path / "merged", None, limit=limit)
+    found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory / "huggingface"))
+    expected.load_state_dict(model)
+    assert torch.equal(found.eval()(IDS).logits, expected.eval()(IDS).logits)
+    for file in (tmp_path / "merged").glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            assert "lm_head.weight" not in tensors.keys() or not tied  # noqa: SIM118
+            assert limit > 700 or file.stat().st_size < 2000
+
+
+@pytest.mark.parametrize("form", ["shards", "fsdp2"])
+def test_a_value_model_is_merged(saved, tmp_path, form):
+    directory, model = saved(form, "critic")
+    merge(open_source(directory), tmp_path / "merged", None)
+    found, told = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert found.config.num_labels == 1
+    assert found.config.architectures == ["Qwen2ForTokenClassification"]
+    expected = AutoModelForTokenClassification.from_config(found.config)
+    expected.load_state_dict(model)
+    assert torch.equal(found.eval()(IDS).logits, expected.eval()(IDS).logits)
+
+
+def test_a_critic_is_a_value_model_also_where_its_configuration_is_the_actors(saved):
+    directory, _ = saved("fsdp2", "critic")
+    assert json.loads((directory / "huggingface" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    assert open_source(directory).gives_values
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
+def test_tensors_are_rounded_to_the_type_asked_for_and_the_configuration_says_so(saved, tmp_path, dtype):
+    directory, model = saved()
+    merge(open_source(directory), tmp_path / "merged", dtype)
+    assert all(
+        torch.equal(value, model[name].to(dtype)) and value.dtype == dtype
+        for name, value in load_file(tmp_path / "merged" / "model.safetensors").items()
+    )
+    assert AutoConfig.from_pretrained(tmp_path / "merged").dtype == dtype
+
+
+def test_tensors_of_several_types_stay_as_they_are(tmp_path):
+    model = whole_model(qwen2()).state_dict()
+    model |= {name: value.to(HALF) for name, value in model.items() if "layers" in name}
+    (tmp_path / "actor").mkdir()
+    qwen2().save_pretrained(tmp_path / "actor" / "huggingface")
+    torch.save(model, tmp_path / "actor" / "model_world_size_1_rank_0.pt")
+    merge(open_source(tmp_path / "actor"), tmp_path / "merged", None)
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert found.keys() == model.keys()
+    assert all(torch.equal(value, model[name]) and value.dtype == model[name].dtype for name, value in found.items())
+
+
+def test_all_else_in_the_huggingface_folder_is_carried_along(copy, tmp_path):
+    save_file({"old": torch.ones(1)}, copy / "huggingface" / "model-00001-of-00002.safetensors")
+    merge(open_source(copy), tmp_path / "merged", HALF)
+    settings = copy / "huggingface"
+    for name in ("chat_template.jinja", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (settings / name).read_bytes()
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [3, 5]
+    before, after = (json.loads((place / "config.json").read_text()) for place in (settings, tmp_path / "merged"))
+    assert after == before | {"dtype": "bfloat16"}
+    assert [file.name for file in (tmp_path / "merged").glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_the_report_says_what_was_read_written_and_checked(saved, tmp_path):
+    directory, model = saved(tied=True)
+    report = merge(open_source(directory), tmp_path / "merged", HALF)
+    assert json.loads((tmp_path / "merged" / REPORT).read_text()) == report
+    elements = sum(value.numel() for name, value in model.items() if name != "lm_head.weight")
+    assert report["read"] == {
+        "directory": str(directory),
+        "form": "in shards",
+        "bytes": 4 * elements,
+        "types": "float32",
+    }
+    written = report["written"]
+    assert (written["parameters"], written["bytes"], written["types"]) == (elements, 2 * elements, "bfloat16")
+    assert written["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert written["files"].keys() == {file.name for file in (tmp_path / "merged").iterdir()} - {REPORT}
+    assert report["checked"]["tensors"] == f"{len(model) - 1} of {len(model) - 1} equal bit for bit"
+    assert report["seconds"].keys() == {"write", "check"}
+    assert report["peak_memory_bytes"] > 1e8
+
+
+def spoil(directory: Path, **changes: object) -> None:
+    file = directory / "huggingface" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_tensors_that_are_missing_are_named(copy):
+    spoil(copy, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    with pytest.raises(CheckFailed, match=r"12 are missing \(model\.layers\.2\.self_attn\.q_proj\.weight, "):
+        open_source(copy)
+
+
+def test_tensors_that_are_not_the_models_are_named(copy):
+    spoil(copy, num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.raises(CheckFailed, match=r"12 are not the model's \(model\.layers\.1\.self_attn\.q_proj\.weight, "):
+        open_source(copy)
+
+
+def test_tensors_of_another_shape_are_named(copy):
+    spoil(copy, vocab_size=18)
+    with pytest.raises(
+        CheckFailed, match=r"2 are of another shape \(model.embed_tokens.weight: \[17, 10\] for \[18, 10\]"
+    ):
+        open_source(copy)
+
+
+def test_a_head_that_is_not_that_to_which_it_is_tied_is_named(saved, tmp_path):
+    copied = shutil.copytree(saved("fsdp2").directory, tmp_path / "actor")
+    spoil(copied, tie_word_embeddings=True)
+    with pytest.raises(CheckFailed, match=r"lm_head\.weight is saved with other values than model\.embed"):
+        merge(open_source(copied), tmp_path / "merged", None)
+
+
+def test_a_lora_adapter_is_refused(copy):
+    adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 2)}
+    (copy / ".metadata").unlink()
+    save_file(adapter, copy / "adapter_model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"holds a LoRA adapter \(base_model.*lora_A.weight\), which is not merged yet"
+    ):
+        open_source(copy)
+
+
+def test_a_model_without_a_configuration_is_refused(copy):
+    shutil.rmtree(copy / "huggingface")
+    with pytest.raises(ConfigError, match=r"actor/config.json is missing, which says what model it is; copy it from"):
+        open_source(copy)
+
+
+def test_code_that_a_model_brings_is_not_run_unless_it_is_trusted(copy):
+    spoil(copy, model_type="mine", auto_map={"AutoConfig": "mine.Config"})
+    (copy / "huggingface" / "mine.py").write_text("raise SystemExit('run')")
+    with pytest.raises(ConfigError, match="code that the model brings is run with --trust-remote-code"):
+        open_source(copy)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_directory_with_other_files_is_refused_and_left_alone(saved, tmp_path):
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match="merged is there and not of an earlier merge; name another --target_dir"):
+        merge(open_source(saved().directory), tmp_path / "merged", None)
+    assert contents(tmp_path / "merged") == {"thesis.tex": b"mine"}
+
+
+@pytest.mark.parametrize("before", ["nothing", "an empty directory", "an earlier merge"])
+def test_a_merge_replaces_an_earlier_one_whole(saved, tmp_path, before):
+    source = open_source(saved().directory)
+    if before == "an empty directory":
+        (tmp_path / "merged").mkdir()
+    elif before == "an earlier merge":
+        merge(source, tmp_path / "merged", None, limit=700)
+    merge(source, tmp_path / "merged", None)
+    assert [file.name for file in (tmp_path / "merged").glob("*.safetensors*")] == ["model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_a_merge_that_fails_leaves_all_as_it_was(copy, tmp_path):
+    merge(open_source(copy), tmp_path / "merged", None)
+    before = contents(tmp_path / "merged")
+    source = open_source(copy)
+    (copy / "__1_0.distcp").unlink()
+    with pytest.raises(Unreadable, match=r"__1_0\.distcp"):
+        merge(source, tmp_path / "merged", HALF)
+    assert contents(tmp_path / "merged") == before
+    assert {path.name for path in tmp_path.iterdir()} == {"merged", "step"}
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 100))
+    with pytest.raises(ConfigError, match=r"has 0\.0 GB free, and the model takes 0\.0; make room"):
+        merge(open_source(saved().directory), tmp_path / "merged", None)
+    assert not list(tmp_path.iterdir())
+
+
+def flip_last_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_file_that_changed_since_the_step_was_saved_is_named(copy, tmp_path):
+    write_manifest(copy.parent)
+    flip_last_bit(copy / "__0_0.distcp")
+    with pytest.raises(CheckFailed, match=r"actor/__0_0\.distcp: changed since it was written; merge another step"):
+        merge(open_source(copy), tmp_path / "merged", None)
+
+
+def test_damage_to_the_other_models_of_a_step_does_not_matter(copy, tmp_path):
+    (copy.parent / "critic").mkdir()
+    (copy.parent / "critic" / "file").write_text("whole")
+    write_manifest(copy.parent)
+    (copy.parent / "critic" / "file").unlink()
+    merge(open_source(copy), tmp_path / "merged", None)
+
+
+def test_a_changed_byte_in_a_file_of_verl_is_found(saved, tmp_path):
+    copied = shutil.copytree(saved("fsdp2").directory, tmp_path / "actor")
+    content = bytearray((file := copied / "model_world_size_2_rank_1.pt").read_bytes())
+    value = open_source(copied).read("model.norm.weight", None)[5:6]  # where the second rank's half begins
+    content[content.index(value.numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckFailed, match=r"model_world_size_2_rank_1\.pt: changed since it was written"):
+        merge(open_source(copied), tmp_path / "merged", None)
+
+
+def test_a_tensor_that_was_written_otherwise_than_it_was_read_is_named(saved, tmp_path):
+    source = open_source(saved().directory)
+    write_model(source, tmp_path / "written", None)
+    assert check_tensors(source, tmp_path / "written", None) == "27 of 27 equal bit for bit"
+    flip_last_bit(tmp_path / "written" / "model.safetensors")
+    with pytest.raises(CheckFailed, match=r"1 tensors were written otherwise than they were read: lm_head\.weight"):
+        check_tensors(source, tmp_path / "written", None)
+
+
+def test_not_a_number_is_equal_to_itself_and_zero_has_a_sign(tmp_path):
+    (tmp_path / "actor").mkdir()
+    model = whole_model(qwen2()).state_dict()
+    model["model.norm.weight"].copy_(torch.tensor([float("nan"), -0.0] * 5))
+    qwen2().save_pretrained(tmp_path / "actor" / "huggingface")
+    torch.save(model, tmp_path / "actor" / "model_world_size_1_rank_0.pt")
+    source = open_source(tmp_path / "actor")
+    merge(source, tmp_path / "merged", None)
+    model["model.norm.weight"].copy_(torch.tensor([float("nan"), 0.0] * 5))
+    save_file(model, tmp_path / "merged" / "model.safetensors")
+    with pytest.raises(CheckFailed, match=r"model\.norm\.weight differs by up to"):
+        compare(source, tmp_path / "merged")
+
+
+def save_large(directory: Path, form: str) -> None:
+    """Twelve tensors of 32 MB."""
+    tensors = {f"weight{number}": torch.full((8, 1 << 20), float(number)) for number in range(12)}
+    if form == "shards":
+        dcp.save({"model": tensors}, checkpoint_id=directory)
+    else:
+        directory.mkdir()
+        torch.save(tensors, directory / "model_world_size_1_rank_0.pt")
+
+
+@pytest.mark.parametrize("form", ["shards", "files of verl"])
+def test_memory_is_that_of_a_few_tensors_and_not_of_the_model(tmp_path, form):
+    on_ranks(1, save_large, tmp_path / "actor", form)
+    code = """
+import resource, sys
+from pathlib import Path
+from hybridrl.checkpoint.export import write_shards
+from hybridrl.checkpoint.read import open_tensors
+from hybridrl.checkpoint.verl import model
+model.REMAP_BYTES = 64 << 20
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tensors = open_tensors(Path(sys.argv[1]))
+pieces = ((name, first, piece) for name in tensors.meta for first, piece in tensors.pieces(name))
+write_shards(Path(sys.argv[2]), tensors.meta, pieces, 5 << 30)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    command = [sys.executable, "-c", code, tmp_path / "actor", tmp_path]
+    megabytes = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert megabytes < 5 * 32
+    assert (load_file(tmp_path / "model.safetensors")["weight11"] == 11).all()

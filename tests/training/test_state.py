@@ -1,0 +1,477 @@
+import os
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+from threading import Event
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
+
+from hybridrl.algorithms.aggregation import Totals
+from hybridrl.batch import Batch
+from hybridrl.checkpoint.export import export_settings
+from hybridrl.config import ConfigError
+from hybridrl.config.model_directory import HUGGINGFACE
+from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
+from hybridrl.training.fsdp import mesh, shard
+from hybridrl.training.learner import Learner, MiniBatch
+from hybridrl.training.model import load_language_model
+from hybridrl.training.optimizer import Optimizers
+from hybridrl.training.packing import lay_out
+from hybridrl.training.state import load_state, state_of
+from hybridrl.training.state_writer import StateWriter
+from hybridrl.training.value_model import ValueModel, load_value_model
+from tests.training.families import VOCABULARY, model_config
+from tests.training.on_ranks import on_ranks
+
+ALL = ("model", "optimizer", "extra")
+UPDATES = 4  # of an unbroken run; what is saved is saved after half of them
+CPU = torch.device("cpu")
+
+
+class Run(NamedTuple):
+    """What a run had at some time, whole, and the learning rates of the updates that followed."""
+
+    then: dict[str, Tensor]
+    at_last: dict[str, Tensor]
+    rates: list[float]
+
+
+def fsdp_config(**changes: object) -> FSDPConfig:
+    settings = {
+        "fsdp_size": -1,
+        "param_offload": False,
+        "optimizer_offload": True,
+        "reshard_after_forward": True,
+        "forward_prefetch": False,
+        "model_dtype": "float32",
+        "dtype": "float32",
+        "wrap_policy": WrapPolicyConfig([]),
+    }
+    return FSDPConfig(**settings | changes)
+
+
+def optimizer_config(**changes: object) -> OptimizerConfig:
+    """With a rate that is never twice the same."""
+    settings = {
+        "optimizer": "AdamW",
+        "lr": 0.01,
+        "betas": [0.9, 0.99],
+        "weight_decay": 0.01,
+        "lr_scheduler_type": "cosine",
+        "lr_warmup_steps": 0,
+        "lr_warmup_steps_ratio": 0.0,
+        "min_lr_ratio": 0.0,
+        "num_cycles": 0.5,
+        "total_training_steps": 9,
+        "muon_lr": 0.02,
+        "muon_momentum": 0.95,
+    }
+    return OptimizerConfig(**settings | changes)
+
+
+def build(path: str, *, critic: bool = False, shards: int | None = None, **optimizer: object) -> Learner:
+    ranks, config = dist.get_world_size(), fsdp_config()
+    loaded = (load_value_model if critic else load_language_model)(model_config(path), torch.float32)
+    model = shard(loaded, config, mesh("cpu", ranks, shards or ranks))
+    built = Optimizers(model, optimizer_config(**optimizer), 9)
+    return Learner(model, built, config, CPU, padded=False, evidence=Path("unused"))
+
+
+def rows(update: int) -> Batch:
+    """Two rows, others for every rank and update."""
+    generator = torch.Generator().manual_seed(10 * update + dist.get_rank())
+    numbers = torch.arange(2)
+    return Batch(
+        prompt_lengths=torch.tensor([2, 3]),
+        response_lengths=torch.tensor([4, 6]),
+        prompt_ids=torch.randint(VOCABULARY, (5,), generator=generator),
+        response_ids=torch.randint(VOCABULARY, (10,), generator=generator),
+        group=numbers,
+        position=numbers,
+        sample=numbers,
+        response_mask=torch.ones(10, dtype=torch.bool),
+    )
+
+
+def train(learner: Learner, updates: range) -> list[float]:
+    """Updates of these numbers. Returns their learning rates."""
+
+    def loss(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = lay_out(part, padded=False)
+        critic = isinstance(learner.model, ValueModel)
+        found = (learner.model(inputs) - 1).square() if critic else -learner.model(inputs, 1.0).log_probs
+        return found.sum() / (totals.tokens * dist.get_world_size()), {}
+
+    rates = []
+    for number in updates:
+        batch = rows(number)
+        (shares,) = learner.update(batch, [MiniBatch([[0], [1]], Totals.of(batch))], loss, 1.0, step=number)
+        assert not shares["skipped_updates"]
+        rates.append(shares["lr"] * dist.get_world_size())
+    return rates
+
+
+def whole(learner: Learner) -> dict[str, Tensor]:
+    """Every tensor of the state, put together from the ranks."""
+
+    def walk(value: object, path: str) -> dict[str, Tensor]:
+        if isinstance(value, dict):
+            return {name: tensor for key, item in value.items() for name, tensor in walk(item, f"{path}.{key}").items()}
+        return {path: (value.full_tensor() if isinstance(value, DTensor) else value).clone()}
+
+    return walk(state_of(learner.model, learner.optimizers, ("model", "optimizer")), "")
+
+
+def wait_for(writer: StateWriter) -> None:
+    while not writer.finished():
+        time.sleep(0.001)
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------------------
+
+
+def unbroken(path: str, directory: Path, contents: Collection[str] = ALL, **options: object) -> Run:
+    """A run that is saved half way, and written only when it has ended."""
+    learner, writer, ended = build(path, **options), StateWriter("cpu"), Event()
+    train(learner, range(UPDATES // 2))
+    then = whole(learner)
+    writer.thread.submit(ended.wait)
+    writer.start({directory: state_of(learner.model, learner.optimizers, contents)})
+    rates = train(learner, range(UPDATES // 2, UPDATES))
+    assert not writer.finished()
+    ended.set()
+    wait_for(writer)
+    return Run(then, whole(learner), rates)
+
+
+def gone_on(path: str, directory: Path, contents: Collection[str] = ALL, **options: object) -> Run:
+    """A run that goes on from what was saved."""
+    learner = build(path, **options)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.fill_(7.0)
+    load_state(learner.model, learner.optimizers, contents, directory, dist.new_group(backend="gloo"))
+    then = whole(learner)
+    return Run(then, rates=train(learner, range(UPDATES // 2, UPDATES)), at_last=whole(learner))
+
+
+def told_of_failures(path: str, directory: Path) -> list[str]:
+    """What this rank says where rank 1 cannot write, where it cannot copy, and then of a save that succeeds."""
+    learner, writer, said = build(path), StateWriter("cpu"), []
+    blocked, sound = directory / "blocked", directory / "sound"
+    (blocked / "__1_0.distcp").mkdir(parents=True, exist_ok=True)
+    state = state_of(learner.model, learner.optimizers, ALL)
+    writer.start({blocked: state})
+    if dist.get_rank() == 0:  # the other one is not asked
+        with pytest.raises(RuntimeError) as caught:
+            wait_for(writer)
+        said.append(str(caught.value))
+    with pytest.raises(RuntimeError) as caught:
+        writer.start({sound: {"model": {"none": torch.empty(1, device="meta")}} if dist.get_rank() == 1 else state})
+    said.append(str(caught.value))
+    writer.start({sound: state})
+    wait_for(writer)
+    load_state(learner.model, learner.optimizers, ALL, sound, writer.group)
+    return said
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_a_run_that_goes_on_is_the_unbroken_one_bit_for_bit(directory, tmp_path, optimizer, ranks):
+    saved, *_ = on_ranks(ranks, unbroken, directory, tmp_path, optimizer=optimizer)
+    found, *_ = on_ranks(ranks, gone_on, directory, tmp_path, optimizer=optimizer)
+    assert any(name.endswith("exp_avg") and tensor.any() for name, tensor in saved.then.items())
+    assert_equal(found.then, saved.then)
+    assert_equal(found.at_last, saved.at_last)
+    assert found.rates == saved.rates and len(set(found.rates)) == 2
+    changed = [name for name in saved.then if not torch.equal(saved.then[name], saved.at_last[name])]
+    assert len(changed) == len(saved.then), "all that was saved changed while it was being written"
+
+
+def test_saved_on_two_ranks_it_is_read_on_one_and_on_three(directory, tmp_path):
+    # A critic's head has one row, so there are ranks without any of it.
+    saved, _ = on_ranks(2, unbroken, directory, tmp_path, critic=True, optimizer="Muon")
+    for ranks in (1, 3):
+        found = on_ranks(ranks, gone_on, directory, tmp_path, critic=True, optimizer="Muon")
+        assert_equal(found[-1].then, saved.then)
+
+
+def test_saved_of_replicas_it_is_read_as_shards(directory, tmp_path):
+    saved, _ = on_ranks(2, unbroken, directory, tmp_path, shards=1)
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
+    (found,) = on_ranks(1, gone_on, directory, tmp_path)
+    assert_equal(found.then, saved.then)
+
+
+# -- on one rank, in this process --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group(backend="gloo")
+    dist.destroy_process_group()
+
+
+def save(learner: Learner, directory: Path, contents: Collection[str] = ALL) -> None:
+    writer = StateWriter("cpu")
+    writer.start({directory: state_of(learner.model, learner.optimizers, contents)})
+    wait_for(writer)
+
+
+def load(learner: Learner, directory: Path, group: dist.ProcessGroup, contents: Collection[str] = ALL) -> None:
+    load_state(learner.model, learner.optimizers, contents, directory, group)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_moments_have_the_names_that_torch_gives_them(group, directory, optimizer):
+    learner = build(directory, optimizer=optimizer)
+    train(learner, range(1))
+    found = state_of(learner.model, learner.optimizers, ALL)["optimizer"]["state"]
+    expected = get_optimizer_state_dict(learner.model.model, learner.optimizers.optimizers)["state"]
+    assert found.keys() == expected.keys()
+    for name, moments in expected.items():
+        assert_equal(
+            {kind: value.full_tensor() if isinstance(value, DTensor) else value for kind, value in moments.items()},
+            {kind: value.full_tensor() if isinstance(value, DTensor) else value for kind, value in found[name].items()},
+        )
+
+
+def test_a_run_saved_before_its_first_update_goes_on_as_if_it_had_not_been(group, directory, tmp_path):
+    plain, saved, found = (build(directory, optimizer="Muon") for _ in range(3))
+    save(saved, tmp_path)
+    load(found, tmp_path, group)
+    for learner in (plain, saved, found):
+        train(learner, range(2))
+    assert_equal(whole(saved), whole(plain))
+    assert_equal(whole(found), whole(plain))
+
+
+def test_copies_take_the_same_memory_every_time_also_where_moments_are_moved(group, directory, tmp_path):
+    learner, writer = build(directory), StateWriter("cpu")
+    places = []
+    for number in range(3):
+        train(learner, range(number, number + 1))
+        for state in learner.optimizers.optimizers[0].state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        copied = writer.start({tmp_path / str(number) / "actor": state_of(learner.model, learner.optimizers, ALL)})
+        places.append({path: copy.to_local().data_ptr() for path, copy in writer.copies.items() if copy.dim()})
+        wait_for(writer)
+    assert places[0] == places[1] == places[2]
+    parameters = list(learner.model.parameters())
+    # Parameter and two moments in float32, and the number of steps of each.
+    assert copied == sum(12 * parameter.numel() + 4 for parameter in parameters)
+    load(found := build(directory), tmp_path / "2" / "actor", group)
+    assert_equal(whole(found), whole(learner))
+
+
+def test_several_models_are_written_one_after_another_each_below_its_name(group, directory, tmp_path):
+    actor, critic, writer = build(directory), build(directory, critic=True), StateWriter("cpu")
+    for learner in (actor, critic):
+        train(learner, range(1))
+    states = {
+        "actor": state_of(actor.model, actor.optimizers, ALL),
+        "critic": state_of(critic.model, critic.optimizers, ALL),
+    }
+    writer.start(
+        {tmp_path / name: state for name, state in states.items()}
+        | {tmp_path / "reference": state_of(actor.model, None, ALL)}
+    )
+    wait_for(writer)
+    load(found := build(directory, critic=True), tmp_path / "critic", group)
+    assert_equal(whole(found), whole(critic))
+    load(found := build(directory), tmp_path / "reference", group, ["model"])
+    assert_equal(found.model.state_dict(), actor.model.state_dict())
+
+
+def test_parts_are_read_alone(group, directory, tmp_path):
+    learner = build(directory)
+    train(learner, range(2))
+    save(learner, tmp_path)
+    found = build(directory)
+    load(found, tmp_path, group, ["model"])
+    assert_equal(
+        {name: value for name, value in whole(found).items() if name.startswith(".model")},
+        {name: value for name, value in whole(learner).items() if name.startswith(".model")},
+    )
+    assert found.optimizers.updates == 0 and not any(
+        whole(found)[name].any() for name in whole(found) if "exp_avg" in name
+    )
+    load(found, tmp_path, group, ["extra"])
+    assert (found.optimizers.updates, found.optimizers.lr) == (2, learner.optimizers.lr)
+
+
+def test_rates_are_those_of_the_configuration_that_goes_on(group, directory, tmp_path):
+    learner = build(directory)
+    train(learner, range(3))
+    save(learner, tmp_path)
+    found = build(directory, lr=0.1, weight_decay=0.5)
+    load(found, tmp_path, group)
+    assert found.optimizers.lr == pytest.approx(10 * learner.optimizers.lr)
+    assert found.optimizers.optimizers[0].param_groups[0]["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize("part", ALL)
+def test_a_part_that_was_not_saved_is_named(group, directory, tmp_path, part):
+    learner = build(directory)
+    save(learner, tmp_path, [kept for kept in ALL if kept != part])
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: no {part} was saved there, see checkpoint.save_contents$"):
+        load(learner, tmp_path, group)
+
+
+def test_a_directory_without_any_part_says_so(group, directory, tmp_path):
+    with pytest.raises(ValueError, match="no model was saved there"):
+        load(build(directory), tmp_path, group)
+
+
+def test_moments_of_another_optimizer_are_refused_with_the_way_out(group, directory, tmp_path):
+    save(build(directory, optimizer="Muon"), tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"the optimizer saved there has no state.model.layers.0.mlp.down_proj.weight.exp_avg; "
+        r"trainer.reset_optimizer=true starts without moments and schedule",
+    ):
+        load(build(directory), tmp_path, group)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            "all heads their own keys",
+            r"has model.layers.0.self_attn.k_proj.bias of the shape \[16\], this run's is \[32\]",
+        ),
+        ("all heads one key, tied head", "has lm_head.weight, which is not in this run's"),
+        ("qwen3", "has no model.layers.0.self_attn.k_norm.weight"),
+    ],
+)
+def test_another_model_is_refused(group, directories, tmp_path, family, message):
+    save(build(directories["two heads a key"]), tmp_path)
+    learner = build(directories[family])
+    before = whole(learner)
+    with pytest.raises(ValueError, match=f"the model saved there {message}"):
+        load(learner, tmp_path, group)
+    assert_equal(whole(learner), before)
+
+
+def test_a_failed_write_is_told_once_and_the_next_one_succeeds(group, directory, tmp_path):
+    learner, writer = build(directory), StateWriter("cpu")
+    (tmp_path / "full").touch()
+    for folder in ("full", "empty"):
+        writer.start({tmp_path / folder / "actor": state_of(learner.model, learner.optimizers, ALL)})
+        writer.writing[0].exception()
+        if folder == "full":
+            with pytest.raises(RuntimeError, match=f"{tmp_path}/full/actor: rank 0: NotADirectoryError"):
+                writer.finished()
+        assert writer.finished()
+    load(build(directory), tmp_path / "empty" / "actor", group)
+
+
+def test_a_rank_that_cannot_write_or_copy_is_told_and_later_saves_are_whole(directory, tmp_path):
+    (not_written, not_copied), (own,) = on_ranks(2, told_of_failures, directory, tmp_path)
+    assert not_written.startswith(f"{tmp_path}/blocked: rank 1: IsADirectoryError: ")
+    assert not (tmp_path / "blocked" / ".metadata").exists()
+    assert not_copied == "another rank could not copy its state to host memory"
+    assert "meta tensor" in own
+
+
+def test_a_file_that_was_cut_is_an_error(group, directory, tmp_path):
+    learner = build(directory)
+    save(learner, tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(RuntimeError, match=f"^{tmp_path}: rank 0: "):
+        load(learner, tmp_path, group)
+
+
+# -- a model to start from ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(group, directories, tmp_path):
+    """A trained model saved with its configuration, by family; and the model."""
+
+    def make(family: str = "two heads a key", **options: bool) -> tuple[str, nn.Module]:
+        learner = build(directories[family], **options)
+        train(learner, range(1))
+        save(learner, tmp_path)
+        model = learner.model.model
+        if model.can_generate():
+            model.generation_config = GenerationConfig(top_k=7, eos_token_id=[3, 5])
+        export_settings(model, tmp_path / HUGGINGFACE, torch.float32)
+        return str(tmp_path), model
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["two heads a key", "all heads one key, tied head"])
+def test_a_saved_model_is_one_to_start_from(saved, family, dtype):
+    path, model = saved(family)
+    found = load_language_model(model_config(path), dtype).model
+    expected = {name: value.full_tensor().to(dtype) for name, value in model.named_parameters()}
+    assert_equal(dict(found.named_parameters()), expected)
+    assert {value.dtype for value in found.parameters()} == {dtype}
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == ("tied" in family)
+    assert (found.generation_config.top_k, found.generation_config.eos_token_id) == (7, [3, 5])
+
+
+def test_a_saved_critic_is_one_to_start_from(saved):
+    path, model = saved(critic=True)
+    found = load_value_model(model_config(path), torch.float32).model
+    assert_equal(
+        dict(found.named_parameters()), {name: value.full_tensor() for name, value in model.named_parameters()}
+    )
+
+
+def test_a_critic_may_start_from_a_saved_actor(saved):
+    path, model = saved()
+    found = load_value_model(model_config(path), torch.float32).model
+    assert torch.equal(found.model.norm.weight, model.model.norm.weight.full_tensor())
+    assert not found.score.weight.any()
+
+
+def test_a_saved_critic_is_no_language_model(saved):
+    path, _ = saved(critic=True)
+    with pytest.raises(ValueError, match=r"1 of the model's weights are not there \(lm_head.weight\)"):
+        load_language_model(model_config(path), torch.float32)
+
+
+def test_a_saved_step_without_the_model_is_none_to_start_from(group, directory, tmp_path):
+    learner = build(directory)
+    save(learner, tmp_path, ["optimizer"])
+    export_settings(learner.model.model, tmp_path / HUGGINGFACE, torch.float32)
+    with pytest.raises(ConfigError, match=f"{tmp_path} holds no saved model"):
+        load_language_model(model_config(str(tmp_path)), torch.float32)
+
+
+def test_whole_weights_beside_the_shards_of_other_parts_are_read(group, directory, tmp_path):
+    save(build(directory), tmp_path, ["optimizer"])
+    shutil.copytree(directory, tmp_path / HUGGINGFACE)
+    found = load_language_model(model_config(str(tmp_path)), torch.float32)
+    assert_equal(found.state_dict(), load_language_model(model_config(directory), torch.float32).state_dict())
+
+
+def test_verls_shards_are_a_model_to_start_from_too(group, directory, tmp_path):
+    expected = load_language_model(model_config(directory), torch.float32)
+    torch.save(expected.model.state_dict(), tmp_path / "model_world_size_1_rank_0.pt")
+    (tmp_path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
+    expected.model.config.save_pretrained(tmp_path / HUGGINGFACE)
+    found = load_language_model(model_config(str(tmp_path)), torch.float32)
+    assert_equal(found.state_dict(), expected.state_dict())
