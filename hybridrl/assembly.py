@@ -12,6 +12,7 @@ from hybridrl.cluster import Group, RaySession, spawn
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_dict, save_config
 from hybridrl.config.families import why_unsupported
+from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.schema import (
     ModelConfig,
     PPOConfig,
@@ -78,7 +79,7 @@ def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int
     """Every token that ends an answer: the tokenizer's, and those that the model's generation config names."""
     named: set[int] = {tokenizer.eos_token_id}
     try:
-        more = GenerationConfig.from_pretrained(model_path).eos_token_id
+        more = GenerationConfig.from_pretrained(str(resolve_model(model_path))).eos_token_id
     except OSError:
         more = None
     named |= set(more if isinstance(more, list) else [] if more is None else [more])

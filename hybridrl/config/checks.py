@@ -14,6 +14,7 @@ from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.error import Refusals
 from hybridrl.config.families import why_unsupported
 from hybridrl.config.machine import Machine, this_machine
+from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.read import show
 from hybridrl.config.schema import (
     FSDPConfig,
@@ -119,7 +120,7 @@ def _check_writable(key: str, directory: str, wrong: Refusals) -> None:
 def _check_model(key: str, model: ModelConfig, longest: int, way_out: str, wrong: Refusals) -> None:
     """Whether a local model's family can be trained, and takes the longest sequence; its path is made absolute, as the
     workers of a Ray that was joined run elsewhere."""
-    file = Path(model.path, "config.json")
+    file = resolve_model(model.path) / "config.json"
     if not file.is_file():
         return
     settings = json.loads(file.read_text(encoding="utf-8")) | model.override_config

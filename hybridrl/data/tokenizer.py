@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.config.error import ConfigError
+from hybridrl.config.model_directory import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def load_tokenizer(
     Raises ConfigError naming `data.tokenizer` or `model_key`.
     """
     key = "data.tokenizer" if tokenizer_path else model_key
-    path = Path(tokenizer_path or model_path).expanduser()
+    path = Path(tokenizer_path or resolve_model(model_path)).expanduser()
     tokenizer = _read(path, key, trust_remote_code)
     if custom_chat_template:
         tokenizer.chat_template = custom_chat_template

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.guard import end_with_parent
 from hybridrl.rollout.requests import Completion, Request, Sampling
@@ -121,7 +122,7 @@ def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
 def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> dict[str, Any]:
     """vLLM's arguments. `slots` is the number of engines that share this machine's memory."""
     arguments: dict[str, Any] = {
-        "model": model.path,
+        "model": str(resolve_model(model.path)),
         "skip_tokenizer_init": True,
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": model.override_config,
@@ -158,7 +159,7 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, sl
 
 def cpu_cache_bytes(model: ModelConfig, rollout: RolloutConfig, slots: int) -> int:
     """Cache for `max_num_seqs` answers of full length, at most a share of the free memory; one device's part of it."""
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    config = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     itemsize = getattr(torch, rollout.dtype or "float32").itemsize

@@ -27,7 +27,7 @@ from hybridrl.model_merger.checks import check_tensors
 from hybridrl.model_merger.merge import byte_count, write_model
 from hybridrl.model_merger.source import open_source
 
-RANKS, ROUNDS, CHUNK = 2, 3, 16 << 20
+RANKS, ROUNDS, CHUNK = 2, 5, 16 << 20
 CONFIG = Qwen2Config(
     vocab_size=151936,
     hidden_size=896,
