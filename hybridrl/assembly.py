@@ -1,6 +1,7 @@
 """From configuration sections to the parts of a run. The one place, besides the front doors, that knows both."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.logging import RichHandler
@@ -8,7 +9,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl import device as devices
 from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import Group, RaySession, spawn
+from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_dict, save_config
 from hybridrl.config.families import why_unsupported
@@ -20,8 +21,20 @@ from hybridrl.config.schema import (
 )
 from hybridrl.config.schema_sft import SFTConfig, SFTTrainerConfig
 from hybridrl.tracking import Resume, Tracker
-from hybridrl.tracking.log import console
+from hybridrl.tracking.log import console, info
 from hybridrl.training.worker import TrainWorker
+
+
+def with_restarts(attempt: Callable[[], None], trainer: TrainerConfig | SFTTrainerConfig) -> None:
+    """Make the attempt; where a worker died, again from the last saved step, `trainer.max_restarts` times."""
+    for left in reversed(range(trainer.max_restarts + 1)):
+        try:
+            return attempt()
+        except WorkerDied as death:
+            if not left:
+                raise
+            info(f"{death}\nthe workers are built anew, to go on from the last saved step (restarts left: {left - 1})")
+            trainer.resume_mode = "auto"
 
 
 def open_run_directory(config: PPOConfig | SFTConfig) -> Path:

@@ -17,9 +17,10 @@ from hybridrl.assembly import (
     refuse_hub_model,
     start_session,
     start_train_workers,
+    with_restarts,
 )
 from hybridrl.checkpoint.saved import Saved
-from hybridrl.cluster import Group, RaySession, WorkerDied, gather
+from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.config.model_directory import SHARDS
@@ -57,15 +58,8 @@ from hybridrl.validation import Validator
 
 
 def train(config: PPOConfig) -> None:
-    """Run the whole of it; where a worker dies, anew from the last saved step, `trainer.max_restarts` times."""
-    for left in reversed(range(config.trainer.max_restarts + 1)):
-        try:
-            return _train(config)
-        except WorkerDied as death:
-            if not left:
-                raise
-            info(f"{death}\nthe workers are built anew, to go on from the last saved step (restarts left: {left - 1})")
-            config.trainer.resume_mode = "auto"
+    """Run the whole of it, and anew where a worker dies and the configuration says so."""
+    with_restarts(lambda: _train(config), config.trainer)
 
 
 def _train(config: PPOConfig) -> None:

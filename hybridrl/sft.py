@@ -16,6 +16,7 @@ from hybridrl.assembly import (
     refuse_hub_model,
     start_session,
     start_train_workers,
+    with_restarts,
 )
 from hybridrl.batch import Batch, pack
 from hybridrl.checkpoint.saved import Saved
@@ -39,7 +40,12 @@ from hybridrl.training.workers import PolicyPlan, TrainWorkers, UpdatePlan
 
 
 def train(config: SFTConfig) -> None:
-    """Run the whole of it, and leave nothing running however it ends."""
+    """Run the whole of it, and anew where a worker dies and the configuration says so."""
+    with_restarts(lambda: _train(config), config.trainer)
+
+
+def _train(config: SFTConfig) -> None:
+    """One attempt, which leaves nothing running however it ends."""
     began = time.monotonic()
     directory = open_run_directory(config)
     tokenizer = load_tokenizer(

@@ -325,6 +325,7 @@ def test_the_newest_step_of_a_sibling_counts_and_the_furthest_sibling_is_taken(t
 def test_a_damaged_sibling_is_passed_over(tmp_path):
     run = save(tmp_path / "p" / "torn", 4, "same")
     (run / "global_step_4" / "state.json").write_text('{"fingerpr')
+    (save(tmp_path / "p" / "list", 9, "same") / "global_step_9" / "state.json").write_text("[]")
     (save(tmp_path / "p" / "odd", 4, "same") / "global_step_4").rename(tmp_path / "p" / "odd" / "global_step_x")
     assert sibling(tmp_path / "p" / "mine", "same") == tmp_path / "p" / "odd"
 

@@ -88,6 +88,7 @@ def _step(state: Path) -> int:
 def _state(file: Path) -> dict[str, object]:
     """Nothing where it cannot be read: another run's damage is no reason to stop this one."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        state = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return state if isinstance(state, dict) else {}

@@ -196,7 +196,7 @@ def test_ranks_that_do_not_make_up_a_tensor_are_refused(copy):
         open_tensors(copy).read("model.embed_tokens.weight")
     shutil.copy(copy / "model_world_size_3_rank_1.pt", copy / "model_world_size_3_rank_2.pt")
     shutil.copy(copy / "model_world_size_3_rank_1.pt", copy / "model_world_size_3_rank_0.pt")
-    with pytest.raises(Unreadable, match=r"embed_tokens.weight cannot be read: part \[6, 10\] at \[12, 0\]"):
+    with pytest.raises(Unreadable, match=r"embed_tokens.weight cannot be read: the part of \[6, 10\] at \[12, 0\]"):
         open_tensors(copy).read("model.embed_tokens.weight")
 
 

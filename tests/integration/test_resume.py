@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridrl.checkpoint.read import open_tensors
-from tests.integration.test_run import finish, metrics, start, wait_for_step
+from tests.integration.test_run import assert_gone, finish, metrics, start, wait_for_step
 
 STEPS = 6
 
@@ -69,10 +69,12 @@ def test_a_run_killed_three_times_ends_as_one_that_never_was(arguments, tmp_path
     draw = random.Random(4)
     for step in (1, 2):
         process = start("main_ppo", arguments(killed))
+        wait_for_step(process, killed, step)
+        processes = psutil.Process(process.pid).children(recursive=True)
         kill_in_step(process, "driver", killed, step, draw)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 137, output
-        assert psutil.Process().children(recursive=True) == []
+        assert_gone(processes)
     process = start("main_ppo", [*arguments(killed), "trainer.max_restarts=1"])
     kill_in_step(process, "TrainWorker", killed, 4, draw)
     output = finish(process)
