@@ -13,6 +13,8 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from hybridrl.checkpoint.tensors import TYPES, blank
 
 SHARD_BYTES = 5 << 30
+# At once, straight from a tensor's memory: Linux 6 took 1.0 s for 2 GB in writes of many MB, and 0.6 s in these.
+WRITE_BYTES = 1 << 20
 
 
 def export_model(
@@ -50,8 +52,9 @@ def write_shards(
         assert piece.dtype == meta[name].dtype, name
         with (directory / files[name]).open("r+b") as file:
             file.seek(starts[name] + first * piece.itemsize)
-            # Straight from the tensor's memory. safetensors' `save_file` wants all tensors of a file at once.
-            file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy())
+            content = memoryview(piece.contiguous().reshape(-1).view(torch.uint8).numpy())
+            for begin in range(0, len(content), WRITE_BYTES):
+                file.write(content[begin : begin + WRITE_BYTES])
         missing[name] -= piece.numel()
     assert not any(missing.values()), f"{sum(map(bool, missing.values()))} tensors were not written"
     if len(set(files.values())) > 1:

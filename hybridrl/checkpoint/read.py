@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.utils import _create_file_view
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from hybridrl.checkpoint.pickles import load
 from hybridrl.checkpoint.tensors import TYPES, Part, Tensors, Unreadable, blank, reading
 from hybridrl.checkpoint.verl import holds_verl, read_verl_model
 from hybridrl.config import ConfigError
@@ -52,9 +52,8 @@ def read_shards(directory: Path) -> Tensors:
         for chunk in saved[name].chunks:
             place = metadata.storage_data[MetadataIndex(MODEL + name, chunk.offsets)]
             path = directory / place.relative_path
-            with reading(path), path.open("rb") as file:
-                stored = _create_file_view(file, place.offset, place.length)
-                part = torch.load(stored, map_location="cpu", weights_only=True)
+            with reading(path):
+                part = load(path, place.offset, place.length).mapped()
             yield chunk.offsets, part
 
     return Tensors("in shards", meta, parts)

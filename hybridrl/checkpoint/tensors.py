@@ -91,9 +91,7 @@ class Tensors:
         for offsets, part in self.parts(name):
             ends = list(map(operator.add, offsets, part.shape))
             if part.dim() != whole.dim() or any(map(operator.gt, ends, whole.shape)):
-                raise Unreadable(
-                    f"{name} cannot be read: the part of {list(part.shape)} at {list(offsets)} is not of it"
-                )
+                raise Unreadable(f"{name} cannot be read: part {list(part.shape)} at {list(offsets)} is not of it")
             held += part.numel()
             yield offsets, part
         if held != whole.numel():

@@ -49,7 +49,9 @@ class Source:
         return tensor.to(_type(tensor, dtype))
 
     def pieces(self, name: str, dtype: torch.dtype | None) -> Iterator[tuple[int, Tensor]]:
-        return ((first, piece.to(_type(piece, dtype))) for first, piece in self.tensors.pieces(name))
+        for first, piece in self.tensors.pieces(name):
+            kind = _type(piece, dtype)
+            yield first, piece if kind == piece.dtype else piece.clone().to(kind)
 
     def main_type(self, dtype: torch.dtype | None) -> torch.dtype:
         """The type of most of what will be written."""

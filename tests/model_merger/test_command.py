@@ -127,7 +127,7 @@ def test_what_cannot_be_merged_is_refused_in_one_sentence(actor, tmp_path, capsy
 
 
 def test_damage_is_told_in_one_sentence(tmp_path, capsys):
-    (tmp_path / "model_world_size_1_rank_0.pt").write_bytes(b"")
+    (tmp_path / "model_world_size_1_rank_0.pt").write_bytes(bytes(100))
     assert main(merge_arguments(tmp_path, tmp_path / "merged")) == 1
     file = tmp_path / "model_world_size_1_rank_0.pt"
     assert capsys.readouterr().err == f"failed: {file} cannot be read: File is not a zip file\n"

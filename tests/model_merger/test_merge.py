@@ -330,8 +330,6 @@ import resource, sys
 from pathlib import Path
 from hybridrl.checkpoint.export import write_shards
 from hybridrl.checkpoint.read import open_tensors
-from hybridrl.checkpoint.verl import model
-model.REMAP_BYTES = 64 << 20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 tensors = open_tensors(Path(sys.argv[1]))
 pieces = ((name, first, piece) for name in tensors.meta for first, piece in tensors.pieces(name))

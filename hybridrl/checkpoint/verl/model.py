@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.checkpoint.pickles import Record, Stored, is_damaged, load
 from hybridrl.checkpoint.tensors import Part, Tensors, Unreadable, blank, reading
-from hybridrl.checkpoint.verl.pickles import Record, is_damaged, load
 from hybridrl.config import ConfigError
 
 SETTINGS = "fsdp_config.json"
-# What was read of a mapped file stays in memory until it is mapped anew, which is done after this much.
-REMAP_BYTES = 1 << 30
 
 
 def holds_verl(directory: Path) -> bool:
@@ -33,16 +31,7 @@ class RankFiles:
         self.paths = [directory / f"{kind}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
         if missing := [path.name for path in self.paths if not path.is_file()]:
             raise Unreadable(f"{directory}: {', '.join(missing[:3])} of {ranks} ranks is missing; copy it there")
-        self.kept: list[Any] | None = None
-        self.bytes = 0
-
-    def values(self, about_to_read: int = 0) -> list[Any]:
-        """What each rank saved, with its tensors mapped."""
-        self.bytes += about_to_read
-        if self.kept is None or self.bytes > REMAP_BYTES:
-            self.kept, self.bytes = None, about_to_read  # the old maps go before there are new ones
-            self.kept = [load(path) for path in self.paths]
-        return self.kept
+        self.values = [load(path) for path in self.paths]
 
     def faults(self) -> list[str]:
         """Files of which the checksums, which torch.save writes, are not those of their content."""
@@ -53,18 +42,19 @@ def read_verl_model(directory: Path) -> Tensors:
     """The model's tensors. Raises Unreadable where a file is missing or damaged, ConfigError where it holds something
     else."""
     files = RankFiles(directory, "model")
-    meta = {name: described(value, directory / name) for name, value in files.values()[0].items()}
+    with reading(files.paths[0]):
+        meta = {name: described(value, directory / name) for name, value in files.values[0].items()}
 
     def parts(name: str) -> Iterator[Part]:
         with reading(directory / name):
-            yield from parts_of([rank.get(name) for rank in files.values(meta[name].nbytes)])
+            yield from parts_of([rank.get(name) for rank in files.values])
 
     return Tensors(f"of verl, {len(files.paths)} ranks", meta, parts, files.faults)
 
 
 def described(value: Any, place: Path) -> Tensor:
     """Shape and type of the whole tensor of which this is one rank's part."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Stored):
         return blank(value.shape, value.dtype)
     if not isinstance(value, Record) or _kind(value) not in ("DTensor", "ShardedTensor"):
         raise ConfigError(f"{place} is neither a tensor nor a DTensor or ShardedTensor, but {_kind(value)}")
@@ -73,8 +63,8 @@ def described(value: Any, place: Path) -> Tensor:
 
 def parts_of(held: list[Any]) -> Iterator[Part]:
     """The parts of a tensor of which each rank holds one, or a replica of one, or all."""
-    if isinstance(held[0], Tensor):
-        yield [0] * held[0].dim(), held[0].detach()
+    if isinstance(held[0], Stored):
+        yield [0] * len(held[0].shape), held[0].mapped()
     elif _kind(held[0]) == "DTensor":
         yield from _dtensor_parts(held)
     else:
@@ -93,7 +83,7 @@ def _dtensor_parts(held: list[Any]) -> Iterator[Part]:
     offsets = [0] * len(shape)
     for value in held:
         local = value.fields["_local_tensor"]
-        yield list(offsets), local
+        yield list(offsets), local.mapped()
         for dim in dims:
             offsets[dim] += local.shape[dim]
         if all(offsets[dim] >= shape[dim] for dim in dims):
@@ -108,7 +98,7 @@ def _sharded_tensor_parts(held: list[Any]) -> Iterator[Part]:
             offsets = shard.fields["metadata"].fields["shard_offsets"]
             if tuple(offsets) not in seen:
                 seen.add(tuple(offsets))
-                yield offsets, shard.fields["tensor"]
+                yield offsets, shard.fields["tensor"].mapped()
 
 
 def _kind(value: object) -> str:

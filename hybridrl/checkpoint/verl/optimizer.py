@@ -5,6 +5,7 @@ for each layer and one for all that belongs to no layer, end to end, padded and 
 stands for which names is found by holding the arrangements that verl uses against the sizes that were saved.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.checkpoint.pickles import Record, Stored
 from hybridrl.checkpoint.tensors import Part, Tensors, blank, reading
 from hybridrl.checkpoint.verl.model import RankFiles, described, parts_of
 from hybridrl.config import ConfigError
@@ -36,10 +38,11 @@ def read_moments(directory: Path, model: dict[str, Tensor]) -> tuple[dict[str, T
     there were. Raises ConfigError where a file is missing or damaged, or the numbers cannot be told apart."""
     files = RankFiles(directory, "optim")
     with reading(files.paths[0]):
-        saved = files.values()[0]
+        saved = files.values[0]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         states = list(saved["state"].values())
-        updates = max(int(state["step"]) for state in states)
+        steps = [state["step"] for state in states]
+        updates = max(int(step.mapped() if isinstance(step, Stored) else step) for step in steps)
         kinds = {kind: described(value, directory / kind).dtype for kind, value in states[0].items() if kind != "step"}
         places = _find_places([_held(files, number, next(iter(kinds))) for number in numbers], numbers, model)
     if not places:
@@ -59,29 +62,28 @@ def _reader(
     def parts(name: str) -> Iterator[Part]:
         place, expected = places[name], meta[name]
         with reading(files.paths[0].parent / f"{kind} of {name}"):
-            held = _held(files, place.number, kind, expected.nbytes)
-            if not isinstance(held[0], Tensor):
+            held = _held(files, place.number, kind)
+            if isinstance(held[0], Record):
                 yield from parts_of(held)
             else:
-                cut = torch.cat(list(_cut(held[: place.ranks], place.start, expected.numel())))
-                yield [0] * expected.dim(), cut.view(expected.shape)
+                elements = list(_cut(held[: place.ranks], place.start, expected.numel()))
+                yield [0] * expected.dim(), torch.cat(elements).view(expected.shape)
 
     return parts
 
 
-def _held(files: RankFiles, number: int, kind: str, about_to_read: int = 0) -> list[Any]:
-    """One moment as each rank has it; a rank that holds nothing of a parameter has no state for it."""
-    states = [rank["state"].get(number, {}) for rank in files.values(about_to_read)]
-    return [state.get(kind, torch.empty(0)) for state in states]
+def _held(files: RankFiles, number: int, kind: str) -> list[Any]:
+    """One moment as each rank has it, or None: a rank that holds nothing of a parameter has no state for it."""
+    return [rank["state"].get(number, {}).get(kind) for rank in files.values]
 
 
-def _cut(parts: list[Tensor], start: int, length: int) -> Iterator[Tensor]:
+def _cut(held: list[Stored | None], start: int, length: int) -> Iterator[Tensor]:
     """Some of the elements of parts that lie end to end."""
-    for part in parts:
-        piece = part.flatten()[max(start, 0) : max(start + length, 0)]
-        start -= part.numel()
-        if piece.numel():
-            yield piece
+    for stored in held:
+        if stored is not None:
+            part = stored.mapped().flatten()
+            yield part[max(start, 0) : max(start + length, 0)]
+            start -= part.numel()
 
 
 def _find_places(saved: list[list[Any]], numbers: list[int], model: dict[str, Tensor]) -> dict[str, _Place]:
@@ -90,7 +92,7 @@ def _find_places(saved: list[list[Any]], numbers: list[int], model: dict[str, Te
     sharded_over = [ranks for ranks in range(1, world_size + 1) if world_size % ranks == 0]
     candidates = (units for units in _arrangements(list(model)) if len(units) == len(saved))
     for units, ranks in product(candidates, sharded_over):
-        if all(_fits(unit, parts, ranks, model) for unit, parts in zip(units, saved, strict=True)):
+        if all(_fits(unit, held, ranks, model) for unit, held in zip(units, saved, strict=True)):
             return {
                 name: _Place(number, sum(model[before].numel() for before in unit[:index]), ranks)
                 for number, unit in zip(numbers, units, strict=True)
@@ -114,8 +116,9 @@ def _arrangements(names: list[str]) -> Iterator[list[Unit]]:
         yield [chosen]
 
 
-def _fits(unit: Unit, parts: list[Any], ranks: int, model: dict[str, Tensor]) -> bool:
-    if not isinstance(parts[0], Tensor):
-        return len(unit) == 1 and described(parts[0], Path()).shape == model[unit[0]].shape
-    padding = sum(part.numel() for part in parts[:ranks]) - sum(model[name].numel() for name in unit)
-    return 0 <= padding < ranks
+def _fits(unit: Unit, held: list[Any], ranks: int, model: dict[str, Tensor]) -> bool:
+    """Whether what the first ranks hold is as large as these parameters, but for less padding than there are ranks."""
+    if isinstance(held[0], Record):
+        return len(unit) == 1 and described(held[0], Path()).shape == model[unit[0]].shape
+    size = sum(math.prod(stored.shape) for stored in held[:ranks] if stored is not None)
+    return 0 <= size - sum(model[name].numel() for name in unit) < ranks

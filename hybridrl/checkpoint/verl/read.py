@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from hybridrl.checkpoint.pickles import load
 from hybridrl.checkpoint.tensors import Tensors, reading
 from hybridrl.checkpoint.verl.model import RankFiles, read_verl_model
 from hybridrl.checkpoint.verl.optimizer import read_moments
-from hybridrl.checkpoint.verl.pickles import load
 from hybridrl.config import ConfigError
 
 T = TypeVar("T")
