@@ -20,6 +20,7 @@ from hybridrl.config.schema import (
     TrainerConfig,
 )
 from hybridrl.config.schema_sft import SFTConfig, SFTTrainerConfig
+from hybridrl.saving import SaveTimes
 from hybridrl.tracking import Resume, Tracker
 from hybridrl.tracking.log import console, info
 from hybridrl.training.worker import TrainWorker
@@ -55,6 +56,10 @@ def open_run_directory(config: PPOConfig | SFTConfig) -> Path:
 
 def open_store(trainer: TrainerConfig | SFTTrainerConfig, directory: Path) -> Store:
     return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt)
+
+
+def save_times(trainer: TrainerConfig | SFTTrainerConfig) -> SaveTimes:
+    return SaveTimes(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs, trainer.ckpt_freq_secs)
 
 
 def open_tracker(config: PPOConfig | SFTConfig, directory: Path, steps: int, resume: Resume | None) -> Tracker:

@@ -43,6 +43,14 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def be_deterministic(device: str) -> None:
+    """Use kernels that give the same bits every time, and fail where there is none."""
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing here reads what nobody wrote
+    torch.use_deterministic_algorithms(True)
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

@@ -66,6 +66,11 @@ class Experience:
         """Whether all prompts of the run have been drawn."""
         return self.position >= self.prompts_in_all
 
+    @property
+    def epochs(self) -> float:
+        """Passes over the rows that are done."""
+        return self.position / self.order.size
+
     def collect(self, pool: RolloutPool) -> Collected:
         """Draw the next prompts, answer and score them; what happened is told as metrics under verl's names."""
         assert not self.finished

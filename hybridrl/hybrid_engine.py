@@ -14,7 +14,7 @@ import torch
 
 from hybridrl import device as devices
 from hybridrl.batch import Batch
-from hybridrl.cluster import Actor, Group, Pending, RaySession, gather, kill, spawn
+from hybridrl.cluster import Actor, Group, Pending, RaySession, RemoteFailure, gather, kill, spawn
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.pool import RolloutPool
 from hybridrl.rollout.server import ENVIRONMENT, RolloutServer
@@ -88,6 +88,7 @@ class HybridEngine:
             capacity=self.rollout.max_num_seqs,
             timeout=self.rollout.request_timeout,
             retries=self.rollout.request_retries,
+            fixed=self.rollout.full_determinism,
         )
 
     def sleep(self) -> None:
@@ -116,7 +117,21 @@ class HybridEngine:
         if self.mode is Mode.ROLLOUT and self.version == version:
             return
         self.to_training()
-        self._replace_dead_servers()
+        for retries_left in reversed(range(self.rollout.request_retries + 1)):
+            self._replace_dead_servers()
+            try:
+                self.expected = self._hand_over()
+                break
+            except RemoteFailure:  # a server that died on the way is replaced, and all is handed over anew
+                if not retries_left or not self._dead_servers():
+                    raise
+                self.servers.failures(RolloutServer.finish_weights, timeout=self.timeout)  # the others wait for more
+                self.trainers.broadcast(TrainWorker.release_buckets, timeout=self.timeout)
+                self._take_back()
+        self.mode, self.version = Mode.ROLLOUT, version
+
+    def _hand_over(self) -> torch.Tensor:
+        """Give the devices and the weights to the engines; returns the log-probs that proved it."""
         with self.watch("update_weights"):
             expected = self._trainer_log_probs()
             self._move_trainers(to_host=True, policy=False)  # the critic has nothing to hand over
@@ -126,16 +141,19 @@ class HybridEngine:
             self._move_trainers(to_host=True, critic=False)
             self.servers.broadcast(RolloutServer.wake, "kv_cache", timeout=self.timeout)
             self._prove(expected, range(len(self.servers)))
-        self.mode, self.version, self.expected = Mode.ROLLOUT, version, expected
+        return expected
+
+    def _take_back(self) -> None:
+        """Give the devices back to the trainers; servers that are dead are not heeded."""
+        self.servers.failures(RolloutServer.sleep, timeout=self.timeout)
+        self._move_trainers(to_host=False)
 
     def to_training(self) -> None:
         """Give the devices to the trainers; nothing happens where they have them."""
         if self.mode is Mode.TRAINING:
             return
         with self.watch("switch"):
-            # A server that died is replaced when it is next wanted.
-            self.servers.failures(RolloutServer.sleep, timeout=self.timeout)
-            self._move_trainers(to_host=False)
+            self._take_back()  # a server that died is replaced when it is next wanted
         self.mode = Mode.TRAINING
 
     def _move_trainers(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> None:
@@ -177,7 +195,7 @@ class HybridEngine:
 
     def _replace_dead_servers(self) -> None:
         """Rebuild, asleep, every server that does not answer."""
-        dead = self.servers.failures(RolloutServer.check, timeout=CHECK_SECONDS)
+        dead = self._dead_servers()
         if not dead:
             return
         self._move_trainers(to_host=True)
@@ -186,6 +204,9 @@ class HybridEngine:
             self.pool.replace(index, self.servers.actors[index])
             self.servers.only([index]).broadcast(RolloutServer.sleep, timeout=self.timeout)
         self._move_trainers(to_host=False)
+
+    def _dead_servers(self) -> list[int]:
+        return self.servers.failures(RolloutServer.check, timeout=CHECK_SECONDS)
 
     def _rebuild(self, index: int) -> None:
         kill(self.servers.actors[index])

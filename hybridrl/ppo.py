@@ -15,6 +15,7 @@ from hybridrl.assembly import (
     open_tracker,
     probe_ids,
     refuse_hub_model,
+    save_times,
     start_session,
     start_train_workers,
     with_restarts,
@@ -165,7 +166,8 @@ def build_save_plan(config: PPOConfig, algorithm: Algorithm, tokenizer: PreTrain
         contents["critic"] = config.critic.checkpoint.save_contents
     if algorithm.uses_reference and config.actor_rollout_ref.ref.refresh_freq > 0:
         contents["reference"] = ["model"]
-    return SavePlan(contents, tokenizer.save_pretrained, as_yaml(config), asynchronous=actor.async_save)
+    times = save_times(config.trainer)
+    return SavePlan(contents, times, tokenizer.save_pretrained, as_yaml(config), asynchronous=actor.async_save)
 
 
 def refuse_hub_models(config: PPOConfig, algorithm: Algorithm) -> None:
@@ -283,8 +285,6 @@ def build_schedule(config: PPOConfig, steps: int) -> Schedule:
     return Schedule(
         steps,
         validate_every=trainer.test_freq,
-        save_every=trainer.save_freq,
-        recover_every=trainer.ckpt_freq_secs,
         validate_first=trainer.val_before_train,
         validate_only=trainer.val_only,
         first_policy_update=trainer.critic_warmup,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,42 @@ POLL_SECONDS = 0.1
 WHOLE = "hf_model"
 
 
+class Save(Enum):
+    KEPT = "kept"
+    RECOVERY = "recovery"  # only the newest one is kept, to go on from
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """When a step is saved to be kept, and when merely to go on from: every so many steps (0: at the end only; -1:
+    never), epochs, seconds. The last step is kept wherever anything is."""
+
+    steps: int
+    epochs: float | None
+    seconds: float | None
+    recovery_seconds: float
+
+    @property
+    def ever(self) -> bool:
+        return self.steps >= 0 or self.epochs is not None or self.seconds is not None
+
+    def keeps(self, step: int, epochs: tuple[float, float], seconds: float) -> bool:
+        """`epochs` were done before the step and after it; `seconds` ago a step was last kept."""
+        by_steps = self.steps > 0 and step % self.steps == 0
+        by_epochs = self.epochs is not None and epochs[0] // self.epochs < epochs[1] // self.epochs
+        return by_steps or by_epochs or (self.seconds is not None and seconds >= self.seconds)
+
+    def recovers(self, seconds: float) -> bool:
+        return self.ever and 0 < self.recovery_seconds <= seconds
+
+
 @dataclass(frozen=True)
 class SavePlan:
-    """What is saved of each model (actor, critic, reference): model, optimizer, extra, hf_model; `complete` adds what
-    the driver has to a model's huggingface folder."""
+    """What is saved of each model (actor, critic, reference): model, optimizer, extra, hf_model; and when. `complete`
+    adds what the driver has to a model's huggingface folder."""
 
     contents: dict[str, list[str]]
+    times: SaveTimes
     complete: Callable[[Path], object]
     config: str
     asynchronous: bool = True
@@ -41,12 +72,21 @@ class Saver:
         self.writing: tuple[int, dict[str, Any]] | None = None  # by the workers
         self.publishing: Future[Saved] | None = None
         self.failed: SaveFailed | None = None  # the last save, if it did
-        self.at = time.monotonic()
+        self.saved_at = self.kept_at = time.monotonic()
+
+    def due(self, step: int, epochs: tuple[float, float], *, last: bool) -> Save | None:
+        """Whether a step is to be saved; `epochs` were done before and after it."""
+        now, times = time.monotonic(), self.plan.times
+        if times.ever and (last or times.keeps(step, epochs, now - self.kept_at)):
+            return Save.KEPT
+        return Save.RECOVERY if times.recovers(now - self.saved_at) else None
 
     def start(self, step: int, state: dict[str, Any]) -> None:
         """Save a step with the driver's state; returns when all models are copied to host memory."""
         self.finish()
-        self.at = time.monotonic()
+        self.saved_at = time.monotonic()
+        if not state["recovery"]:
+            self.kept_at = self.saved_at
         with self.watch("save_checkpoint"):
             try:
                 directory = self.store.begin(step)

@@ -14,6 +14,7 @@ from hybridrl.assembly import (
     open_store,
     open_tracker,
     refuse_hub_model,
+    save_times,
     start_session,
     start_train_workers,
     with_restarts,
@@ -28,7 +29,7 @@ from hybridrl.data.conversations import Conversation, ConversationDataset, load_
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.resume import agree, code_fingerprint, data_fingerprint, fingerprint, saved_step, what_was_restored
-from hybridrl.saving import WHOLE, SavePlan, Saver
+from hybridrl.saving import WHOLE, Save, SavePlan, Saver
 from hybridrl.signals import StopRequest
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
@@ -82,7 +83,8 @@ def _train(config: SFTConfig) -> None:
             _restore(config, saved, workers, len(training))
         else:
             tracker.log(0, {"timing_s/start_up": time.monotonic() - began})
-        plan = SavePlan({"actor": config.checkpoint.save_contents}, tokenizer.save_pretrained, as_yaml(config))
+        contents, times = {"actor": config.checkpoint.save_contents}, save_times(trainer)
+        plan = SavePlan(contents, times, tokenizer.save_pretrained, as_yaml(config))
         saver = Saver(workers, store, plan)
         fixed = {"fingerprint": identity, "data": rows, "code": code_fingerprint()}
         _fit(config, range(done + 1, steps + 1), used, training, validation, workers, tracker, saver, fixed)
@@ -166,12 +168,13 @@ def _fit(
     order = PromptOrder(len(training), config.data.seed, config.data.shuffle)
     size, trainer = config.data.train_batch_size, config.trainer
     watch = Stopwatch()
-    with StopRequest(wait_for_step=trainer.save_freq >= 0) as stop:
+    with StopRequest(wait_for_step=saver.plan.times.ever) as stop:
         for step in steps:
             last = step == steps[-1]
             with watch("step"), watch("update_actor"):
                 batch = to_batch([training[row] for row in order.rows(position, size)])
                 updates, _ = workers.update(batch, [range(len(batch))], workers.policy.loss, step)
+            epochs = (position / len(training), (position + size) / len(training))
             position += size
             workers.stop_if_broken(trainer.max_skipped_updates, saver.store)
             metrics = {name: value for name, value in updates.mean("train").items() if name != "train/pg_loss"}
@@ -182,16 +185,15 @@ def _fit(
                     metrics["val/loss"] = validation_loss(workers, validation)
             tracker.log(step, metrics | watch.take())
             saver.poll()
-            due = trainer.save_freq > 0 and step % trainer.save_freq == 0
-            late = 0 < trainer.ckpt_freq_secs <= time.monotonic() - saver.at
-            if trainer.save_freq >= 0 and (last or due or late or stop.reason):
+            save = saver.due(step, epochs, last=last) or (Save.RECOVERY if stop.reason else None)
+            if save:
                 broken = workers.skipped_in_a_row["actor"]
                 state = fixed | {
                     "step": step,
                     "prompts": position,
                     "sinks": tracker.state(),
                     "metrics": metrics,
-                    "recovery": not (last or due),
+                    "recovery": save is Save.RECOVERY,
                     "healthy": not broken,
                     "reason": "the last update was not finite" if broken else "",
                 }

@@ -3,7 +3,6 @@
 Knows no configuration, no Ray and no engine's name.
 """
 
-import time
 from dataclasses import dataclass, replace
 
 from hybridrl.algorithms import Algorithm
@@ -12,7 +11,7 @@ from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.metrics import batch_metrics, mismatch_metrics, throughput_metrics
 from hybridrl.records import Records
 from hybridrl.run_state import RunState
-from hybridrl.saving import Saver
+from hybridrl.saving import Save, Saver
 from hybridrl.signals import StopRequest
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.training.workers import TrainWorkers
@@ -25,8 +24,6 @@ class Schedule:
 
     total_steps: int
     validate_every: int
-    save_every: int
-    recover_every: float  # seconds between saves that only serve to go on from
     validate_first: bool
     validate_only: bool
     first_policy_update: int = 1  # before this step the critic learns alone
@@ -35,13 +32,6 @@ class Schedule:
 
     def validates(self, step: int, last: bool) -> bool:
         return last or _due(step, self.validate_every)
-
-    def saves(self, step: int, last: bool) -> bool:
-        """At the end too, unless saving is off (-1)."""
-        return self.save_every >= 0 and (last or _due(step, self.save_every))
-
-    def recovers(self, seconds: float) -> bool:
-        return self.save_every >= 0 and 0 < self.recover_every <= seconds
 
 
 def _due(step: int, every: int) -> bool:
@@ -74,11 +64,11 @@ class Trainer:
             self.records.log(0, self.validate(0) | self.engine.take_metrics())
         if self.schedule.validate_only:
             return
-        with StopRequest(wait_for_step=self.schedule.save_every >= 0) as stop:
+        with StopRequest(wait_for_step=self.saver.plan.times.ever) as stop:
             for step in range(done + 1, self.schedule.total_steps + 1):
                 last = self._run_step(step, start_up if step == done + 1 and done else {})
                 if stop.reason and not last:
-                    self.save(step, recovery=True)
+                    self.save(step, Save.RECOVERY)
                     break
                 if last:
                     break
@@ -90,6 +80,7 @@ class Trainer:
 
     def _run_step(self, step: int, further: dict[str, float]) -> bool:
         """Train a step, validate, tell and save; returns whether it is the last."""
+        epochs = self.experience.epochs
         with self.watch("step"):
             metrics = self.train_step(step)
         metrics |= self.watch.take()
@@ -102,10 +93,8 @@ class Trainer:
         self.run_state.note(metrics)
         self.records.log(step, metrics | self.engine.take_metrics() | {"training/global_step": step})
         self.saver.poll()
-        if self.schedule.saves(step, last):
-            self.save(step, recovery=False)
-        elif self.schedule.recovers(time.monotonic() - self.saver.at):
-            self.save(step, recovery=True)
+        if save := self.saver.due(step, (epochs, self.experience.epochs), last=last):
+            self.save(step, save)
         return last
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -149,6 +138,6 @@ class Trainer:
         self.records.validation_samples(step, samples)
         return metrics
 
-    def save(self, step: int, *, recovery: bool) -> None:
+    def save(self, step: int, save: Save) -> None:
         self.engine.to_training()
-        self.saver.start(step, self.run_state.take(step, recovery=recovery))
+        self.saver.start(step, self.run_state.take(step, recovery=save is Save.RECOVERY))

@@ -47,7 +47,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _check_sampling(config, note, wrong)
     _note_idle_keys(config, note)
     check_algorithm(config, note, wrong)
-    if trainer.save_freq >= 0:
+    if trainer.save_freq >= 0 or trainer.save_freq_epochs or trainer.save_freq_secs:
         _check_save_contents("actor_rollout_ref.actor.checkpoint", section.actor.checkpoint.save_contents, note)
         if config.critic.enable:
             _check_save_contents("critic.checkpoint", config.critic.checkpoint.save_contents, note)

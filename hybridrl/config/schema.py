@@ -97,6 +97,7 @@ class FSDPConfig:
     forward_prefetch: bool
     model_dtype: DType
     dtype: DType | None
+    full_determinism: bool
     wrap_policy: WrapPolicyConfig
 
 
@@ -222,6 +223,7 @@ class RolloutConfig:
     min_tokens: Natural
     ignore_eos: bool
     seed: Natural
+    full_determinism: bool
     prompt_length: Positive
     response_length: Positive
     dtype: DType | None
@@ -341,6 +343,7 @@ class TrainerConfig:
     nnodes: Positive
     n_gpus_per_node: Positive | None
     seed: Natural
+    deterministic: bool
     total_epochs: Positive
     total_training_steps: Positive | None
     project_name: str
@@ -354,6 +357,8 @@ class TrainerConfig:
     val_only: bool
     test_freq: int
     save_freq: int
+    save_freq_epochs: AboveZero | None
+    save_freq_secs: AboveZero | None
     max_actor_ckpt_to_keep: Positive | None
     keep_best_ckpt: str | None
     ckpt_freq_secs: float

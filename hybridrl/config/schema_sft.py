@@ -33,6 +33,7 @@ class SFTTrainerConfig:
     nnodes: Positive
     n_gpus_per_node: Positive | None
     seed: Natural
+    deterministic: bool
     total_epochs: Positive
     total_training_steps: Positive | None
     project_name: str
@@ -41,6 +42,8 @@ class SFTTrainerConfig:
     logger: list[str]
     test_freq: int
     save_freq: int
+    save_freq_epochs: AboveZero | None
+    save_freq_secs: AboveZero | None
     max_actor_ckpt_to_keep: Positive | None
     keep_best_ckpt: str | None
     ckpt_freq_secs: float

@@ -28,15 +28,18 @@ class RolloutFailure(RuntimeError):
 
 @dataclass
 class Lane:
-    """One server and what it is working on."""
+    """One server and what it is working on; `given` is all that it was asked for in this call."""
 
     server: ActorHandle
     running: dict[Key, Request] = field(default_factory=dict)
+    given: list[Request] = field(default_factory=list)
     taking: ray.ObjectRef | None = None
 
 
 class RolloutPool:
-    """Servers with equal weights. `capacity` is the number of answers given to a server at a time."""
+    """Servers with equal weights. `capacity` is the number of answers given to a server at a time; with `fixed` each
+    is given its share of the prompts at once, whole again after a loss, so that it samples the same batches each time.
+    """
 
     def __init__(
         self,
@@ -46,9 +49,11 @@ class RolloutPool:
         capacity: int,
         timeout: float,
         retries: int,
+        fixed: bool = False,
     ) -> None:
         self.lanes = [Lane(server) for server in servers]
         self.revive, self.capacity, self.timeout, self.retries = revive, capacity, timeout, retries
+        self.fixed = fixed
         self.restarts = 0
         self.retried = 0
 
@@ -56,7 +61,9 @@ class RolloutPool:
         """Answer every request once; answers come in the order in which they finish."""
         waiting = deque(requests)
         attempts: dict[Key, int] = {}
-        missing = len(waiting)
+        missing = {(request.prompt, request.sample) for request in requests}
+        for lane in self.lanes:
+            lane.given = []
         while missing:
             self._dispatch(waiting, sampling)
             for lane in self._ready():
@@ -68,8 +75,10 @@ class RolloutPool:
                 lane.taking = None
                 for completion in completions:
                     del lane.running[completion.prompt, completion.sample]
-                missing -= len(completions)
-                yield completions
+                # A whole share that was asked for again holds answers that came before the loss.
+                news = [completion for completion in completions if (completion.prompt, completion.sample) in missing]
+                missing -= {(completion.prompt, completion.sample) for completion in news}
+                yield news
 
     def replace(self, index: int, server: ActorHandle) -> None:
         """Put a new server in the place of a lost one that was not generating."""
@@ -80,20 +89,24 @@ class RolloutPool:
         """Give waiting requests to the least loaded servers, samples of one prompt together (they share its cache)."""
         given: dict[int, list[Request]] = {}
         while waiting:
-            index = min(range(len(self.lanes)), key=lambda i: len(self.lanes[i].running))
-            lane = self.lanes[index]
-            if len(lane.running) >= self.capacity:
-                break
             prompt = waiting[0].prompt
+            index = prompt % len(self.lanes) if self.fixed else self._least_loaded()
+            lane = self.lanes[index]
+            if len(lane.running) >= self.capacity and not self.fixed:
+                break
             while waiting and waiting[0].prompt == prompt:
                 request = waiting.popleft()
                 lane.running[request.prompt, request.sample] = request
+                lane.given.append(request)
                 given.setdefault(index, []).append(request)
         for index, requests in given.items():
             self.lanes[index].server.submit.remote(requests, sampling)
         for lane in self.lanes:
             if lane.running and lane.taking is None:
                 lane.taking = lane.server.take.remote()
+
+    def _least_loaded(self) -> int:
+        return min(range(len(self.lanes)), key=lambda index: len(self.lanes[index].running))
 
     def _ready(self) -> list[Lane]:
         """Servers with something to fetch; where all are silent for too long, the hung ones are made to fail."""
@@ -112,7 +125,7 @@ class RolloutPool:
         index = self.lanes.index(lane)
         if _is_well(lane.server):
             raise RolloutFailure(f"rollout server {index} is well but refused a request:\n{reason}")
-        lost = list(lane.running.values())
+        lost = lane.given if self.fixed else list(lane.running.values())
         for request in lost:
             key = (request.prompt, request.sample)
             attempts[key] = attempts.get(key, 0) + 1
@@ -125,7 +138,7 @@ class RolloutPool:
         logger.warning("rollout server %d was lost; rebuilding it, %d answers are asked for again", index, len(lost))
         self.restarts += 1
         self.retried += len(lost)
-        lane.server, lane.running, lane.taking = self.revive(index), {}, None
+        lane.server, lane.running, lane.given, lane.taking = self.revive(index), {}, [], None
         return lost[::-1]
 
 

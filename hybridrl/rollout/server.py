@@ -40,15 +40,34 @@ class RolloutServer:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         module, engine = ENGINES[rollout.name]
         self.engine = vars(import_module(module))[engine](device, model, rollout, slots)
+        self.fixed = rollout.full_determinism
         await self.engine.connect()
         return os.getpid()
 
     async def submit(self, requests: list[Request], sampling: Sampling) -> None:
         """Begin to answer; what is finished is fetched with `take`."""
+        if self.fixed:
+            return await self._submit_at_once(requests, sampling)
         for request in requests:
-            task = asyncio.create_task(self._answer(request, sampling))
-            self.running.add(task)
-            task.add_done_callback(self.running.discard)
+            self._begin(request, sampling)
+
+    async def _submit_at_once(self, requests: list[Request], sampling: Sampling) -> None:
+        """Let the engine begin when it has all requests, in their order: it forms the same batches each time."""
+        try:
+            await self.engine.hold()
+            for count, request in enumerate(requests, start=1):
+                task = self._begin(request, sampling)
+                while self.engine.requests < count and not task.done():
+                    await asyncio.sleep(0)
+            await self.engine.release()
+        except Exception as error:  # as where the engine is dead
+            self.finished.put_nowait(error)
+
+    def _begin(self, request: Request, sampling: Sampling) -> asyncio.Task:
+        task = asyncio.create_task(self._answer(request, sampling))
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
+        return task
 
     async def take(self) -> list[Completion]:
         """The answers finished since the last call, one at least; waits for it. Raises if the engine died."""

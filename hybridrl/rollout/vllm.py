@@ -4,9 +4,11 @@ The engine receives weights through vLLM's weight-transfer calls, by an engine r
 the trainer's memory on the same device: one path for CUDA and CPU.
 """
 
+import asyncio
 import math
 import os
 import signal
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from hybridrl.weights.layout import Bucket, Tensor
 
 BACKEND = "hybridrl"
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
+HEALTH_SECONDS = 1.0
 CPU_BLOCK = 128  # tokens of a cache block of vLLM's CPU build
 
 
@@ -51,7 +54,7 @@ class VllmEngine:
 
     async def connect(self) -> None:
         """Make ready for weights."""
-        await self.engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        await self._call(self.engine.collective_rpc("init_weight_transfer_engine", args=({},)))
         forget_segments()
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
@@ -74,31 +77,54 @@ class VllmEngine:
             found = output.prompt_logprobs
         return [place[token].logprob for token, place in zip(token_ids[1:], found[1:], strict=True)]
 
+    async def hold(self) -> None:
+        """Let requests queue up, with an empty cache."""
+        await self._call(self.engine.pause_generation(mode="keep", clear_cache=True))
+
+    async def release(self) -> None:
+        """Begin with all that has queued up."""
+        await self._call(self.engine.resume_generation())
+
+    @property
+    def requests(self) -> int:
+        """Requests that the engine has and has not finished."""
+        return self.engine.output_processor.get_num_unfinished_requests()
+
     async def check(self) -> None:
         await self.engine.check_health()
+
+    async def _call(self, call: Awaitable[Any]) -> None:
+        """Wait for a control call. vLLM leaves those unanswered for ever that an engine had when it died."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=HEALTH_SECONDS))[0]:
+                await self.check()
+            await task
+        finally:
+            task.cancel()
 
     async def sleep(self) -> None:
         """Stop, forget the cache, and on CUDA give weights (they come back from the trainer) and cache memory back."""
         if self.sleeps:
-            await self.engine.sleep(level=2)
+            await self._call(self.engine.sleep(level=2))
 
     async def wake(self, part: str) -> None:
         """Take memory for `weights` or `kv_cache` again; the engine runs when it has both."""
         if self.sleeps:
-            await self.engine.wake_up(tags=[part])
+            await self._call(self.engine.wake_up(tags=[part]))
 
     async def begin_weights(self) -> None:
-        await self.engine.collective_rpc("start_weight_update")
+        await self._call(self.engine.collective_rpc("start_weight_update"))
 
     async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int]) -> None:
         """Read one bucket from the trainers' memory; one handle and one digest a device of this engine."""
         tensors = [asdict(tensor) for tensor in bucket.tensors]
         info = {"tensors": tensors, "size": bucket.bytes, "handles": handles, "digests": digests}
-        await self.engine.collective_rpc("update_weights", args=(info,))
+        await self._call(self.engine.collective_rpc("update_weights", args=(info,)))
 
     async def finish_weights(self) -> None:
-        await self.engine.collective_rpc("finish_weight_update")
-        await self.engine.reset_prefix_cache()
+        await self._call(self.engine.collective_rpc("finish_weight_update"))
+        await self._call(self.engine.reset_prefix_cache())
 
 
 def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
@@ -167,6 +193,11 @@ def cpu_cache_bytes(model: ModelConfig, rollout: RolloutConfig, slots: int) -> i
     blocks = math.ceil((rollout.max_model_len or 0) / CPU_BLOCK)
     free = psutil.virtual_memory().available * rollout.gpu_memory_utilization / slots
     wanted = block * (blocks * rollout.max_num_seqs + 1)
+    if rollout.full_determinism and wanted > free:  # what is free at the moment must not decide how batches are formed
+        raise ValueError(
+            f"rollout.full_determinism: the cache of max_num_seqs={rollout.max_num_seqs} answers takes "
+            f"{wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} may be used; lower max_num_seqs or max_model_len"
+        )
     return int(max(min(wanted, free), block * (blocks + 1)) / rollout.tensor_model_parallel_size)
 
 

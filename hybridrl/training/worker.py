@@ -106,6 +106,8 @@ class TrainWorker:
         if config.device == "cuda" and gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
         devices.seed_everything(config.seed)
+        if any(learner.fsdp.full_determinism for learner in (config.policy, config.critic) if learner):
+            devices.be_deterministic(config.device)
         devices.join_group(config.device, address, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
         self.writer = StateWriter(config.device)

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from statistics import fmean
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from warm_start import TOP, python, warm_start
 
 from hybridrl.tracking.curves import COLORS, MUTED, STYLE
 
-TOP = Path(__file__).absolute().parents[2]
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 CORRECTION, OVERLONG = "algorithm.rollout_correction", "reward.reward_kwargs.overlong_buffer_cfg"
 GOAL, LAST_STEPS, COLUMNS = 0.8, 5, 5
@@ -127,31 +126,6 @@ class Run:
         files = [self.directory / "rollouts" / f"{step}.jsonl" for step in range(1, self.steps + 1)]
         rewards = [fmean(json.loads(line)["acc"] for line in file.read_text().splitlines()) for file in files]
         return Curve(rewards)
-
-
-def python(arguments: list[str], output: object = None) -> bool:
-    """Run Python in the checkout. Returns whether it ended with status 0."""
-    return subprocess.run([sys.executable, *arguments], cwd=TOP, stdout=output, stderr=output).returncode == 0
-
-
-def warm_start(seed: int, out: Path) -> list[str]:
-    """Overrides that name data and warm start of this seed: those of quickstart.sh where it has kept them, else own."""
-    kept = TOP / "outputs" / "quickstart"
-    key = kept / "warmup" / "key"
-    theirs = key.is_file() and key.read_text().rstrip().endswith(f" seed {seed}")
-    place = kept if theirs else out / f"warm-start-{seed}"
-    model = place / "warmup" / "global_step_450" / "actor" / "huggingface"
-    if not model.is_dir() and not make_warm_start(seed, place):
-        sys.exit("the warm start failed")
-    return [f"data.train_files={place}/data/train.jsonl", f"actor_rollout_ref.model.path={model}"]
-
-
-def make_warm_start(seed: int, place: Path) -> bool:
-    """The quickstart's data and warm start, in another place."""
-    made = python(["recipes/quickstart/make_data.py", "--out", f"{place}/data", "--seed", str(seed)])
-    command = ["-m", "hybridrl.main_sft", "--config-path", "recipes/quickstart", "--config-name", "warmup"]
-    files = [f"data.train_files={place}/data/warmup.jsonl", f"model.path={place}/data/model"]
-    return made and python([*command, *files, f"trainer.seed={seed}", f"trainer.default_local_dir={place}/warmup"])
 
 
 def draw(curves: dict[str, Curve], path: Path) -> None:

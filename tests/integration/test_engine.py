@@ -124,3 +124,23 @@ def test_a_server_killed_asleep_is_replaced_when_it_is_wanted(parts):
     assert len(generate(engine, requests(2))) == 6
     assert engine.pool.restarts == restarts + 1
     engine.to_training()
+
+
+def test_a_server_killed_in_the_middle_of_a_hand_over_is_replaced_and_fed_anew(parts, monkeypatch):
+    engine, workers = parts
+    engine.to_training()
+    restarts, publish = engine.pool.restarts, engine._publish
+    victims = [engine_processes()[0]]
+
+    def publish_to_the_dead(servers):
+        while victims:
+            victims.pop().kill()
+        publish(servers)
+
+    monkeypatch.setattr(engine, "_publish", publish_to_the_dead)
+    engine.to_rollout(8)
+    wanted = requests(2)
+    answers = generate(engine, wanted)
+    assert engine.pool.restarts == restarts + 1
+    engine.to_training()
+    assert largest_gap(workers, rows(wanted, answers)) < 1e-4

@@ -1,0 +1,58 @@
+"""Kills runs of the quickstart at random moments, starts them again, and compares each with one that nobody killed:
+
+python scripts/benchmark/kills.py [--runs N] [--steps N] [--kills N] [--seed N] [--out DIR] [key=value ...]
+
+Prints a line a run and writes them to DIR/kills.json. Ends with status 1 where a run differs or left something running.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from warm_start import TOP, warm_start
+
+from hybridrl.doctor.selftest_resume import Selftest
+
+
+def main() -> int:
+    arguments, overrides = parse()
+    out: Path = arguments.out.absolute()
+    start = ["--config-path", f"{TOP}/recipes/quickstart", "--config-name", "train", *warm_start(0, out)]
+    own = [f"reward.custom_reward_function.path={TOP}/recipes/quickstart/reward.py", "data.val_files=null", *overrides]
+    shutil.rmtree(out / "whole", ignore_errors=True)
+    test = Selftest([*start, *own], critic=False, steps=arguments.steps, directory=out)
+    test.run_unbroken()
+    results = []
+    for number in range(arguments.runs):
+        began, directory = time.monotonic(), out / f"killed-{number}"
+        shutil.rmtree(directory, ignore_errors=True)
+        found = test.run_killed(directory, random.Random(arguments.seed + number), arguments.kills)
+        results.append({"run": number, "kills": test.told, "differences": found})
+        told = "; ".join(found[:3]) or "bit-identical"
+        print(f"run {number}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+        (out / "kills.json").write_text(json.dumps(results, indent=1))
+        if not found:
+            shutil.rmtree(directory)
+    same = sum(not result["differences"] for result in results)
+    print(
+        f"{same} of {arguments.runs} runs of {arguments.steps} steps ended as the one that nobody killed, bit for bit"
+    )
+    return 0 if same == arguments.runs else 1
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description="Kill runs at random moments and compare them with one left alone.")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kills", type=int, default=1, help="how often each run is killed")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and processes of the kills")
+    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "kills", help="where the runs lie")
+    return parser.parse_known_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
