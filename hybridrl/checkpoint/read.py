@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hybridrl.checkpoint.pickles import load
@@ -40,17 +40,18 @@ def open_tensors(directory: Path) -> Tensors:
     raise ConfigError(f"{directory} holds no saved model{hint}")
 
 
-def read_shards(directory: Path) -> Tensors:
-    """A model that torch.distributed.checkpoint saved, under "model"."""
+def read_shards(directory: Path, section: str = MODEL) -> Tensors:
+    """What torch.distributed.checkpoint saved under a section, or with "" all tensors that it saved."""
     with reading(directory / SHARDS):
         metadata = FileSystemReader(directory).read_metadata()
         items = metadata.state_dict_metadata.items()
-        saved = {name.removeprefix(MODEL): item for name, item in items if name.startswith(MODEL)}
+        tensors = {name: item for name, item in items if isinstance(item, TensorStorageMetadata)}
+        saved = {name.removeprefix(section): item for name, item in tensors.items() if name.startswith(section)}
         meta = {name: blank(item.size, item.properties.dtype) for name, item in saved.items()}
 
     def parts(name: str) -> Iterator[Part]:
         for chunk in saved[name].chunks:
-            place = metadata.storage_data[MetadataIndex(MODEL + name, chunk.offsets)]
+            place = metadata.storage_data[MetadataIndex(section + name, chunk.offsets)]
             path = directory / place.relative_path
             with reading(path):
                 part = load(path, place.offset, place.length).mapped()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hybridrl.checkpoint.read import open_tensors
+from hybridrl.checkpoint.read import read_shards
 from hybridrl.config.model_directory import SHARDS
 
 # Clocks, memory, and engines that were lost: they tell of the machine, not of what was learnt.
@@ -54,7 +54,7 @@ def _differences_of_tensors(expected: Path, found: Path) -> list[str]:
 def _differences_of_model(expected: Path, found: Path) -> list[str]:
     if not (found / SHARDS).is_file():
         return [f"{found}: nothing was saved"]
-    left, right = open_tensors(expected), open_tensors(found)
+    left, right = read_shards(expected, section=""), read_shards(found, section="")
     names = sorted(left.meta.keys() | right.meta.keys())
     same = left.meta.keys() & right.meta.keys()
     return [

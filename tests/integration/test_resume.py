@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from hybridrl.checkpoint.read import open_tensors
+from hybridrl.checkpoint.read import read_shards
 from tests.integration.test_run import assert_gone, finish, metrics, start, wait_for_step
 
 STEPS = 6
@@ -45,7 +45,8 @@ def told(directory: Path) -> dict[int, dict[str, float]]:
 
 
 def weights_and_moments(directory: Path) -> dict[str, torch.Tensor]:
-    saved = open_tensors(directory / f"global_step_{STEPS}" / "actor")
+    saved = read_shards(directory / f"global_step_{STEPS}" / "actor", section="")
+    assert any("exp_avg_sq" in name for name in saved.meta)
     return {name: saved.read(name) for name in saved.meta}
 
 
