@@ -20,7 +20,7 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 # From the top of the house to the ground. A room imports from the floors below its own, never beside or above.
 # Adding a room means adding it here.
 FLOORS = """
-    main_ppo  main_sft  doctor
+    main_ppo  main_sft  model_merger  doctor
     ppo  sft  command_line
     assembly  plans
     trainer
@@ -30,7 +30,7 @@ FLOORS = """
     dynamic_sampling
     groups
     respondent
-    training  rollout  rewards  data  tracking  model_merger
+    training  rollout  rewards  data  tracking
     algorithms  weights  checkpoint  cluster  metrics
     batch  config  device  stopwatch  guard
 """

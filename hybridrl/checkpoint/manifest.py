@@ -21,8 +21,9 @@ def write_manifest(directory: Path) -> None:
     (directory / MANIFEST).write_text(_text(files), encoding="utf-8")
 
 
-def faults(directory: Path) -> list[str]:
-    """Each file that is missing, truncated, changed or unreadable, in words; a file not written down is no fault."""
+def faults(directory: Path, below: str = "") -> list[str]:
+    """Each file that is missing, truncated, changed or unreadable, in words; a file not written down is no fault. Only
+    those of which the name begins with `below`."""
     try:
         text = (directory / MANIFEST).read_text(encoding="utf-8")
         found = json.loads(text)
@@ -35,7 +36,8 @@ def faults(directory: Path) -> list[str]:
     # Its own checksum too: a name damaged there would otherwise accuse a file.
     if not isinstance(found, dict) or text != _text(found.get("files")):
         return [f"{MANIFEST}: damaged"]
-    wrong = ((name, _fault(directory / name, entry)) for name, entry in found["files"].items())
+    files = {name: entry for name, entry in found["files"].items() if name.startswith(below)}
+    wrong = ((name, _fault(directory / name, entry)) for name, entry in files.items())
     return [f"{name}: {fault}" for name, fault in wrong if fault]
 
 

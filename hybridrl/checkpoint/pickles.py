@@ -9,37 +9,15 @@ import struct
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from io import BytesIO
-from mmap import ACCESS_COPY, ACCESS_READ, ALLOCATIONGRANULARITY, mmap
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile
 
 import torch
-from torch import Tensor
 
+from hybridrl.checkpoint.stored import Stored, map_bytes
 from hybridrl.checkpoint.tensors import TYPES, reading
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its storage begins at byte `begin`, and in it the tensor at element `first`."""
-
-    file: Path
-    begin: int
-    bytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    first: int
-
-    def mapped(self) -> Tensor:
-        """The tensor, mapped from the file into memory. Copy it before computing: it may lie at an address that is no
-        multiple of its width."""
-        if not self.bytes:
-            return torch.empty(self.shape, dtype=self.dtype)
-        memory, begin = _map(self.file, self.begin, self.bytes, ACCESS_COPY)
-        content = torch.frombuffer(memory, dtype=torch.uint8, offset=begin).view(self.dtype)
-        return content.as_strided(self.shape, self.stride, self.first)
 
 
 class Record:
@@ -65,7 +43,7 @@ class Record:
 def load(file: Path, begin: int = 0, size: int | None = None) -> Any:
     """What torch.save was given when it wrote a file, or these bytes of one. Raises Unreadable."""
     with reading(file):
-        memory, prefix = _map(file, begin, file.stat().st_size - begin if size is None else size, ACCESS_READ)
+        memory, prefix = map_bytes(file, begin, file.stat().st_size - begin if size is None else size, ACCESS_READ)
         with memory, ZipFile(memory) as archive:
             return _Unpickler(archive, memory, file, begin - prefix).load()
 
@@ -74,18 +52,6 @@ def is_damaged(file: Path) -> bool:
     """Whether the checksums in a file that `load` can read are not those of its content."""
     with reading(file), ZipFile(file) as archive:
         return archive.testzip() is not None
-
-
-class _Memory(mmap):
-    def seekable(self) -> bool:  # zipfile asks; Python 3.13 has it
-        return True
-
-
-def _map(file: Path, begin: int, size: int, access: int) -> tuple[_Memory, int]:
-    """Some bytes of a file, and where they begin in what is mapped."""
-    prefix = begin % ALLOCATIONGRANULARITY
-    with file.open("rb") as opened:
-        return _Memory(opened.fileno(), prefix + size, offset=begin - prefix, access=access), prefix
 
 
 @dataclass(frozen=True)

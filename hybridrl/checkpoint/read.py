@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hybridrl.checkpoint.pickles import load
+from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import TYPES, Part, Tensors, Unreadable, blank, reading
 from hybridrl.checkpoint.verl import holds_verl, read_verl_model
 from hybridrl.config import ConfigError
@@ -54,27 +55,40 @@ def read_shards(directory: Path, section: str = MODEL) -> Tensors:
             place = metadata.storage_data[MetadataIndex(section + name, chunk.offsets)]
             path = directory / place.relative_path
             with reading(path):
-                part = load(path, place.offset, place.length).mapped()
-            yield chunk.offsets, part
+                yield from load(path, place.offset, place.length).parts(chunk.offsets)
 
     return Tensors("in shards", meta, parts)
 
 
 def read_safetensors(directory: Path) -> Tensors:
     """The weights of a Hugging Face directory."""
-    dtypes = {name: dtype for dtype, name in TYPES.items()}
-    files, meta = {}, {}
-    for file in _safetensors_files(directory):
-        with reading(file), safe_open(file, "pt") as tensors:
-            for name in tensors.offset_keys():
-                part = tensors.get_slice(name)
-                files[name], meta[name] = file, blank(torch.Size(part.get_shape()), dtypes[part.get_dtype()])
+    stored = stored_tensors(directory)
+    meta = {name: blank(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
 
     def parts(name: str) -> Iterator[Part]:
-        with reading(files[name]), safe_open(files[name], "pt") as tensors:
-            yield [0] * meta[name].dim(), tensors.get_tensor(name)
+        with reading(stored[name].file):
+            yield from stored[name].parts([0] * meta[name].dim())
 
     return Tensors("as safetensors", meta, parts)
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Where the weights of a Hugging Face directory lie. Raises Unreadable where a file of theirs is missing, damaged,
+    or longer or shorter than it should be."""
+    return {name: stored for file in _safetensors_files(directory) for name, stored in _stored_in(file).items()}
+
+
+def _stored_in(file: Path) -> dict[str, Stored]:
+    dtypes = {name: dtype for dtype, name in TYPES.items()}
+    with reading(file), safe_open(file, "pt") as checked, file.open("rb") as content:
+        size = int.from_bytes(content.read(8), "little")
+        header, found = json.loads(content.read(size)), {}
+        for name in checked.offset_keys():
+            entry, shape = header[name], torch.Size(header[name]["shape"])
+            begin, end = entry["data_offsets"]
+            stride = blank(shape, torch.uint8).stride()
+            found[name] = Stored(file, 8 + size + begin, end - begin, dtypes[entry["dtype"]], shape, stride, 0)
+        return found
 
 
 def _safetensors_files(directory: Path) -> list[Path]:

@@ -84,7 +84,11 @@ def _common() -> argparse.ArgumentParser:
 def _add_merge(merge: argparse.ArgumentParser) -> None:
     add = merge.add_argument
     add("--target_dir", type=Path, default=Path("tmp"), metavar="DIR", help="where to write (tmp)")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the weights (as they are saved)")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="type of the weights (that in which the run computed)",
+    )
     add(
         "--verify",
         choices=["tensors", "transformers", "vllm"],

@@ -17,9 +17,8 @@ from hybridrl.config import ConfigError
 
 CONFIG = "config.json"
 VALUE_HEADS = ("score.weight", "classifier.weight")
-# How the name of an architecture ends -> the class that makes it.
+# How the name of an architecture ends -> the class that makes it; all others (GPT2LMHeadModel) are language models.
 AUTO = {
-    "ForCausalLM": AutoModelForCausalLM,
     "ForConditionalGeneration": AutoModelForImageTextToText,
     "ForTokenClassification": AutoModelForTokenClassification,
 }
@@ -30,17 +29,15 @@ def blank_model(directory: Path, saved: dict[str, Tensor], *, value_model: bool,
     verl leaves the language model's architecture in a critic's configuration."""
     settings = _settings(directory, trusted)
     heads = [name for name in VALUE_HEADS if name in saved]
-    architecture = (settings.architectures or ["ForCausalLM"])[0]
+    architecture = (settings.architectures or [""])[0]
     if value_model or heads:
         architecture = "ForTokenClassification"
     if heads:
         settings.num_labels = saved[heads[0]].shape[0]
-    found = [auto for ending, auto in AUTO.items() if architecture.endswith(ending)]
-    if not found:
-        raise ConfigError(f"{directory / CONFIG}: {architecture} is not merged; {', '.join(AUTO)} are")
+    kind = next((auto for ending, auto in AUTO.items() if architecture.endswith(ending)), AutoModelForCausalLM)
     with torch.device("meta"):
         try:
-            return found[0].from_config(settings, trust_remote_code=trusted)
+            return kind.from_config(settings, trust_remote_code=trusted)
         except ValueError as error:
             raise ConfigError(f"{directory / CONFIG}: {_first_line(error)}") from error
 

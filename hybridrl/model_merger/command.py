@@ -2,8 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,23 +10,26 @@ from transformers.utils import logging
 
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
-from hybridrl.model_merger.checks import compare
-from hybridrl.model_merger.merge import REPORT, merge, write_report
+from hybridrl.model_merger.checks import Check, compare
+from hybridrl.model_merger.merge import merge
+from hybridrl.model_merger.report import REPORT, earlier_files
 from hybridrl.model_merger.source import CheckFailed, Source, open_source
 from hybridrl.model_merger.upload import refuse_without_token, upload
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Check = Callable[[Source, Path, torch.dtype | None], str]
 
 
 def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi | None = None) -> int:
-    """`further` is a check that follows that of the tensors, `hub` where to upload to."""
+    """`further` is the check that was asked for beyond that of the tensors, `hub` where to upload to."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         source = open_source(
-            arguments.local_dir, value_model=arguments.is_value_model, trusted=arguments.trust_remote_code
+            arguments.local_dir,
+            DTYPES.get(vars(arguments).get("dtype")),
+            value_model=arguments.is_value_model,
+            trusted=arguments.trust_remote_code,
         )
         print(
             f"{arguments.local_dir}: {type(source.model).__name__}, {len(source.names)} tensors {source.tensors.form}"
@@ -49,28 +50,23 @@ def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi 
 def _merge(source: Source, arguments: argparse.Namespace, further: Check | None, hub: HfApi | None) -> None:
     if arguments.hf_upload_path and hub is None:
         refuse_without_token()
-    target, dtype = arguments.target_dir, DTYPES.get(arguments.dtype)
-    report = merge(source, target, dtype)
+    target, before = arguments.target_dir, earlier_files(arguments.target_dir)
+    report = merge(source, target, {arguments.verify: further} if further else None)
+    if before:
+        print(f"{target}: an earlier merge was there and is replaced")
     _tell(report)
-    if further is not None:
-        try:
-            report["checked"][arguments.verify] = further(source, target, dtype)
-        except CheckFailed as error:
-            report["checked"][arguments.verify] = f"failed: {error}"
-            raise
-        finally:
-            write_report(target, report)
-        print(f"in {arguments.verify}: {report['checked'][arguments.verify]}")
     if arguments.hf_upload_path:
         address = upload(target, arguments.hf_upload_path, private=arguments.private, hub=hub or HfApi())
         print(f"uploaded to {address}")
 
 
 def _tell(report: dict[str, Any]) -> None:
-    written, seconds = report["written"], report["seconds"]
+    saved, written, seconds = report["source"], report["written"], report["seconds"]
+    rounded = f", saved as {saved['types']}" if saved["types"] != written["types"] else ""
     print(
-        f"{written['directory']}: {written['parameters']:,} parameters as {written['types']}, "
+        f"{written['directory']}: {written['parameters']:,} parameters as {written['types']}{rounded}, "
         f"{written['bytes'] / 1e9:.2f} GB in {seconds['write']:.1f} s, "
         f"peak memory {report['peak_memory_bytes'] / 1e9:.2f} GB"
     )
-    print(f"checked in {seconds['check']:.1f} s: {report['checked']['tensors']}; {REPORT} tells more")
+    found = "; ".join(f"{name}: {words}" for name, words in report["checked"].items())
+    print(f"checked in {seconds['check']:.1f} s: {found}; {REPORT} tells more")

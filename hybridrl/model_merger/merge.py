@@ -1,52 +1,53 @@
 """Writing a Hugging Face directory: aside, checked there, and published by one rename."""
 
 import json
-import resource
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from hybridrl.checkpoint.disk import publish
-from hybridrl.checkpoint.export import SHARD_BYTES, write_shards
+from hybridrl.checkpoint.write import SHARD_BYTES, write_shards
 from hybridrl.config import ConfigError
 from hybridrl.model_merger.blank_model import CONFIG
-from hybridrl.model_merger.checks import check_damage, check_tensors, tracked
-from hybridrl.model_merger.source import Source, type_names
+from hybridrl.model_merger.checks import Check, check_damage, check_tensors, tracked
+from hybridrl.model_merger.report import REPORT, describe, earlier_files, write_report
+from hybridrl.model_merger.source import Source
 from hybridrl.stopwatch import Stopwatch
 
-REPORT = "merge_report.json"
 # What of a `huggingface` folder is not carried along.
 WEIGHTS = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 
 
-def merge(source: Source, target: Path, dtype: torch.dtype | None, *, limit: int = SHARD_BYTES) -> dict[str, Any]:
-    """Write the model to a directory, in files of at most `limit` bytes, and check each tensor. Returns the report,
-    which lies there too.
+def merge(
+    source: Source, target: Path, further: dict[str, Check] | None = None, *, limit: int = SHARD_BYTES
+) -> dict[str, Any]:
+    """Write the model to a directory, in files of at most `limit` bytes; check each tensor, and `further` by name.
+    Returns the report, which lies there too.
 
     Raises ConfigError where the directory may not be written, Unreadable or CheckFailed where something is damaged; the
     target is then as it was.
     """
     target = target.absolute()
-    refuse_target(target, byte_count(source.meta(dtype)))
     aside, replaced = (target.with_name(f".{target.name}.{word}") for word in ("writing", "replaced"))
-    watch = Stopwatch()
+    if replaced.is_dir() and not target.exists():
+        replaced.replace(target)  # a merge was killed between its last two renames
+    refuse_target(target, byte_count(source.meta))
+    watch, checked = Stopwatch(), {}
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with watch("check"):
-            check_damage(source)
+            checked["source"] = check_damage(source)
         with watch("write"):
-            write_model(source, aside, dtype, limit)
+            write_model(source, aside, limit)
         with watch("check"):
-            checked = check_tensors(source, aside, dtype)
-        report = _report(source, aside, target, dtype) | {
-            "checked": {"tensors": checked},
-            "seconds": {name.removeprefix("timing_s/"): round(seconds, 3) for name, seconds in watch.take().items()},
-            "peak_memory_bytes": peak_memory(),
-        }
+            checked["tensors"] = check_tensors(source, aside)
+            checked |= {name: check(source, aside) for name, check in (further or {}).items()}
+            report = describe(source, aside, target)
+        seconds = {name.removeprefix("timing_s/"): round(taken, 3) for name, taken in watch.take().items()}
+        report |= {"checked": checked, "seconds": seconds}
         write_report(aside, report)
         publish(aside, target, replaced)
     finally:
@@ -56,9 +57,14 @@ def merge(source: Source, target: Path, dtype: torch.dtype | None, *, limit: int
 
 
 def refuse_target(target: Path, size: int) -> None:
-    """Refuse a directory with files of something else, and a disk that is too small."""
-    if target.exists() and not (target / REPORT).is_file() and (target.is_file() or any(target.iterdir())):
-        raise ConfigError(f"{target} is there and not of an earlier merge; name another --target_dir, or remove it")
+    """Refuse a directory with files that no merge wrote, and a disk that is too small."""
+    earlier = earlier_files(target)
+    found = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+    others = [path for path in found if path.exists() and earlier.get(path) != path.stat().st_size]
+    if others:
+        raise ConfigError(
+            f"--target_dir={target}: {others[0]} is there, and no merge wrote it; move it away, or name another one"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < size:
@@ -68,46 +74,14 @@ def refuse_target(target: Path, size: int) -> None:
         )
 
 
-def write_model(source: Source, directory: Path, dtype: torch.dtype | None, limit: int = SHARD_BYTES) -> None:
-    """Weights, configuration, and what lies beside it: generation config, tokenizer, chat template."""
+def write_model(source: Source, directory: Path, limit: int = SHARD_BYTES) -> None:
+    """Weights, configuration, and what lies beside it: generation config, tokenizer, chat template, code."""
     shutil.copytree(source.huggingface, directory, ignore=shutil.ignore_patterns(*WEIGHTS, REPORT))
-    (directory / CONFIG).write_text(json.dumps(source.settings(dtype), indent=2) + "\n", encoding="utf-8")
-    pieces = (
-        (name, first, piece) for name in tracked(source.names, "writing") for first, piece in source.pieces(name, dtype)
-    )
-    write_shards(directory, source.meta(dtype), pieces, limit)
-
-
-def _report(source: Source, written: Path, target: Path, dtype: torch.dtype | None) -> dict[str, Any]:
-    meta, saved = source.meta(dtype), source.meta(None)
-    return {
-        "read": {
-            "directory": str(source.directory.absolute()),
-            "form": source.tensors.form,
-            "bytes": byte_count(saved),
-            "types": type_names(saved),
-        },
-        "written": {
-            "directory": str(target),
-            "model": type(source.model).__name__,
-            "tensors": len(meta),
-            "parameters": sum(tensor.numel() for tensor in meta.values()),
-            "bytes": byte_count(meta),
-            "types": type_names(meta),
-            "tied": source.tied,
-            "files": {path.name: path.stat().st_size for path in sorted(written.iterdir())},
-        },
-    }
+    (directory / CONFIG).write_text(json.dumps(source.settings(), indent=2) + "\n", encoding="utf-8")
+    names = tracked(source.names, "writing")
+    pieces = ((name, first, piece) for name in names for first, piece in source.tensors.pieces(name))
+    write_shards(directory, source.meta, pieces, limit)
 
 
 def byte_count(meta: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in meta.values())
-
-
-def write_report(directory: Path, report: dict[str, Any]) -> None:
-    (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def peak_memory() -> int:
-    """Of this process so far, in bytes, with what it mapped of files."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

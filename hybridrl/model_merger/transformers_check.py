@@ -6,29 +6,32 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.model_merger.source import CheckFailed, Source
 
 TOKENS = 64
 
 
-def check_in_transformers(source: Source, directory: Path, dtype: torch.dtype | None) -> str:
+def check_in_transformers(source: Source, directory: Path) -> str:
     """Refuse a directory that answers otherwise for fixed tokens. Returns what was found, in words."""
     ids = torch.arange(TOKENS) * 37 % source.model.config.get_text_config().vocab_size
-    expected = answers(own_model(source, dtype), ids)
-    gap = float((answers(type(source.model).from_pretrained(directory, dtype="auto"), ids) - expected).abs().max())
+    expected = answers(own_model(source), ids)
+    try:
+        merged = type(source.model).from_pretrained(directory, dtype="auto")
+    except UNREADABLE as error:
+        raise CheckFailed(f"transformers cannot load what was written ({str(error).splitlines()[0]})") from error
+    gap = float((answers(merged, ids) - expected).abs().max())
     kind = "values" if source.gives_values else "log-probs"
     if gap != 0:
-        raise CheckFailed(
-            f"{directory}: {kind} differ by up to {gap:.2g} from those of the checkpoint, in transformers"
-        )
+        raise CheckFailed(f"in transformers {kind} differ by up to {gap:.2g} from those of the checkpoint")
     return f"{kind} for {TOKENS} tokens equal"
 
 
-def own_model(source: Source, dtype: torch.dtype | None) -> PreTrainedModel:
+def own_model(source: Source) -> PreTrainedModel:
     """The checkpoint's model in memory, past all that was written."""
-    tensors = {name: source.read(name, dtype) for name in source.names}
+    tensors = {name: source.read(name) for name in source.names}
     kind, settings = type(source.model), source.model.config
-    return kind.from_pretrained(None, config=settings, state_dict=tensors, dtype=source.main_type(dtype))
+    return kind.from_pretrained(None, config=settings, state_dict=tensors, dtype=source.dtype)
 
 
 @torch.no_grad()

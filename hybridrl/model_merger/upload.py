@@ -6,7 +6,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from hybridrl.config import ConfigError
-from hybridrl.model_merger.merge import REPORT
+from hybridrl.model_merger.report import REPORT
 
 
 def refuse_without_token() -> None:

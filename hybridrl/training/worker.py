@@ -326,7 +326,7 @@ class TrainWorker:
         for folder, (model, _) in models.items():
             # Only now, since the ranks have to start alike also where the disk is full; `export` may have been here.
             if self.rank == 0 and not (folder / HUGGINGFACE).is_dir():
-                export_settings(model.model, folder / HUGGINGFACE, next(model.parameters()).dtype)
+                export_settings(model.model, folder / HUGGINGFACE, self._computed_in(folder.name))
         return Copied(time.monotonic() - began, copied)
 
     def finished_save(self) -> bool:
@@ -350,6 +350,11 @@ class TrainWorker:
             return self.reference, None
         learner = self.critic if name == "critic" else self.policy
         return learner.model, learner.optimizers
+
+    def _computed_in(self, name: str) -> torch.dtype:
+        """What a saved model's configuration says of its type: to that it is merged, whatever it is stored in."""
+        config = self.config.critic if name == "critic" else self.config.policy
+        return getattr(torch, config.fsdp.dtype or "float32")
 
 
 def stored_type(fsdp: FSDPConfig) -> torch.dtype:

@@ -1,55 +1,47 @@
-"""How long training stands still for a save: `python scripts/benchmark/save_stall.py 100 1 2`
+"""How long training stands still for a save: `python scripts/benchmark/save_stall.py --shape 0.5b`
 
-Of a model of 100 million parameters, on one rank and on two. The state with AdamW in float32, on CPU, is saved in the
-background, is saved while training waits, and as many bytes are copied in memory, on all ranks at once.
+Of a model of random weights, on one rank and on two. The state with AdamW in float32, on CPU, is saved in the
+background, is saved while training waits, and as many bytes are copied in memory, on all ranks at once. Qwen2.5-0.5B's
+shapes take 13 GiB of memory (5.5 for parameters and moments, 5.5 for the staging buffer, the rest for two programs),
+and 11 GiB on the disk.
 """
 
-import sys
+import argparse
+import json
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import SHAPES, sharded_model
 from torch.multiprocessing import spawn
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
-from hybridrl.training import attention
-from hybridrl.training.fsdp import mesh, shard
+from hybridrl.config.schema import OptimizerConfig
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.state import state_of
 from hybridrl.training.state_writer import StateWriter
 
 SAVES = 8
-WIDTH = 768
+BLOCK = 256 << 20  # of the copy in memory, far beyond a processor's caches
+GIB = 2**30
 
 
-def build(millions: int) -> tuple[LanguageModel, Optimizers]:
-    """A sharded model of about this size, whose moments have been written to."""
-    layers = max(round(millions * 1e6 / (14 * WIDTH**2)), 1)
-    config = Qwen2Config(
-        vocab_size=4096,
-        hidden_size=WIDTH,
-        intermediate_size=int(10 / 3 * WIDTH),
-        num_hidden_layers=layers,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        tie_word_embeddings=True,
-    )
-    model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
-    fsdp = FSDPConfig(-1, False, False, True, False, "float32", "float32", WrapPolicyConfig([]))
-    sharded = shard(model, fsdp, mesh("cpu", dist.get_world_size(), dist.get_world_size()))
+def build(shape: str) -> tuple[LanguageModel, Optimizers]:
+    """A sharded model whose moments have been written to."""
+    model = sharded_model(shape)
     adamw = OptimizerConfig("AdamW", 1e-4, [0.9, 0.99], 0.0, "constant", -1, 0.0, 0.0, 0.5, -1, 0.02, 0.95)
-    optimizers = Optimizers(sharded, adamw, 1)
+    optimizers = Optimizers(model, adamw, 1)
     for state in optimizers.optimizers[0].state.values():
         for value in state.values():
             value.fill_(0.5)  # memory that was only reserved copies faster than it should
-    return sharded, optimizers
+    return model, optimizers
 
 
 def slowest(seconds: float) -> float:
@@ -71,11 +63,16 @@ def wait_for(writer: StateWriter) -> None:
         time.sleep(0.005)
 
 
-def measure(rank: int, ranks: int, millions: int, directory: str) -> None:
+def copy_in_memory(source: torch.Tensor, target: torch.Tensor, size: int) -> None:
+    for first in range(0, size, len(source)):
+        target[: size - first].copy_(source[: size - first])
+
+
+def measure(rank: int, ranks: int, shape: str, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/store", ranks), rank=rank, world_size=ranks)
-    model, optimizers = build(millions)
-    writer, size, stalls, writes, copies = StateWriter("cpu"), 0, [], [], []
+    model, optimizers = build(shape)
+    writer, size = StateWriter("cpu"), 0
 
     def start(step: int) -> None:
         nonlocal size
@@ -84,29 +81,48 @@ def measure(rank: int, ranks: int, millions: int, directory: str) -> None:
 
     first = timed(partial(start, 0))
     wait_for(writer)
-    source, target = torch.full((size,), 1, dtype=torch.uint8), torch.full((size,), 2, dtype=torch.uint8)
+    source, target = torch.full((BLOCK,), 1, dtype=torch.uint8), torch.full((BLOCK,), 2, dtype=torch.uint8)
+    stalls, writes, copies = [], [], []
     for step in range(1, SAVES):
-        copies.append(timed(partial(target.copy_, source)))
+        copies.append(timed(partial(copy_in_memory, source, target, size)))
         stalls.append(timed(partial(start, step)))
         writes.append(stalls[-1] + timed(partial(wait_for, writer)))
+        if rank == 0:
+            shutil.rmtree(Path(directory, str(step - 1)))
     if rank == 0:
-        ratio = median(stall / copy for stall, copy in zip(stalls, copies, strict=True))
-        print(
-            f"{ranks} ranks: {ranks * size / 2**30:.2f} GiB of state, as much in host memory for the copy\n"
-            f"  copied in memory {median(copies):.3f} s\n"
-            f"  stall of the first save {first:.3f} s, from the second on {median(stalls):.3f} s "
-            f"({min(stalls):.3f} to {max(stalls):.3f}): {ratio:.2f} x the copy beside it\n"
-            f"  a save that training waits for {median(writes):.3f} s",
-            flush=True,
-        )
+        figures = {"bytes": ranks * size, "first": first, "stalls": stalls, "waited_for": writes, "copies": copies}
+        Path(directory, "figures.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
-def main(millions: int = 100, *ranks: int) -> None:
-    for number in ranks or (1, 2):
-        with TemporaryDirectory() as directory:
-            spawn(measure, (number, millions, directory), nprocs=number)
+def tell(ranks: int, found: dict[str, Any]) -> None:
+    stalls, copies = found["stalls"], found["copies"]
+    ratio = median(stall / copy for stall, copy in zip(stalls, copies, strict=True))
+    print(
+        f"{ranks} ranks: {found['bytes'] / GIB:.2f} GiB of state; the staging buffer has as many\n"
+        f"  copied in memory {median(copies):.3f} s\n"
+        f"  stall of the first save {found['first']:.3f} s, from the second on {median(stalls):.3f} s "
+        f"({min(stalls):.3f} to {max(stalls):.3f}): {ratio:.2f} x the copy beside it\n"
+        f"  a save that training waits for {median(found['waited_for']):.3f} s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="100m")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--directory", help="on the disk to measure; what is written there is removed")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    arguments, found = parser.parse_args(), {}
+    for ranks in arguments.ranks:
+        with TemporaryDirectory(dir=arguments.directory) as directory:
+            spawn(measure, (ranks, arguments.shape, directory), nprocs=ranks)
+            found[ranks] = json.loads(Path(directory, "figures.json").read_text())
+        tell(ranks, found[ranks])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

@@ -15,11 +15,11 @@ from transformers import (
 )
 
 from hybridrl.batch import Batch
-from hybridrl.checkpoint import export
-from hybridrl.checkpoint.export import export_model, shard_names
+from hybridrl.checkpoint.export import export_model
 from hybridrl.training import attention
 from hybridrl.training.packing import lay_out
 from hybridrl.training.value_model import load_value_model
+from tests.checkpoint.own_code import CODE, save_with_code
 from tests.training.families import model_config
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -56,17 +56,15 @@ def assert_loads_as(directory: Path, model: PreTrainedModel, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=str)
 @pytest.mark.parametrize("limit", [5 << 30, 700], ids=["one file", "several files"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied head", "own head"])
-def test_transformers_loads_what_was_written(tmp_path, monkeypatch, tied, limit, dtype):
-    monkeypatch.setattr(export, "SHARD_BYTES", limit)
+def test_transformers_loads_what_was_written(tmp_path, tied, limit, dtype):
     model = small_model(tied=tied)
-    export_model(iter(whole(model)), model, tmp_path / "model", dtype, writes=True)
+    export_model(iter(whole(model)), model, tmp_path / "model", dtype, writes=True, limit=limit)
     assert_loads_as(tmp_path / "model", model, dtype)
 
 
-def test_a_large_model_is_cut_into_files_below_the_limit_with_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "SHARD_BYTES", 700)
+def test_a_large_model_is_cut_into_files_below_the_limit_with_an_index(tmp_path):
     model = small_model(tied=False)
-    export_model(whole(model), model, tmp_path, FLOAT, writes=True)
+    export_model(whole(model), model, tmp_path, FLOAT, writes=True, limit=700)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 2
@@ -81,21 +79,6 @@ def test_a_large_model_is_cut_into_files_below_the_limit_with_an_index(tmp_path,
         assert size <= 700 or len(held) == 1
         total += size
     assert index["metadata"]["total_size"] == total
-
-
-def test_shards_are_filled_in_order_and_a_large_tensor_goes_alone():
-    sizes = {"a": 30, "b": 4, "c": 6, "d": 1, "e": 30, "f": 2}
-    files = shard_names(sizes, limit=10)
-    assert [files[name][len("model-") :][:5] for name in sizes] == [
-        "00001",
-        "00002",
-        "00002",
-        "00003",
-        "00004",
-        "00005",
-    ]
-    assert files["a"] == "model-00001-of-00005.safetensors"
-    assert set(shard_names(sizes, limit=73).values()) == {"model.safetensors"}
 
 
 def test_the_type_of_the_weights_is_that_asked_for_and_the_configuration_says_so(tmp_path):
@@ -148,12 +131,32 @@ def one_row() -> Batch:
     )
 
 
+def test_a_rank_that_cannot_write_walks_through_all_tensors(tmp_path):
+    model = small_model(tied=True)
+    walk = iter(whole(model))
+    (tmp_path / "model").write_text("in the way")
+    with pytest.raises(OSError, match="File exists"):
+        export_model(walk, model, tmp_path / "model", FLOAT, writes=True)
+    assert next(walk, None) is None
+
+
 def test_a_rank_that_does_not_write_walks_through_all_tensors(tmp_path):
     model = small_model(tied=True)
     walk = iter(whole(model))
     export_model(walk, model, tmp_path / "model", FLOAT, writes=False)
     assert next(walk, None) is None
     assert not (tmp_path / "model").exists()
+
+
+def test_the_code_that_a_model_brought_along_is_kept(tmp_path):
+    save_with_code(tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", trust_remote_code=True)
+    export_model(whole(model), model, tmp_path / "saved", FLOAT, writes=True)
+    for name in CODE:
+        assert (tmp_path / "saved" / name).read_text() == (tmp_path / "start" / name).read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert type(again).__name__ == "MineForCausalLM"
+    assert torch.equal(again(torch.arange(9)[None]).logits, model(torch.arange(9)[None]).logits)
 
 
 def test_generation_settings_are_kept_also_those_that_transformers_would_not_save(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridrl.checkpoint.export import write_shards
 from hybridrl.checkpoint.tensors import TYPES
+from hybridrl.checkpoint.write import shard_names, write_shards
 
 INDEX = "model.safetensors.index.json"
 # Odd numbers of elements, so that a wide type after a narrow one would not lie at a multiple of its width.
@@ -86,5 +87,55 @@ def test_a_tensor_may_come_in_pieces(tmp_path):
 @pytest.mark.parametrize("pieces", [[], [("b", 0, torch.ones(1))]], ids=["none", "a piece"])
 def test_a_tensor_that_did_not_come_whole_is_a_fault(tmp_path, pieces):
     meta = {"a": torch.ones(2, device="meta"), "b": torch.ones(2, device="meta")}
-    with pytest.raises(AssertionError, match="1 tensors were not written"):
+    with pytest.raises(AssertionError, match="1 tensors were not written, or some of them twice: b"):
         write_shards(tmp_path, meta, [("a", 0, torch.ones(2)), *pieces], 1 << 20)
+
+
+def test_a_tensor_that_came_twice_does_not_make_up_for_another(tmp_path):
+    meta = {"a": torch.ones(2, device="meta"), "b": torch.ones(2, device="meta")}
+    with pytest.raises(AssertionError, match="2 tensors were not written, or some of them twice: a, b"):
+        write_shards(tmp_path, meta, [("a", 0, torch.ones(2))] * 2)
+
+
+def test_pieces_are_rounded_to_the_type_to_be_written(tmp_path):
+    value = torch.randn(700_000, generator=torch.Generator().manual_seed(0))
+    unaligned = torch.frombuffer(bytearray(b"x") + value.numpy().tobytes(), dtype=torch.uint8, offset=1)
+    meta = {"a": torch.empty(700_000, dtype=torch.bfloat16, device="meta")}
+    write_shards(tmp_path, meta, [("a", 0, unaligned.view(torch.float32))])
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], value.bfloat16())
+
+
+def test_large_pieces_are_written_whole(tmp_path):
+    value = torch.arange(40_000_003, dtype=torch.int32)
+    pieces = [("a", 0, value[:1000]), ("a", 39_000_000, value[39_000_000:]), ("a", 1000, value[1000:39_000_000])]
+    write_shards(tmp_path, {"a": value.to("meta")}, pieces)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], value)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path):
+    def none_is_asked_for():
+        raise AssertionError("a piece was asked for")
+        yield
+
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))  # a file may not be larger, as on a disk of this size
+    try:
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            write_shards(tmp_path, {"a": torch.empty(1 << 20, device="meta")}, none_is_asked_for())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def test_shards_are_filled_in_order_and_a_large_tensor_goes_alone():
+    sizes = {"a": 30, "b": 4, "c": 6, "d": 1, "e": 30, "f": 2}
+    files = shard_names(sizes, limit=10)
+    assert [files[name][len("model-") :][:5] for name in sizes] == [
+        "00001",
+        "00002",
+        "00002",
+        "00003",
+        "00004",
+        "00005",
+    ]
+    assert files["a"] == "model-00001-of-00005.safetensors"
+    assert set(shard_names(sizes, limit=73).values()) == {"model.safetensors"}

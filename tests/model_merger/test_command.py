@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrl.model_merger import command
 from hybridrl.model_merger.__main__ import _parser, main
-from hybridrl.model_merger.merge import REPORT
+from hybridrl.model_merger.report import REPORT
 from hybridrl.model_merger.source import CheckFailed
 from hybridrl.model_merger.transformers_check import check_in_transformers
 from tests.checkpoint.shards import save_in_shards
@@ -39,8 +39,9 @@ def test_a_merge_is_told_in_a_few_lines(actor, tmp_path, capsys):
     assert main(merge_arguments(actor, tmp_path / "merged", "--dtype", "bfloat16")) == 0
     told, complaints = capsys.readouterr()
     assert told.splitlines()[0] == f"{actor}: Qwen2ForCausalLM, 26 tensors in shards"
-    assert told.splitlines()[1].startswith(f"{tmp_path / 'merged'}: 1,572 parameters as bfloat16, 0.00 GB in 0.")
-    assert told.splitlines()[2].endswith(f"26 of 26 equal bit for bit; {REPORT} tells more")
+    written = "1,572 parameters as bfloat16, saved as float32, 0.00 GB in "
+    assert told.splitlines()[1].startswith(f"{tmp_path / 'merged'}: {written}")
+    assert told.splitlines()[2].endswith(f"tensors: 26 of 26 equal bit for bit; {REPORT} tells more")
     assert complaints == ""
 
 
@@ -80,7 +81,7 @@ def test_answers_in_transformers_are_compared(kind, dtype, tmp_path, capsys, req
     directory = request.getfixturevalue(kind)
     assert main(merge_arguments(directory, tmp_path / "merged", "--verify", "transformers", *dtype)) == 0
     found = {"actor": "log-probs for 64 tokens equal", "critic": "values for 64 tokens equal"}[kind]
-    assert f"in transformers: {found}" in capsys.readouterr().out
+    assert f"; transformers: {found};" in capsys.readouterr().out
     assert json.loads((tmp_path / "merged" / REPORT).read_text())["checked"]["transformers"] == found
 
 
@@ -88,20 +89,32 @@ def test_a_model_that_answers_otherwise_is_told(actor, tmp_path):
     assert main(merge_arguments(actor, tmp_path / "merged")) == 0
     file = tmp_path / "merged" / "model.safetensors"
     save_file(load_file(file) | {"model.norm.weight": torch.full((10,), 1.01)}, file, metadata={"format": "pt"})
-    source = command.open_source(actor)
     with pytest.raises(CheckFailed, match=r"log-probs differ by up to 0\.0\d+ from those of the checkpoint"):
-        check_in_transformers(source, tmp_path / "merged", None)
+        check_in_transformers(command.open_source(actor), tmp_path / "merged")
 
 
-def test_a_check_that_fails_is_in_the_report_and_the_status(actor, tmp_path, capsys):
-    def fails(source: object, directory: Path, dtype: object) -> str:
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_model_that_transformers_cannot_load_is_told(actor, tmp_path, name):
+    assert main(merge_arguments(actor, tmp_path / "merged")) == 0
+    (tmp_path / "merged" / name).write_text("{")
+    with pytest.raises(CheckFailed, match="transformers cannot load what was written"):
+        check_in_transformers(command.open_source(actor), tmp_path / "merged")
+
+
+def test_a_check_that_fails_is_told_in_the_status_and_nothing_is_published(actor, tmp_path, capsys):
+    def fails(source: object, directory: Path) -> str:
         raise CheckFailed("it says otherwise")
 
     arguments = _parser().parse_args(merge_arguments(actor, tmp_path / "merged", "--verify", "transformers"))
     assert command.run(arguments, fails) == 1
     assert capsys.readouterr().err == "failed: it says otherwise\n"
-    checked = json.loads((tmp_path / "merged" / REPORT).read_text())["checked"]
-    assert checked["transformers"] == "failed: it says otherwise"
+    assert not list(tmp_path.iterdir())
+
+
+def test_that_an_earlier_merge_is_replaced_is_told(actor, tmp_path, capsys):
+    for words in ("", "an earlier merge was there and is replaced"):
+        assert main(merge_arguments(actor, tmp_path / "merged")) == 0
+        assert words in capsys.readouterr().out
 
 
 def test_a_merged_directory_passes_the_test_and_another_does_not(actor, tmp_path, capsys):

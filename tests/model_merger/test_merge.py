@@ -1,8 +1,12 @@
+import hashlib
 import json
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 
+from hybridrl import __version__
 from hybridrl.checkpoint.manifest import write_manifest
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from hybridrl.model_merger.checks import check_tensors, compare
-from hybridrl.model_merger.merge import REPORT, merge, write_model
-from hybridrl.model_merger.source import CheckFailed, open_source
+from hybridrl.model_merger.merge import merge, write_model
+from hybridrl.model_merger.report import REPORT
+from hybridrl.model_merger.source import CheckFailed, Source, open_source
+from hybridrl.model_merger.transformers_check import check_in_transformers
+from tests.checkpoint.own_code import CODE, save_with_code
 from tests.checkpoint.shards import save_in_shards, whole_model
 from tests.checkpoint.verl_files import qwen2, save_as_verl
 from tests.training.on_ranks import on_ranks
@@ -75,12 +83,13 @@ def copy(saved, tmp_path) -> Path:
 @pytest.mark.parametrize("form", ["shards", "fsdp1", "fsdp2"])
 def test_transformers_loads_the_model_that_was_saved(saved, tmp_path, form, tied, limit):
     directory, model = saved(form, tied=tied)
-    merge(open_source(directory), tmp_path / "merged", None, limit=limit)
+    merge(open_source(directory), tmp_path / "merged", limit=limit)
     found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory / "huggingface"))
     expected.load_state_dict(model)
-    assert torch.equal(found.eval()(IDS).logits, expected.eval()(IDS).logits)
+    assert found.dtype == (FLOAT if form == "shards" else HALF)
+    assert torch.equal(found.eval()(IDS).logits, expected.eval().to(found.dtype)(IDS).logits)
     for file in (tmp_path / "merged").glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             assert "lm_head.weight" not in tensors.keys() or not tied  # noqa: SIM118
@@ -90,14 +99,14 @@ def test_transformers_loads_the_model_that_was_saved(saved, tmp_path, form, tied
 @pytest.mark.parametrize("form", ["shards", "fsdp2"])
 def test_a_value_model_is_merged(saved, tmp_path, form):
     directory, model = saved(form, "critic")
-    merge(open_source(directory), tmp_path / "merged", None)
+    merge(open_source(directory), tmp_path / "merged")
     found, told = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert found.config.num_labels == 1
     assert found.config.architectures == ["Qwen2ForTokenClassification"]
     expected = AutoModelForTokenClassification.from_config(found.config)
     expected.load_state_dict(model)
-    assert torch.equal(found.eval()(IDS).logits, expected.eval()(IDS).logits)
+    assert torch.equal(found.eval()(IDS).logits, expected.eval().to(found.dtype)(IDS).logits)
 
 
 def test_a_critic_is_a_value_model_also_where_its_configuration_is_the_actors(saved):
@@ -109,7 +118,7 @@ def test_a_critic_is_a_value_model_also_where_its_configuration_is_the_actors(sa
 @pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
 def test_tensors_are_rounded_to_the_type_asked_for_and_the_configuration_says_so(saved, tmp_path, dtype):
     directory, model = saved()
-    merge(open_source(directory), tmp_path / "merged", dtype)
+    merge(open_source(directory, dtype), tmp_path / "merged")
     assert all(
         torch.equal(value, model[name].to(dtype)) and value.dtype == dtype
         for name, value in load_file(tmp_path / "merged" / "model.safetensors").items()
@@ -117,21 +126,45 @@ def test_tensors_are_rounded_to_the_type_asked_for_and_the_configuration_says_so
     assert AutoConfig.from_pretrained(tmp_path / "merged").dtype == dtype
 
 
-def test_tensors_of_several_types_stay_as_they_are(tmp_path):
-    model = whole_model(qwen2()).state_dict()
-    model |= {name: value.to(HALF) for name, value in model.items() if "layers" in name}
-    (tmp_path / "actor").mkdir()
-    qwen2().save_pretrained(tmp_path / "actor" / "huggingface")
-    torch.save(model, tmp_path / "actor" / "model_world_size_1_rank_0.pt")
-    merge(open_source(tmp_path / "actor"), tmp_path / "merged", None)
-    found = load_file(tmp_path / "merged" / "model.safetensors")
-    assert found.keys() == model.keys()
-    assert all(torch.equal(value, model[name]) and value.dtype == model[name].dtype for name, value in found.items())
+def open_as(form: str, directory: Path, computed_in: torch.dtype | None, *saved: torch.dtype) -> Source:
+    """A model whose tensors were saved in these types by turns, of which the configuration says what it computed in."""
+    settings = qwen2()
+    settings.dtype = computed_in
+    settings.save_pretrained(directory / "huggingface")
+    tensors = whole_model(settings).float().state_dict()
+    tensors = {name: value.to(kind) for (name, value), kind in zip(tensors.items(), cycle(saved), strict=False)}
+    if form == "verl":
+        torch.save(tensors, directory / "model_world_size_1_rank_0.pt")
+    else:
+        save_file(tensors, directory / "model.safetensors")
+    return open_source(directory)
+
+
+@pytest.mark.parametrize(
+    ("form", "computed_in", "saved", "merged"),
+    [
+        ("ours", HALF, [FLOAT], HALF),
+        ("ours", FLOAT, [FLOAT], FLOAT),
+        ("ours", FLOAT, [HALF], HALF),  # a wider type would add nothing
+        ("ours", FLOAT, [HALF, FLOAT], FLOAT),
+        ("ours", None, [torch.float16], torch.float16),
+        ("verl", FLOAT, [FLOAT], HALF),  # its configuration has the type of what is stored
+        ("verl", FLOAT, [torch.float16], HALF),
+    ],
+)
+def test_by_default_a_model_is_merged_in_the_type_that_it_computed_in(tmp_path, form, computed_in, saved, merged):
+    source = open_as(form, tmp_path / "actor", computed_in, *saved)
+    assert {tensor.dtype for tensor in source.meta.values()} == {merged}
+
+
+def test_a_type_that_is_named_is_taken(tmp_path):
+    open_as("verl", tmp_path / "actor", HALF, FLOAT)
+    assert open_source(tmp_path / "actor", FLOAT).dtype == FLOAT
 
 
 def test_all_else_in_the_huggingface_folder_is_carried_along(copy, tmp_path):
     save_file({"old": torch.ones(1)}, copy / "huggingface" / "model-00001-of-00002.safetensors")
-    merge(open_source(copy), tmp_path / "merged", HALF)
+    merge(open_source(copy, HALF), tmp_path / "merged")
     settings = copy / "huggingface"
     for name in ("chat_template.jinja", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "merged" / name).read_bytes() == (settings / name).read_bytes()
@@ -141,22 +174,41 @@ def test_all_else_in_the_huggingface_folder_is_carried_along(copy, tmp_path):
     assert [file.name for file in (tmp_path / "merged").glob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_the_report_says_what_was_read_written_and_checked(saved, tmp_path):
+def test_the_report_says_what_was_read_written_and_checked_and_by_what(saved, tmp_path):
     directory, model = saved(tied=True)
-    report = merge(open_source(directory), tmp_path / "merged", HALF)
+    step = shutil.copytree(directory, tmp_path / "global_step_40" / "actor")
+    report = merge(open_source(step, HALF), tmp_path / "merged")
     assert json.loads((tmp_path / "merged" / REPORT).read_text()) == report
     elements = sum(value.numel() for name, value in model.items() if name != "lm_head.weight")
-    assert report["read"] == {
-        "directory": str(directory),
+    counts = {"tensors": len(model) - 1, "parameters": elements}
+    assert report["source"] == {
+        "directory": str(step),
+        "step": 40,
         "form": "in shards",
         "bytes": 4 * elements,
         "types": "float32",
+        **counts,
     }
-    written = report["written"]
-    assert (written["parameters"], written["bytes"], written["types"]) == (elements, 2 * elements, "bfloat16")
-    assert written["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert written["files"].keys() == {file.name for file in (tmp_path / "merged").iterdir()} - {REPORT}
-    assert report["checked"]["tensors"] == f"{len(model) - 1} of {len(model) - 1} equal bit for bit"
+    assert report["written"] == {
+        "directory": str(tmp_path / "merged"),
+        "model": "Qwen2ForCausalLM",
+        "dtype": "bfloat16",
+        "tied": {"lm_head.weight": "model.embed_tokens.weight"},
+        "bytes": 2 * elements,
+        "types": "bfloat16",
+        **counts,
+    }
+    contents = {path.name: path.read_bytes() for path in (tmp_path / "merged").iterdir() if path.name != REPORT}
+    assert report["files"] == {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    assert report["checked"] == {
+        "source": "without manifest.json",
+        "tensors": f"{len(model) - 1} of {len(model) - 1} equal bit for bit",
+    }
+    assert report["versions"]["torch"] == version("torch")
+    assert report["versions"]["hybridrl"] == __version__
     assert report["seconds"].keys() == {"write", "check"}
     assert report["peak_memory_bytes"] > 1e8
 
@@ -190,7 +242,7 @@ def test_a_head_that_is_not_that_to_which_it_is_tied_is_named(saved, tmp_path):
     copied = shutil.copytree(saved("fsdp2").directory, tmp_path / "actor")
     spoil(copied, tie_word_embeddings=True)
     with pytest.raises(CheckFailed, match=r"lm_head\.weight is saved with other values than model\.embed"):
-        merge(open_source(copied), tmp_path / "merged", None)
+        merge(open_source(copied), tmp_path / "merged")
 
 
 def test_a_lora_adapter_is_refused(copy):
@@ -216,6 +268,16 @@ def test_code_that_a_model_brings_is_not_run_unless_it_is_trusted(copy):
         open_source(copy)
 
 
+def test_the_code_that_a_model_brings_is_carried_along(tmp_path):
+    save_with_code(tmp_path / "actor" / "huggingface")
+    merge(open_source(tmp_path / "actor", trusted=True), tmp_path / "merged", {"t": check_in_transformers})
+    assert {path.name for path in (tmp_path / "merged").glob("*.py")} == set(CODE)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "actor" / "huggingface", trust_remote_code=True)
+    assert type(loaded).__name__ == "MineForCausalLM"
+    assert torch.equal(loaded(IDS).logits, before(IDS).logits)
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -223,9 +285,38 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_a_directory_with_other_files_is_refused_and_left_alone(saved, tmp_path):
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match="merged is there and not of an earlier merge; name another --target_dir"):
-        merge(open_source(saved().directory), tmp_path / "merged", None)
+    with pytest.raises(
+        ConfigError, match=r"--target_dir=.*merged: .*thesis\.tex is there, and no merge wrote it; move it"
+    ):
+        merge(open_source(saved().directory), tmp_path / "merged")
     assert contents(tmp_path / "merged") == {"thesis.tex": b"mine"}
+
+
+def test_a_directory_in_which_a_merge_was_worked_on_is_refused_and_left_alone(saved, tmp_path):
+    source = open_source(saved().directory)
+    merge(source, tmp_path / "merged")
+    (tmp_path / "merged" / "config.json").write_text("mine")
+    before = contents(tmp_path / "merged")
+    with pytest.raises(ConfigError, match=r"config\.json is there, and no merge wrote it"):
+        merge(source, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == before
+
+
+def test_a_file_in_the_way_is_refused(saved, tmp_path):
+    (tmp_path / "merged").write_text("mine")
+    with pytest.raises(ConfigError, match="merged is there, and no merge wrote it"):
+        merge(open_source(saved().directory), tmp_path / "merged")
+
+
+def test_a_merge_that_was_killed_while_it_replaced_an_earlier_one_gives_that_back(copy, tmp_path):
+    merge(open_source(copy), tmp_path / "merged")
+    before = contents(tmp_path / "merged")
+    (tmp_path / "merged").replace(tmp_path / ".merged.replaced")
+    source = open_source(copy)
+    (copy / "__1_0.distcp").unlink()
+    with pytest.raises(Unreadable):
+        merge(source, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == before
 
 
 @pytest.mark.parametrize("before", ["nothing", "an empty directory", "an earlier merge"])
@@ -234,27 +325,49 @@ def test_a_merge_replaces_an_earlier_one_whole(saved, tmp_path, before):
     if before == "an empty directory":
         (tmp_path / "merged").mkdir()
     elif before == "an earlier merge":
-        merge(source, tmp_path / "merged", None, limit=700)
-    merge(source, tmp_path / "merged", None)
+        merge(source, tmp_path / "merged", limit=700)
+    merge(source, tmp_path / "merged")
     assert [file.name for file in (tmp_path / "merged").glob("*.safetensors*")] == ["model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
 def test_a_merge_that_fails_leaves_all_as_it_was(copy, tmp_path):
-    merge(open_source(copy), tmp_path / "merged", None)
+    merge(open_source(copy), tmp_path / "merged")
     before = contents(tmp_path / "merged")
-    source = open_source(copy)
+    source = open_source(copy, HALF)
     (copy / "__1_0.distcp").unlink()
     with pytest.raises(Unreadable, match=r"__1_0\.distcp"):
-        merge(source, tmp_path / "merged", HALF)
+        merge(source, tmp_path / "merged")
     assert contents(tmp_path / "merged") == before
     assert {path.name for path in tmp_path.iterdir()} == {"merged", "step"}
+
+
+def test_a_disk_that_turns_out_too_small_leaves_nothing_half(saved, tmp_path):
+    source = open_source(saved().directory)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, most))  # a file may not be larger, as on a full disk
+    try:
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            merge(source, tmp_path / "merged")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_check_that_fails_leaves_all_as_it_was(saved, tmp_path):
+    def fails(source: Source, directory: Path) -> str:
+        assert (directory / "model.safetensors").is_file()
+        raise CheckFailed("it says otherwise")
+
+    with pytest.raises(CheckFailed, match="it says otherwise"):
+        merge(open_source(saved().directory), tmp_path / "merged", {"mine": fails})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 100))
     with pytest.raises(ConfigError, match=r"has 0\.0 GB free, and the model takes 0\.0; make room"):
-        merge(open_source(saved().directory), tmp_path / "merged", None)
+        merge(open_source(saved().directory), tmp_path / "merged")
     assert not list(tmp_path.iterdir())
 
 
@@ -268,7 +381,7 @@ def test_a_file_that_changed_since_the_step_was_saved_is_named(copy, tmp_path):
     write_manifest(copy.parent)
     flip_last_bit(copy / "__0_0.distcp")
     with pytest.raises(CheckFailed, match=r"actor/__0_0\.distcp: changed since it was written; merge another step"):
-        merge(open_source(copy), tmp_path / "merged", None)
+        merge(open_source(copy), tmp_path / "merged")
 
 
 def test_damage_to_the_other_models_of_a_step_does_not_matter(copy, tmp_path):
@@ -276,26 +389,26 @@ def test_damage_to_the_other_models_of_a_step_does_not_matter(copy, tmp_path):
     (copy.parent / "critic" / "file").write_text("whole")
     write_manifest(copy.parent)
     (copy.parent / "critic" / "file").unlink()
-    merge(open_source(copy), tmp_path / "merged", None)
+    merge(open_source(copy), tmp_path / "merged")
 
 
 def test_a_changed_byte_in_a_file_of_verl_is_found(saved, tmp_path):
     copied = shutil.copytree(saved("fsdp2").directory, tmp_path / "actor")
     content = bytearray((file := copied / "model_world_size_2_rank_1.pt").read_bytes())
-    value = open_source(copied).read("model.norm.weight", None)[5:6]  # where the second rank's half begins
+    value = open_source(copied, FLOAT).read("model.norm.weight")[5:6]  # where the second rank's half begins
     content[content.index(value.numpy().tobytes())] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckFailed, match=r"model_world_size_2_rank_1\.pt: changed since it was written"):
-        merge(open_source(copied), tmp_path / "merged", None)
+        merge(open_source(copied), tmp_path / "merged")
 
 
 def test_a_tensor_that_was_written_otherwise_than_it_was_read_is_named(saved, tmp_path):
     source = open_source(saved().directory)
-    write_model(source, tmp_path / "written", None)
-    assert check_tensors(source, tmp_path / "written", None) == "27 of 27 equal bit for bit"
+    write_model(source, tmp_path / "written")
+    assert check_tensors(source, tmp_path / "written") == "27 of 27 equal bit for bit"
     flip_last_bit(tmp_path / "written" / "model.safetensors")
     with pytest.raises(CheckFailed, match=r"1 tensors were written otherwise than they were read: lm_head\.weight"):
-        check_tensors(source, tmp_path / "written", None)
+        check_tensors(source, tmp_path / "written")
 
 
 def test_not_a_number_is_equal_to_itself_and_zero_has_a_sign(tmp_path):
@@ -305,7 +418,7 @@ def test_not_a_number_is_equal_to_itself_and_zero_has_a_sign(tmp_path):
     qwen2().save_pretrained(tmp_path / "actor" / "huggingface")
     torch.save(model, tmp_path / "actor" / "model_world_size_1_rank_0.pt")
     source = open_source(tmp_path / "actor")
-    merge(source, tmp_path / "merged", None)
+    merge(source, tmp_path / "merged")
     model["model.norm.weight"].copy_(torch.tensor([float("nan"), 0.0] * 5))
     save_file(model, tmp_path / "merged" / "model.safetensors")
     with pytest.raises(CheckFailed, match=r"model\.norm\.weight differs by up to"):
@@ -328,7 +441,7 @@ def test_memory_is_that_of_a_few_tensors_and_not_of_the_model(tmp_path, form):
     code = """
 import resource, sys
 from pathlib import Path
-from hybridrl.checkpoint.export import write_shards
+from hybridrl.checkpoint.write import write_shards
 from hybridrl.checkpoint.read import open_tensors
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 tensors = open_tensors(Path(sys.argv[1]))

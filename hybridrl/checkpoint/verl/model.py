@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.pickles import Record, Stored, is_damaged, load
+from hybridrl.checkpoint.pickles import Record, is_damaged, load
+from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import Part, Tensors, Unreadable, blank, reading
 from hybridrl.config import ConfigError
 
@@ -64,7 +65,7 @@ def described(value: Any, place: Path) -> Tensor:
 def parts_of(held: list[Any]) -> Iterator[Part]:
     """The parts of a tensor of which each rank holds one, or a replica of one, or all."""
     if isinstance(held[0], Stored):
-        yield [0] * len(held[0].shape), held[0].mapped()
+        yield from held[0].parts([0] * len(held[0].shape))
     elif _kind(held[0]) == "DTensor":
         yield from _dtensor_parts(held)
     else:
@@ -83,7 +84,7 @@ def _dtensor_parts(held: list[Any]) -> Iterator[Part]:
     offsets = [0] * len(shape)
     for value in held:
         local = value.fields["_local_tensor"]
-        yield list(offsets), local.mapped()
+        yield from local.parts(tuple(offsets))
         for dim in dims:
             offsets[dim] += local.shape[dim]
         if all(offsets[dim] >= shape[dim] for dim in dims):
@@ -98,7 +99,7 @@ def _sharded_tensor_parts(held: list[Any]) -> Iterator[Part]:
             offsets = shard.fields["metadata"].fields["shard_offsets"]
             if tuple(offsets) not in seen:
                 seen.add(tuple(offsets))
-                yield offsets, shard.fields["tensor"].mapped()
+                yield from shard.fields["tensor"].parts(offsets)
 
 
 def _kind(value: object) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.pickles import Record, Stored
+from hybridrl.checkpoint.pickles import Record
+from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import Part, Tensors, blank, reading
 from hybridrl.checkpoint.verl.model import RankFiles, described, parts_of
 from hybridrl.config import ConfigError

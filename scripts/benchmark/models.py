@@ -1,0 +1,55 @@
+"""Models of random weights for the benchmarks, sharded as training shards them."""
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from hybridrl.config.schema import FSDPConfig, WrapPolicyConfig
+from hybridrl.training import attention
+from hybridrl.training.fsdp import mesh, shard
+from hybridrl.training.model import LanguageModel
+
+# Qwen2.5-0.5B's shapes, a model of 100 million parameters, and one to try a script with.
+SHAPES = {
+    "0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "100m": {
+        "vocab_size": 4096,
+        "hidden_size": 768,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    },
+    "tiny": {
+        "vocab_size": 151936,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+FSDP = FSDPConfig(-1, False, False, True, False, "float32", "float32", WrapPolicyConfig([]))
+
+
+def sharded_model(shape: str) -> LanguageModel:
+    """Over all ranks on CPU, in float32; no rank ever has it whole."""
+    config = Qwen2Config(**SHAPES[shape], tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"])
+    with torch.device("meta"):
+        model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
+    ranks = dist.get_world_size()
+    sharded = shard(model, FSDP, mesh("cpu", ranks, ranks)).to_empty(device="cpu")
+    base = sharded.model.model
+    base.rotary_emb = type(base.rotary_emb)(config)  # its frequencies are no parameters
+    for name, parameter in base.named_parameters():
+        local = parameter.to_local().detach()
+        # What the layers add outweighs what a token is: otherwise a greedy answer would repeat one token.
+        local.fill_(1) if name.endswith("norm.weight") else local.normal_(std=0.001 if "embed" in name else 0.05)
+    return sharded
