@@ -36,7 +36,7 @@ SHAPES = {
         "num_key_value_heads": 2,
     },
 }
-FSDP = FSDPConfig(-1, False, False, True, False, "float32", "float32", WrapPolicyConfig([]))
+FSDP = FSDPConfig(-1, False, False, True, False, "float32", "float32", False, WrapPolicyConfig([]))
 
 
 def sharded_model(shape: str) -> LanguageModel:

@@ -53,6 +53,7 @@ def fsdp_config(**changes: object) -> FSDPConfig:
         "forward_prefetch": False,
         "model_dtype": "float32",
         "dtype": "float32",
+        "full_determinism": False,
         "wrap_policy": WrapPolicyConfig([]),
     }
     return FSDPConfig(**settings | changes)
