@@ -8,6 +8,7 @@ from rich.logging import RichHandler
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl import device as devices
+from hybridrl.checkpoint.saved import saved_steps
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.config import ConfigError
@@ -27,22 +28,27 @@ from hybridrl.training.worker import TrainWorker
 
 
 def with_restarts(attempt: Callable[[], None], trainer: TrainerConfig | SFTTrainerConfig) -> None:
-    """Make the attempt; where a worker died, again from the last saved step, `trainer.max_restarts` times."""
+    """Make the attempt; where a worker died, again from the last saved step, `trainer.max_restarts` times.
+
+    One that died before it had saved a step begins where it began, which `auto` need not find: at an explicit path.
+    """
+    directory = Path(trainer.default_local_dir).expanduser()
     for left in reversed(range(trainer.max_restarts + 1)):
+        before = saved_steps(directory)
         try:
             return attempt()
         except WorkerDied as death:
             if not left:
                 raise
             info(f"{death}\nthe workers are built anew, to go on from the last saved step (restarts left: {left - 1})")
-            trainer.resume_mode = "auto"
+            if saved_steps(directory) != before:
+                trainer.resume_mode = "auto"
 
 
 def open_run_directory(config: PPOConfig | SFTConfig) -> Path:
-    """The directory that holds all of a run, with its configuration and a place for the logs."""
+    """The directory that holds all of a run, with a place for the logs."""
     directory = Path(config.trainer.default_local_dir).expanduser()
     (directory / "logs").mkdir(parents=True, exist_ok=True)
-    save_config(config, directory / "config.yaml")
     logging.basicConfig(
         level=logging.INFO,
         format="%(message)s",
@@ -54,8 +60,12 @@ def open_run_directory(config: PPOConfig | SFTConfig) -> Path:
     return directory.absolute()
 
 
-def open_store(trainer: TrainerConfig | SFTTrainerConfig, directory: Path) -> Store:
-    return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt)
+def open_store(config: PPOConfig | SFTConfig, directory: Path) -> Store:
+    """The saved steps of a run, whose directory is its own from here on; its configuration lies there too."""
+    trainer = config.trainer
+    store = Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt)
+    save_config(config, directory / "config.yaml")
+    return store
 
 
 def save_times(trainer: TrainerConfig | SFTTrainerConfig) -> SaveTimes:

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -20,11 +20,9 @@ from hybridrl.assembly import (
     start_train_workers,
     with_restarts,
 )
-from hybridrl.checkpoint.saved import Saved
 from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
-from hybridrl.config.compose import as_dict, as_yaml
-from hybridrl.config.model_directory import SHARDS
+from hybridrl.config.compose import as_yaml
 from hybridrl.config.schema import RewardConfig
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import PromptDataset, load_prompts
@@ -43,13 +41,13 @@ from hybridrl.plans import (
 )
 from hybridrl.records import Records
 from hybridrl.respondent import Respondent
-from hybridrl.resume import agree, data_fingerprint, fingerprint, saved_step, what_was_restored
+from hybridrl.restoring import contents_to_load, contents_to_save, find_saved_step, identify, restore
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.faults import FaultGuard
 from hybridrl.rewards.overlong import OverlongPenalty
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.run_state import RunState
-from hybridrl.saving import WHOLE, SavePlan, Saver
+from hybridrl.saving import SavePlan, Saver
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.trainer import Schedule, Trainer
@@ -74,11 +72,10 @@ def _train(config: PPOConfig) -> None:
     prompts, validation = load_data(config, tokenizer)
     trainer, overlong = config.trainer, build_overlong_penalty(config.reward)
     with ExitStack() as stack:
-        store = stack.enter_context(closing(open_store(trainer, directory)))
+        store = stack.enter_context(closing(open_store(config, directory)))
         identity = identify(config, len(prompts))
-        saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, info)
-        if saved:
-            agree(saved, as_dict(config), identity.data, trainer.resume_allow, trainer.reset_optimizer, info)
+        saved = find_saved_step(config, directory, identity, len(prompts))
+        contents = contents_to_load(config, algorithm, saved.path) if saved else {}
         done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
         # Without a number of steps the last one takes what prompts are left.
         in_all = None if trainer.total_training_steps else trainer.total_epochs * len(prompts)
@@ -100,7 +97,7 @@ def _train(config: PPOConfig) -> None:
         state = RunState(algorithm, experience, workers, records, fingerprint=identity.run, data=identity.data)
         start_up = {"timing_s/start_up": time.monotonic() - began}
         if saved:
-            restore(config, saved, workers, state, len(prompts))
+            restore(config, saved, contents, workers, state, len(prompts))
         else:
             records.log(0, start_up)
         validator = build_validator(config, validation, respondent, stop_ids) if validation else None
@@ -112,60 +109,8 @@ def _train(config: PPOConfig) -> None:
     info(summary(directory))
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What data and run are recognised by."""
-
-    data: str
-    run: str
-
-
-def identify(config: PPOConfig, rows: int) -> Identity:
-    data, model = config.data, config.actor_rollout_ref.model.path
-    rows_of = data_fingerprint(map(Path, data.train_files), rows, data.prompt_key, data.train_max_samples)
-    return Identity(rows_of, fingerprint(rows_of, model, config.algorithm.adv_estimator))
-
-
-def restore(config: PPOConfig, saved: Saved, workers: TrainWorkers, state: RunState, rows: int) -> None:
-    """Put a saved step's state into workers and driver, and say what was restored."""
-    actor, critic, reset = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint, resets(config)
-    wanted = {"actor": actor.load_contents, "critic": critic.load_contents, "reference": ["model"]}
-    contents = {
-        name: [part for part in parts if part != WHOLE]
-        for name, parts in wanted.items()
-        if (saved.path / name / SHARDS).is_file()
-    }
-    updates = workers.load(saved.path, contents, reset_optimizer=reset)
-    state.put(saved.state)
-    state.records.forget_after(saved.step)
-    moments = [] if reset else [name for name, parts in contents.items() if "optimizer" in parts]
-    told = what_was_restored(
-        saved.path,
-        saved.step,
-        weights=[name for name, parts in contents.items() if "model" in parts],
-        optimizers=moments,
-        updates={name: count for name, count in updates.items() if not reset},
-        prompts=saved.state["prompts"],
-        rows=rows,
-        kl_weight=saved.state["kl_weight"] if config.algorithm.use_kl_in_reward else None,
-        trackers=["metrics.jsonl", *sorted(saved.state["sinks"])],
-        missing=dict.fromkeys(("optimizer of actor", "schedule of actor"), "trainer.reset_optimizer") if reset else {},
-    )
-    info(told)
-
-
-def resets(config: PPOConfig) -> bool:
-    """Moments of another type of optimizer are of no use, whoever allowed it."""
-    return config.trainer.reset_optimizer or any(key.endswith("optim.optimizer") for key in config.trainer.resume_allow)
-
-
 def build_save_plan(config: PPOConfig, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase) -> SavePlan:
-    actor = config.actor_rollout_ref.actor.checkpoint
-    contents = {"actor": actor.save_contents}
-    if algorithm.uses_critic:
-        contents["critic"] = config.critic.checkpoint.save_contents
-    if algorithm.uses_reference and config.actor_rollout_ref.ref.refresh_freq > 0:
-        contents["reference"] = ["model"]
+    actor, contents = config.actor_rollout_ref.actor.checkpoint, contents_to_save(config, algorithm)
     times = save_times(config.trainer)
     return SavePlan(contents, times, tokenizer.save_pretrained, as_yaml(config), asynchronous=actor.async_save)
 

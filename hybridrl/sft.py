@@ -20,16 +20,17 @@ from hybridrl.assembly import (
     with_restarts,
 )
 from hybridrl.batch import Batch, pack
-from hybridrl.checkpoint.saved import Saved
+from hybridrl.checkpoint.saved import Saved, is_of_verl
 from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.cluster import Group
-from hybridrl.config import SFTConfig
+from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.resume import agree, code_fingerprint, data_fingerprint, fingerprint, saved_step, what_was_restored
-from hybridrl.saving import WHOLE, Save, SavePlan, Saver
+from hybridrl.resume import code_fingerprint, data_fingerprint, fingerprint, what_was_restored
+from hybridrl.resume.choose import agree, saved_step
+from hybridrl.saving import Save, SavePlan, Saver
 from hybridrl.signals import StopRequest
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
@@ -60,11 +61,12 @@ def _train(config: SFTConfig) -> None:
     training, validation = _load(config, tokenizer)
     trainer, size = config.trainer, config.data.train_batch_size
     with ExitStack() as stack:
-        store = stack.enter_context(closing(open_store(trainer, directory)))
+        store = stack.enter_context(closing(open_store(config, directory)))
         rows = data_fingerprint(map(Path, config.data.train_files), len(training), config.data.train_max_samples)
         identity = fingerprint(rows, config.model.path)
         saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity, info)
         if saved:
+            refuse_verl(saved)
             agree(saved, as_dict(config), rows, trainer.resume_allow, trainer.reset_optimizer, info)
         done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
         left = trainer.total_epochs * len(training) - used
@@ -92,16 +94,25 @@ def _train(config: SFTConfig) -> None:
     info(summary(directory))
 
 
+def refuse_verl(saved: Saved) -> None:
+    if is_of_verl(saved.path):
+        raise ConfigError(
+            f"{saved.path} is a step of verl's, from which no supervised run goes on; one can start from its model: "
+            f"trainer.resume_mode=disable model.path={saved.path}/actor"
+        )
+
+
 def _restore(config: SFTConfig, saved: Saved, workers: TrainWorkers, rows: int) -> None:
     reset = config.trainer.reset_optimizer or "optim.optimizer" in config.trainer.resume_allow
-    parts = [part for part in config.checkpoint.load_contents if part != WHOLE]
-    updates = workers.load(saved.path, {"actor": parts}, reset_optimizer=reset)
+    kept = {"model"} if reset else {"model", "optimizer", "extra"}
+    parts = [part for part in config.checkpoint.load_contents if part in kept]
+    updates = workers.load(saved.path, {"actor": parts})
     told = what_was_restored(
         saved.path,
         saved.step,
         weights=["actor"],
-        optimizers=["actor"] if "optimizer" in parts and not reset else [],
-        updates={} if reset else updates,
+        optimizers=["actor"] if "optimizer" in parts else [],
+        updates=updates if "extra" in parts else {},
         prompts=saved.state["prompts"],
         rows=rows,
         trackers=["metrics.jsonl", *sorted(saved.state["sinks"])],

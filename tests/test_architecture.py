@@ -22,7 +22,7 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 FLOORS = """
     main_ppo  main_sft  model_merger  doctor
     ppo  sft  command_line
-    assembly  plans
+    assembly  plans  restoring
     trainer
     run_state  saving
     validation  records  resume  signals

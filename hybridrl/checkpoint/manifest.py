@@ -25,20 +25,38 @@ def faults(directory: Path, below: str = "") -> list[str]:
     """Each file that is missing, truncated, changed or unreadable, in words; a file not written down is no fault. Only
     those of which the name begins with `below`."""
     try:
+        files = _read(directory)
+    except ValueError as error:
+        return [f"{MANIFEST}: {error}"]
+    checked = {name: entry for name, entry in files.items() if name.startswith(below)}
+    wrong = ((name, _fault(directory / name, entry)) for name, entry in checked.items())
+    return [f"{name}: {fault}" for name, fault in wrong if fault]
+
+
+def is_intact(directory: Path, name: str) -> bool:
+    """Whether one file is as it was written down."""
+    try:
+        entry = _read(directory).get(name)
+    except ValueError:
+        return False
+    return entry is not None and _fault(directory / name, entry) is None
+
+
+def _read(directory: Path) -> dict[str, dict[str, Any]]:
+    """What was written down of each file. Raises ValueError, which says what is wrong with the manifest itself."""
+    try:
         text = (directory / MANIFEST).read_text(encoding="utf-8")
         found = json.loads(text)
     except FileNotFoundError:
-        return [f"{MANIFEST}: missing"]
+        raise ValueError("missing") from None
     except OSError as error:
-        return [f"{MANIFEST}: cannot be read ({error.strerror})"]
+        raise ValueError(f"cannot be read ({error.strerror})") from error
     except ValueError:
-        return [f"{MANIFEST}: damaged"]
+        raise ValueError("damaged") from None
     # Its own checksum too: a name damaged there would otherwise accuse a file.
     if not isinstance(found, dict) or text != _text(found.get("files")):
-        return [f"{MANIFEST}: damaged"]
-    files = {name: entry for name, entry in found["files"].items() if name.startswith(below)}
-    wrong = ((name, _fault(directory / name, entry)) for name, entry in files.items())
-    return [f"{name}: {fault}" for name, fault in wrong if fault]
+        raise ValueError("damaged")
+    return found["files"]
 
 
 def _text(files: object) -> str:

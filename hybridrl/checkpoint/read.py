@@ -1,19 +1,19 @@
 """Opening a saved model for reading tensor by tensor, in any form that it may have been saved in."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, StorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hybridrl.checkpoint.pickles import load
 from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import TYPES, Part, Tensors, Unreadable, blank, reading
-from hybridrl.checkpoint.verl import holds_verl, read_verl_model
+from hybridrl.checkpoint.verl import VerlReader, holds_verl, read_verl_model
 from hybridrl.config import ConfigError
 from hybridrl.config.model_directory import HUGGINGFACE, SHARDS
 
@@ -39,6 +39,36 @@ def open_tensors(directory: Path) -> Tensors:
     inside = [path.name for path in sorted(directory.iterdir()) if path.is_dir() and path.name in ("actor", "critic")]
     hint = f"; name the model in it, {directory / inside[0]}" if inside else ", such as .../global_step_N/actor"
     raise ConfigError(f"{directory} holds no saved model{hint}")
+
+
+def state_reader(directory: Path, *, moments: bool = True) -> StorageReader:
+    """What torch.distributed.checkpoint reads a saved model's state with, of ours or of verl's; without `moments` the
+    optimizer need not be readable. Raises ConfigError where a file of verl's is missing or damaged."""
+    return VerlReader(directory, moments=moments) if holds_verl(directory) else FileSystemReader(directory)
+
+
+def saved_shapes(reader: StorageReader, directory: Path) -> dict[str, dict[str, torch.Size]]:
+    """The parts of a state (model, optimizer, extra) that a directory has, each with its tensors' shapes by name.
+    Raises Unreadable."""
+    if isinstance(reader, FileSystemReader) and not (directory / SHARDS).is_file():
+        return {}
+    with reading(directory / SHARDS):
+        saved = reader.read_metadata().state_dict_metadata
+    found: dict[str, dict[str, torch.Size]] = {}
+    for key, item in saved.items():
+        part, _, name = key.partition(".")
+        found.setdefault(part, {}).update({name: item.size} if isinstance(item, TensorStorageMetadata) else {})
+    return found
+
+
+def check_parts(directory: Path, parts: Collection[str]) -> None:
+    """Refuse a saved model that lacks one of these parts of its state, or cannot be read, with the way out."""
+    resettable = {"optimizer", "extra"}
+    saved = saved_shapes(state_reader(directory, moments=not resettable.isdisjoint(parts)), directory)
+    if lacking := [part for part in parts if part not in saved]:
+        way_out = "trainer.reset_optimizer=true goes on without moments and schedule"
+        further = f"; {way_out}" if resettable.issuperset(lacking) else ", see checkpoint.save_contents"
+        raise ConfigError(f"{directory}: no {' and '.join(lacking)} was saved there{further}")
 
 
 def read_shards(directory: Path, section: str = MODEL) -> Tensors:

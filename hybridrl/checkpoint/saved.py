@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.manifest import faults
+from hybridrl.checkpoint.manifest import faults, is_intact
+from hybridrl.config.model_directory import VERL_SHARDS
 
 STATE = "state.json"
 NEEDED = {"healthy", "recovery", "metrics"}
@@ -29,10 +30,15 @@ class Saved:
 
 def saved_steps(directory: Path) -> list[Saved]:
     """The published steps of a directory, oldest first as they were published, which is by number unless a run went
-    back; one whose state cannot be read is left out."""
-    states = [(path, _read_state(path)) for path in step_directories(directory)]
-    found = [Saved(step_number(path), path, state) for path, state in states if state is not None]
-    return sorted(found, key=lambda saved: saved.state["published"])
+    back; one whose state is damaged is left out, as a wrong order would cast out others."""
+    found = (read_saved(path) for path in step_directories(directory) if is_intact(path, STATE))
+    return sorted((saved for saved in found if saved is not None), key=lambda saved: saved.state["published"])
+
+
+def read_saved(path: Path) -> Saved | None:
+    """A step, whole or not, if its state is there and can be read."""
+    state = _read_state(path)
+    return None if state is None else Saved(step_number(path), path, state)
 
 
 def check(path: Path) -> list[str]:
@@ -57,6 +63,8 @@ def newest_good(directory: Path, say: Callable[[str], None]) -> Saved | None:
     saved = {one.path: one for one in saved_steps(directory)}
     on_course = {one.path for one in course(list(saved.values()))}
     for path in reversed(step_directories(directory)):
+        if is_of_verl(path):
+            continue
         left_behind = path in saved and path not in on_course
         reasons = ["the run has gone back to an earlier step since"] if left_behind else check(path)
         if path in saved and not reasons:
@@ -80,6 +88,11 @@ def step_directories(directory: Path) -> list[Path]:
     """Every `global_step_N`, whole or not, by number."""
     found = (path for path in directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name))
     return sorted(found, key=step_number)
+
+
+def is_of_verl(path: Path) -> bool:
+    """Whether verl saved the step."""
+    return any(True for _ in path.glob(f"actor/{VERL_SHARDS}"))
 
 
 def step_number(path: Path) -> int:

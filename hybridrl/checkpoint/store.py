@@ -120,16 +120,25 @@ class Store:
                 replaced.replace(final)
         for kind in ("writing", "deleting"):
             for left in self.directory.glob(f".global_step_{step}.{kind}"):
-                shutil.rmtree(left, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove(left)
 
     def _delete(self, path: Path) -> None:
         """Remove a step if it is there, hidden first, so that half of it is never taken for the whole."""
         hidden = self._aside(step_number(path), "deleting")
-        shutil.rmtree(hidden, ignore_errors=True)
         with contextlib.suppress(OSError):  # what cannot go now goes when a store is opened here again
+            _remove(hidden)
             path.replace(hidden)
             reach_disk(self.directory)
-            shutil.rmtree(hidden)
+            _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory if it is there, or the link to one."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _locked(directory: Path) -> TextIO:

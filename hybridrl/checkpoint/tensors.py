@@ -38,7 +38,9 @@ UNREADABLE = (
     EOFError,
     ImportError,
     LookupError,
+    MemoryError,  # of a length that is not as it was written
     OSError,
+    OverflowError,
     RuntimeError,
     SafetensorError,
     TypeError,

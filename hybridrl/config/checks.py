@@ -42,6 +42,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _settle_actor(config, note)
     _settle_rollout(config, wrong)
     _settle_critic(config, note, wrong)
+    _settle_retention(config, note)
     _settle_reference(config, wrong)
     _check_model("actor_rollout_ref.model.path", section.model, section.rollout.max_model_len or 0, LOWER, wrong)
     _check_sampling(config, note, wrong)
@@ -99,6 +100,22 @@ def _settle_trainer(
         wrong.add(
             "trainer.max_restarts with resume_mode=disable: there is nothing to restart from; set resume_mode=auto"
         )
+
+
+def _settle_retention(config: PPOConfig, note: Note) -> None:
+    """A saved step is whole or absent, so that of two counts the one that keeps more holds."""
+    actor, critic = config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
+    asked = f"trainer.max_critic_ckpt_to_keep={critic}"
+    if critic is None or critic == actor:
+        return
+    if not config.critic.enable:
+        note(f"{asked} has no effect without a critic")
+    elif actor is None or critic < actor:
+        kept = f"trainer.max_actor_ckpt_to_keep={show(actor)}"
+        note(f"{asked} has no effect beside {kept}: a step stays with both models or goes with both")
+    else:
+        note(f"{asked}: so many steps are kept, with both models, though trainer.max_actor_ckpt_to_keep={actor}")
+        config.trainer.max_actor_ckpt_to_keep = critic
 
 
 def _check_save_contents(key: str, contents: list[str], note: Note) -> None:

@@ -360,6 +360,7 @@ class TrainerConfig:
     save_freq_epochs: AboveZero | None
     save_freq_secs: AboveZero | None
     max_actor_ckpt_to_keep: Positive | None
+    max_critic_ckpt_to_keep: Positive | None
     keep_best_ckpt: str | None
     ckpt_freq_secs: float
     resume_mode: ResumeMode

@@ -149,10 +149,12 @@ def _misfits(step: Path, present: dict[str, Any]) -> dict[str, str]:
 
 
 def _shapes(model: Path, overrides: dict[str, Any], place: str = "") -> dict[str, Any]:
-    """What a model's config.json says of shapes, overridden; nothing of a model that is no directory here."""
-    file = model / "config.json"
-    if not file.is_file():
+    """What a model's config.json says of shapes, overridden; nothing where there is none that can be read."""
+    try:
+        settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(settings, dict):
+        return {}
     settings |= {key: overrides[place + key] for key in SHAPES if place + key in overrides}
     return {key: settings[key] for key in SHAPES if key in settings}

@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import CheckpointException
 
+from hybridrl.checkpoint.read import saved_shapes, state_reader
 from hybridrl.training.fsdp import reshard
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.optimizer import Optimizers
@@ -51,28 +51,21 @@ def load_state(
 ) -> None:
     """Read the parts asked for into a model and its optimizers, wherever their tensors lie; collective.
 
-    Raises ValueError where the directory lacks a part, or holds another model or optimizer.
+    Raises ConfigError where files cannot be read, ValueError where the directory lacks a part, or holds another model
+    or optimizer.
     """
     state = state_of(model, optimizers, contents)
+    reader = state_reader(directory, moments="optimizer" in state or "extra" in state)
+    saved = saved_shapes(reader, directory)
     for part, value in state.items():
+        if part not in saved:
+            raise ValueError(f"{directory}: no {part} was saved there, see checkpoint.save_contents")
         shapes = {".".join(path): tensor.shape for path, tensor in tensors(value)}
-        _refuse_other(part, _saved_shapes(directory, part), shapes, directory)
+        _refuse_other(part, saved[part], shapes, directory)
     with told(directory):
-        dcp.load(state, checkpoint_id=directory, process_group=group)
+        dcp.load(state, storage_reader=reader, process_group=group)
     if optimizers is not None and "extra" in state:
         optimizers.go_on_after(state["extra"]["updates"])
-
-
-def _saved_shapes(directory: Path, part: str) -> dict[str, torch.Size]:
-    """Shapes of a part's tensors by name. Raises ValueError where the part was not saved."""
-    try:
-        saved = FileSystemReader(directory).read_metadata().state_dict_metadata
-    except FileNotFoundError:
-        saved = {}
-    found = {name.removeprefix(f"{part}."): item for name, item in saved.items() if name.startswith(f"{part}.")}
-    if not found:
-        raise ValueError(f"{directory}: no {part} was saved there, see checkpoint.save_contents")
-    return {name: item.size for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def _refuse_other(

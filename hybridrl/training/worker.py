@@ -333,14 +333,13 @@ class TrainWorker:
         """Whether all is on the disk. Raises RuntimeError, once, where it could not be written."""
         return self.writer.finished()
 
-    def load(self, directory: str, contents: dict[str, list[str]], *, reset_optimizer: bool = False) -> dict[str, int]:
+    def load(self, directory: str, contents: dict[str, list[str]]) -> dict[str, int]:
         """Read parts of the state of actor, critic or reference from the folder of that name; collective. Returns how
         many updates each learner has had."""
         updates = {}
         for name, parts in contents.items():
-            kept = [part for part in parts if part == "model" or not reset_optimizer]
             model, optimizers = self._trained(name)
-            load_state(model, optimizers, kept, Path(directory, name), self.writer.group)
+            load_state(model, optimizers, parts, Path(directory, name), self.writer.group)
             if optimizers is not None:
                 updates[name] = optimizers.updates
         return updates

@@ -258,10 +258,9 @@ class TrainWorkers:
         """Whether every rank has written all. RemoteFailure, once, where one could not."""
         return all(self.group.broadcast(TrainWorker.finished_save, timeout=self.timeout))
 
-    def load(self, directory: Path, contents: dict[str, list[str]], *, reset_optimizer: bool = False) -> dict[str, int]:
+    def load(self, directory: Path, contents: dict[str, list[str]]) -> dict[str, int]:
         """Read parts of each model's state; on any number of ranks. Returns how many updates each has had."""
-        options = {"reset_optimizer": reset_optimizer, "timeout": self.timeout}
-        return self.group.broadcast(TrainWorker.load, str(directory), contents, **options)[0]
+        return self.group.broadcast(TrainWorker.load, str(directory), contents, timeout=self.timeout)[0]
 
     def export(self, directory: Path, name: str = "actor") -> None:
         """Write a model (actor, critic or reference) whole, as a Hugging Face directory."""

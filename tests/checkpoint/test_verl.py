@@ -1,25 +1,29 @@
 import os
 import shutil
+import warnings
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.checkpoint.tensors import Unreadable
-from hybridrl.checkpoint.verl import DataPosition, read_verl
+from hybridrl.checkpoint.verl import DataPosition, VerlReader, data_position, verl_faults
 from hybridrl.config import ConfigError
-from tests.checkpoint.verl_files import SCHEDULE_STEPS, TRUTH, UPDATES, save_as_verl
+from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
 from tests.training.on_ranks import on_ranks
 
 FORMS = {
     "fsdp2": 3,
+    "fsdp2 one rank": 1,
     "fsdp2 columns": 2,
     "fsdp2 replicated": 4,
     "fsdp1": 3,
+    "fsdp1 one rank": 1,
     "fsdp1 replicated": 4,
     "fsdp1 original parameters": 3,
     "fsdp1 sharded tensors": 3,
@@ -58,17 +62,37 @@ def truth(directory: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tenso
 @pytest.mark.parametrize("form", FORMS)
 def test_tensors_and_moments_are_those_that_torch_gathers(saved, form, tied):
     directory = saved / (form + tied) / STEP / "actor"
-    found = read_verl(directory)
-    model, states = truth(directory)
-    assert found.model.meta.keys() == model.keys()
+    tensors = open_tensors(directory)
+    model, moments = truth(directory)
+    assert tensors.meta.keys() == model.keys()
     for name, value in model.items():
-        assert torch.equal(found.model.read(name), value), name
-        assert (found.model.meta[name].shape, found.model.meta[name].dtype) == (value.shape, value.dtype)
-    for kind in ("exp_avg", "exp_avg_sq"):
-        assert found.moments[kind].meta.keys() == states.keys()
-        for name, state in states.items():
-            assert torch.equal(found.moments[kind].read(name), state[kind]), name
-    assert (found.updates, found.schedule_steps, found.step) == (UPDATES, SCHEDULE_STEPS, 7)
+        assert torch.equal(tensors.read(name), value), name
+        assert (tensors.meta[name].shape, tensors.meta[name].dtype) == (value.shape, value.dtype)
+    found = read_state(directory)
+    assert found["extra"] == {"updates": UPDATES}
+    assert found["optimizer"]["state"].keys() == moments.keys() == found["model"].keys()
+    for name, state in moments.items():
+        assert torch.equal(found["model"][name], model[name]), name
+        assert found["optimizer"]["state"][name].keys() == state.keys()
+        assert all(torch.equal(found["optimizer"]["state"][name][kind], state[kind]) for kind in state), name
+
+
+def read_state(directory: Path) -> dict:
+    """All that torch.distributed.checkpoint reads there, whole."""
+    reader = VerlReader(directory)
+    state: dict = {"extra": {"updates": None}, "model": {}, "optimizer": {"state": {}}}
+    for key, item in reader.read_metadata().state_dict_metadata.items():
+        part, _, name = key.partition(".")
+        if part == "model":
+            state[part][name] = torch.empty(item.size, dtype=item.properties.dtype)
+        elif part == "optimizer":
+            name, _, kind = name.removeprefix("state.").rpartition(".")
+            held = state[part]["state"].setdefault(name, {})
+            held[kind] = torch.empty(item.size, dtype=item.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process alone
+        dcp.load(state, storage_reader=reader)
+    return state
 
 
 def test_whole_tensors_are_taken_from_the_first_rank(tmp_path):
@@ -194,22 +218,32 @@ def test_the_number_of_ranks_is_told_by_the_files_where_it_is_not_written_down(c
         open_tensors(copy)
 
 
-def test_what_was_not_saved_is_noted_and_the_model_is_read(copy):
+def test_of_an_optimizer_that_was_not_saved_there_is_nothing_and_the_model_is_read(copy):
     for file in [*copy.glob("optim_*"), *copy.glob("extra_state_*")]:
         file.unlink()
-    found = read_verl(copy)
-    assert (found.moments, found.updates, found.schedule_steps, found.data) == ({}, None, None, None)
-    assert ["optim_" in note or "extra_state_" in note or "data.pt" in note for note in found.notes] == [True] * 3
-    assert torch.equal(found.model.read("model.norm.weight"), truth(copy)[0]["model.norm.weight"])
+    names = VerlReader(copy).read_metadata().state_dict_metadata.keys()
+    assert names and all(name.startswith("model.") for name in names)
 
 
-def test_an_optimizer_of_other_parameters_is_noted(copy):
+def test_an_optimizer_that_cannot_be_read_is_refused_unless_it_is_not_wanted(copy):
+    os.truncate(copy / "optim_world_size_3_rank_2.pt", 100)
+    with pytest.raises(ConfigError, match=r"rank_2\.pt cannot be read: .*; trainer\.reset_optimizer=true goes on"):
+        VerlReader(copy)
+    assert VerlReader(copy, moments=False).read_metadata().state_dict_metadata
+
+
+def test_an_optimizer_of_other_parameters_is_refused(copy):
     for file in copy.glob("optim_*"):
         state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(30)}
         torch.save({"state": {0: state}, "param_groups": [{"params": [0]}]}, file)
-    found = read_verl(copy)
-    assert found.moments == {}
-    assert "does not fit the model's parameters" in found.notes[0]
+    with pytest.raises(ConfigError, match="does not fit the model's parameters"):
+        VerlReader(copy)
+
+
+def test_a_lora_adapter_is_refused_by_name(tmp_path):
+    torch.save({"base.lora_A.weight": torch.ones(2)}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(ConfigError, match=r"holds a LoRA adapter \(base\.lora_A\.weight\)"):
+        VerlReader(tmp_path)
 
 
 def test_a_rank_without_elements_of_a_parameter_has_no_state_and_changes_no_type(tmp_path):
@@ -218,10 +252,21 @@ def test_a_rank_without_elements_of_a_parameter_has_no_state_and_changes_no_type
         torch.save({"weight": weight}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
         optimizer = {"state": states, "param_groups": [{"params": [0]}]}
         torch.save(optimizer, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
-    found = read_verl(tmp_path)
-    moment = found.moments["exp_avg"].read("weight")
-    assert torch.equal(moment, weight.bfloat16()) and moment.dtype == torch.bfloat16
-    assert found.updates == 4
+    found = read_state(tmp_path)
+    assert torch.equal(found["optimizer"]["state"]["weight"]["exp_avg"], weight.bfloat16())
+    assert found["optimizer"]["state"]["weight"]["exp_avg"].dtype == torch.bfloat16
+    assert found["extra"]["updates"] == found["optimizer"]["state"]["weight"]["step"] == 4
+
+
+def test_parameters_may_have_had_different_numbers_of_updates(tmp_path):
+    """As one that takes part in the model's answers only from some update on."""
+    torch.save({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "model_world_size_1_rank_0.pt")
+    states = {number: {"step": torch.tensor(step), "exp_avg": torch.zeros(2)} for number, step in ((0, 5.0), (1, 3.0))}
+    optimizer = {"state": states, "param_groups": [{"params": [0, 1]}]}
+    torch.save(optimizer, tmp_path / "optim_world_size_1_rank_0.pt")
+    found = read_state(tmp_path)
+    assert {name: state["step"].item() for name, state in found["optimizer"]["state"].items()} == {"a": 5, "b": 3}
+    assert found["extra"]["updates"] == 5
 
 
 def test_tensor_parallel_shards_are_refused(saved, tmp_path):
@@ -247,16 +292,35 @@ WITH_WORKERS = {
 )
 def test_prompts_drawn_are_told_by_the_data_loaders_state(copy, state, batches):
     torch.save(state, copy.parent / "data.pt")
-    assert read_verl(copy).data == DataPosition(prompts=batches * 8, batch_size=8)
+    assert data_position(copy.parent) == DataPosition(prompts=batches * 8, batch_size=8)
 
 
-def test_a_data_position_of_another_kind_is_noted(copy):
+def test_a_data_position_of_another_kind_is_refused(copy):
     torch.save({"position": 3}, copy.parent / "data.pt")
-    found = read_verl(copy)
-    assert found.data is None
-    assert "data.pt cannot be read: '_num_yielded'" in found.notes[-1]
+    with pytest.raises(ConfigError, match=r"data\.pt cannot be read: '_num_yielded'"):
+        data_position(copy.parent)
 
 
-def test_the_step_is_that_of_the_directory_if_its_name_says_one(copy, tmp_path):
-    assert read_verl(copy).step == 7
-    assert read_verl(copy.rename(tmp_path / "elsewhere")).step is None
+@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
+def test_damage_to_any_file_of_a_step_is_named(copy, kind):
+    step, file = copy.parent, copy / f"{kind}_world_size_3_rank_1.pt"
+    torch.save(LOADER, step / "data.pt")
+    assert verl_faults(step) == []
+    content = file.read_bytes()
+    os.truncate(file, len(content) - 100)
+    assert verl_faults(step) == [f"{file} cannot be read: File is not a zip file"]
+    file.unlink()
+    assert verl_faults(step) == [f"{copy}: {file.name} of 3 ranks is missing; copy it there"]
+    file.write_bytes(content)
+    with ZipFile(file) as archive:
+        flip(file, archive.read(next(name for name in archive.namelist() if name.endswith("/data/0"))))
+    assert verl_faults(step) == [f"actor/{file.name}: changed since it was written"]
+
+
+def test_a_damaged_data_position_is_named(copy):
+    step = copy.parent
+    torch.save(LOADER, step / "data.pt")
+    flip(step / "data.pt", b"_sampler_iter_yielded")
+    assert verl_faults(step) == ["data.pt: changed since it was written"]
+    os.truncate(step / "data.pt", 50)
+    assert verl_faults(step) == [f"{step / 'data.pt'} cannot be read: File is not a zip file"]

@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import Shard
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    Qwen2Config,
+)
 
 UPDATES, SCHEDULE_STEPS = 2, 5
 TRUTH = "truth.pt"
@@ -36,11 +42,15 @@ def qwen2(**changes: object) -> Qwen2Config:
     return Qwen2Config(**settings | changes)
 
 
-def save_as_verl(directory: Path, form: str, *, tied: bool = False, value: bool = False) -> None:
-    """Train a model for a few updates on these ranks and save it as verl does. `form`: fsdp2, fsdp2 replicated, fsdp2
-    columns, fsdp1, fsdp1 replicated, fsdp1 original parameters, fsdp1 sharded tensors."""
+def save_as_verl(
+    directory: Path, form: str, *, tied: bool = False, value: bool = False, like: Path | None = None
+) -> None:
+    """Train a model (`like`: of this one's configuration) for a few updates on these ranks and save it as verl does.
+    `form`: fsdp2, fsdp2 replicated, fsdp2 columns, fsdp1, fsdp1 replicated, fsdp1 original parameters, fsdp1 sharded
+    tensors."""
     torch.manual_seed(0)
-    config = qwen2(tie_word_embeddings=tied, **({"num_labels": 1} if value else {}))
+    config = AutoConfig.from_pretrained(like) if like else qwen2(tie_word_embeddings=tied)
+    config.num_labels = 1 if value else config.num_labels
     model = (AutoModelForTokenClassification if value else AutoModelForCausalLM).from_config(config)
     sharded = _fsdp2(model, form) if form.startswith("fsdp2") else _fsdp1(model, form)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)

@@ -1,3 +1,5 @@
+import pytest
+
 from .conftest import Load
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -47,6 +49,30 @@ def test_settings_that_change_nothing_are_noted(load: Load) -> None:
         "reference policy is in use",
     }
     assert load(*QUIET, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", *wanted).notes == list(wanted.values())
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "kept", "said"),
+    [
+        (2, None, 2, None),
+        (2, 2, 2, None),
+        (2, 3, 3, "=3: so many steps are kept, with both models, though trainer.max_actor_ckpt_to_keep=2"),
+        (3, 2, 3, "=2 has no effect beside trainer.max_actor_ckpt_to_keep=3"),
+        (None, 1, None, "=1 has no effect beside trainer.max_actor_ckpt_to_keep=null"),
+    ],
+)
+def test_a_step_is_kept_with_both_models_so_the_larger_count_holds(load: Load, actor, critic, kept, said) -> None:
+    counts = {"actor": actor, "critic": critic}
+    overrides = [f"trainer.max_{name}_ckpt_to_keep={count}" for name, count in counts.items() if count]
+    loaded = load(*QUIET, "critic.enable=true", "algorithm.adv_estimator=gae", *overrides)
+    assert loaded.config.trainer.max_actor_ckpt_to_keep == kept
+    told = [note for note in loaded.notes if "ckpt_to_keep" in note]
+    assert not told if said is None else told[0].startswith(f"trainer.max_critic_ckpt_to_keep{said}")
+
+
+def test_a_count_of_critics_without_a_critic_is_noted(load: Load) -> None:
+    notes = load(*QUIET, "algorithm.adv_estimator=grpo", "trainer.max_critic_ckpt_to_keep=1").notes
+    assert notes == ["trainer.max_critic_ckpt_to_keep=1 has no effect without a critic"]
 
 
 def test_neutral_values_are_not_noted(load: Load) -> None:

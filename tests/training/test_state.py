@@ -51,9 +51,9 @@ def fsdp_config(**changes: object) -> FSDPConfig:
         "optimizer_offload": True,
         "reshard_after_forward": True,
         "forward_prefetch": False,
+        "full_determinism": False,
         "model_dtype": "float32",
         "dtype": "float32",
-        "full_determinism": False,
         "wrap_policy": WrapPolicyConfig([]),
     }
     return FSDPConfig(**settings | changes)

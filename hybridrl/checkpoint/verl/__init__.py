@@ -1,6 +1,7 @@
-"""Checkpoints of verl's FSDP workers: model, optimizer and position, from any number of ranks, by one process."""
+"""Checkpoints of verl's FSDP workers: model, optimizer and position, on any number of ranks, from any number."""
 
 from hybridrl.checkpoint.verl.model import holds_verl, read_verl_model
-from hybridrl.checkpoint.verl.read import DataPosition, VerlCheckpoint, read_verl
+from hybridrl.checkpoint.verl.reader import VerlReader
+from hybridrl.checkpoint.verl.step import DataPosition, data_position, verl_faults
 
-__all__ = ["DataPosition", "VerlCheckpoint", "holds_verl", "read_verl", "read_verl_model"]
+__all__ = ["DataPosition", "VerlReader", "data_position", "holds_verl", "read_verl_model", "verl_faults"]

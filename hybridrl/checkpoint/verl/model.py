@@ -16,16 +16,18 @@ from hybridrl.checkpoint.pickles import Record, is_damaged, load
 from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import Part, Tensors, Unreadable, blank, reading
 from hybridrl.config import ConfigError
+from hybridrl.config.model_directory import VERL_SHARDS
 
 SETTINGS = "fsdp_config.json"
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"  # kinds of files
 
 
-def holds_verl(directory: Path) -> bool:
-    return any(directory.glob("model_world_size_*_rank_*.pt"))
+def holds_verl(directory: Path, kind: str = MODEL) -> bool:
+    return any(True for _ in directory.glob(VERL_SHARDS.replace(MODEL, kind)))
 
 
 class RankFiles:
-    """The files of one kind, one a rank. Raises Unreadable where a rank's is missing."""
+    """The files of one kind, one a rank. Raises Unreadable where a rank's is missing or cannot be read."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         ranks = _world_size(directory)
@@ -42,7 +44,7 @@ class RankFiles:
 def read_verl_model(directory: Path) -> Tensors:
     """The model's tensors. Raises Unreadable where a file is missing or damaged, ConfigError where it holds something
     else."""
-    files = RankFiles(directory, "model")
+    files = RankFiles(directory, MODEL)
     with reading(files.paths[0]):
         meta = {name: described(value, directory / name) for name, value in files.values[0].items()}
 
@@ -111,7 +113,7 @@ def _world_size(directory: Path) -> int:
     if (directory / SETTINGS).is_file():
         with reading(directory / SETTINGS):
             return int(json.loads((directory / SETTINGS).read_text())["world_size"])
-    names = [path.name for path in directory.glob("model_world_size_*_rank_*.pt")]
+    names = [path.name for path in directory.glob(VERL_SHARDS)]
     sizes = {int(number) for name in names for number in re.findall(r"world_size_(\d+)_rank_\d+\.pt$", name)}
     if len(sizes) != 1:
         raise ConfigError(f"{directory} has files of several runs, of {sorted(sizes)} ranks; leave those of one there")

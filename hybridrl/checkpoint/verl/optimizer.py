@@ -19,8 +19,10 @@ from torch import Tensor
 from hybridrl.checkpoint.pickles import Record
 from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import Part, Tensors, blank, reading
-from hybridrl.checkpoint.verl.model import RankFiles, described, parts_of
+from hybridrl.checkpoint.verl.model import OPTIMIZER, RankFiles, described, parts_of
 from hybridrl.config import ConfigError
+
+STEP = "step"
 
 Unit = list[str]  # the parameters that share a number, in order
 
@@ -35,26 +37,34 @@ class _Place:
 
 
 def read_moments(directory: Path, model: dict[str, Tensor]) -> tuple[dict[str, Tensors], int]:
-    """The model's parameters' moments, under the optimizer's names for them (exp_avg, exp_avg_sq), and how many updates
-    there were. Raises ConfigError where a file is missing or damaged, or the numbers cannot be told apart."""
-    files = RankFiles(directory, "optim")
+    """The optimizer's state of the model's parameters under its own names (exp_avg, exp_avg_sq, step), and how many
+    updates there were. Raises ConfigError where a file is missing or damaged, or the numbers cannot be told apart."""
+    files = RankFiles(directory, OPTIMIZER)
     with reading(files.paths[0]):
         saved = files.values[0]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        steps = {number: _step(files, number) for number in numbers}
         states = list(saved["state"].values())
-        steps = [state["step"] for state in states]
-        updates = max(int(step.mapped() if isinstance(step, Stored) else step) for step in steps)
-        kinds = {kind: described(value, directory / kind).dtype for kind, value in states[0].items() if kind != "step"}
+        kinds = {kind: described(value, directory / kind).dtype for kind, value in states[0].items() if kind != STEP}
         places = _find_places([_held(files, number, next(iter(kinds))) for number in numbers], numbers, model)
     if not places:
         raise ConfigError(
             f"{directory}: the optimizer's state does not fit the model's parameters, layer by layer or all"
         )
-    found = {}
+    form = f"of verl, {len(files.paths)} ranks"
+    once = {name: blank(torch.Size(), torch.float32) for name in places}
+    found = {STEP: Tensors(form, once, lambda name: [((), torch.tensor(steps[places[name].number]))])}
     for kind, dtype in kinds.items():
         meta = {name: blank(model[name].shape, dtype) for name in places}
-        found[kind] = Tensors(f"of verl, {len(files.paths)} ranks", meta, _reader(files, kind, places, meta))
-    return found, updates
+        found[kind] = Tensors(form, meta, _reader(files, kind, places, meta))
+    return found, int(max(steps.values()))
+
+
+def _step(files: RankFiles, number: int) -> float:
+    """How many updates a parameter has had, as the first rank has it that holds some of it; 0 where it had none."""
+    steps = (step for step in _held(files, number, STEP) if step is not None)
+    step = next(steps, 0)
+    return float(step.mapped() if isinstance(step, Stored) else step)
 
 
 def _reader(

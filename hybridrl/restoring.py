@@ -1,0 +1,108 @@
+"""Going on from a saved step: which one, what is read of it, and into what it is put."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hybridrl.algorithms import Algorithm
+from hybridrl.checkpoint.read import check_parts
+from hybridrl.checkpoint.saved import Saved, is_of_verl
+from hybridrl.config import PPOConfig
+from hybridrl.config.compose import as_dict
+from hybridrl.resume import data_fingerprint, fingerprint, what_was_restored
+from hybridrl.resume.choose import agree, saved_step
+from hybridrl.resume.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
+from hybridrl.run_state import RunState
+from hybridrl.tracking.log import info
+from hybridrl.training.workers import TrainWorkers
+
+RESETTABLE = ("optimizer", "schedule")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What data and run are recognised by."""
+
+    data: str
+    run: str
+
+
+def identify(config: PPOConfig, rows: int) -> Identity:
+    data, model = config.data, config.actor_rollout_ref.model.path
+    rows_of = data_fingerprint(map(Path, data.train_files), rows, data.prompt_key, data.train_max_samples)
+    return Identity(rows_of, fingerprint(rows_of, model, config.algorithm.adv_estimator))
+
+
+def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, rows: int) -> Saved | None:
+    """The step to go on from, if there is one. ConfigError where it and the configuration do not go together."""
+    trainer = config.trainer
+    saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, info)
+    if saved is None:
+        return None
+    if is_of_verl(saved.path):
+        told = {
+            "prompts_per_step": config.data.train_batch_size,
+            "rows": rows,
+            "data": identity.data,
+            "kl_weight": config.algorithm.kl_ctrl.kl_coef,
+        }
+        saved = replace(saved, state=state_from_verl(saved.step, saved.path, **told, say=info))
+    agree(saved, as_dict(config), identity.data, trainer.resume_allow, trainer.reset_optimizer, info)
+    return saved
+
+
+def contents_to_save(config: PPOConfig, algorithm: Algorithm) -> dict[str, list[str]]:
+    """The parts of each model that has a state of its own: a reference has one only where it is refreshed."""
+    contents = {"actor": config.actor_rollout_ref.actor.checkpoint.save_contents}
+    if algorithm.uses_critic:
+        contents["critic"] = config.critic.checkpoint.save_contents
+    if algorithm.uses_reference and config.actor_rollout_ref.ref.refresh_freq > 0:
+        contents["reference"] = ["model"]
+    return contents
+
+
+def contents_to_load(config: PPOConfig, algorithm: Algorithm, step: Path) -> dict[str, list[str]]:
+    """What is read of each model in a saved step. ConfigError where it is not there, or cannot be read."""
+    actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
+    wanted = {"actor": actor.load_contents, "critic": critic.load_contents, "reference": ["model"]}
+    kept = {"model"} if resets(config) else {"model", "optimizer", "extra"}
+    contents = {}
+    for name in contents_to_save(config, algorithm):
+        if name == "reference" and not (step / name).is_dir():
+            info(f"{step} holds no reference: it begins as actor_rollout_ref.ref.model.path has it")
+            continue
+        contents[name] = [part for part in wanted[name] if part in kept]
+        check_parts(step / name, contents[name])
+    return contents
+
+
+def restore(
+    config: PPOConfig, saved: Saved, contents: dict[str, list[str]], workers: TrainWorkers, state: RunState, rows: int
+) -> None:
+    """Put a saved step's state into workers and driver, and say what was restored."""
+    updates = workers.load(saved.path, contents)
+    state.put(saved.state)
+    state.records.forget_after(saved.step)
+    of_verl, in_reward = is_of_verl(saved.path), config.algorithm.use_kl_in_reward
+    missing: dict[str, str] = {}
+    if resets(config):
+        missing |= {f"{what} of {name}": "trainer.reset_optimizer" for name in updates for what in RESETTABLE}
+    if of_verl:
+        missing |= NOT_FROM_VERL | (NO_KL_WEIGHT if in_reward else {})
+    told = what_was_restored(
+        saved.path,
+        saved.step,
+        weights=[name for name, parts in contents.items() if "model" in parts],
+        optimizers=[name for name, parts in contents.items() if "optimizer" in parts],
+        updates={name: count for name, count in updates.items() if "extra" in contents[name]},
+        prompts=saved.state["prompts"],
+        rows=rows,
+        kl_weight=saved.state["kl_weight"] if in_reward and not of_verl else None,
+        trackers=[] if of_verl else ["metrics.jsonl", *sorted(saved.state["sinks"])],
+        missing=missing,
+    )
+    info(told)
+
+
+def resets(config: PPOConfig) -> bool:
+    """Moments of another type of optimizer are of no use, whoever allowed it."""
+    return config.trainer.reset_optimizer or any(key.endswith("optim.optimizer") for key in config.trainer.resume_allow)

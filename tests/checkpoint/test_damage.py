@@ -1,0 +1,213 @@
+"""A saved step as runs write it, of which every file in turn is truncated, changed by a byte, or removed."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+from transformers import AutoModelForCausalLM
+
+from hybridrl.checkpoint.export import export_settings
+from hybridrl.checkpoint.read import check_parts
+from hybridrl.checkpoint.store import LATEST, Store
+from hybridrl.config import ConfigError
+from hybridrl.config.model_directory import HUGGINGFACE
+from hybridrl.resume.choose import agree, saved_step
+from hybridrl.saving import SavePlan, Saver, SaveTimes
+from hybridrl.training.state import state_of
+from hybridrl.training.state_writer import StateWriter
+from tests.training.families import FAMILIES
+from tests.training.test_state import ALL, build, train
+
+CONFIG = {"trainer": {"seed": 1}}
+STATE = {
+    "prompts": 8,
+    "kl_weight": 0.001,
+    "fault_steps": 0,
+    "skipped_in_a_row": {"actor": 0, "critic": 0},
+    "sinks": {},
+    "data": "rows",
+    "metrics": {"val/score": 0.5},
+    "recovery": False,
+    "healthy": True,
+}
+OLDER, NEWER = "global_step_1", "global_step_2"
+
+
+class OneRank:
+    """Saves a model as the training ranks do."""
+
+    def __init__(self, path: str) -> None:
+        self.learner, self.writer = build(path), StateWriter("cpu")
+        train(self.learner, range(1))
+
+    def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
+        state = state_of(self.learner.model, self.learner.optimizers, contents["actor"])
+        self.writer.start({directory / "actor": state})
+        model = self.learner.model.model
+        export_settings(model, directory / "actor" / HUGGINGFACE, model.dtype)
+
+    def finished_save(self) -> bool:
+        return self.writer.finished()
+
+
+def tokenizer_files(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A run's directory with two steps."""
+    model, run = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("run")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    AutoModelForCausalLM.from_config(FAMILIES["two heads a key"]).save_pretrained(model)
+    store = Store(run)
+    times = SaveTimes(steps=1, epochs=None, seconds=None, recovery_seconds=-1)
+    plan = SavePlan({"actor": list(ALL)}, times, tokenizer_files, yaml.safe_dump(CONFIG))
+    saver = Saver(OneRank(str(model)), store, plan)
+    for step in (1, 2):
+        saver.start(step, STATE | {"step": step})
+    saver.finish()
+    store.close()
+    dist.destroy_process_group()
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    """A copy, by hard links: a file is damaged by putting another in its place."""
+    return shutil.copytree(saved, tmp_path / "run", copy_function=os.link)
+
+
+def truncate(path: Path) -> list[bytes]:
+    content = path.read_bytes()
+    return [content[:-1], content[: len(content) // 2], b""]
+
+
+def flip(path: Path) -> list[bytes]:
+    """Each byte of a small file, and of a large one some."""
+    content = path.read_bytes()
+    places = range(0, len(content), max(len(content) // 50, 1))
+    return [
+        content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :] for place in (*places, -1 % len(content))
+    ]
+
+
+def remove(path: Path) -> list[None]:
+    return [None]
+
+
+def each(run: Path, step: str, damage: Callable[[Path], list[bytes | None]]):
+    """Every file of a step by its name there, damaged in every way in turn, and then whole again."""
+    files = sorted(path for path in (run / step).rglob("*") if path.is_file())
+    assert {path.name for path in files} >= {"state.json", "manifest.json", "config.yaml", ".metadata", "config.json"}
+    for path in files:
+        content = path.read_bytes()
+        for damaged in damage(path):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            yield path.relative_to(run / step).as_posix()
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+
+
+def choose(run: Path, *named: str):
+    """The step that a run goes on from, and what it says."""
+    said: list[str] = []
+    mode, path = ("resume_path", str(run / named[0])) if named else ("auto", None)
+    found = saved_step(mode, path, run, "fingerprint", said.append)
+    return found, said
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, remove])
+def test_whichever_file_is_damaged_it_is_named_and_the_older_step_is_taken(run, damage):
+    assert choose(run)[0].path == run / NEWER
+    for name in each(run, NEWER, damage):
+        found, said = choose(run)
+        assert found.path == run / OLDER
+        assert len(said) == 1 and said[0].startswith(f"{run / NEWER} is passed over: {name}: "), name
+    assert choose(run)[0].path == run / NEWER
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, remove])
+def test_no_damage_to_an_older_step_keeps_the_newest_from_being_taken(run, damage):
+    for name in each(run, OLDER, damage):
+        found, said = choose(run)
+        assert (found.path, said) == (run / NEWER, []), name
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, remove])
+def test_a_damaged_step_that_was_asked_for_is_taken_with_a_warning_or_refused_in_a_sentence(run, damage):
+    for name in each(run, NEWER, damage):
+        try:
+            found, said = choose(run, NEWER)
+        except ConfigError as error:
+            assert name in ("state.json", "actor/.metadata", "manifest.json") and f": {name}: " in str(error)
+            assert name != "manifest.json" or damage is not remove
+            continue
+        assert f": {name}: " in said[0] and said[0].endswith("it is taken at your word")
+        agree(found, CONFIG | {"critic": {"enable": False}}, "rows", [], False, said.append)
+        check_parts(found.path / "actor", ALL)
+
+
+@pytest.mark.parametrize("text", [b"", b"2\n", b"1", b"99", b"-1", b"\xff\x00", None], ids=repr)
+def test_whatever_the_file_that_names_the_latest_step_says_the_directories_are_believed(run, text):
+    (run / LATEST).unlink()
+    if text is not None:
+        (run / LATEST).write_bytes(text)
+    assert choose(run)[0].path == run / NEWER
+
+
+def test_what_a_killed_run_left_half_written_is_no_step(run):
+    shutil.copytree(run / NEWER, run / ".global_step_3.writing")
+    assert choose(run)[0].path == run / NEWER
+    Store(run).close()
+    assert not (run / ".global_step_3.writing").exists()
+
+
+def test_a_step_may_lie_elsewhere_and_be_linked_to(run, tmp_path):
+    (run / NEWER).rename(tmp_path / "large disk")
+    (run / NEWER).symlink_to(tmp_path / "large disk")
+    assert choose(run)[0].path == run / NEWER
+    assert choose(run, NEWER)[0].path == run / NEWER
+    (run / "best").symlink_to(OLDER)
+    assert choose(run, "best")[0].path == run / OLDER
+
+
+def test_of_a_step_that_is_linked_to_retention_removes_the_link_alone(run, tmp_path):
+    (run / OLDER).rename(tmp_path / "large disk")
+    (run / OLDER).symlink_to(tmp_path / "large disk")
+    store = Store(run, keep=1)
+    (store.begin(3) / "weights").write_text("3")
+    store.publish(3, STATE)
+    store.close()
+    assert sorted(path.name for path in run.glob("*global_step*")) == ["global_step_3"]
+    assert (tmp_path / "large disk" / "state.json").is_file()
+
+
+def test_a_link_to_nowhere_is_named_and_passed_over(run, tmp_path):
+    (run / "global_step_9").symlink_to(tmp_path / "gone")
+    found, said = choose(run)
+    assert found.path == run / NEWER and said == [f"{run / 'global_step_9'} is passed over: manifest.json: missing"]
+    with pytest.raises(ConfigError, match="there is no such saved step"):
+        choose(run, "global_step_9")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser reads all")
+def test_a_step_that_may_not_be_read_is_named_and_passed_over(run):
+    (run / NEWER).chmod(0)
+    found, said = choose(run)
+    (run / NEWER).chmod(0o700)
+    assert found.path == run / OLDER
+    assert said == [f"{run / NEWER} is passed over: manifest.json: cannot be read (Permission denied)"]
+
+
+@pytest.mark.parametrize("place", ["", "elsewhere", "actor"])
+def test_a_path_that_is_no_step_is_refused(run, place):
+    with pytest.raises(ConfigError, match=r"there is no such saved step; name one, .*/global_step_N"):
+        choose(run, f"{NEWER}/{place}" if place == "actor" else place)

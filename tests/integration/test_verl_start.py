@@ -1,0 +1,54 @@
+"""A run that verl began and that goes on here, by the same directory, on another number of ranks."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from hybridrl.checkpoint.read import open_tensors
+from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
+from tests.integration.test_run import finish, metrics, start
+from tests.training.on_ranks import on_ranks
+
+RANKS, STEP = 2, 2
+LOADER = {
+    "_sampler_iter_yielded": STEP,
+    "_sampler_iter_state": {"samples_yielded": 8 * STEP, "sampler_iter_state": None},
+    "_num_yielded": STEP,
+}
+
+
+def save(step: Path, model: Path) -> None:
+    save_as_verl(step / "actor", "fsdp2", like=model)
+    save_as_verl(step / "critic", "fsdp1", like=model, value=True)
+    torch.save(LOADER, step / "data.pt")
+
+
+def test_it_goes_on_from_the_newest_whole_step_with_its_weights_moments_and_position(overrides, tiny, tmp_path):
+    whole, damaged = (tmp_path / f"global_step_{step}" for step in (STEP, STEP + 1))
+    on_ranks(RANKS, save, whole, tiny / "model")
+    shutil.copytree(whole, damaged)
+    os.truncate(damaged / "actor" / f"optim_world_size_{RANKS}_rank_1.pt", 1000)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(STEP + 1))
+    settings = {
+        "trainer.n_gpus_per_node": 1,
+        "algorithm.adv_estimator": "gae",
+        "critic.enable": True,
+        "critic.model.path": tiny / "model",
+        "actor_rollout_ref.actor.optim.lr": 0.0,
+        "critic.optim.lr": 0.0,
+        "trainer.total_training_steps": STEP + 1,
+    }
+    output = finish(start("main_ppo", overrides(tmp_path, settings)))
+    assert f"{damaged} is passed over: " in output and f"optim_world_size_{RANKS}_rank_1.pt cannot be read" in output
+    assert f"{whole} was saved by verl" in output
+    assert f"goes on after step {STEP}, restored from {whole}" in output
+    assert f"update {UPDATES} of actor, update {UPDATES} of critic" in output
+    assert f"{8 * STEP} used" in output and "verl's own" in output
+    assert [*metrics(tmp_path)] == [STEP + 1]
+    for name in ("actor", "critic"):
+        found = open_tensors(tmp_path / f"global_step_{STEP + 1}" / name)
+        expected, _ = torch.load(whole / name / TRUTH)
+        for key in found.meta:
+            assert torch.equal(found.read(key), expected[key]), f"{name}: {key}, which learnt nothing"

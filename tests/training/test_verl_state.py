@@ -1,0 +1,62 @@
+"""A state that verl's FSDP workers saved on some ranks is read on others."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.training.state import load_state
+from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
+from tests.training.on_ranks import on_ranks
+from tests.training.test_state import ALL, build, whole
+
+FORMS = {"fsdp1": (1, 2, 3), "fsdp2": (1, 2, 3)}
+
+
+def save(directory: Path) -> None:
+    for form in FORMS:
+        save_as_verl(directory / f"{form} of {dist.get_world_size()}", form)
+    save_as_verl(directory / f"critic of {dist.get_world_size()}", "fsdp2", value=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("verl")
+    for ranks in (1, 2, 3):
+        on_ranks(ranks, save, directory)
+    return directory
+
+
+def loaded(directories: list[Path]) -> list[dict[str, Tensor]]:
+    """What a run has that goes on from each of them: parameters, moments, and its position in the schedule."""
+    found = []
+    for directory in directories:
+        learner = build(str(directory), critic=directory.name.startswith("critic"))
+        with torch.no_grad():
+            for parameter in learner.model.parameters():
+                parameter.fill_(7.0)
+        load_state(learner.model, learner.optimizers, ALL, directory, dist.new_group(backend="gloo"))
+        found.append(whole(learner) | {"updates": torch.tensor(learner.optimizers.updates)})
+    return found
+
+
+def truth(directory: Path) -> dict[str, Tensor]:
+    """The same as torch gathers it of the ranks that saved it."""
+    model, optimizer = torch.load(directory / TRUTH)
+    states = optimizer["state"]
+    moments = {f".optimizer.state.{name}.{kind}": states[name][kind] for name in states for kind in states[name]}
+    return {f".model.{name}": value for name, value in model.items()} | moments | {"updates": torch.tensor(UPDATES)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_any_number_of_ranks_it_is_read_on_any_other_bit_for_bit(saved, ranks):
+    directories = sorted(saved.iterdir())
+    assert len(directories) == 9
+    for per_rank in on_ranks(ranks, loaded, directories):
+        for directory, found in zip(directories, per_rank, strict=True):
+            expected = truth(directory)
+            assert found.keys() == expected.keys(), directory.name
+            assert not [name for name in found if not torch.equal(found[name], expected[name])], directory.name
+            assert all(found[name].any() for name in found if name.endswith("exp_avg_sq"))
