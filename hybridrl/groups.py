@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from hybridrl.batch import Batch, pack
 from hybridrl.config import ConfigError
@@ -57,9 +58,10 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
     With `mask_truncated` no token of an answer cut by the length limit is learnt from.
     """
     samples = [sample for group in groups for sample in group.samples]
+    scores = [sample.score for sample in samples]
     sizes = torch.tensor([len(group.samples) for group in groups])
     greedy = [group.greedy for group in groups]
-    parts = [[reward_part(sample.score, name, PARTS_KEY) for name in reward_keys] for sample in samples]
+    parts = [[reward_part(score, name, PARTS_KEY) for name in reward_keys] for score in scores]
     prompt_ids, prompt_lengths = pack([sample.prompt.ids for sample in samples], torch.int64)
     response_ids, response_lengths = pack([sample.completion.token_ids for sample in samples], torch.int64)
     log_probs, _ = pack([sample.completion.log_probs for sample in samples], torch.float32)
@@ -73,10 +75,22 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
         group=torch.arange(len(groups)).repeat_interleave(sizes),
         position=torch.tensor([group.position for group in groups]).repeat_interleave(sizes),
         sample=torch.tensor([sample.number for sample in samples]),
-        rewards=torch.tensor([sample.score.value for sample in samples]),
+        rewards=torch.tensor([score.value for score in scores]),
         reward_parts=torch.tensor(parts) if reward_keys else None,
         greedy_rewards=None if None in greedy else torch.tensor(greedy).repeat_interleave(sizes),
         truncated=truncated,
         response_mask=learnt.repeat_interleave(response_lengths),
         rollout_log_probs=log_probs,
+        token_rewards=_token_rewards(scores, response_lengths.tolist()),
     )
+
+
+def _token_rewards(scores: Sequence[Score], lengths: Sequence[int]) -> Tensor | None:
+    """The rewards of all response tokens where any answer has its own; None: each score is its last token's."""
+    if all(score.token_rewards is None for score in scores):
+        return None
+    rows = [
+        score.token_rewards or [0.0] * (length - 1) + [score.value]
+        for score, length in zip(scores, lengths, strict=True)
+    ]
+    return pack(rows, torch.float32)[0]

@@ -23,7 +23,7 @@ from hybridrl.assembly import (
 from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import as_yaml
-from hybridrl.config.schema import RewardConfig
+from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
@@ -44,8 +44,9 @@ from hybridrl.respondent import Respondent
 from hybridrl.restoring import contents_to_load, contents_to_save, find_saved_step, identify, restore
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.faults import FaultGuard
-from hybridrl.rewards.overlong import OverlongPenalty
+from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.shaping import OverlongPenalty, Shaping
 from hybridrl.run_state import RunState
 from hybridrl.saving import SavePlan, Saver
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
@@ -70,7 +71,7 @@ def _train(config: PPOConfig) -> None:
     refuse_hub_models(config, algorithm)
     tokenizer = _tokenizer(config)
     prompts, validation = load_data(config, tokenizer)
-    trainer, overlong = config.trainer, build_overlong_penalty(config.reward)
+    trainer = config.trainer
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
         identity = identify(config, len(prompts))
@@ -83,13 +84,15 @@ def _train(config: PPOConfig) -> None:
         info(say_batch_arithmetic(config, steps))
         if done >= steps and not trainer.val_only:
             return info(f"the run is complete: {done} of {steps} steps are done ({saved.path})")
-        scorers = stack.enter_context(ScorerPool(config.reward, directory / "logs" / "reward.log"))
+        log, sources = directory / "logs" / "reward.log", data_sources(prompts, validation)
+        scorers = stack.enter_context(ScorerPool(config.reward, log, sources))
         session = start_session(trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
         worker = ppo_worker_config(config, algorithm, directory, steps)
         group, engine = start_devices(config, session, worker, directory / "logs", probe_ids(prompts[0].ids))
         workers = TrainWorkers(group, policy, critic, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
-        respondent = Respondent(tokenizer, scorers, config.actor_rollout_ref.rollout.seed, overlong)
+        seed, shaping = config.actor_rollout_ref.rollout.seed, build_shaping(config.reward)
+        respondent = Respondent(tokenizer, scorers, seed, shaping)
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
         experience = build_experience(config, algorithm, prompts, respondent, stop_ids, in_all)
         resume = Resume(done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
@@ -155,9 +158,13 @@ def load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
             shuffle=data.validation_shuffle,
             key="data.val_files",
         )
-    if config.reward.custom_reward_function.path is None:
-        check_data_sources(prompts.data_sources | (validation.data_sources if validation else set()))
+    if uses_built_in(config.reward):
+        check_data_sources(data_sources(prompts, validation))
     return prompts, validation
+
+
+def data_sources(prompts: PromptDataset, validation: PromptDataset | None) -> set[str]:
+    return prompts.data_sources | (validation.data_sources if validation else set())
 
 
 def start_devices(
@@ -218,11 +225,12 @@ def build_experience(
     )
 
 
-def build_overlong_penalty(reward: RewardConfig) -> OverlongPenalty | None:
-    buffer = reward.reward_kwargs.overlong_buffer_cfg
-    if reward.reward_manager.name != "dapo" or not buffer.enable:
-        return None
-    return OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
+def build_shaping(reward: RewardConfig) -> Shaping:
+    buffer, clip = reward.reward_kwargs.overlong_buffer_cfg, reward.clip_range
+    overlong = None
+    if reward.reward_manager.name == "dapo" and buffer.enable:
+        overlong = OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
+    return Shaping(reward.scale, (clip[0], clip[1]) if clip else None, overlong)
 
 
 def build_schedule(config: PPOConfig, steps: int) -> Schedule:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.prompts import Prompt
-from hybridrl.rewards.overlong import OverlongPenalty
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Answer, Score
+from hybridrl.rewards.shaping import Shaping
 from hybridrl.rollout import Completion, Request, RolloutPool, Sampling, request_seed
 
 
@@ -37,9 +37,9 @@ class Respondent:
         tokenizer: PreTrainedTokenizerBase,
         scorers: ScorerPool,
         seed: int,
-        overlong: OverlongPenalty | None = None,
+        shaping: Shaping | None = None,
     ) -> None:
-        self.tokenizer, self.scorers, self.seed, self.overlong = tokenizer, scorers, seed, overlong
+        self.tokenizer, self.scorers, self.seed, self.shaping = tokenizer, scorers, seed, shaping or Shaping()
 
     def respond(
         self,
@@ -59,21 +59,39 @@ class Respondent:
             for index, prompt in enumerate(prompts)
             for number in range(count)
         ]
-        found: dict[tuple[int, int], tuple[Completion, str, Future[Score]]] = {}
+        answered: list[tuple[Completion, Answer]] = []
+        scores: list[Future[Score]] = []
         for completions in pool.generate(requests, sampling):
             texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-            answers = [self._answer(prompts[c.prompt], text) for c, text in zip(completions, texts, strict=True)]
-            for completion, text, score in zip(completions, texts, self.scorers.submit(answers), strict=True):
-                found[completion.prompt, completion.sample] = (completion, text, score)
+            answers = [self._answer(prompts[c.prompt], c, text) for c, text in zip(completions, texts, strict=True)]
+            answered += zip(completions, answers, strict=True)
+            if not self.scorers.in_one_call:
+                scores += self.scorers.submit(answers)
         generated = time.monotonic()
+        if self.scorers.in_one_call:
+            answered.sort(key=lambda item: (item[0].prompt, item[0].sample))
+            scores = self.scorers.submit([answer for _, answer in answered])
         samples = [
-            Sample(prompts[index], number, completion, text, self._shaped(score.result(), completion))
-            for (index, number), (completion, text, score) in sorted(found.items(), key=lambda item: item[0])
+            Sample(
+                prompts[completion.prompt],
+                completion.sample,
+                completion,
+                answer.solution,
+                self._final(score, completion),
+            )
+            for (completion, answer), score in zip(answered, scores, strict=True)
         ]
+        samples.sort(key=lambda sample: (sample.completion.prompt, sample.number))
         return samples, {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
 
-    def _answer(self, prompt: Prompt, text: str) -> Answer:
-        return Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+    def _answer(self, prompt: Prompt, completion: Completion, text: str) -> Answer:
+        tokens = list(completion.token_ids) if self.scorers.takes_tokens else None
+        return Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, tokens)
 
-    def _shaped(self, score: Score, completion: Completion) -> Score:
-        return self.overlong.shaped(score, len(completion.token_ids)) if self.overlong else score
+    def _final(self, found: Future[Score], completion: Completion) -> Score:
+        """The score when it is there, shaped; rewards that are not one a token are the grader's fault."""
+        score, length = found.result(), len(completion.token_ids)
+        if score.token_rewards is not None and len(score.token_rewards) != length:
+            told = f"returned {len(score.token_rewards)} token_rewards for an answer of {length} tokens"
+            return Score(None, fault="type", detail=told)
+        return self.shaping.shaped(score, length)

@@ -14,8 +14,8 @@ from hybridrl.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.experience import Collected, Experience, NothingToLearnFrom
 from hybridrl.respondent import Respondent
 from hybridrl.rewards.faults import FaultGuard
-from hybridrl.rewards.overlong import OverlongPenalty
 from hybridrl.rewards.score import Score
+from hybridrl.rewards.shaping import OverlongPenalty, Shaping
 from hybridrl.rollout import Completion, Sampling, request_seed
 
 SEED = 7
@@ -56,6 +56,8 @@ class Tokenizer:
 class Scorers:
     """The score of answer `number` to prompt `row` is `table[row][number]`; a greedy answer's is `greedy[row]`."""
 
+    in_one_call = takes_tokens = False
+
     def __init__(self, table, greedy=None) -> None:
         self.table, self.greedy = table, greedy
 
@@ -75,7 +77,7 @@ def build(table, *, greedy=None, guard=None, overlong=None, shuffle=False, step=
     return Experience(
         prompts,
         PromptOrder(len(prompts), 0, shuffle),
-        Respondent(Tokenizer(), Scorers(table, greedy), SEED, overlong),
+        Respondent(Tokenizer(), Scorers(table, greedy), SEED, Shaping(overlong=overlong)),
         guard or FaultGuard("exclude", 1.0, 99),
         prompts_per_step=step,
         samples_per_prompt=len(table[0]),
@@ -116,7 +118,13 @@ def test_a_step_is_the_next_prompts_with_their_answers_in_order():
         wanted, value = vars(expected)[name], vars(found.batch)[name]
         assert (value is None) == (wanted is None), name
         assert wanted is None or (value.dtype == wanted.dtype and torch.equal(value, wanted)), name
-    assert set(found.metrics) == {"timing_s/gen", "timing_s/reward", "reward/faults", "training/epoch"}
+    assert set(found.metrics) == {
+        "timing_s/gen",
+        "timing_s/reward",
+        "reward/faults",
+        "reward/acc/mean",
+        "training/epoch",
+    }
     assert experience.position == 4
     [(requests, sampling)] = pool.asked
     assert sampling is SAMPLING
@@ -471,6 +479,56 @@ def test_the_last_prompts_without_any_signal_are_an_error():
     experience.collect(Pool())
     with pytest.raises(NoSignal, match=r"0 of 1 groups in 1 draws \(the last prompts of the run\): 1 of the 1 groups"):
         experience.collect(Pool())
+
+
+# Rewards token by token.
+
+
+def test_a_reward_of_tokens_is_carried_beside_those_of_the_last_token_alone():
+    own = Score(0.75, {"score": 0.75}, token_rewards=[0.25, 0.0, 0.5])
+    batch = build([[own, 1]], step=1).collect(Pool({(0, 1): 2})).batch
+    assert batch.rewards.tolist() == [0.75, 1.0]
+    assert batch.token_rewards.tolist() == [0.25, 0.0, 0.5, 0.0, 1.0]
+
+
+def test_without_any_there_is_no_such_field():
+    assert build([[0, 1]], step=1).collect(Pool()).batch.token_rewards is None
+
+
+def test_as_many_rewards_as_tokens_or_the_grader_is_at_fault():
+    scores = [Score(0.5, token_rewards=[0.5, 0.0, 0.0]), Score(0.5, token_rewards=[0.5, 0.0])]
+    found = build([scores], step=1).collect(Pool())
+    assert [sample.score.fault for sample in found.samples] == [None, "type"]
+    assert "2 token_rewards for an answer of 3 tokens" in found.samples[1].score.detail
+
+
+class Listening(Scorers):
+    """Keeps what it was asked, and asks for tokens or for one call."""
+
+    def __init__(self, table, *, takes_tokens=False, in_one_call=False) -> None:
+        super().__init__(table)
+        self.takes_tokens, self.in_one_call, self.asked = takes_tokens, in_one_call, []
+
+    def submit(self, answers):
+        self.asked.append(answers)
+        return super().submit(answers)
+
+
+@pytest.mark.parametrize("takes_tokens", [True, False])
+def test_tokens_go_to_the_reward_that_asks_for_them(takes_tokens):
+    scorers = Listening([[0, 1]], takes_tokens=takes_tokens)
+    prompts = [Prompt(0, [0, 1, 1], "?", "maths", "42", {})]
+    Respondent(Tokenizer(), scorers, SEED).respond(Pool(), prompts, 2, SAMPLING, [0])
+    wanted = [[0, 1, 5], [0, 0, 5]] if takes_tokens else [None, None]
+    assert [answer.response_ids for [answer] in scorers.asked] == wanted
+
+
+def test_in_one_call_all_answers_are_asked_for_together_and_in_order():
+    scorers = Listening([[0, 1], [1, 0]], in_one_call=True)
+    prompts = [Prompt(row, [row, 1, 1], "?", "maths", "42", {}) for row in range(2)]
+    samples, _ = Respondent(Tokenizer(), scorers, SEED).respond(Pool(), prompts, 2, SAMPLING, [0, 1])
+    assert [[answer.solution for answer in answers] for answers in scorers.asked] == [["0 0", "0 1", "1 0", "1 1"]]
+    assert [sample.score.value for sample in samples] == [0, 1, 1, 0]
 
 
 # Answers near the length limit.

@@ -28,7 +28,7 @@ OWN_AGGREGATION = {"gspo", "sapo", "geo_mean", "gmpo"}
 
 def check_algorithm(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     _check_estimator(config, note, wrong)
-    _check_sampling(config, note, wrong)
+    _check_sampling(config, note)
     _check_correction(config, note, wrong)
     _note_idle_losses(config, note)
     chosen = config.actor_rollout_ref.actor.policy_loss
@@ -61,22 +61,14 @@ def _check_estimator(config: PPOConfig, note: Note, wrong: Refusals) -> None:
         note(f"algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator={name}")
 
 
-def _check_sampling(config: PPOConfig, note: Note, wrong: Refusals) -> None:
-    chosen, reward = config.algorithm.filter_groups, config.reward
+def _check_sampling(config: PPOConfig, note: Note) -> None:
+    chosen = config.algorithm.filter_groups
     if chosen.enable and config.actor_rollout_ref.rollout.n == 1:
         note("algorithm.filter_groups.enable=true has no effect with actor_rollout_ref.rollout.n=1: no answers differ")
     if not chosen.enable and chosen.metric is not None:
         note("algorithm.filter_groups.metric has no effect without algorithm.filter_groups.enable=true")
     if not chosen.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
         note("data.gen_batch_size has no effect without algorithm.filter_groups.enable=true")
-    buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
-    if buffer.enable and reward.reward_manager.name != "dapo":
-        note("reward.reward_kwargs.overlong_buffer_cfg has no effect without reward.reward_manager.name=dapo")
-    elif buffer.enable and buffer.len > longest:
-        wrong.add(
-            f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len}: answers have at most max_resp_len={longest} "
-            f"tokens; set a part of that, such as {max(longest // 5, 1)}"
-        )
 
 
 def _check_correction(config: PPOConfig, note: Note, wrong: Refusals) -> None:

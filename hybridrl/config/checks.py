@@ -16,6 +16,7 @@ from hybridrl.config.families import why_unsupported
 from hybridrl.config.machine import Machine, this_machine
 from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.read import show
+from hybridrl.config.reward_checks import check_reward
 from hybridrl.config.schema import (
     FSDPConfig,
     ModelConfig,
@@ -48,6 +49,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _check_sampling(config, note, wrong)
     _note_idle_keys(config, note)
     check_algorithm(config, note, wrong)
+    check_reward(config.reward, note, wrong)
     if trainer.save_freq >= 0 or trainer.save_freq_epochs or trainer.save_freq_secs:
         _check_save_contents("actor_rollout_ref.actor.checkpoint", section.actor.checkpoint.save_contents, note)
         if config.critic.enable:

@@ -7,6 +7,7 @@ a constructor takes one of these sections or plain values.
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.config.values import (
     ESTIMATORS,
     POLICY_LOSSES,
@@ -26,7 +27,6 @@ from hybridrl.config.values import (
     Range,
     ResumeMode,
     RowFiles,
-    ScriptFile,
     Seconds,
     Share,
     ShareAboveZero,
@@ -255,44 +255,6 @@ class ActorRolloutRefConfig:
     actor: ActorConfig
     ref: ReferenceConfig
     rollout: RolloutConfig
-
-
-@dataclass
-class CustomRewardConfig:
-    path: Annotated[str, ScriptFile()] | None
-    name: str
-    reward_kwargs: dict[str, Any]
-
-
-@dataclass
-class RewardManagerConfig:
-    name: Literal["naive", "dapo", "gdpo"]
-
-
-@dataclass
-class OverlongBufferConfig:
-    enable: bool
-    len: Positive
-    penalty_factor: NonNegative
-    log: bool
-
-
-@dataclass
-class RewardKwargsConfig:
-    max_resp_len: Positive
-    overlong_buffer_cfg: OverlongBufferConfig
-
-
-@dataclass
-class RewardConfig:
-    num_workers: Natural
-    timeout: Seconds
-    on_error: Literal["exclude", "zero", "stop"]
-    max_fault_rate: Share
-    max_fault_steps: Positive
-    custom_reward_function: CustomRewardConfig
-    reward_manager: RewardManagerConfig
-    reward_kwargs: RewardKwargsConfig
 
 
 @dataclass

@@ -146,6 +146,8 @@ ShareAboveZero = Annotated[float, Range(above=0, most=1)]
 Decay = Annotated[float, Range(least=0, below=1)]
 TopK = Annotated[int, Range(least=-1)]
 
+REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
+
 # The tables of algorithms/ in words, as this room knows no torch; a test holds them equal.
 ESTIMATORS = (
     "gae",

@@ -1,4 +1,4 @@
-"""`python -m hybridrl.doctor COMMAND ...`; each command is a module here with a `main(argv)`."""
+"""`python -m hybridrl.doctor key=value ...`, or one of its commands; each is a module here with a `main(argv)`."""
 
 import importlib
 import sys
@@ -6,18 +6,21 @@ import sys
 from hybridrl.guard import guarded
 
 COMMANDS = {
+    "explain": "KEY [key=value ...]: a key's value, who set it, its default and its meaning",
+    "keys": "PATTERN: the keys with it in their name or meaning",
+    "reward": "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored answers and compares two rewards",
+    "migrate": "run.sh: reads a launch script for verl, says every difference and writes the command for here",
     "selftest-resume": "key=value ...: kills a short run again and again and compares it with one left alone",
 }
+CHECK = "check"  # the command that needs no name
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0, 1 (refused, or a test failed), 2 (usage)."""
     arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] not in COMMANDS:
-        print("\n".join(f"python -m hybridrl.doctor {name} {what}" for name, what in COMMANDS.items()))
-        return 2
-    module = importlib.import_module(f"hybridrl.doctor.{arguments[0].replace('-', '_')}")
-    return module.main(arguments[1:])
+    command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else (CHECK, arguments)
+    module = importlib.import_module(f"hybridrl.doctor.{command.replace('-', '_')}")  # some import torch, most do not
+    return module.main(rest)
 
 
 if __name__ == "__main__":

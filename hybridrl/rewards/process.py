@@ -9,25 +9,31 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from multiprocessing import Pipe
 from pathlib import Path
 
 from hybridrl.config import ConfigError
-from hybridrl.config.schema import RewardConfig
+from hybridrl.config.schema_reward import RewardConfig
+from hybridrl.rewards.managers import seconds_between_calls
 from hybridrl.rewards.score import Answer, Score
 
 # Seconds for the user's file to be imported: a large library on a busy machine takes tens.
 _LOAD_TIMEOUT = 300
+# Seconds that a process has to give up a coroutine by itself, which costs the other calls under way nothing.
+_GRACE = 1.0
 
 
 class ScoringProcess:
     """One process with the reward loaded. Only `stop` may be called from another thread than `start`.
 
-    The kernel kills the process when the thread that started it ends.
+    The kernel kills the process when the thread that started it ends. `lost`: there is none until the next `start`.
     """
 
-    def __init__(self, config: RewardConfig, log_path: Path | None):
-        self._config = config
+    def __init__(self, config: RewardConfig, data_sources: Collection[str], log_path: Path | None):
+        self._config, self._data_sources = config, frozenset(data_sources)
+        self._limit = config.timeout + _GRACE + seconds_between_calls(config)
+        self.lost, self.takes_tokens = True, False
         self._log_path = log_path
         self._may_start = True
         self._launching = threading.Lock()
@@ -41,15 +47,16 @@ class ScoringProcess:
                 raise RuntimeError("the scoring process was stopped")
             self._process = _launch(theirs.fileno(), self._log_path)
         try:
-            self._connection.send(self._config)
-            refusal = f"the reward did not load within {_LOAD_TIMEOUT} s"
+            self._connection.send((self._config, self._data_sources))
+            reply = f"the reward did not load within {_LOAD_TIMEOUT} s"
             if self._connection.poll(_LOAD_TIMEOUT):
-                refusal = self._connection.recv()
+                reply = self._connection.recv()
         except (EOFError, OSError):
-            refusal = f"a scoring process {self._kill()} while it loaded the reward{self._see_log()}"
-        if refusal is not None:
+            reply = f"a scoring process {self._kill()} while it loaded the reward{self._see_log()}"
+        if isinstance(reply, str):
             self._kill()
-            raise ConfigError(refusal)
+            raise ConfigError(reply)
+        self.lost, self.takes_tokens = False, reply
 
     def send(self, answers: list[Answer]) -> None:
         """Hand over answers; one `receive` for each must follow."""
@@ -60,12 +67,17 @@ class ScoringProcess:
             self._connection.send(answers)
 
     def receive(self) -> Score:
-        """The next answer's score; after a fault "timeout" or "died" there is no process until `start`."""
+        """The next answer's score. Where the process had to be killed for it or ended by itself, it is `lost`.
+
+        The fault "overran": a built-in scorer met its limit of CPU time.
+        """
         try:
-            if self._connection.poll(self._config.timeout):
+            if self._connection.poll(self._limit):
                 return self._connection.recv()
         except (EOFError, OSError):
-            return Score(None, fault="died", detail=f"the scoring process {self._kill()}")
+            ended = self._kill()
+            overran = self._process.returncode == -signal.SIGPROF
+            return Score(None, fault="overran" if overran else "died", detail=f"the scoring process {ended}")
         self._kill()
         return Score(None, fault="timeout", detail=f"no score within {self._config.timeout:g} s (reward.timeout)")
 
@@ -85,6 +97,7 @@ class ScoringProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()  # should it have left its group
+        self.lost = True
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

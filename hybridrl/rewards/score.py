@@ -6,8 +6,9 @@ Knows neither where the function came from nor in which process it runs.
 import logging
 import math
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, SupportsFloat
 
 logger = logging.getLogger(__name__)
@@ -15,12 +16,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Answer:
-    """What a reward function is asked about; `solution` is the decoded response."""
+    """What a reward function is asked about; `solution` is the decoded response.
+
+    `response_ids` are its tokens, there only where a function asks for them.
+    """
 
     data_source: str
     solution: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    response_ids: list[int] | None = None
 
 
 @dataclass
@@ -29,35 +34,111 @@ class Score:
 
     Where the grader itself failed, `value` is None, `detail` a line for people and `fault` the class:
     "none", "nan" (or infinite), "type", "raised:<exception>", "timeout" or "died".
-    `extras` holds every key of a returned dict, or {"acc": value}, as plain Python values.
+    `extras` holds every key of a returned dict, or {"acc": value}, as plain Python values. `token_rewards` are one
+    a response token and add up to `value`; None: all of it is on the last token.
     """
 
     value: float | None
     extras: dict[str, Any] = field(default_factory=dict)
     fault: str | None = None
     detail: str = ""
+    token_rewards: list[float] | None = None
+
+    def with_value(self, value: float) -> "Score":
+        """The same with another value; what that adds or takes is on the last token."""
+        if self.token_rewards is None or self.value is None:
+            return replace(self, value=value)
+        *others, last = self.token_rewards
+        return replace(self, value=value, token_rewards=[*others, last + value - self.value])
 
 
-RewardFunction = Callable[[Answer], Any]
+class OutOfTime(Exception):
+    """A call of a reward function was given up at its time limit."""
+
+
+RewardFunction = Callable[[Answer], Score]
 
 
 def score_answer(reward: RewardFunction, answer: Answer) -> Score:
-    """Call the reward function; whatever it raises becomes a fault, its traceback goes to the log."""
+    """Call the reward; whatever it raises becomes a fault, its traceback goes to the log."""
     try:
-        return to_score(reward(answer))
+        return reward(answer)
     except Exception as error:
-        logger.warning("the reward function failed on a row of %s", answer.data_source, exc_info=True)
-        return Score(None, fault=f"raised:{type(error).__name__}", detail=_where_and_what(error))
+        return fault_of(error, f"a row of {answer.data_source}")
 
 
-def to_score(returned: Any) -> Score:
-    """The score in a returned number, dict with "score", or sequence that starts with a number."""
-    if isinstance(returned, dict):
-        if "score" not in returned:
-            return Score(None, fault="type", detail=f'returned a dict without "score"; its keys: {list(returned)}')
-        number, extras = returned["score"], {str(key): _plain(value) for key, value in returned.items()}
-    else:
-        number, extras = (returned[0] if isinstance(returned, list | tuple) and returned else returned), {}
+def fault_of(error: Exception, place: str) -> Score:
+    """The fault that an exception of a reward function is."""
+    if isinstance(error, OutOfTime):
+        return Score(None, fault="timeout", detail=str(error))
+    logger.warning("the reward function failed on %s", place, exc_info=error)
+    return Score(None, fault=f"raised:{type(error).__name__}", detail=_where_and_what(error))
+
+
+def to_score(returned: Any, *, needs_score: bool = True) -> Score:
+    """The score in a returned number, dict with "score" or "token_rewards", or sequence that starts with a number.
+
+    Without `needs_score` a dict may have neither, and its value is 0.
+    """
+    if not isinstance(returned, dict):
+        first = returned[0] if isinstance(returned, list | tuple) and returned else returned
+        score = _as_score(first, {})
+        return replace(score, extras={"acc": score.value}) if score.fault is None else score
+    extras = {str(key): plain(value) for key, value in returned.items() if key != "token_rewards"}
+    if returned.get("token_rewards") is not None:
+        return _from_tokens(returned["token_rewards"], returned.get("score"), extras)
+    if "score" not in returned and needs_score:
+        return Score(None, fault="type", detail=f'returned a dict without "score"; its keys: {list(returned)}')
+    return _as_score(returned.get("score", 0.0), extras)
+
+
+def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
+    """One score of several, each kept under its name; the first fault among them is the whole's.
+
+    `weights` names what counts: keys of the main one's extras, further ones, or "score", the main one's value.
+    Empty: the main value and all further ones count alike.
+    """
+    for name, score in further.items():
+        if score.fault is not None:
+            return replace(score, detail=f"{name}: {score.detail}")
+    if main.fault is not None:
+        return main
+    parts = main.extras | {name: score.value for name, score in further.items()} | {"score": main.value}
+    chosen = weights or dict.fromkeys(["score", *further], 1.0)
+    for name in chosen:
+        if not isinstance(parts.get(name), bool | int | float):
+            detail = f'reward.weights.{name}: the reward gave no number under "{name}"; its keys: {", ".join(parts)}'
+            return Score(None, fault="type", detail=detail)
+    value = sum(weight * float(parts[name]) for name, weight in chosen.items())
+    if not math.isfinite(value):
+        return Score(None, fault="nan", detail=f"the weighted sum is {value}")
+    return replace(main.with_value(value), extras=parts | {"score": value})
+
+
+def part_means(scores: Sequence[Score]) -> dict[str, float]:
+    """The mean of every number that the reward gave besides the score, over the answers for which it gave one."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.extras.items():
+            if isinstance(value, bool | int | float) and name != "score":
+                parts[name].append(float(value))
+    return {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in parts.items()}
+
+
+def plain(value: Any) -> Any:
+    """The value without classes of the user's or of numpy, so that any process can unpickle and dump it."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    number = _as_float(value)
+    return None if value is None else str(value) if number is None else number
+
+
+def _as_score(number: Any, extras: dict[str, Any]) -> Score:
     if number is None:
         return Score(None, fault="none", detail="returned None")
     value = _as_float(number)
@@ -66,7 +147,21 @@ def to_score(returned: Any) -> Score:
         return Score(None, fault="type", detail=detail)
     if not math.isfinite(value):
         return Score(None, fault="nan", detail=f"returned {value}")
-    return Score(value, extras or {"acc": value})
+    return Score(value, extras)
+
+
+def _from_tokens(tokens: Any, total: Any, extras: dict[str, Any]) -> Score:
+    """Rewards one by one; where a "score" stands beside them, it must be their sum."""
+    numbers = [_as_float(number) for number in list(tokens)]
+    if not numbers or None in numbers:
+        return Score(None, fault="type", detail=f"token_rewards is no list of numbers: {tokens!r:.80}")
+    value = math.fsum(numbers)
+    if not math.isfinite(value):
+        return Score(None, fault="nan", detail=f"token_rewards add up to {value}")
+    if total is not None and not math.isclose(_as_float(total) or 0.0, value, rel_tol=1e-4, abs_tol=1e-6):
+        detail = f"token_rewards add up to {value:g}, but score is {total!r:.40}; leave score out, or make them agree"
+        return Score(None, fault="type", detail=detail)
+    return Score(value, extras | {"score": value}, token_rewards=numbers)
 
 
 def _as_float(number: Any) -> float | None:
@@ -79,20 +174,8 @@ def _as_float(number: Any) -> float | None:
         return None
 
 
-def _plain(value: Any) -> Any:
-    """The value without classes of the user's or of numpy, so that any process can unpickle and dump it."""
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
-    number = _as_float(value)
-    return None if value is None else str(value) if number is None else number
-
-
 def _where_and_what(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
     message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message:.200} ({frame.filename}:{frame.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {message:.200}{place}"

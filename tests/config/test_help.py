@@ -36,8 +36,9 @@ def test_a_meaning_is_the_whole_comment_above_the_key() -> None:
     meanings = key_meanings(CONF / "ppo_trainer.yaml")
     assert meanings["actor_rollout_ref.actor.clip_ratio_low"] == "The lower side by itself; null: clip_ratio."
     assert meanings["reward.reward_manager.name"] == (
-        "naive: the function's score | dapo: less a penalty on answers near the length limit | gdpo: naive, for "
-        "several rewards."
+        "naive, prime, remote: the function's score | gdpo: the same, for several rewards | dapo: less a penalty on "
+        "answers near the length limit | batch: one call for all answers | rate_limited: within max_concurrent, "
+        "max_rpm, max_tpm."
     )
 
 

@@ -32,8 +32,6 @@ def test_settings_that_change_nothing_are_noted(load: Load) -> None:
         "algorithm.filter_groups.metric=acc": "algorithm.filter_groups.metric has no effect without "
         "algorithm.filter_groups.enable=true",
         "data.gen_batch_size=9": "data.gen_batch_size has no effect without algorithm.filter_groups.enable=true",
-        "reward.reward_kwargs.overlong_buffer_cfg.enable=true": "reward.reward_kwargs.overlong_buffer_cfg has no "
-        "effect without reward.reward_manager.name=dapo",
         f"{CORRECTION}.loss_type=reinforce": f"{CORRECTION}.loss_type=reinforce has no effect without "
         f"{CORRECTION}.bypass_mode=true",
         f"{CORRECTION}.rollout_rs_threshold=2": f"{CORRECTION}.rollout_rs_threshold has no effect without "
@@ -47,6 +45,8 @@ def test_settings_that_change_nothing_are_noted(load: Load) -> None:
         f"{ACTOR}.kl_loss_coef=0.1": f"{ACTOR}.kl_loss_coef has no effect without {ACTOR}.use_kl_loss=true",
         "actor_rollout_ref.ref.refresh_freq=5": "actor_rollout_ref.ref.refresh_freq has no effect: no KL against the "
         "reference policy is in use",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable=true": "reward.reward_kwargs.overlong_buffer_cfg has no "
+        "effect without reward.reward_manager.name=dapo",
     }
     assert load(*QUIET, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", *wanted).notes == list(wanted.values())
 

@@ -94,4 +94,4 @@ def test_a_returned_object_that_fails_on_use_is_a_fault_too():
         def __float__(self) -> float:
             raise RuntimeError("not now")
 
-    assert score_answer(lambda answer: Trap(), ANSWER).fault == "raised:RuntimeError"
+    assert score_answer(lambda answer: to_score(Trap()), ANSWER).fault == "raised:RuntimeError"

@@ -1,0 +1,96 @@
+"""Python programs run with limits on time, memory, output, processes, files and network. Judges no output.
+
+Every run is a process of its own whose system calls are filtered (`system_calls.py`), a limit that needs no privileges
+and holds in containers too. It is no virtual machine: docs/rewards.md says what it does not protect against.
+"""
+
+import json
+import math
+import secrets
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hybridrl.config import ConfigError
+from hybridrl.rewards.sandbox.system_calls import supported
+
+_HOUSE = str(Path(__file__).resolve().parents[3])
+# Neither the environment nor installed packages: only the standard library can be imported.
+_START = (
+    "import sys; sys.path.append({house!r}); from hybridrl.rewards.sandbox.inside import main; sys.path.pop(); main()"
+)
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed, not the program in it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one run: CPU seconds, memory in MiB and characters printed; of all runs of a program: seconds."""
+
+    seconds: float = 5.0
+    memory_mb: int = 1024
+    output: int = 1 << 16
+    total_seconds: float = 20.0
+
+
+def check_sandbox() -> None:
+    """Refuse a machine on which programs cannot be confined."""
+    if not supported():
+        raise ConfigError(
+            "the reward for code runs programs behind Linux's filter for system calls, on x86_64 and aarch64; "
+            "set reward.custom_reward_function.path to a function that runs them elsewhere"
+        )
+
+
+def run(
+    program: str,
+    inputs: list[Any],
+    limits: Limits,
+    kind: Literal["stdin", "call", "asserts"] = "stdin",
+    function: str = "",
+) -> list[str | None]:
+    """What each run printed; None for one that failed, overran a limit or was not reached in `total_seconds`.
+
+    "stdin": an input is text to read. "call": it is the arguments of `function` (a global, or a method of the class
+    Solution), and the output the JSON of what is returned. "asserts": it is code to run after the program, and the
+    output is empty.
+    """
+    check_sandbox()
+    mark = "" if kind == "stdin" else secrets.token_hex(16)
+    cpu = max(math.ceil(limits.seconds), 1)
+    job = {
+        "program": program,
+        "inputs": inputs,
+        "kind": kind,
+        "function": function,
+        "mark": mark,
+        "wall_seconds": 2 * limits.seconds + 1,  # a busy machine gives less CPU than time
+        "limits": {"AS": limits.memory_mb << 20, "CPU": cpu, "FSIZE": limits.output, "CORE": 0, "NOFILE": 64},
+    }
+    lines = _lines(json.dumps(job), limits.total_seconds)
+    outputs = [_after(mark, json.loads(line)) for line in lines[: len(inputs)]]
+    return outputs + [None] * (len(inputs) - len(outputs))
+
+
+def _lines(job: str, seconds: float) -> list[bytes]:
+    """A line for each run that ended in time."""
+    command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _START.format(house=_HOUSE)]
+    try:
+        done = subprocess.run(command, input=job.encode(), capture_output=True, timeout=seconds, env={}, cwd="/")
+    except subprocess.TimeoutExpired as overrun:
+        return (overrun.stdout or b"").split(b"\n")[:-1]  # the last may be half a line
+    if done.returncode:
+        raise SandboxError(f"the sandbox ended with {done.returncode}: {done.stderr.decode(errors='replace')[-500:]}")
+    return done.stdout.splitlines()
+
+
+def _after(mark: str, output: str | None) -> str | None:
+    """What follows the mark, which only a run that came to its end has printed."""
+    if output is None or not mark:
+        return output
+    _, found, after = output.rpartition(mark)
+    return after.strip() if found else None

@@ -1,0 +1,122 @@
+"""Programs against tests: what they print for an input, what a function of theirs returns, or asserts that hold.
+
+The program runs in the sandbox; looping, crashing and overrunning a limit are wrong answers and nobody's fault.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.rewards.sandbox.run import Limits, run
+
+_FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_SPARE_OUTPUT = 1 << 16
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    continuous: bool = True,
+    seconds: float = 5.0,
+    total_seconds: float = 20.0,
+    memory_mb: int = 1024,
+) -> dict[str, Any]:
+    """The share of tests passed (`continuous`), or 1 for all and else 0; `acc` is 1 where all passed.
+
+    The ground truth, also as JSON text: {"inputs": [...], "outputs": [...]} with text to read and to print;
+    the same with "fn_name" and arguments and return values; or asserts as a text, a list, or under "test_list",
+    "functional" or "test" (with "entry_point", as in HumanEval). ValueError for anything else.
+    """
+    program, limits = last_program(solution_str), Limits(seconds, memory_mb, _SPARE_OUTPUT, total_seconds)
+    passed = _passed(program, _as_tests(ground_truth), limits)
+    whole = float(all(passed))
+    share = sum(passed) / len(passed)
+    return {"score": share if continuous else whole, "acc": whole, "passed": share}
+
+
+def last_program(text: str) -> str:
+    """The last fenced block of Python, closed or not; the whole text where there is none."""
+    blocks = _FENCED.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Equal word by word; numbers with a decimal point may differ by a millionth part."""
+    words, wanted = printed.split(), expected.split()
+    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+
+
+def _passed(program: str, tests: Mapping[str, Any], limits: Limits) -> list[bool]:
+    if "asserts" in tests:
+        return [output is not None for output in run(program, tests["asserts"], limits, "asserts")]
+    inputs, outputs = tests["inputs"], tests["outputs"]
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+    function = tests.get("fn_name")
+    longest = max(len(output if isinstance(output, str) else json.dumps(output)) for output in outputs)
+    limits = replace(limits, output=8 * longest + _SPARE_OUTPUT)
+    if function:
+        returned = run(program, [_arguments(given) for given in inputs], limits, "call", function)
+        return [given is not None and same_value(given, out) for given, out in zip(returned, outputs, strict=True)]
+    printed = run(program, [_as_text(given) for given in inputs], limits)
+    return [
+        given is not None and same_output(given, _as_text(out)) for given, out in zip(printed, outputs, strict=True)
+    ]
+
+
+def _as_tests(truth: Any) -> Mapping[str, Any]:
+    """The tests as {"asserts"} or {"inputs", "outputs"[, "fn_name"]}."""
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except ValueError:
+            return {"asserts": [truth]}
+    if isinstance(truth, list):
+        return {"asserts": [str(test) for test in truth]}
+    if isinstance(truth, Mapping):
+        if truth.get("inputs") is not None:
+            return truth
+        if truth.get("test_list") is not None:
+            return {"asserts": list(truth["test_list"])}
+        if truth.get("functional"):
+            return {"asserts": [truth["functional"]]}
+        if truth.get("test"):
+            call = f"\ncheck({truth['entry_point']})" if truth.get("entry_point") else ""
+            return {"asserts": [truth["test"] + call]}
+    raise ValueError(f"the ground truth holds no tests: {truth!r:.200}")
+
+
+def _as_text(given: Any) -> str:
+    return given if isinstance(given, str) else "\n".join(map(str, given)) if isinstance(given, list) else str(given)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A function's arguments: a list of them, or a text with the JSON of one on each line."""
+    return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+
+
+def same_value(returned: str, expected: Any) -> bool:
+    """Whether what a function returned, as JSON, is what was expected, as a value or as JSON."""
+    found, wanted = _from_json(returned), _from_json(expected) if isinstance(expected, str) else expected
+    # APPS wraps what is returned in a list.
+    return found == wanted or (isinstance(wanted, list) and len(wanted) == 1 and found == wanted[0])
+
+
+def _from_json(text: str) -> Any:
+    """The value; the text itself where it is none: a program may have printed over its result."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    if word == wanted:
+        return True
+    try:
+        return "." in word + wanted and math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False
