@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.conf"],
     package_dir={"hybridrl.conf": "conf"},
-    package_data={"hybridrl.conf": ["**/*.yaml"]},
+    package_data={"hybridrl.conf": ["**/*.yaml"], "hybridrl.config": ["*.yaml"]},
     install_requires=[
         "datasets>=5,<6",
         "hydra-core>=1.3.2,<1.4",

@@ -11,7 +11,8 @@ from hybridrl.algorithms.settings import AdvantageSettings, LossSettings
 from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.config import ConfigError
 from hybridrl.config.own_code import load_function
-from hybridrl.config.schema import ModelConfig, PPOConfig, RolloutConfig, RolloutCorrectionConfig
+from hybridrl.config.schema import ModelConfig, PPOConfig, RolloutConfig
+from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.rollout import Sampling
 from hybridrl.training.losses import LossConfig, ValueLossConfig, find_policy_loss
 from hybridrl.training.packing import Budget
@@ -198,19 +199,7 @@ def validation_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sa
     return Sampling(
         max_tokens=rollout.response_length,
         stop_ids=stop_ids,
-        temperature=chosen.temperature if chosen.do_sample else 0.0,
-        top_p=chosen.top_p if chosen.do_sample else 1.0,
-        top_k=chosen.top_k if chosen.do_sample else -1,
-    )
-
-
-def say_batch_arithmetic(config: PPOConfig, steps: int) -> str:
-    """How many samples and updates a step has, in one line."""
-    prompts, answers = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    actor = config.actor_rollout_ref.actor
-    updates = -(-prompts // actor.ppo_mini_batch_size)
-    epochs = f" x {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else ""
-    return (
-        f"{steps} steps: {prompts} prompts x {answers} answers = {prompts * answers} samples a step, "
-        f"{updates} update{'s' * (updates > 1)} of {min(actor.ppo_mini_batch_size, prompts)} prompts{epochs}"
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
     )

@@ -22,7 +22,9 @@ from hybridrl.assembly import (
 )
 from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
+from hybridrl.config.arithmetic import batch_arithmetic
 from hybridrl.config.compose import as_yaml
+from hybridrl.config.own_code import publish_own_keys
 from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import PromptDataset, load_prompts
@@ -35,7 +37,6 @@ from hybridrl.plans import (
     build_critic_plan,
     build_policy_plan,
     ppo_worker_config,
-    say_batch_arithmetic,
     training_sampling,
     validation_sampling,
 )
@@ -66,6 +67,7 @@ def _train(config: PPOConfig) -> None:
     """One attempt, which leaves nothing running however it ends."""
     began = time.monotonic()
     directory = open_run_directory(config)
+    publish_own_keys(config.own)
     algorithm = build_algorithm(config)  # first: what it refuses needs no data
     policy, critic = build_policy_plan(config), build_critic_plan(config) if algorithm.uses_critic else None
     refuse_hub_models(config, algorithm)
@@ -81,7 +83,7 @@ def _train(config: PPOConfig) -> None:
         # Without a number of steps the last one takes what prompts are left.
         in_all = None if trainer.total_training_steps else trainer.total_epochs * len(prompts)
         steps = trainer.total_training_steps or done - (used - in_all) // config.data.train_batch_size
-        info(say_batch_arithmetic(config, steps))
+        info(f"{steps} steps: {batch_arithmetic(config)}")
         if done >= steps and not trainer.val_only:
             return info(f"the run is complete: {done} of {steps} steps are done ({saved.path})")
         log, sources = directory / "logs" / "reward.log", data_sources(prompts, validation)

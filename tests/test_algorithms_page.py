@@ -13,7 +13,8 @@ from hybridrl.algorithms.rollout_rejection import OPTIONS
 from hybridrl.algorithms.settings import AdvantageSettings, LossSettings
 from hybridrl.config.names import hints, tree
 from hybridrl.config.own_code import load_function
-from hybridrl.config.schema import PPOConfig, RolloutCorrectionConfig
+from hybridrl.config.schema import PPOConfig
+from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.config.values import Aggregation, KLForm
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -40,7 +40,7 @@ FLOOR = {room: floor for floor, line in enumerate(reversed(FLOORS.split("\n"))) 
 KNOWN_TO = {
     "ray": ("cluster/", "training/worker.py", "rollout/pool.py"),
     "vllm": ("rollout/vllm.py", "model_merger/vllm_check.py"),
-    "hydra": ("config/compose.py",),
+    "hydra": ("config/compose.py", "config/overrides.py"),
     "omegaconf": ("config/compose.py",),
     "torch.cuda": ("device.py",),
 }
@@ -122,7 +122,17 @@ def test_imports_stand_at_the_top() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hybridrl.config", "hybridrl.main_ppo", "hybridrl.main_sft", "hybridrl.rewards.worker"]
+    "module",
+    [
+        "hybridrl.config",
+        "hybridrl.doctor.check",
+        "hybridrl.doctor.explain",
+        "hybridrl.doctor.keys",
+        "hybridrl.doctor.migrate",
+        "hybridrl.main_ppo",
+        "hybridrl.main_sft",
+        "hybridrl.rewards.worker",
+    ],
 )
 def test_what_starts_quickly_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules)"

@@ -68,8 +68,8 @@ def test_a_command_without_arguments_says_what_is_missing_and_where_help_is(caps
 
 
 def test_a_refusal_goes_to_standard_error_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(Work().door, [*NEEDED, "data.seed=[/red]"]) == 2
-    assert capsys.readouterr().err == "refused data.seed=[/red]: expected an integer\n"
+    assert run_command(Work().door, [*NEEDED, "trainer.seed=[/red]"]) == 2
+    assert capsys.readouterr().err == "refused trainer.seed=[/red]: expected an integer\n"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from hybridrl.config.schema import ValidationSamplingConfig
 from hybridrl.data.prompts import Prompt
+from hybridrl.plans import validation_sampling
 from hybridrl.respondent import Sample
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Sampling
@@ -159,3 +162,9 @@ def test_without_faults_none_are_told():
     samples = answers([scored(1.0)])
     _, metrics = Validator([samples[0].prompt], Answering(samples), Sampling(8, (0,)), 1).validate("pool")
     assert "val-aux/reward/faults" not in metrics
+
+
+def test_validation_samples_at_its_own_temperature_whatever_do_sample_says() -> None:
+    chosen = ValidationSamplingConfig(n=1, do_sample=False, temperature=0.6, top_p=0.9, top_k=5)
+    sampling = validation_sampling(SimpleNamespace(val_kwargs=chosen, response_length=7), (2,))
+    assert sampling == Sampling(max_tokens=7, stop_ids=(2,), temperature=0.6, top_p=0.9, top_k=5)

@@ -26,11 +26,16 @@ TOKEN_BASELINES = {"optimal_token_baseline", "tir_optimal_token_baseline"}
 OWN_AGGREGATION = {"gspo", "sapo", "geo_mean", "gmpo"}
 
 
+# Losses that leave a token out where its ratio has left [1 - clip_ratio_low, 1 + clip_ratio_high].
+WINDOWED = {"vanilla", "gspo", "geo_mean", "gmpo", "clip_cov"}
+
+
 def check_algorithm(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     _check_estimator(config, note, wrong)
     _check_sampling(config, note)
     _check_correction(config, note, wrong)
     _note_idle_losses(config, note)
+    _note_clip_order(config, note)
     chosen = config.actor_rollout_ref.actor.policy_loss
     if chosen.loss_mode == "dro" and chosen.dro_beta is None:
         key = "actor_rollout_ref.actor.policy_loss"
@@ -69,6 +74,17 @@ def _check_sampling(config: PPOConfig, note: Note) -> None:
         note("algorithm.filter_groups.metric has no effect without algorithm.filter_groups.enable=true")
     if not chosen.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
         note("data.gen_batch_size has no effect without algorithm.filter_groups.enable=true")
+
+
+def _note_clip_order(config: PPOConfig, note: Note) -> None:
+    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
+    low, high = actor.clip_ratio_low or 0.0, actor.clip_ratio_high or 0.0
+    if actor.policy_loss.loss_mode not in WINDOWED:
+        return
+    if high < low:
+        note(f"{key}.clip_ratio_high={high:g} is less than clip_ratio_low={low:g}: the wider side is usually the upper")
+    if low >= 1 and actor.policy_loss.loss_mode not in ("geo_mean", "gmpo"):  # theirs is in the log-ratio
+        note(f"{key}.clip_ratio_low={low:g}: a ratio is never below 0, so that side does not clip")
 
 
 def _check_correction(config: PPOConfig, note: Note, wrong: Refusals) -> None:

@@ -14,12 +14,14 @@ from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.error import Refusals
 from hybridrl.config.families import why_unsupported
 from hybridrl.config.machine import Machine, this_machine
+from hybridrl.config.micro_batches import settle_micro_batches
 from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.read import show
 from hybridrl.config.reward_checks import check_reward
 from hybridrl.config.schema import (
     FSDPConfig,
     ModelConfig,
+    OptimizerConfig,
     PPOConfig,
     TrainerConfig,
     ValidationSamplingConfig,
@@ -40,8 +42,12 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     section, trainer = config.actor_rollout_ref, config.trainer
     _settle_trainer(trainer, config.ray_kwargs.ray_init, wrong, machine)
     _settle_fsdp("actor_rollout_ref.actor.fsdp_config", section.actor.fsdp_config, trainer, wrong)
+    config.data.seed = trainer.seed if config.data.seed is None else config.data.seed
+    config.reward.custom_reward_function.name = config.reward.custom_reward_function.name or "compute_score"
+    settle_micro_batches(config, note, wrong)
     _settle_actor(config, note)
-    _settle_rollout(config, wrong)
+    _settle_rollout(config, note, wrong)
+    _settle_optimizer("actor_rollout_ref.actor.optim", section.actor.optim, wrong)
     _settle_critic(config, note, wrong)
     _settle_retention(config, note)
     _settle_reference(config, wrong)
@@ -66,6 +72,7 @@ def settle_sft(config: SFTConfig, note: Note, machine: Machine | None = None) ->
     wrong = Refusals()
     _settle_trainer(config.trainer, config.ray_kwargs.ray_init, wrong, machine)
     _settle_fsdp("engine.fsdp_config", config.engine.fsdp_config, config.trainer, wrong)
+    _settle_optimizer("optim", config.optim, wrong)
     _check_model("model.path", config.model, config.data.max_length, "lower data.max_length", wrong)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         note("trainer.test_freq has no effect without data.val_files")
@@ -82,7 +89,7 @@ def _settle_trainer(
     if trainer.n_gpus_per_node is None:
         trainer.n_gpus_per_node = max(machine.gpus if trainer.device == "cuda" else min(machine.cores, 2), 1)
     asked = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-    if not (os.environ.get("RAY_ADDRESS") or ray_init.get("address")):
+    if machine.here and not (os.environ.get("RAY_ADDRESS") or ray_init.get("address")):
         if trainer.device == "cuda" and machine.gpus == 0:
             wrong.add("trainer.device=cuda: this machine has no GPU that can be used; set trainer.device=cpu")
         elif trainer.device == "cuda" and trainer.n_gpus_per_node > machine.gpus:
@@ -93,9 +100,10 @@ def _settle_trainer(
                 "each machine and set RAY_ADDRESS, or leave trainer.nnodes at 1"
             )
     most = max(machine.memory_bytes // CPU_SLOT_BYTES, 1)
+    if machine.here:
+        _check_writable("trainer.default_local_dir", trainer.default_local_dir, wrong)
     if trainer.device == "cpu" and trainer.n_gpus_per_node > most:
         wrong.add(f"{asked}: free memory is enough for {most} slots on CPU; set trainer.n_gpus_per_node={most}")
-    _check_writable("trainer.default_local_dir", trainer.default_local_dir, wrong)
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         wrong.add("trainer.resume_mode=resume_path: set trainer.resume_from_path=.../global_step_N")
     if trainer.max_restarts and trainer.resume_mode == "disable":
@@ -118,6 +126,16 @@ def _settle_retention(config: PPOConfig, note: Note) -> None:
     else:
         note(f"{asked}: so many steps are kept, with both models, though trainer.max_actor_ckpt_to_keep={actor}")
         config.trainer.max_actor_ckpt_to_keep = critic
+
+
+def _settle_optimizer(key: str, optimizer: OptimizerConfig, wrong: Refusals) -> None:
+    optimizer.min_lr_ratio = optimizer.min_lr_ratio or 0.0
+    further = [name for name in optimizer.override_optimizer_config if name not in ("eps", "foreach", "fused")]
+    if further:
+        wrong.add(
+            f"{key}.override_optimizer_config: only eps, foreach and fused can be set there; leave out "
+            f"{', '.join(further)}"
+        )
 
 
 def _check_save_contents(key: str, contents: list[str], note: Note) -> None:
@@ -218,6 +236,7 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
             config.trainer.critic_warmup = 0
         return
     _settle_fsdp("critic.fsdp", critic.fsdp, config.trainer, wrong)
+    _settle_optimizer("critic.optim", critic.optim, wrong)
     for name, value in (
         ("tokenizer_path", critic.model.tokenizer_path),
         ("custom_chat_template", critic.model.custom_chat_template),
@@ -230,10 +249,13 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     critic.loss_scale_factor = critic.loss_scale_factor or float(config.data.max_response_length)
 
 
-def _settle_rollout(config: PPOConfig, wrong: Refusals) -> None:
+def _settle_rollout(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     rollout, trainer, key = config.actor_rollout_ref.rollout, config.trainer, "actor_rollout_ref.rollout"
     rollout.dtype = _dtype(rollout.dtype, trainer.device)
     size, devices = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node or 1
+    if size > devices and size % devices == 0 and size // devices <= trainer.nnodes:
+        note(f"{key}.tensor_model_parallel_size={size}: an engine spans devices of one machine; {devices} is taken")
+        size = rollout.tensor_model_parallel_size = devices
     if devices % size:
         wrong.add(f"{key}.tensor_model_parallel_size={size}: must divide trainer.n_gpus_per_node={devices}")
     elif trainer.device == "cpu" and 1 < size < devices:
@@ -266,10 +288,13 @@ def _check_sampling(config: PPOConfig, note: Note, wrong: Refusals) -> None:
 def _check_validation_sampling(key: str, chosen: ValidationSamplingConfig, note: Note, wrong: Refusals) -> None:
     if chosen.do_sample and chosen.temperature == 0:
         wrong.add(f"{key}.do_sample=true: at {key}.temperature=0 nothing is sampled; set {key}.temperature=1.0")
-    if not chosen.do_sample and chosen.n > 1:
-        note(f"{key}.n={chosen.n}: validation is greedy, so all answers are equal; set {key}.do_sample=true")
+    if chosen.temperature == 0 and chosen.n > 1:
+        note(f"{key}.n={chosen.n}: validation is greedy, so all answers are equal; set {key}.temperature=1.0")
     if not chosen.do_sample and chosen.temperature > 0:
-        note(f"{key}.temperature has no effect without {key}.do_sample=true")
+        note(
+            f"{key}.do_sample=false has no effect: at {key}.temperature={chosen.temperature:g} validation samples, as "
+            f"in verl; for greedy answers set {key}.temperature=0"
+        )
 
 
 def _note_idle_keys(config: PPOConfig, note: Note) -> None:

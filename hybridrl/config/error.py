@@ -2,7 +2,14 @@
 
 
 class ConfigError(ValueError):
-    """A refusal whose message names the key or file, its value, and the way out; shown without a traceback."""
+    """A refusal whose message names the key or file, its value, and the way out; shown without a traceback.
+
+    One line for each thing that is wrong.
+    """
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 class Refusals:
@@ -17,4 +24,4 @@ class Refusals:
     def close(self) -> None:
         """Raise ConfigError where anything was added."""
         if self.lines:
-            raise ConfigError("\n".join(self.lines))
+            raise ConfigError(*self.lines)

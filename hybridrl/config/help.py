@@ -23,7 +23,7 @@ def explain_keys(config_name: str, first: tuple[str, ...], width: int) -> str:
     lines = ["keys to begin with:"]
     lines += [_entry(key, value_of(values, key), meanings[key], width) for key in first]
     for section, keys in groupby(meanings, key=lambda key: key.rpartition(".")[0]):
-        lines.append(f"\n{section}:")
+        lines.append(f"\n{section or 'beside the sections'}:")
         lines += [_entry(key.rpartition(".")[2], value_of(values, key), meanings[key], width) for key in keys]
     return "\n".join(lines)
 
@@ -37,7 +37,7 @@ def changed_values(config: PPOConfig | SFTConfig) -> str:
         usual = value_of(values, followed) if followed else value_of(usually.values, key)
         if value != usual and value != (usual or []):
             section, _, name = key.partition(".")
-            changed.setdefault(section, []).append(f"{name}={show(value)}")
+            changed.setdefault(section, []).append(f"{name}={show(value)}" if name else show(value))
     return "\n".join(f"  {section}: {', '.join(items)}" for section, items in changed.items())
 
 

@@ -11,9 +11,12 @@ from hybridrl.config.error import ConfigError
 
 @dataclass(frozen=True)
 class Machine:
+    """`here`: a run would be on this machine, so that what it lacks is lacking."""
+
     gpus: int
     cores: int
     memory_bytes: int
+    here: bool = True
 
 
 def this_machine(*, count_gpus: bool = True) -> Machine:

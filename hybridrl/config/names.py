@@ -1,4 +1,4 @@
-"""Key names: the tree of valid ones, old names and what they became, the nearest valid ones to a mistyped one."""
+"""Key names: the tree of valid ones, and the nearest valid ones to a mistyped one."""
 
 import dataclasses
 import difflib
@@ -6,30 +6,7 @@ import functools
 import typing
 from typing import Any
 
-OLD_NAMES = {
-    "custom_reward_function": "reward.custom_reward_function",
-    "reward_model.reward_fn": "reward.custom_reward_function",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.reward_kwargs": "reward.reward_kwargs",
-    "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
-    "critic.model.fsdp_config": "critic.fsdp",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    "critic.optim.clip_grad": "critic.grad_clip",
-    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
-    "actor_rollout_ref.actor.optim.clip_grad": "actor_rollout_ref.actor.grad_clip",
-    "rollout": "actor_rollout_ref.rollout",
-    "actor": "actor_rollout_ref.actor",
-    "ref": "actor_rollout_ref.ref",
-}
-
-
-def current_name(key: str) -> str:
-    """The present name of a key that carries an old one; any other key unchanged."""
-    for old, new in OLD_NAMES.items():
-        if key == old or key.startswith(old + "."):
-            return new + key[len(old) :]
-    return key
+from hybridrl.config.verl_keys import current_name
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 """A user's own Python, named in a key: path/to/file.py:function, or a module that a room looks into itself."""
 
 import importlib
+import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,6 +13,14 @@ from types import ModuleType
 from typing import Any
 
 from hybridrl.config.error import ConfigError
+
+OWN_KEYS = "HYBRIDRL_OWN"
+
+
+def publish_own_keys(own: dict[str, Any]) -> None:
+    """Let code of the user's own find the keys under `own` as JSON in the environment, here and in the processes that
+    are started from here."""
+    os.environ[OWN_KEYS] = json.dumps(own)
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:

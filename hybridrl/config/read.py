@@ -7,14 +7,13 @@ import dataclasses
 import math
 import os
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
-from hybridrl.config.error import Refusals
-from hybridrl.config.names import current_name, hints, unknown_key, value_keys
-from hybridrl.config.values import Rule
+from hybridrl.config.names import hints
+from hybridrl.config.values import Absent, Rule
 
 T = TypeVar("T")
 
@@ -27,60 +26,98 @@ class Misfit(ValueError):
     """A value that its type does not take; the message says what was expected."""
 
 
+class Absence(Misfit):
+    """A value that is sound but names what is not on this machine."""
+
+    def __init__(self, fault: str, value: Any) -> None:
+        super().__init__(fault)
+        self.value = value
+
+
 @dataclass(frozen=True)
 class Plain:
-    """Nested plain values, and for each key that takes its value from another one, which."""
+    """Nested plain values; for each key that takes its value from another one, which; what is wrong where that fails.
+
+    A fault without words is that of another key.
+    """
 
     values: dict[str, Any]
     follows: dict[str, str]
+    faults: dict[str, str]
 
 
-def read(schema: type[T], plain: Plain, source: str, wrong: Refusals) -> T:
-    """The typed configuration, of use only where nothing is `wrong`. `source` is the file that keys may come from."""
-    refused: dict[str, str] = {}
-    unknown: list[str] = []
-    config = _section(schema, plain.values, "", refused, unknown)
-    for key, line in refused.items():
-        if plain.follows.get(key) not in refused:
-            wrong.add(line)
-    known = value_keys(schema)
-    for key in unknown:
-        new = current_name(key)
-        wrong.add(f"{key} in {source} is now {new}; rename it" if new in known else unknown_key(key, known, source))
-    return config
+@dataclass
+class Reading(Generic[T]):
+    """A typed configuration, and all that is to be said of the values it was made of.
+
+    Where a value was refused its shipped one stands in, so that the others can be judged. `foreign` are values that the
+    schema has no key for; `absent` says of files and directories that are not on this machine.
+    """
+
+    config: T
+    refused: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    empty: list[str] = field(default_factory=list)
+    foreign: dict[str, Any] = field(default_factory=dict)
 
 
-def _section(schema: type[T], values: Mapping[str, Any], place: str, refused: dict[str, str], unknown: list[str]) -> T:
+Usual = Callable[[str], Any]  # from a key to its shipped value
+
+
+def read(schema: type[T], plain: Plain, usual: Usual, *, elsewhere: bool = False) -> Reading[T]:
+    """Read values by their types. `elsewhere`: files and directories may be absent here."""
+    reading = Reading(cast(T, None))
+    reading.config = _section(schema, plain.values, "", usual, reading, elsewhere)
+    reading.refused |= plain.faults
+    for said in (reading.refused, reading.absent):
+        for key in [key for key in said if plain.follows.get(key) in said]:
+            del said[key]  # said of the other
+    return reading
+
+
+def _section(
+    schema: type[T], values: Mapping[str, Any], place: str, usual: Usual, reading: Reading, elsewhere: bool
+) -> T:
     found: dict[str, Any] = {}
     for name, hint in hints(schema).items():
         key, value = f"{place}{name}", values.get(name, MISSING)
         if not dataclasses.is_dataclass(hint):
-            found[name] = _leaf(key, value, hint, refused)
-        elif isinstance(value, Mapping):
-            found[name] = _section(typing.cast(type, hint), value, f"{key}.", refused, unknown)
-        else:
-            found[name] = None
+            found[name] = _leaf(key, value, hint, usual, reading, elsewhere)
+            continue
+        if not isinstance(value, Mapping):
             way_out = f"set the keys in it, such as {key}.{next(iter(hints(hint)))}=..."
-            refused[key] = f"{key}={show(value)}: is a section; {way_out}"
+            reading.refused[key] = f"{key}={show(value)}: is a section; {way_out}"
+            value = usual(key)
+        found[name] = _section(cast(type, hint), value, f"{key}.", usual, reading, elsewhere)
     for name in [name for name in values if name not in found]:
-        unknown.extend(_leaves(f"{place}{name}", values[name]))
+        reading.foreign |= _leaves(f"{place}{name}", values[name])
     return schema(**found)
 
 
-def _leaf(key: str, value: Any, hint: Any, refused: dict[str, str]) -> Any:
+def _leaf(key: str, value: Any, hint: Any, usual: Usual, reading: Reading, elsewhere: bool) -> Any:
     try:
         if value != MISSING:
             return fit(value, hint)
-        refused[key] = f"{key} is not set; add {key}=..."
+        reading.refused[key] = f"{key} is not set; add {key}=..."
+    except Absence as absence:
+        if elsewhere:
+            reading.absent[key] = f"{key}={show(value)}: {absence}"
+            return absence.value
+        reading.refused[key] = f"{key}={show(value)}: {absence}"
     except Misfit as misfit:
-        refused[key] = f"{key}={show(value)}: {misfit}"
-    return None
+        if value == "" and key.startswith("trainer."):  # where and how often: nothing that a step computes
+            reading.empty.append(f"{key} is empty (is a shell variable not set?); {show(usual(key))} is taken")
+            return fit(usual(key), hint)
+        shell = " (a shell variable that was not replaced?)" if str(value).startswith("$") else ""
+        reading.refused[key] = f"{key}={show(value)}: {misfit}{shell}"
+    shipped = usual(key)
+    return shipped if shipped == MISSING else fit(shipped, hint)
 
 
-def _leaves(key: str, value: Any) -> list[str]:
+def _leaves(key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping) and value:
-        return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
-    return [key]
+        return {leaf: item for name, inner in value.items() for leaf, item in _leaves(f"{key}.{name}", inner).items()}
+    return {key: value}
 
 
 def fit(value: Any, hint: Any, or_null: bool = False) -> Any:
@@ -111,7 +148,7 @@ def fit(value: Any, hint: Any, or_null: bool = False) -> Any:
 def _obeying(value: Any, rules: tuple[Rule, ...]) -> Any:
     for rule in rules:
         if (fault := rule.fault(value)) is not None:
-            raise Misfit(fault)
+            raise Absence(fault, value) if isinstance(fault, Absent) else Misfit(fault)
     return value
 
 

@@ -7,9 +7,9 @@ a constructor takes one of these sections or plain values.
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from hybridrl.config.schema_algorithm import AlgorithmConfig
 from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.config.values import (
-    ESTIMATORS,
     POLICY_LOSSES,
     AboveZero,
     Aggregation,
@@ -49,7 +49,7 @@ class DataConfig:
     gen_batch_size: Positive | None
     shuffle: bool
     validation_shuffle: bool
-    seed: Natural
+    seed: Natural | None
     filter_overlong_prompts: bool
     truncation: Literal["error", "left", "right", "middle"]
     trust_remote_code: bool
@@ -76,11 +76,12 @@ class OptimizerConfig:
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     lr_warmup_steps: int
     lr_warmup_steps_ratio: Share
-    min_lr_ratio: Share
+    min_lr_ratio: Share | None
     num_cycles: AboveZero
     total_training_steps: int
     muon_lr: NonNegative
     muon_momentum: Decay
+    override_optimizer_config: dict[str, Any]
 
 
 @dataclass
@@ -123,6 +124,7 @@ class PolicyLossConfig:
 class ActorConfig:
     strategy: Literal["fsdp", "fsdp2"]
     ppo_mini_batch_size: Positive
+    ppo_micro_batch_size: Positive | None
     ppo_micro_batch_size_per_gpu: Positive | None
     use_dynamic_bsz: bool
     ppo_max_token_len_per_gpu: Positive
@@ -162,6 +164,7 @@ class ReferenceModelConfig:
 class ReferenceConfig:
     model: ReferenceModelConfig
     refresh_freq: int
+    log_prob_micro_batch_size: Positive | None
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: Positive
@@ -176,9 +179,11 @@ class CriticConfig:
     optim: OptimizerConfig
     fsdp: FSDPConfig
     ppo_mini_batch_size: Positive
+    ppo_micro_batch_size: Positive | None
     ppo_micro_batch_size_per_gpu: Positive | None
     use_dynamic_bsz: bool
     ppo_max_token_len_per_gpu: Positive
+    forward_micro_batch_size: Positive | None
     forward_micro_batch_size_per_gpu: Positive | None
     forward_max_token_len_per_gpu: Positive
     ppo_epochs: Positive
@@ -235,8 +240,10 @@ class RolloutConfig:
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
     enforce_eager: bool
+    cudagraph_capture_sizes: list[Positive]
     free_cache_engine: bool
     calculate_log_probs: bool
+    log_prob_micro_batch_size: Positive | None
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: Positive
@@ -255,48 +262,6 @@ class ActorRolloutRefConfig:
     actor: ActorConfig
     ref: ReferenceConfig
     rollout: RolloutConfig
-
-
-@dataclass
-class KLControlConfig:
-    type: Literal["fixed", "adaptive"]
-    kl_coef: NonNegative
-    horizon: Positive
-    target_kl: AboveZero
-
-
-@dataclass
-class FilterGroupsConfig:
-    enable: bool
-    metric: str | None
-    max_num_gen_batches: int
-
-
-@dataclass
-class RolloutCorrectionConfig:
-    rollout_is: Literal["token", "sequence", "geometric"] | None
-    rollout_is_threshold: str
-    rollout_is_batch_normalize: bool
-    rollout_rs: list[str]
-    rollout_rs_threshold: list[str]
-    bypass_mode: bool
-    loss_type: Literal["ppo_clip", "reinforce"]
-
-
-@dataclass
-class AlgorithmConfig:
-    adv_estimator: Annotated[str, NameOrFunction(ESTIMATORS)]
-    gamma: Share
-    lam: Share
-    norm_adv_by_std_in_grpo: bool
-    gdpo_reward_keys: list[str]
-    gdpo_reward_weights: list[float]
-    filter_groups: FilterGroupsConfig
-    mask_truncated: bool
-    rollout_correction: RolloutCorrectionConfig
-    use_kl_in_reward: bool
-    kl_penalty: KLForm
-    kl_ctrl: KLControlConfig
 
 
 @dataclass
@@ -352,3 +317,4 @@ class PPOConfig:
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
     ray_kwargs: RayConfig
+    own: dict[str, Any]

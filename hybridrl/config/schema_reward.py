@@ -9,7 +9,7 @@ from hybridrl.config.values import AboveZero, Natural, NonNegative, Positive, Sc
 @dataclass
 class CustomRewardConfig:
     path: Annotated[str, ScriptFile()] | None
-    name: str
+    name: str | None
     reward_kwargs: dict[str, Any]
 
 

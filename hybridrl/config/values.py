@@ -15,6 +15,10 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
+class Absent(str):
+    """A fault that is this machine's: a file or directory that may be there on another."""
+
+
 class Rule(Protocol):
     def fault(self, value: Any) -> str | None:
         """What is wrong with a value of the right type, and the way out; None: nothing."""
@@ -60,7 +64,7 @@ class NameOrFunction:
             return None
         if not colon:
             return f"choose {' | '.join(self.names)} | path/to/file.py:function"
-        return None if Path(file).is_file() else f"there is no file {file}"
+        return None if Path(file).is_file() else Absent(f"there is no file {file}")
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ class RowFiles:
             return "name one file or more: [a.jsonl, b.parquet]"
         for file in map(Path, files):
             if file.is_dir():
-                return f"{file} is a directory; name the files in it{_rows_in(file)}"
+                return Absent(f"{file} is a directory; name the files in it{_rows_in(file)}")
             if not file.is_file():
-                return f"there is no file {file}" + (_rows_in(file.parent) or _missing_parent(file))
+                return Absent(f"there is no file {file}" + (_rows_in(file.parent) or _missing_parent(file)))
         return None
 
 
@@ -86,7 +90,7 @@ class PathOrHub:
     def fault(self, name: str) -> str | None:
         looks_local = name.startswith((".", "/")) or name.count("/") != 1
         if looks_local and not Path(name).is_dir():
-            return f"there is no such directory{_missing_parent(Path(name))}"
+            return Absent(f"there is no such directory{_missing_parent(Path(name))}")
         return None
 
 
@@ -119,7 +123,7 @@ class ScriptFile:
     def fault(self, name: str) -> str | None:
         if name.startswith("pkg://") or Path(name.removeprefix("file://")).is_file():
             return None
-        return "there is no such file; give the path of a .py file"
+        return Absent("there is no such file; give the path of a .py file")
 
 
 def _rows_in(directory: Path) -> str:

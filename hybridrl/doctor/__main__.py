@@ -18,7 +18,12 @@ CHECK = "check"  # the command that needs no name
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0, 1 (refused, or a test failed), 2 (usage)."""
     arguments = sys.argv[1:] if argv is None else argv
-    command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else (CHECK, arguments)
+    first = arguments[0] if arguments else ""
+    if first not in COMMANDS and "=" not in first and not first.startswith(("-", "~")):
+        print("expected key=value, or one of the commands:")
+        print("\n".join(f"  python -m hybridrl.doctor {name} {words}" for name, words in COMMANDS.items()))
+        return 2
+    command, rest = (first, arguments[1:]) if first in COMMANDS else (CHECK, arguments)
     module = importlib.import_module(f"hybridrl.doctor.{command.replace('-', '_')}")  # some import torch, most do not
     return module.main(rest)
 

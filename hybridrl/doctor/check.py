@@ -1,22 +1,63 @@
 """`python -m hybridrl.doctor [--config-only] [--json] key=value ...`: what main_ppo would say at its start."""
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
-from hybridrl.config import ConfigError, load_ppo_config
-from hybridrl.doctor.findings import Finding, show
+from hybridrl.config import PPOConfig
+from hybridrl.config.arithmetic import batch_arithmetic
+from hybridrl.config.compose import CONF, SHIPPED
+from hybridrl.config.findings import Findings
+from hybridrl.config.load import judge
+from hybridrl.doctor.__main__ import COMMANDS
+from hybridrl.doctor.findings import show
+
+# What is asked, in this order, of a configuration in which nothing is refused; each adds to the findings.
+CHECKS: tuple[Callable[[PPOConfig, Findings], None], ...] = ()
+
+STATUS = "exit status: 0 nothing is refused, 1 something is, 2 the command cannot be read"
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hybridrl.doctor", allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--config-only", action="store_true", help="judge the configuration alone")
-    parser.add_argument("--json", action="store_true", help="findings for programs")
-    arguments = parser.parse_args(argv)
-    notes: list[str] = []
-    try:
-        load_ppo_config(arguments.overrides, note=notes.append)
-    except ConfigError as error:
-        refusals = [Finding("config", "refused", line) for line in str(error).splitlines()]
-    else:
-        refusals = []
-    return show([Finding("config", "warning", note) for note in notes] + refusals, as_json=arguments.json)
+    arguments = _arguments(argv)
+    findings = check(
+        arguments.overrides, arguments.config_name, arguments.config_path, config_only=arguments.config_only
+    )
+    return show(findings, as_json=arguments.json, verdict=True)
+
+
+def check(
+    overrides: list[str], name: str = SHIPPED[PPOConfig], directory: Path = CONF, *, config_only: bool
+) -> Findings:
+    """All that is to be said of a command. `config_only`: of its keys alone, as if for another machine."""
+    judgement = judge(PPOConfig, overrides, name, directory, elsewhere=config_only)
+    findings = judgement.findings
+    if judgement.config is None or findings.refused:
+        return findings
+    findings.inform("batch", batch_arithmetic(judgement.config))
+    for further in () if config_only else CHECKS:
+        further(judgement.config, findings)
+    return findings
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    commands = (f"{name} {words}" for name, words in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.doctor",
+        usage="python -m hybridrl.doctor [--config-only] [--json] key=value ...",
+        description="Everything that can be known of a run of hybridrl.main_ppo without starting it.",
+        epilog="\n  ".join(["commands, instead of key=value:", *commands]) + f"\n\n{STATUS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for hybridrl.main_ppo")
+    parser.add_argument("--config-only", action="store_true", help="judge the keys alone, as if for another machine")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help="as for hybridrl.main_ppo")
+    parser.add_argument("-cn", "--config-name", default=SHIPPED[PPOConfig], metavar="NAME", help="likewise")
+    arguments, more = parser.parse_known_args(argv)
+    options = [item for item in more if item.startswith("-")]
+    if options:
+        parser.error(f"unknown option {options[0]}; configuration keys are given as key=value")
+    arguments.overrides += more
+    return arguments

@@ -1,37 +1,34 @@
-"""What a check has to say, for people and for programs."""
+"""Findings, shown to people and to programs."""
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
 
-Severity = Literal["refused", "warning", "information"]
+from hybridrl.config.findings import Finding, Findings, Severity
+
 STYLES: dict[Severity, str] = {"refused": "bold red", "warning": "yellow", "information": "cyan"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a check found: `cause` says what is and why it matters, `fix` what to set or do (may be empty).
-
-    `code` is stable: scripts may rely on it.
-    """
-
-    code: str
-    severity: Severity
-    cause: str
-    fix: str = ""
-
-
-def show(findings: list[Finding], *, as_json: bool) -> int:
-    """Print findings; the exit status: 1 where anything is refused, otherwise 0."""
-    refused = any(finding.severity == "refused" for finding in findings)
+def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
+    """Print findings, with a verdict in one line if asked for; the exit status: 1 where anything is refused, else 0."""
     if as_json:
-        print(json.dumps({"refused": refused, "findings": [asdict(finding) for finding in findings]}, indent=2))
-        return int(refused)
+        print(json.dumps({"refused": bool(findings.refused), "findings": list(map(asdict, findings.found))}, indent=2))
+        return int(bool(findings.refused))
     console = Console(soft_wrap=True, highlight=False)
-    for finding in findings:
-        head = Text.assemble((finding.severity, STYLES[finding.severity]), f" {finding.code} ")
-        console.print(head + Text("; ".join(part for part in (finding.cause, finding.fix) if part)))
-    return int(refused)
+    for finding in findings.found:
+        console.print(_line(finding))
+    if verdict:
+        console.print(_verdict(findings))
+    return int(bool(findings.refused))
+
+
+def _line(finding: Finding) -> Text:
+    return Text.assemble((finding.severity, STYLES[finding.severity]), f" [{finding.code}] {finding.text}")
+
+
+def _verdict(findings: Findings) -> Text:
+    if findings.refused:
+        return Text(f"refused: {len(findings.refused)} of {len(findings.found)} findings must be mended", "bold red")
+    return Text("accepted", "bold green")

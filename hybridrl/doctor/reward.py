@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
-from hybridrl.config import ConfigError
-from hybridrl.config.compose import shipped
-from hybridrl.config.error import Refusals
-from hybridrl.config.read import Plain, read
-from hybridrl.config.reward_checks import check_reward
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.compose import SHIPPED
+from hybridrl.config.findings import Finding, Findings
+from hybridrl.config.load import judge
 from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.data.rows import Faults, Row, load_rows
-from hybridrl.doctor.findings import Finding, show
+from hybridrl.doctor.findings import show
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
@@ -28,6 +25,8 @@ _SHOWN = 5  # rows of a kind
 _ANSWER_COLUMNS = ("output", "solution_str", "response", "prediction")
 _TRUTH_COLUMNS = ("gts", "ground_truth")
 _MOST_VALUES = 8
+# Keys that a run must have.
+_NOT_READ = ("data.train_files=rows.jsonl", "actor_rollout_ref.model.path=model")
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def main(argv: list[str]) -> int:
     try:
         findings = examine(arguments)
     except ConfigError as error:
-        findings = [Finding("reward.refused", "refused", line) for line in str(error).splitlines()]
-    return show(findings, as_json=arguments.json)
+        findings = [Finding("reward.refused", "refused", line) for line in error.lines]
+    return show(Findings(findings), as_json=arguments.json)
 
 
 def examine(arguments: argparse.Namespace) -> list[Finding]:
@@ -74,26 +73,17 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
 
 def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
     """The shipped section `reward` with keys set by hand, and the custom function in `file`."""
-    values = shipped("ppo_trainer").values["reward"]
     for override in overrides:
-        key, equals, value = override.partition("=")
-        section, *names = key.lstrip("+").split(".")
-        if section != "reward" or not names or not equals:
+        if not override.lstrip("+").startswith("reward."):
             raise ConfigError(f"{override}: give keys of rewards, as in reward.timeout=5")
-        place = values
-        for name in names[:-1]:
-            place = place.setdefault(name, {})
-        place[names[-1]] = yaml.safe_load(value)
-    wrong = Refusals()
-    config = read(RewardConfig, Plain(values, {}), "reward", wrong)
-    wrong.close()
+    judgement = judge(PPOConfig, [*_NOT_READ, *overrides], SHIPPED[PPOConfig], elsewhere=True)
+    judgement.findings.close()
+    config = judgement.config.reward
     if file is not None:
         path, colon, name = file.rpartition(":")
         custom = replace(config.custom_reward_function, path=path if colon else file)
         custom = replace(custom, name=name if colon else custom.name)
         config = replace(config, custom_reward_function=custom)
-    check_reward(config, lambda note: None, wrong)
-    wrong.close()
     return config
 
 

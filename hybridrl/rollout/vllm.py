@@ -9,7 +9,7 @@ import math
 import os
 import signal
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from hybridrl.config import ConfigError
 from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.guard import end_with_parent
@@ -166,6 +167,7 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, sl
         # Log-probs of the distribution that was sampled from: the trainer divides by the same temperature.
         "logprobs_mode": "processed_logprobs",
         "seed": rollout.seed,
+        "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
         "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": f"{__name__}.EngineProcess",
@@ -180,7 +182,14 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, sl
         }
     if rollout.tensor_model_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
-    return arguments | rollout.engine_kwargs.vllm
+    further = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
+    unknown = further.keys() - {field.name for field in fields(AsyncEngineArgs)}
+    if unknown:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm: this vLLM has no argument {', '.join(sorted(unknown))}; "
+            "leave it out"
+        )
+    return arguments | further
 
 
 def cpu_cache_bytes(model: ModelConfig, rollout: RolloutConfig, slots: int) -> int:

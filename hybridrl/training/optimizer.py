@@ -74,7 +74,8 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimize
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AdamW:
-    return AdamW(parameters, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay)
+    betas, more = (config.betas[0], config.betas[1]), config.override_optimizer_config
+    return AdamW(parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, **more)
 
 
 def _set_moments_to_zero(optimizer: Optimizer) -> None:

@@ -16,9 +16,9 @@ def test_every_key_is_explained_within_the_width() -> None:
     section, found = "", set()
     for line in lines:
         if line and not line.startswith(" "):
-            section = line.rstrip(":")
+            section = line.rstrip(":").replace("beside the sections", "")
         elif line.startswith("  ") and line[2] != " " and section != "keys to begin with":
-            found.add(f"{section}.{line.split()[0]}")
+            found.add(f"{section}.{line.split()[0]}".lstrip("."))
     assert found == set(value_keys(PPOConfig))
 
 

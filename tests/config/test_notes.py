@@ -18,9 +18,7 @@ def test_settings_that_change_nothing_are_noted(load: Load) -> None:
         "data.train_batch_size=32": f"{ACTOR}.ppo_mini_batch_size=256 is more than data.train_batch_size=32: "
         "one update a step",
         f"{ROLLOUT}.val_kwargs.n=4": f"{ROLLOUT}.val_kwargs.n=4: validation is greedy, so all answers are equal; "
-        f"set {ROLLOUT}.val_kwargs.do_sample=true",
-        f"{ROLLOUT}.val_kwargs.temperature=0.6": f"{ROLLOUT}.val_kwargs.temperature has no effect without "
-        f"{ROLLOUT}.val_kwargs.do_sample=true",
+        f"set {ROLLOUT}.val_kwargs.temperature=1.0",
         f"{ROLLOUT}.mode=sync": f"{ROLLOUT}.mode=sync has no effect: answers enter and leave one by one",
         f"{ROLLOUT}.calculate_log_probs=false": f"{ROLLOUT}.calculate_log_probs=false has no effect: "
         "the engine's log-probs are kept",
@@ -102,3 +100,42 @@ def test_a_critic_that_nothing_reads_is_noted_and_not_trained(load: Load) -> Non
     ]
     assert loaded.config.critic.enable is False
     assert loaded.config.trainer.critic_warmup == 0
+
+
+def test_the_order_of_the_clip_range_is_judged_only_where_it_is_a_window_of_the_ratio(load: Load) -> None:
+    crossed = (f"{ACTOR}.clip_ratio_low=0.3", f"{ACTOR}.clip_ratio_high=0.2")
+    assert load(*QUIET, *crossed).notes == [
+        f"{ACTOR}.clip_ratio_high=0.2 is less than clip_ratio_low=0.3: the wider side is usually the upper"
+    ]
+    assert load(*QUIET, f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.2").notes == []
+    for loss in ("cispo", "sapo", "dppo_tv"):
+        assert load(*QUIET, *crossed, f"{ACTOR}.policy_loss.loss_mode={loss}").notes == []
+
+
+def test_a_lower_side_that_no_ratio_reaches_is_noted(load: Load) -> None:
+    wide = (f"{ACTOR}.clip_ratio_low=10", f"{ACTOR}.clip_ratio_high=10")
+    assert load(*QUIET, *wide).notes == [
+        f"{ACTOR}.clip_ratio_low=10: a ratio is never below 0, so that side does not clip"
+    ]
+    assert load(*QUIET, *wide, f"{ACTOR}.policy_loss.loss_mode=cispo").notes == []
+
+
+def test_validation_at_a_temperature_samples_and_it_is_said_where_do_sample_is_not_set(load: Load) -> None:
+    key = f"{ROLLOUT}.val_kwargs"
+    assert load(*QUIET, f"{key}.temperature=0.6", f"{key}.n=4").notes == [
+        f"{key}.do_sample=false has no effect: at {key}.temperature=0.6 validation samples, as in verl; "
+        f"for greedy answers set {key}.temperature=0"
+    ]
+    assert load(*QUIET, f"{key}.temperature=0.6", f"{key}.do_sample=true").notes == []
+
+
+def test_an_engine_wider_than_a_machine_takes_that_machine_s_devices(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    devices = ("trainer.device=cuda", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+    loaded = load(*QUIET, *devices, f"{ROLLOUT}.tensor_model_parallel_size=16")
+    assert loaded.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 8
+    assert loaded.notes == [
+        f"{ROLLOUT}.tensor_model_parallel_size=16: an engine spans devices of one machine; 8 is taken"
+    ]

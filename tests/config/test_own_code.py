@@ -1,9 +1,11 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.config.own_code import load_function
+from hybridrl.config.own_code import load_function, publish_own_keys
 
 KEY = "algorithm.adv_estimator"
 
@@ -34,3 +36,10 @@ def test_a_file_without_the_function_is_refused(tmp_path: Path, text: str, messa
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"own.py: there is no such file"):
         load_function(f"{tmp_path}/own.py:f", KEY)
+
+
+def test_own_keys_are_found_in_the_environment_of_processes_started_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDRL_OWN", "")
+    publish_own_keys({"bonus": 0.5, "deep": {"names": ["a"]}})
+    code = "import json, os; print(json.loads(os.environ['HYBRIDRL_OWN'])['deep']['names'][0])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "a\n"

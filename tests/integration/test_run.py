@@ -97,7 +97,7 @@ def test_a_run_leaves_metrics_samples_curves_and_a_model(two_slots):
     ):
         assert (directory / name).exists(), name
     assert (directory / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert "8 prompts x 4 answers = 32 samples a step, 2 updates of 4 prompts" in output
+    assert "8 prompts x 4 answers = 32 samples a step, 2 mini-batches of 4 prompts" in output
 
 
 def test_the_saved_model_loads_and_is_not_the_one_it_began_with(two_slots, tiny):

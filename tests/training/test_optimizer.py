@@ -21,6 +21,7 @@ def config(**changes: object) -> OptimizerConfig:
         "total_training_steps": -1,
         "muon_lr": 0.02,
         "muon_momentum": 0.95,
+        "override_optimizer_config": {},
     }
     return OptimizerConfig(**settings | changes)
 
@@ -181,3 +182,8 @@ def test_schedules_may_also_go_back():
     optimizers.step()
     optimizers.go_on_after(0)
     assert (optimizers.updates, optimizers.lr) == (0, 0.1)
+
+
+def test_further_arguments_reach_adamw() -> None:
+    (adamw,) = build_optimizers(Tiny(), config(override_optimizer_config={"eps": 1e-6}))
+    assert adamw.param_groups[0]["eps"] == 1e-6

@@ -74,6 +74,7 @@ def optimizer_config(**changes: object) -> OptimizerConfig:
         "total_training_steps": 9,
         "muon_lr": 0.02,
         "muon_momentum": 0.95,
+        "override_optimizer_config": {},
     }
     return OptimizerConfig(**settings | changes)
 

@@ -1,0 +1,76 @@
+"""Writes the tables of docs/configuration.md: `python scripts/configuration_page.py`. A test holds them up to date."""
+
+from pathlib import Path
+
+from hybridrl.config.compose import shipped
+from hybridrl.config.help import value_of
+from hybridrl.config.read import MISSING, show
+from hybridrl.config.verl_keys import Entry, verl_keys
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+MARK = "<!-- from here on: scripts/configuration_page.py -->\n"
+
+
+def page() -> str:
+    """The whole page as it should be: what people wrote, up to the mark, and the tables."""
+    written = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    return written + MARK + tables()
+
+
+def tables() -> str:
+    table = verl_keys()
+    values = shipped("ppo_trainer").values
+    parts = [
+        "\n## Old names\n",
+        _rows(("old name", "name here"), [(f"`{old}`", f"`{new}`") for old, new in table.moved.items()]),
+        "\n## Keys that set others\n",
+        _rows(("key of verl", "sets here", "nothing at"), [_translated(entry) for entry in _of_kind("translated")]),
+        "\n## Keys that have no effect\n\nThey cannot change what is learnt: one warning, none at the values named.\n",
+        _rows(("keys of verl", "why", "silent at"), [_judged(entry) for entry in _of_kind("ignored")]),
+        "\n## Keys that are refused\n",
+        _rows(("keys of verl", "why", "accepted at"), [_judged(entry) for entry in _of_kind("refused")]),
+        "\n## Defaults that are not verl's\n",
+        _rows(
+            ("key", "here", "in verl"),
+            [(f"`{key}`", _code(value_of(values, key)), _code(theirs)) for key, theirs in table.defaults.items()],
+        ),
+    ]
+    return "".join(parts)
+
+
+def _of_kind(kind: str) -> list[Entry]:
+    return [entry for entry in verl_keys().entries if entry.kind == kind]
+
+
+def _translated(entry: Entry) -> tuple[str, str, str]:
+    sets = " ".join(f"`{name}={show(value)}`" for name, value in entry.sets.items())
+    return _keys(entry), sets, _silent(entry)
+
+
+def _judged(entry: Entry) -> tuple[str, str, str]:
+    return _keys(entry), _cell(entry.why), _silent(entry)
+
+
+def _keys(entry: Entry) -> str:
+    return " ".join(f"`{key}`" for key in entry.keys)
+
+
+def _silent(entry: Entry) -> str:
+    return " ".join(f"`{show(value)}`" for value in ("null", *entry.silent))
+
+
+def _code(value: object) -> str:
+    return "must be set" if value == MISSING else f"`{show(value)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _rows(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

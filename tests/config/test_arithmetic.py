@@ -1,0 +1,32 @@
+import pytest
+
+from hybridrl.config.arithmetic import batch_arithmetic
+
+from .conftest import Load
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            (),
+            "1024 prompts x 5 answers = 5120 samples a step, 4 mini-batches of 256 prompts (1280 samples on 2 devices),"
+            " in passes of up to 16384 tokens a device",
+        ),
+        (
+            ("data.train_batch_size=10", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"),
+            "10 prompts x 5 answers = 50 samples a step, 3 mini-batches of up to 4 prompts (20 samples on 2 devices),"
+            " in passes of up to 2 rows a device",
+        ),
+        (
+            ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=2"),
+            "4 prompts x 5 answers = 20 samples a step, 1 mini-batch of 4 prompts (20 samples on 2 devices) x 2 epochs,"
+            " in passes of up to 16384 tokens a device",
+        ),
+    ],
+)
+def test_the_batch_of_a_step_is_told_in_one_line(load: Load, overrides: tuple[str, ...], line: str) -> None:
+    config = load("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n=5", *overrides).config
+    assert batch_arithmetic(config) == line

@@ -1,0 +1,230 @@
+"""The table of verl's keys against the schema, against verl's own list where that is at hand, and by what it does."""
+
+import json
+from pathlib import Path
+from typing import get_origin
+
+import pytest
+
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.load import judge
+from hybridrl.config.names import tree, value_keys
+from hybridrl.config.verl_keys import current_name, entry_of, verl_keys
+
+from .conftest import Load
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+KNOWN = tree(PPOConfig)
+FREE = tuple(f"{key}." for key, hint in KNOWN.items() if get_origin(hint) is dict)
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+at_hand = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="needs verl's list of keys and command lines beside the project"
+)
+
+
+def ours(key: str) -> bool:
+    return key in KNOWN or key.startswith(FREE)
+
+
+def verl_defaults() -> dict[str, object]:
+    lines = (SHARED / "verl_keys.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    return {key: json.loads(default) for key, default, *_ in (line.split("\t") for line in lines)}
+
+
+def command_lines(file: str) -> list[dict]:
+    return [json.loads(line) for line in (SHARED / file).read_text(encoding="utf-8").splitlines()]
+
+
+def as_override(value: object) -> str:
+    return "null" if value is None else json.dumps(value)
+
+
+def test_no_entry_speaks_of_a_key_that_is_one_here() -> None:
+    named = {key for entry in verl_keys().entries for key in entry.keys}
+    assert not (named | verl_keys().moved.keys()) & KNOWN.keys()
+
+
+def test_old_names_lead_to_keys_that_are_known_or_judged() -> None:
+    lost = [old for old in verl_keys().moved if not ours(new := current_name(old)) and entry_of(new) is None]
+    assert lost == ["actor_rollout_ref.rollout.skip"] or not lost
+
+
+def test_what_is_set_instead_is_a_key_here() -> None:
+    sets = [key for entry in verl_keys().entries for key in entry.sets]
+    assert not [key for key in [*sets, *verl_keys().defaults] if key not in value_keys(PPOConfig)]
+
+
+@at_hand
+def test_every_key_of_verl_is_judged() -> None:
+    assert not [key for key in verl_defaults() if not ours(new := current_name(key)) and entry_of(new) is None]
+
+
+@at_hand
+def test_verl_s_own_defaults_are_accepted_and_are_not_warned_of_without_reason() -> None:
+    plain = {key: value for key, value in verl_defaults().items() if value != "???" and "${" not in str(value)}
+    plain |= {"actor_rollout_ref.rollout.name": "vllm"}
+    overrides = [f"++{key}={as_override(value)}" for key, value in plain.items()]
+    found = judge(PPOConfig, overrides, "ppo_trainer", elsewhere=True).findings
+    assert not found.refused
+    ignored = [finding.cause for finding in found.found if finding.code == "ignored-key"]
+    assert [cause.split(" have")[0] for cause in ignored] == ["data.image_key, data.video_key, data.audio_key"]
+
+
+@at_hand
+@pytest.mark.parametrize("file", ["verl_cmdlines.jsonl", "verl_cmdlines_releases.jsonl"])
+def test_real_command_lines_are_accepted_unless_they_use_what_is_not_supported(file: str) -> None:
+    """What is refused is unsupported, by name, or lacks the value of a shell variable that is not set."""
+    for line in command_lines(file):
+        findings = judge(PPOConfig, line["overrides"], "ppo_trainer", elsewhere=True).findings
+        refused = {} if line["unset_vars"] else {finding.code: finding.text for finding in findings.refused}
+        assert not refused or "unsupported" in refused or "reward_manager.name=prime" in refused["value"], line[
+            "script"
+        ]
+
+
+def refusal(load: Load, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return list(caught.value.lines)
+
+
+GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
+
+
+def test_a_key_without_effect_is_noted_once_with_all_that_share_the_reason(load: Load) -> None:
+    (note,) = load(*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=4", "critic.ulysses_sequence_parallel_size=2").notes
+    assert note.startswith(f"{ACTOR}.ulysses_sequence_parallel_size, critic.ulysses_sequence_parallel_size have no eff")
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        "trainer.balance_batch=True",
+        f"{ACTOR}.fsdp_config.use_orig_params=False",
+        f"{ROLLOUT}.load_format=dummy",
+        f"{ROLLOUT}.multi_turn.enable=False",
+        "custom_reward_function.path=null",
+        "reward_model.enable=null",
+        "reward.custom_reward_function.name=null",
+        f"+{ACTOR}.rollout_n=${{{ROLLOUT}.n}}",
+        "actor_rollout_ref.ref.strategy=fsdp",
+        "data.return_raw_chat=",
+        "ray_kwargs.ray_init.num_cpus=null",
+    ],
+)
+def test_nothing_is_said_of_neutral_values(load: Load, neutral: str) -> None:
+    assert load(*GRPO, neutral).notes == []
+
+
+def test_a_key_that_would_change_the_result_is_refused_with_its_value(load: Load) -> None:
+    assert refusal(load, f"{ROLLOUT}.multi_turn.enable=True", "distillation.enabled=true") == [
+        f"{ROLLOUT}.multi_turn.enable=true: answers of several turns and tools are not supported yet; set false",
+        "distillation.enabled=true: learning from a teacher model is not supported; set false",
+    ]
+
+
+def test_a_reference_counts_as_what_it_refers_to(load: Load) -> None:
+    wanted = f"{ROLLOUT}.multi_turn.enable=${{data.shuffle}}"
+    assert refusal(load, wanted)[0].startswith(f"{ROLLOUT}.multi_turn.enable=true: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "key", "value"),
+    [
+        ("rollout.n=4", "actor_rollout_ref.rollout.n", 4),
+        ("critic.model.fsdp_config.param_offload=true", "critic.fsdp.param_offload", True),
+        (f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
+        (f"{ACTOR}.checkpoint.contents=[model]", f"{ACTOR}.checkpoint.save_contents", ["model"]),
+        (f"+{ACTOR}.policy_loss.tau_pos=1.5", f"{ACTOR}.tau_pos", 1.5),
+        (f"+{ROLLOUT}.enable_sleep_mode=False", f"{ROLLOUT}.free_cache_engine", False),
+        (
+            "reward_model.reward_kwargs.overlong_buffer_cfg.len=64",
+            "reward.reward_kwargs.overlong_buffer_cfg.len",
+            64,
+        ),
+        ("trainer.remove_previous_ckpt_in_save=True", "trainer.max_actor_ckpt_to_keep", 1),
+        (f"{ACTOR}.tis_imp_ratio_cap=3.0", "algorithm.rollout_correction.rollout_is_threshold", "3.0"),
+        (f"{ACTOR}.tis_imp_ratio_cap=3.0", "algorithm.rollout_correction.rollout_is", "token"),
+        (f"{ACTOR}.fsdp_config.offload_policy=True", f"{ACTOR}.fsdp_config.param_offload", True),
+        ("ray_init.num_cpus=4", "ray_kwargs.ray_init", {"num_cpus": 4}),
+    ],
+)
+def test_an_old_name_sets_the_key_it_became_and_says_so(load: Load, old: str, key: str, value: object) -> None:
+    loaded = load(*GRPO, old)
+    found: object = loaded.config
+    for name in key.split("."):
+        found = vars(found)[name]
+    assert found == value
+    assert any(note.startswith(old.lstrip("+").split("=")[0]) and " is now " in note for note in loaded.notes)
+
+
+def test_an_old_key_that_was_switched_off_sets_nothing(load: Load) -> None:
+    loaded = load(*GRPO, "trainer.remove_previous_ckpt_in_save=False", f"{ACTOR}.tis_imp_ratio_cap=-1")
+    assert loaded.notes == []
+    assert loaded.config.trainer.max_actor_ckpt_to_keep is None
+    assert loaded.config.algorithm.rollout_correction.rollout_is is None
+
+
+def test_an_argument_that_vllm_no_longer_has_does_not_reach_it(load: Load) -> None:
+    key = f"{ROLLOUT}.engine_kwargs.vllm"
+    loaded = load(*GRPO, f"+{key}.disable_mm_preprocessor_cache=True", f"+{key}.kv_cache_dtype=fp8")
+    assert loaded.config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"kv_cache_dtype": "fp8"}
+    assert loaded.notes == [f"{key}.disable_mm_preprocessor_cache has no effect: vLLM has no such argument any more"]
+
+
+def test_an_own_key_is_kept_for_own_code(load: Load) -> None:
+    loaded = load(*GRPO, "+own.bonus=0.5", "+my.key.deep=[1,2]")
+    assert loaded.config.own == {"bonus": 0.5, "my": {"key": {"deep": [1, 2]}}}
+    assert loaded.notes == ["my.key.deep is no key here: kept as own.my.key.deep, for code of your own"]
+
+
+def test_a_deleted_key_becomes_null_where_it_may(load: Load) -> None:
+    config = load("trainer.total_training_steps=3", "~trainer.total_training_steps", "~trainer.balance_batch").config
+    assert config.trainer.total_training_steps is None
+
+
+def test_a_trainer_key_left_empty_by_the_shell_takes_its_default_with_a_warning(load: Load) -> None:
+    loaded = load(*GRPO, "trainer.nnodes=")
+    assert loaded.config.trainer.nnodes == 1
+    assert loaded.notes == ["trainer.nnodes is empty (is a shell variable not set?); 1 is taken"]
+
+
+def test_a_shell_variable_that_was_not_replaced_is_told_as_such(load: Load) -> None:
+    assert refusal(load, "data.train_batch_size='$SIZE'") == [
+        "data.train_batch_size=$SIZE: expected an integer (a shell variable that was not replaced?)"
+    ]
+
+
+def test_all_that_is_wrong_is_told_at_once(load: Load) -> None:
+    wrong = refusal(load, "data.shufle=1", "trainer.seed=x", "trainer.val_only=true", "distillation.enabled=true")
+    assert [line.split("=")[0].split(";")[0] for line in wrong] == [
+        "unknown key data.shufle",
+        "trainer.seed",
+        "distillation.enabled",
+        "trainer.val_only",
+    ]
+
+
+def test_a_reference_that_leads_nowhere_does_not_hide_the_rest(load: Load) -> None:
+    assert refusal(load, "trainer.nnodes=${NNODES}", "data.shuffle=perhaps") == [
+        "data.shuffle=perhaps: expected true or false",
+        "trainer.nnodes=${NNODES}: Interpolation key 'NNODES' not found",
+    ]
+
+
+def test_what_follows_from_a_refused_value_is_not_told() -> None:
+    overrides = ["data.train_files=x.jsonl", "actor_rollout_ref.model.path=a/b", "data.max_response_length=abc"]
+    found = judge(PPOConfig, [*overrides, f"{ROLLOUT}.max_model_len=600"], "ppo_trainer", elsewhere=True).findings
+    assert [finding.text for finding in found.refused] == ["data.max_response_length=abc: expected an integer"]
+
+
+def test_elsewhere_neither_this_machine_s_files_nor_its_devices_count() -> None:
+    overrides = ["data.train_files=/no/x.parquet", "actor_rollout_ref.model.path=/no/model", "trainer.nnodes=2"]
+    overrides += ["trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=4"]
+    judgement = judge(PPOConfig, overrides, "ppo_trainer", elsewhere=True)
+    assert not judgement.findings.refused
+    absent = [finding.cause for finding in judgement.findings.found if finding.code == "not-here"]
+    assert [cause.split("=")[0] for cause in absent] == ["data.train_files", "actor_rollout_ref.model.path"]
+    assert judgement.config is not None
+    assert judgement.config.data.train_files == ["/no/x.parquet"]
