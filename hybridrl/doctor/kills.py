@@ -35,7 +35,7 @@ class Kill:
     victim: str
 
     def __str__(self) -> str:
-        return f"{self.victim}, {self.seconds:.2f} s into the step after step {self.after} or {self.moment}"
+        return f"{self.victim}, after step {self.after}, {self.moment} ({self.seconds:.2f} s in)"
 
 
 def draw_kills(draw: random.Random, count: int, steps: int, seconds_a_step: float) -> list[Kill]:
