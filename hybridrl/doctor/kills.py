@@ -1,5 +1,6 @@
 """A training run as its killer sees it: processes, files that appear, and what is left when it is gone."""
 
+import contextlib
 import json
 import math
 import random
@@ -35,7 +36,7 @@ class Kill:
     victim: str
 
     def __str__(self) -> str:
-        return f"{self.victim}, {self.seconds:.2f} s into the step after step {self.after} or {self.moment}"
+        return f"{self.victim}, after step {self.after}, {self.moment} ({self.seconds:.2f} s in)"
 
 
 def draw_kills(draw: random.Random, count: int, steps: int, seconds_a_step: float) -> list[Kill]:
@@ -87,7 +88,8 @@ class Run:
             name = VICTIMS[kill.victim]
             victims = [process for process in self.seen if name and name in _command_line(process)][:1]
         for process in victims or guard.children()[:1]:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself in this moment
+                process.kill()
 
     def left_running(self) -> list[psutil.Process]:
         """Processes that have outlived the run."""
