@@ -18,8 +18,11 @@ from hybridrl.checkpoint.disk import reserve, start_writing
 from hybridrl.checkpoint.tensors import TYPES
 
 SHARD_BYTES = 5 << 30
-# At once, straight from a tensor's memory: Linux 6 took 2.8 s for 2 GB in writes of 16 MiB, and 0.4 s in these.
-WRITE_BYTES = 1 << 20
+# Rounded at once, so that it stays in the processor's cache.
+ROUNDED_BYTES = 1 << 20
+# Written at once, straight from memory. Linux looks for memory in one piece for each write: for 1 GB that took 0.2 s of
+# processor time with these, 0.9 s with 1 MiB where memory was fragmented, and 1.5 s with 16 MiB where it was not.
+WRITE_BYTES = 128 << 10
 # From here on the disk works beside us: 2 GB were on it after 0.6 s, against 0.9 s where all was left for the end.
 WAITING_BYTES = 64 << 20
 
@@ -81,12 +84,12 @@ class _File:
         dtype = self.meta[name].dtype
         place = self.begins[name] + first * dtype.itemsize
         self.file.seek(place)
-        for part in piece.contiguous().reshape(-1).split(WRITE_BYTES // dtype.itemsize):
-            # A copy first, since what is mapped from a file may lie at an address that is no multiple of its width.
-            rounded = part if part.dtype == dtype else part.clone().to(dtype)
-            self.file.write(memoryview(rounded.view(torch.uint8).numpy()))
-            self._hand_over(place, place + rounded.nbytes)
-            place += rounded.nbytes
+        for part in piece.contiguous().reshape(-1).split(ROUNDED_BYTES // dtype.itemsize):
+            content = memoryview(part.to(dtype).view(torch.uint8).numpy())
+            for begin in range(0, len(content), WRITE_BYTES):
+                self.file.write(content[begin : begin + WRITE_BYTES])
+            self._hand_over(place, place + len(content))
+            place += len(content)
         self.lacking[name] -= piece.numel()
 
     def _hand_over(self, begin: int, end: int) -> None:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -43,7 +44,6 @@ from hybridrl.training.packing import lay_out
 
 RANKS = 2
 PROMPT, ANSWER = [11, 4711, 20, 151000, 7], 6
-BLOCK = 1 << 20
 
 
 def save(rank: int, shape: str, directory: Path) -> None:
@@ -83,8 +83,8 @@ def merged_greedy(directory: Path) -> list[int]:
 
 def write_block(target: Path, size: int) -> None:
     """As many bytes in one tensor, from one buffer in memory: what this disk takes at best."""
-    block = torch.randint(256, (BLOCK,), dtype=torch.uint8)
-    pieces = (("a", first, block[: size - first]) for first in range(0, size, BLOCK))
+    block = torch.randint(256, (1 << 20,), dtype=torch.uint8)
+    pieces = (("a", first, block[: size - first]) for first in range(0, size, 1 << 20))
     target.mkdir()
     write_shards(target, {"a": torch.empty(size, dtype=torch.uint8, device="meta")}, pieces)
 
@@ -102,22 +102,30 @@ def forget(*directories: Path) -> None:
         os.close(descriptor)
 
 
-def seconds(target: Path, work: Callable[..., Any], *arguments: Any) -> float:
-    """Until all of a new directory is on the disk; it is removed."""
-    os.sync()
-    began = time.monotonic()
+@dataclass(frozen=True)
+class Took:
+    """Seconds on the wall, and of all processors for this process and those that it started."""
+
+    wall: float
+    processor: float
+
+
+def timed(work: Callable[..., Any], *arguments: Any) -> Took:
+    began, before = time.monotonic(), os.times()
     work(*arguments)
+    return Took(time.monotonic() - began, sum(os.times()[:4]) - sum(before[:4]))
+
+
+def write(target: Path, work: Callable[[], object]) -> None:
+    """Until all of a new directory is on the disk."""
+    work()
     for path in (*target.rglob("*"), target):
         reach_disk(path)
-    took = time.monotonic() - began
-    shutil.rmtree(target)
-    return took
 
 
 def measure(directory: Path, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Seconds of every way to write the model in this type, all in turn."""
-    source, target = open_source(directory / "actor", dtype), directory / "target"
-    merged = directory / str(dtype)
+    """What every way to write the model in this type takes, all in turn."""
+    source, target, merged = open_source(directory / "actor", dtype), directory / "target", directory / str(dtype)
     write_model(source, merged)
     size = sum(path.stat().st_size for path in merged.rglob("*") if path.is_file())
     weights = load_file(merged / "model.safetensors")
@@ -129,17 +137,16 @@ def measure(directory: Path, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
         "export from memory": lambda: export_model(whole.items(), source.model, target, dtype, writes=True),
         "safetensors save_file": lambda: (target.mkdir(), save_file(weights, target / "model.safetensors")),
     }
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Took]] = {}
     for _ in range(rounds):
-        for name, work in ways.items():
-            found.setdefault(name, []).append(seconds(target, work))
-        for name in ("cp", "merge"):
-            forget(directory / "actor", merged)
-            found.setdefault(f"{name}, cold", []).append(seconds(target, ways[name]))
-        began = time.monotonic()
-        check_tensors(source, merged)
-        found.setdefault("check of the tensors", []).append(time.monotonic() - began)
-    return {"bytes": size, "seconds": found}
+        for name in (*ways, "cp, cold", "merge, cold"):
+            os.sync()
+            if name.endswith("cold"):
+                forget(directory / "actor", merged)
+            found.setdefault(name, []).append(timed(write, target, ways[name.removesuffix(", cold")]))
+            shutil.rmtree(target)
+        found.setdefault("check of the tensors", []).append(timed(check_tensors, source, merged))
+    return {"bytes": size, "took": {name: [asdict(took) for took in runs] for name, runs in found.items()}}
 
 
 def command(directory: Path, dtype: str) -> dict[str, Any]:
@@ -150,14 +157,13 @@ def command(directory: Path, dtype: str) -> dict[str, Any]:
     peaks: dict[str, int] = {}
     watching = threading.Thread(target=watch_memory, args=(process.pid, peaks))
     watching.start()
-    _, status, usage = os.wait4(process.pid, 0)
+    assert process.wait() == 0
     watching.join()
-    assert status == 0
     report = json.loads((directory / "merged" / "merge_report.json").read_text())
     return {
         "seconds": time.monotonic() - began,
         "of which": report["seconds"],
-        "peak_rss": usage.ru_maxrss * 1024,
+        "peak_memory": report["peak_memory_bytes"],
         "sampled_peaks": peaks,
     }
 
@@ -169,7 +175,9 @@ def watch_memory(pid: int, peaks: dict[str, int]) -> None:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         except OSError:
             return
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Rss", "VmRSS"))}
+        sizes = {
+            line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssFile"))
+        }
         if not sizes:
             return
         for name, size in sizes.items():
@@ -179,20 +187,21 @@ def watch_memory(pid: int, peaks: dict[str, int]) -> None:
 
 def imports_alone() -> int:
     """Peak memory of the command's imports."""
-    code = (
-        "import resource, hybridrl.model_merger.command as _; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) * 1024
+    code = "import hybridrl.model_merger.command; print(*open('/proc/self/status'))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return int(told.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def tell(dtype: str, measured: dict[str, Any]) -> None:
-    size, found = measured["bytes"], measured["seconds"]
-    print(f"\n{dtype}: {size / 1e9:.2f} GB    median (least to most) s    GB/s    x cp    of writing from a buffer")
-    for name, took in found.items():
-        ratio = middle(took, found["cp, cold" if name.endswith("cold") else "cp"])
-        share = middle(found["write from a buffer"], took)
-        span = f"({min(took):.2f} to {max(took):.2f})"
-        print(f"  {name:24}{median(took):6.2f} {span:15} {size / 1e9 / median(took):6.2f} {ratio:6.2f} {share:6.2f}")
+    size, walls = measured["bytes"], {name: [run["wall"] for run in runs] for name, runs in measured["took"].items()}
+    print(f"\n{dtype}: {size / 1e9:.2f} GB    median (least to most) s   processor s   GB/s   x cp   of a buffer's")
+    for name, wall in walls.items():
+        processor = median(run["processor"] for run in measured["took"][name])
+        ratio = middle(wall, walls["cp, cold" if name.endswith("cold") else "cp"])
+        share = middle(walls["write from a buffer"], wall)
+        span = f"({min(wall):.2f} to {max(wall):.2f})"
+        speed = size / 1e9 / median(wall)
+        print(f"  {name:24}{median(wall):6.2f} {span:16} {processor:6.2f} {speed:6.2f} {ratio:6.2f} {share:6.2f}")
 
 
 def middle(over: list[float], under: list[float]) -> float:
@@ -225,7 +234,7 @@ def main() -> None:
         for dtype in ("float32", "bfloat16"):
             found[dtype]["command"] = ran = command(directory, dtype)
             peaks = ", ".join(f"{kind} {size / 2**20:.0f}" for kind, size in ran["sampled_peaks"].items())
-            print(f"  {dtype:10}{ran['seconds']:6.1f} s, peak memory {ran['peak_rss'] / 2**20:.0f} MiB ({peaks})")
+            print(f"  {dtype:10}{ran['seconds']:6.1f} s, peak memory {ran['peak_memory'] / 2**20:.0f} MiB ({peaks})")
             found[dtype]["greedy"] = merged_greedy(directory / "merged")
         found["greedy"] = json.loads((directory / "greedy.json").read_text())
         print(f"greedy tokens: sharded {found['greedy']}; merged, float32 {found['float32']['greedy']}")

@@ -36,7 +36,17 @@ SHAPES = {
         "num_key_value_heads": 2,
     },
 }
-FSDP = FSDPConfig(-1, False, False, True, False, "float32", "float32", False, WrapPolicyConfig([]))
+FSDP = FSDPConfig(
+    fsdp_size=-1,
+    param_offload=False,
+    optimizer_offload=False,
+    reshard_after_forward=True,
+    forward_prefetch=False,
+    model_dtype="float32",
+    dtype="float32",
+    full_determinism=False,
+    wrap_policy=WrapPolicyConfig([]),
+)
 
 
 def sharded_model(shape: str) -> LanguageModel:

@@ -51,7 +51,8 @@ def start(config, session, model, tmp_path_factory):
             fsdp=replace(worker.policy.fsdp, fsdp_size=count),
             optimizer=replace(worker.policy.optimizer, lr_scheduler_type="linear"),
         )
-        worker = replace(worker, policy=policy, critic=policy, reference=FrozenConfig(policy.model, offload=False))
+        critic = replace(policy, fsdp=replace(policy.fsdp, dtype="bfloat16"))
+        worker = replace(worker, policy=policy, critic=critic, reference=FrozenConfig(policy.model, offload=False))
         address = f"{places[0]['address']}:{places[0]['port']}"
         group.broadcast(TrainWorker.build, worker, address, timeout=LIMIT)
         return group
@@ -140,12 +141,15 @@ def test_a_saved_actor_is_one_to_start_from_and_its_settings_are_beside_it(start
     group = start(1)
     update(group, 1)
     expected = weights(group, tmp_path / "exported")
+    write(group, tmp_path / "sharded")
+    critic = AutoConfig.from_pretrained(tmp_path / "sharded" / "critic" / "huggingface")
+    assert critic.dtype == torch.bfloat16, "that in which it computes"
     whole = str(tmp_path / "saved" / "critic" / "huggingface")
-    group.broadcast(TrainWorker.export, whole, "bfloat16", "critic", timeout=LIMIT)
+    group.broadcast(TrainWorker.export, whole, "float16", "critic", timeout=LIMIT)
     write(group, tmp_path / "saved", then=2)
     settings = {path.name: AutoConfig.from_pretrained(path / "huggingface") for path in (tmp_path / "saved").iterdir()}
     assert settings.keys() == CONTENTS.keys()
     assert settings["actor"].architectures == ["GPT2LMHeadModel"] and settings["actor"].dtype == torch.float32
-    assert settings["critic"].dtype == torch.bfloat16, "that of the whole weights beside it"
+    assert settings["critic"].dtype == torch.float16, "that of the whole weights beside it"
     found = weights(start(1, str(tmp_path / "saved" / "actor")), tmp_path / "again")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
