@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import psutil
 
+from hybridrl.out_of_memory import killer
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_KILLED = 128 + signal.SIGKILL
 
@@ -33,8 +35,7 @@ def guarded(work: Callable[[], int]) -> int:
         process.kill()
     if status == -signal.SIGKILL:
         print(
-            "failed the driver was killed (signal 9: by hand, or by the kernel for lack of memory, see dmesg); "
-            "everything it had started is stopped",
+            f"failed the driver was killed (signal 9, {killer()}); everything it had started is stopped",
             flush=True,
         )
         return EXIT_KILLED

@@ -6,8 +6,8 @@ A file is a number of eight bytes, a JSON header of that many bytes, and the ten
 
 import json
 import struct
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -27,6 +27,18 @@ WRITE_BYTES = 128 << 10
 WAITING_BYTES = 64 << 20
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Computing on one thread: for pieces of a few MiB, waking others and waiting for them doubled the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def write_shards(
     directory: Path, meta: dict[str, Tensor], pieces: Iterable[tuple[str, int, Tensor]], limit: int = SHARD_BYTES
 ) -> dict[str, str]:

@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.cluster.session import RaySession
+from hybridrl.out_of_memory import killer
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
@@ -141,7 +142,7 @@ def _told(error: RayTaskError) -> str:
 def _cause(message: str) -> str:
     """Ray's page about a death in a line."""
     if "connection error code 2" in message:
-        return "it ended without a word, as when it is killed by hand, or by the kernel for lack of memory (see dmesg)"
+        return f"it ended without a word, as when it is killed {killer()}"
     for line in message.splitlines():
         if "exit detail:" in line:
             return line.split("exit detail:", 1)[1].strip()[:500]

@@ -12,6 +12,7 @@ from hybridrl.checkpoint.manifest import MANIFEST, faults
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import Tensors
+from hybridrl.checkpoint.write import one_thread
 from hybridrl.model_merger.source import CheckFailed, Source, type_names
 
 # Compares a directory that was written with what it was made of, and says what it found. Raises CheckFailed.
@@ -32,6 +33,7 @@ def check_damage(source: Source) -> str:
     return f"files as {MANIFEST} has them" if with_manifest else f"without {MANIFEST}"
 
 
+@one_thread()
 def check_tensors(source: Source, directory: Path) -> str:
     """Read back what was written, and once more what it was made of."""
     written = stored_tensors(directory)
