@@ -21,6 +21,8 @@ from hybridrl.config.schema import (
     TrainerConfig,
 )
 from hybridrl.config.schema_sft import SFTConfig, SFTTrainerConfig
+from hybridrl.data.conversations import ConversationDataset
+from hybridrl.data.prompts import PromptDataset
 from hybridrl.saving import SaveTimes
 from hybridrl.tracking import Resume, Tracker
 from hybridrl.tracking.log import console, info
@@ -101,6 +103,18 @@ def refuse_hub_model(model: ModelConfig, key: str) -> None:
         reason = why_unsupported(settings | model.override_config)
         if reason:
             raise ConfigError(f"{key}={model.path}: {reason}")
+
+
+def refuse_unknown_tokens(model: ModelConfig, key: str, *datasets: PromptDataset | ConversationDataset | None) -> None:
+    """Refuse rows with a token that the model has no row for. Rows without a token, as padding leaves, do no harm."""
+    options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
+    known = AutoConfig.from_pretrained(str(resolve_model(model.path)), **options).get_text_config().vocab_size
+    largest = max(dataset.largest_id for dataset in datasets if dataset is not None)
+    if largest >= known:
+        raise ConfigError(
+            f"{key}={model.path}: the model knows {known} tokens, and the data has token {largest} of its tokenizer; "
+            "name the model's own tokenizer in data.tokenizer, or give the model more rows (resize_token_embeddings)"
+        )
 
 
 def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

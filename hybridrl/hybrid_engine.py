@@ -20,6 +20,7 @@ from hybridrl.rollout.pool import RolloutPool
 from hybridrl.rollout.server import ENVIRONMENT, RolloutServer
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.training.worker import TrainWorker
+from hybridrl.weights.layout import Bucket
 
 # The largest difference of a log-prob of the probe, engine against trainer, after a hand-over. In float32 1e-6 to 1e-5
 # were measured, and one update at the quickstart's rate makes more than 0.1. In bfloat16 rounding alone makes 0.04 to
@@ -62,6 +63,8 @@ class HybridEngine:
         self.width = rollout.tensor_model_parallel_size
         self.mode = Mode.TRAINING
         self.version = -1
+        self.number = 0  # of the last hand-over
+        self.with_base: set[int] = set()  # servers that have what an adapter is added to
         self.watch = Stopwatch()
         self.gaps: list[float] = []
         self.memory: dict[str, float] = {}
@@ -81,7 +84,7 @@ class HybridEngine:
         self.probe = torch.tensor(probe)
         limit = self.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         plans = self.trainers.broadcast(TrainWorker.plan_weights, self.rollout.dtype, limit, timeout=self.timeout)
-        self.buckets = plans[0]
+        self.hand_over = plans[0]
         self.pool = RolloutPool(
             self.servers.actors,
             self._revive,
@@ -136,6 +139,7 @@ class HybridEngine:
             expected = self._trainer_log_probs()
             self._move_trainers(to_host=True, policy=False)  # the critic has nothing to hand over
             self.servers.broadcast(RolloutServer.wake, "weights", timeout=self.timeout)
+            self.number += 1
             self._publish(self.servers)
         with self.watch("switch"):
             self._move_trainers(to_host=True, critic=False)
@@ -164,16 +168,28 @@ class HybridEngine:
             self.memory[f"perf/{name}"] = max(rank[name] for rank in held)
 
     def _publish(self, servers: Group) -> None:
-        """Hand all buckets over to these servers; every rank gathers, as that is a collective."""
+        """Hand the weights over to these servers: all of them, or an adapter alone where its base is there already."""
         indices = [self.servers.actors.index(actor) for actor in servers.actors]
-        servers.broadcast(RolloutServer.begin_weights, timeout=self.timeout)
-        for number, bucket in enumerate(self.buckets):
-            filled = self.trainers.broadcast(TrainWorker.fill_bucket, number, timeout=self.timeout)
-            shares = [filled[index * self.width : (index + 1) * self.width] for index in indices]
-            parts = [(bucket, [handle for handle, _ in share], [sum_ for _, sum_ in share]) for share in shares]
-            servers.scatter(RolloutServer.load_bucket, parts, timeout=self.timeout)
-        servers.broadcast(RolloutServer.finish_weights, timeout=self.timeout)
+        adapter = self.hand_over.adapter
+        if lacking := [index for index in indices if not (adapter and index in self.with_base)]:
+            without = self.servers.only(lacking)
+            without.broadcast(RolloutServer.begin_weights, timeout=self.timeout)
+            self._send(self.hand_over.model, lacking, adapter=False)
+            without.broadcast(RolloutServer.finish_weights, timeout=self.timeout)
+            self.with_base.update(lacking)
+        self._send(adapter, indices, adapter=True)
+        servers.broadcast(RolloutServer.finish_hand_over, self.number, timeout=self.timeout)
         self.trainers.broadcast(TrainWorker.release_buckets, timeout=self.timeout)
+
+    def _send(self, buckets: list[Bucket], indices: list[int], *, adapter: bool) -> None:
+        """Buckets to the servers of these numbers; every rank gathers, as that is a collective."""
+        for bucket in buckets:
+            filled = self.trainers.broadcast(TrainWorker.fill_bucket, bucket, timeout=self.timeout)
+            shares = [filled[index * self.width : (index + 1) * self.width] for index in indices]
+            parts = [
+                (bucket, [handle for handle, _ in share], [sum_ for _, sum_ in share], adapter) for share in shares
+            ]
+            self.servers.only(indices).scatter(RolloutServer.load_bucket, parts, timeout=self.timeout)
 
     def _trainer_log_probs(self) -> torch.Tensor:
         """The trainer's log-probs of the probe; every rank computes them, the first one's count."""
@@ -181,7 +197,17 @@ class HybridEngine:
         return self.trainers.broadcast(TrainWorker.log_probs, row, [[0]], 1.0, timeout=self.timeout)[0][0]
 
     def _prove(self, expected: torch.Tensor, indices: range) -> None:
-        """Compare each engine's log-probs of the probe with the trainer's."""
+        """Refuse engines without the last hand-over, and compare each one's log-probs of the probe with the trainer's.
+
+        Both, since a small update moves log-probs by less than rounding does.
+        """
+        held = self.servers.only(list(indices)).broadcast(RolloutServer.held, timeout=self.timeout)
+        for index, number in zip(indices, held, strict=True):
+            if number != self.number:
+                raise StaleWeights(
+                    f"rollout server {index} computes with the weights of hand-over {number}, and the trainer's are "
+                    f"those of {self.number}, so no answers are sampled"
+                )
         refs = [self.servers.actors[index].score.remote(self.probe.tolist()) for index in indices]
         for index, found in zip(indices, gather(refs, "rollout server.score", self.timeout), strict=True):
             gap = float((torch.tensor(found) - expected).abs().max())
@@ -210,6 +236,7 @@ class HybridEngine:
 
     def _rebuild(self, index: int) -> None:
         kill(self.servers.actors[index])
+        self.with_base.discard(index)
         self.servers.actors[index] = self._spawn(index)
         gather([self._start(index)], "rollout server.start", self.startup_timeout, [self._log(index)])
 

@@ -24,4 +24,5 @@ def killer() -> str:
         return "by hand, or by the kernel for lack of memory (see dmesg)"
     if now == _BEFORE:
         return "by hand or by a scheduler: the kernel has killed nothing here for lack of memory since the run began"
-    return f"by the kernel for lack of memory: of this machine's processes it has killed {now - _BEFORE} since the run began"
+    killed = now - _BEFORE
+    return f"by the kernel for lack of memory: it has killed {killed} of this machine's processes since the run began"

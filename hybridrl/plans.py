@@ -25,8 +25,13 @@ def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, 
     actor, ref = section.actor, section.ref
     updates = (steps - max(config.trainer.critic_warmup - 1, 0)) * policy_updates(config).updates(prompts)
     reference = FrozenConfig(
-        replace(section.model, path=ref.model.path), ref.fsdp_config.param_offload, refreshed=ref.refresh_freq > 0
+        replace(section.model, path=ref.model.path, lora_rank=0),
+        ref.fsdp_config.param_offload,
+        refreshed=ref.refresh_freq > 0,
+        layers=tuple(ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap),
     )
+    # With LoRA the policy without its adapter is the reference, unless another model is named.
+    apart = not section.model.lora_rank or ref.model.path != section.model.path
     value_updates = steps * critic_updates(config).updates(prompts)
     return WorkerConfig(
         device=config.trainer.device,
@@ -34,7 +39,7 @@ def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, 
         collective_timeout=section.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory.absolute() / SKIPPED_UPDATES),
-        reference=reference if algorithm.uses_reference else None,
+        reference=reference if algorithm.uses_reference and apart else None,
         critic=LearnerConfig(critic.model, critic.fsdp, critic.optim, value_updates) if algorithm.uses_critic else None,
     )
 

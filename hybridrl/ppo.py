@@ -15,6 +15,7 @@ from hybridrl.assembly import (
     open_tracker,
     probe_ids,
     refuse_hub_model,
+    refuse_unknown_tokens,
     save_times,
     start_session,
     start_train_workers,
@@ -24,7 +25,7 @@ from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
 from hybridrl.config.arithmetic import batch_arithmetic
 from hybridrl.config.compose import as_yaml
-from hybridrl.config.own_code import publish_own_keys
+from hybridrl.config.own_code import import_libraries, publish_own_keys
 from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import PromptDataset, load_prompts
@@ -42,7 +43,14 @@ from hybridrl.plans import (
 )
 from hybridrl.records import Records
 from hybridrl.respondent import Respondent
-from hybridrl.restoring import contents_to_load, contents_to_save, find_saved_step, identify, restore
+from hybridrl.restoring import (
+    adapted_models,
+    contents_to_load,
+    contents_to_save,
+    find_saved_step,
+    identify,
+    restore,
+)
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.faults import FaultGuard
 from hybridrl.rewards.load import uses_built_in
@@ -53,6 +61,7 @@ from hybridrl.saving import SavePlan, Saver
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.trainer import Schedule, Trainer
+from hybridrl.training.lora import check_adapter
 from hybridrl.training.worker import TrainWorker, WorkerConfig
 from hybridrl.training.workers import TrainWorkers
 from hybridrl.validation import Validator
@@ -68,15 +77,19 @@ def _train(config: PPOConfig) -> None:
     began = time.monotonic()
     directory = open_run_directory(config)
     publish_own_keys(config.own)
+    import_libraries(config.actor_rollout_ref.model.external_lib)
     algorithm = build_algorithm(config)  # first: what it refuses needs no data
     policy, critic = build_policy_plan(config), build_critic_plan(config) if algorithm.uses_critic else None
     refuse_hub_models(config, algorithm)
+    for key, model in adapted_models(config, algorithm).items():
+        info(check_adapter(model, key))
     tokenizer = _tokenizer(config)
     prompts, validation = load_data(config, tokenizer)
+    refuse_unknown_tokens(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", prompts, validation)
     trainer = config.trainer
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
-        identity = identify(config, len(prompts))
+        identity = identify(config, algorithm, len(prompts))
         saved = find_saved_step(config, directory, identity, len(prompts))
         contents = contents_to_load(config, algorithm, saved.path) if saved else {}
         done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
@@ -99,7 +112,8 @@ def _train(config: PPOConfig) -> None:
         experience = build_experience(config, algorithm, prompts, respondent, stop_ids, in_all)
         resume = Resume(done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
         records = build_records(config, stack.enter_context(open_tracker(config, directory, steps, resume)))
-        state = RunState(algorithm, experience, workers, records, fingerprint=identity.run, data=identity.data)
+        recognised = {"fingerprint": identity.run, "data": identity.data, "bases": identity.bases}
+        state = RunState(algorithm, experience, workers, records, **recognised)
         start_up = {"timing_s/start_up": time.monotonic() - began}
         if saved:
             restore(config, saved, contents, workers, state, len(prompts))

@@ -8,7 +8,8 @@ from hybridrl.checkpoint.read import check_parts
 from hybridrl.checkpoint.saved import Saved, is_of_verl
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import as_dict
-from hybridrl.resume import data_fingerprint, fingerprint, what_was_restored
+from hybridrl.config.schema import ModelConfig
+from hybridrl.resume import data_fingerprint, fingerprint, model_fingerprint, what_was_restored
 from hybridrl.resume.choose import agree, saved_step
 from hybridrl.resume.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
 from hybridrl.run_state import RunState
@@ -20,16 +21,27 @@ RESETTABLE = ("optimizer", "schedule")
 
 @dataclass(frozen=True)
 class Identity:
-    """What data and run are recognised by."""
+    """What data, run, and the models that adapters are trained on (by their keys) are recognised by."""
 
     data: str
     run: str
+    bases: dict[str, str]
 
 
-def identify(config: PPOConfig, rows: int) -> Identity:
+def identify(config: PPOConfig, algorithm: Algorithm, rows: int) -> Identity:
     data, model = config.data, config.actor_rollout_ref.model.path
     rows_of = data_fingerprint(map(Path, data.train_files), rows, data.prompt_key, data.train_max_samples)
-    return Identity(rows_of, fingerprint(rows_of, model, config.algorithm.adv_estimator))
+    run = fingerprint(rows_of, model, config.algorithm.adv_estimator)
+    bases = {f"{key}.path": model_fingerprint(model.path) for key, model in adapted_models(config, algorithm).items()}
+    return Identity(rows_of, run, bases)
+
+
+def adapted_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelConfig]:
+    """The models that are trained through an adapter, by their keys."""
+    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    if algorithm.uses_critic:
+        models["critic.model"] = config.critic.model
+    return {key: model for key, model in models.items() if model.lora_rank}
 
 
 def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, rows: int) -> Saved | None:
@@ -46,7 +58,8 @@ def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, rows
             "kl_weight": config.algorithm.kl_ctrl.kl_coef,
         }
         saved = replace(saved, state=state_from_verl(saved.step, saved.path, **told, say=info))
-    agree(saved, as_dict(config), identity.data, trainer.resume_allow, trainer.reset_optimizer, info)
+    allowed = trainer.resume_allow, trainer.reset_optimizer
+    agree(saved, as_dict(config), identity.data, *allowed, info, identity.bases)
     return saved
 
 

@@ -10,7 +10,8 @@ from hybridrl.training.workers import TrainWorkers
 
 
 class RunState:
-    """Takes the state after a step, and puts a saved one back. `fingerprint` is what the run is recognised by."""
+    """Takes the state after a step, and puts a saved one back. `fingerprint` is what the run is recognised by, `bases`
+    are those of the models that adapters are trained on, by their keys."""
 
     def __init__(
         self,
@@ -21,9 +22,10 @@ class RunState:
         *,
         fingerprint: str,
         data: str,
+        bases: dict[str, str],
     ) -> None:
         self.algorithm, self.experience, self.workers, self.records = algorithm, experience, workers, records
-        self.fixed = {"fingerprint": fingerprint, "data": data, "code": code_fingerprint()}
+        self.fixed = {"fingerprint": fingerprint, "data": data, "bases": bases, "code": code_fingerprint()}
         self.metrics: dict[str, float] = {}
 
     def note(self, metrics: dict[str, float]) -> None:

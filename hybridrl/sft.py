@@ -14,6 +14,7 @@ from hybridrl.assembly import (
     open_store,
     open_tracker,
     refuse_hub_model,
+    refuse_unknown_tokens,
     save_times,
     start_session,
     start_train_workers,
@@ -25,16 +26,18 @@ from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.cluster import Group
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml
+from hybridrl.config.own_code import import_libraries
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.resume import code_fingerprint, data_fingerprint, fingerprint, what_was_restored
+from hybridrl.resume import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint, what_was_restored
 from hybridrl.resume.choose import agree, saved_step
 from hybridrl.saving import Save, SavePlan, Saver
 from hybridrl.signals import StopRequest
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
+from hybridrl.training.lora import check_adapter
 from hybridrl.training.losses import LossConfig
 from hybridrl.training.packing import Budget
 from hybridrl.training.worker import LearnerConfig, TrainWorker, WorkerConfig
@@ -50,6 +53,7 @@ def _train(config: SFTConfig) -> None:
     """One attempt, which leaves nothing running however it ends."""
     began = time.monotonic()
     directory = open_run_directory(config)
+    import_libraries(config.model.external_lib)
     tokenizer = load_tokenizer(
         config.model.path,
         tokenizer_path=config.data.tokenizer or config.model.tokenizer_path,
@@ -58,16 +62,20 @@ def _train(config: SFTConfig) -> None:
         model_key="model.path",
     )
     refuse_hub_model(config.model, "model.path")
+    if config.model.lora_rank:
+        info(check_adapter(config.model, "model"))
     training, validation = _load(config, tokenizer)
+    refuse_unknown_tokens(config.model, "model.path", training, validation)
     trainer, size = config.trainer, config.data.train_batch_size
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
         rows = data_fingerprint(map(Path, config.data.train_files), len(training), config.data.train_max_samples)
         identity = fingerprint(rows, config.model.path)
         saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity, info)
+        bases = {"model.path": model_fingerprint(config.model.path)} if config.model.lora_rank else {}
         if saved:
             refuse_verl(saved)
-            agree(saved, as_dict(config), rows, trainer.resume_allow, trainer.reset_optimizer, info)
+            agree(saved, as_dict(config), rows, trainer.resume_allow, trainer.reset_optimizer, info, bases)
         done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
         left = trainer.total_epochs * len(training) - used
         steps = trainer.total_training_steps or done + max(left // size, 0 if saved else 1)
@@ -88,7 +96,7 @@ def _train(config: SFTConfig) -> None:
         contents, times = {"actor": config.checkpoint.save_contents}, save_times(trainer)
         plan = SavePlan(contents, times, tokenizer.save_pretrained, as_yaml(config))
         saver = Saver(workers, store, plan)
-        fixed = {"fingerprint": identity, "data": rows, "code": code_fingerprint()}
+        fixed = {"fingerprint": identity, "data": rows, "bases": bases, "code": code_fingerprint()}
         _fit(config, range(done + 1, steps + 1), used, training, validation, workers, tracker, saver, fixed)
     draw_curves(directory)
     info(summary(directory))

@@ -1,4 +1,4 @@
-"""Rows to test with, and property tests that draw the same examples every time."""
+"""Rows to test with, property tests that draw the same examples every time, and which tests go together."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,11 +6,31 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from hybridrl.batch import Batch
 
 settings.register_profile("hybridrl", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("hybridrl")
+
+
+class WholeFiles(LoadScopeScheduling):
+    """With several processes (pytest -n): files go whole to one, as their tests share what they set up, and those that
+    start Ray and vLLM all to the same, one after another."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "integration" if "/integration/" in nodeid else nodeid.split("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WholeFiles:
+    return WholeFiles(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest goes first."""
+    items.sort(key=lambda item: "integration" in item.path.parts, reverse=True)
+
 
 MakeBatch = Callable[..., Batch]
 

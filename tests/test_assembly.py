@@ -1,12 +1,19 @@
+"""What the front rooms set up: attempts, directories, and what is refused once tokenizer and data are there."""
+
 import json
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen2Config
 
-from hybridrl.assembly import open_store, with_restarts
+from hybridrl.assembly import open_store, refuse_unknown_tokens, with_restarts
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import WorkerDied
 from hybridrl.config import ConfigError, load_sft_config
+from hybridrl.data.tokens import TokenRows
+from tests.training.families import model_config
 
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
 
@@ -52,3 +59,31 @@ def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_pat
         open_store(config(2), tmp_path)
     assert (tmp_path / "config.yaml").read_text() == written and "seed: 1" in written
     first.close()
+
+
+@dataclass
+class Rows:
+    largest_id: int
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    Qwen2Config(vocab_size=64, eos_token_id=2, bos_token_id=1).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_rows_with_a_token_that_the_model_does_not_know_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model.path=.* knows 64 tokens, and the data has token 64"):
+        refuse_unknown_tokens(model_config(model), "model.path", Rows(3), Rows(64))
+
+
+def test_a_model_with_more_rows_than_its_tokenizer_has_tokens_passes(model: str) -> None:
+    refuse_unknown_tokens(model_config(model), "model.path", Rows(63), None)
+
+
+def test_the_largest_token_is_looked_for_in_all_rows() -> None:
+    rows = TokenRows()
+    assert rows.largest == -1
+    for row in ([3, 9], [], [4]):
+        rows.append(row)
+    assert rows.largest == 9

@@ -13,7 +13,7 @@ def counted(tmp_path, monkeypatch):
 
 def test_what_the_kernel_killed_since_the_run_began_is_laid_to_it(counted):
     counted("pgfault 9\noom_kill 5\n")
-    assert "by the kernel for lack of memory: of this machine's processes it has killed 3" in out_of_memory.killer()
+    assert "by the kernel for lack of memory: it has killed 3" in out_of_memory.killer()
 
 
 def test_what_the_kernel_did_not_kill_is_not_laid_to_it(counted):

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 import hybridrl
+from hybridrl.checkpoint.saved import Saved
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.config.compose import as_dict, save_config
 from hybridrl.resume import (
@@ -22,9 +23,11 @@ from hybridrl.resume import (
     decide,
     fingerprint,
     fingerprints,
+    model_fingerprint,
     sibling,
     what_was_restored,
 )
+from hybridrl.resume.choose import agree
 
 SMALL = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
 
@@ -222,6 +225,46 @@ def test_an_override_that_changes_shapes_is_refused(config, step):
         False,
         lambda line: None,
     )
+
+
+MODEL = "actor_rollout_ref__model__"
+
+
+def test_another_adapter_than_the_saved_one_cannot_be_had(config, step):
+    key = "actor_rollout_ref.model.lora_rank"
+    whole, adapted = (with_values(config, **{f"{MODEL}lora_rank": rank, f"{MODEL}lora_alpha": 16}) for rank in (0, 8))
+    assert f"{key}: 0 -> 8 (no adapter was saved)" in refusal(found(whole, step, **{f"{MODEL}lora_rank": 8}))
+    assert f"{key}: 8 -> 0 (an adapter of rank 8 was saved)" in refusal(
+        found(adapted, step, **{f"{MODEL}lora_rank": 0})
+    )
+    other = refusal(found(adapted, step, **{f"{MODEL}target_modules": ["q_proj"]}), allow=(key,))
+    assert "target_modules: null -> [q_proj] (the saved adapter is on other layers)" in other
+    decide(found(config, step, **{f"{MODEL}lora_rank": 0}), [], False, lambda line: None)  # saved before there was LoRA
+
+
+def test_a_scale_that_makes_another_model_of_the_adapter_has_to_be_meant(config, step):
+    adapted = with_values(config, **{f"{MODEL}lora_rank": 8, f"{MODEL}lora_alpha": 16})
+    changed = found(adapted, step, **{f"{MODEL}lora_alpha": 32})
+    assert "trainer.resume_allow=[actor_rollout_ref.model.lora_alpha]" in refusal(changed)
+    decide(changed, ["actor_rollout_ref.model.lora_alpha"], False, lambda line: None)
+
+
+def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(config, step, tmp_path):
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    known = model_fingerprint(str(tmp_path / "model"))
+    (tmp_path / "model").rename(tmp_path / "moved")
+    assert model_fingerprint(str(tmp_path / "moved")) == known
+    (tmp_path / "moved" / "model.safetensors").write_bytes(b"Weights")
+    assert model_fingerprint(str(tmp_path / "moved")) != known
+    (step / "config.yaml").write_text(yaml.safe_dump(config))
+    saved = Saved(3, step, {"data": "same", "bases": {"actor_rollout_ref.model.path": known}})
+    for bases in ({"actor_rollout_ref.model.path": known}, {}):
+        agree(saved, config, "same", [], False, lambda line: None, bases)
+    other = {"actor_rollout_ref.model.path": model_fingerprint(str(tmp_path / "moved"))}
+    with pytest.raises(
+        ConfigError, match=r"actor_rollout_ref\.model\.path=.*model: the adapter saved in .* other weights"
+    ):
+        agree(saved, config, "same", [], False, lambda line: None, other)
 
 
 def test_what_is_impossible_and_what_needs_allowing_are_refused_together(config, step):

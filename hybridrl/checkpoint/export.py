@@ -1,4 +1,5 @@
-"""A model as a Hugging Face directory, written tensor by tensor: at most one tensor is in memory beside the model."""
+"""A model as a Hugging Face directory, written part by part: at most one tensor, or the experts of one layer, are in
+memory beside the model."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from hybridrl.checkpoint.tensors import blank
+from hybridrl.checkpoint.published import parts
 from hybridrl.checkpoint.write import SHARD_BYTES, write_shards
 
 
@@ -28,7 +29,7 @@ def export_model(
     try:
         if writes:
             export_settings(model, directory, dtype)
-            meta = {name: blank(p.shape, dtype) for name, p in model.named_parameters()}
+            meta = {name: tensor for part in parts(model, dtype) for name, tensor in part.published.items()}
             write_shards(directory, meta, ((name, 0, tensor.cpu()) for name, tensor in tensors), limit)
     finally:
         for _ in tensors:
@@ -40,8 +41,8 @@ def export_settings(model: PreTrainedModel, directory: Path, dtype: torch.dtype)
     directory.mkdir(parents=True, exist_ok=True)
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
-    if "auto_map" in config.to_dict():
-        custom_object_save(model, str(directory), config)  # the config's own code alone would be saved with it
+    if model.is_remote_code():  # the config's own code alone would be saved with it
+        custom_object_save(model, directory, config=config)
     config.save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
         # As it came: `save_pretrained` refuses the combinations of settings that some published models have.

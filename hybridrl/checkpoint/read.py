@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader, StorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hybridrl.checkpoint.pickles import load
 from hybridrl.checkpoint.stored import Stored
@@ -90,9 +90,9 @@ def read_shards(directory: Path, section: str = MODEL) -> Tensors:
     return Tensors("in shards", meta, parts)
 
 
-def read_safetensors(directory: Path) -> Tensors:
-    """The weights of a Hugging Face directory."""
-    stored = stored_tensors(directory)
+def read_safetensors(directory: Path, only: str | None = None) -> Tensors:
+    """The weights of a Hugging Face directory, or those in one file there."""
+    stored = stored_tensors(directory, only)
     meta = {name: blank(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
 
     def parts(name: str) -> Iterator[Part]:
@@ -102,10 +102,11 @@ def read_safetensors(directory: Path) -> Tensors:
     return Tensors("as safetensors", meta, parts)
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Where the weights of a Hugging Face directory lie. Raises Unreadable where a file of theirs is missing, damaged,
-    or longer or shorter than it should be."""
-    return {name: stored for file in _safetensors_files(directory) for name, stored in _stored_in(file).items()}
+def stored_tensors(directory: Path, only: str | None = None) -> dict[str, Stored]:
+    """Where the weights of a Hugging Face directory lie, or those in one file there. Raises Unreadable where a file of
+    theirs is missing, damaged, or longer or shorter than it should be."""
+    files = [directory / only] if only else _safetensors_files(directory)
+    return {name: stored for file in files for name, stored in _stored_in(file).items()}
 
 
 def _stored_in(file: Path) -> dict[str, Stored]:
@@ -122,9 +123,10 @@ def _stored_in(file: Path) -> dict[str, Stored]:
 
 
 def _safetensors_files(directory: Path) -> list[Path]:
-    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    """The files with a model's weights; some directories have them in other files again, for other software."""
+    index, single = directory / SAFE_WEIGHTS_INDEX_NAME, directory / SAFE_WEIGHTS_NAME
     if not index.is_file():
-        return sorted(directory.glob("*.safetensors"))
+        return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     with reading(index):
         files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     if missing := [file.name for file in files if not file.is_file()]:

@@ -3,7 +3,6 @@
 Judges keys against one another and against this machine; each value by itself has been judged when it was read.
 """
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +11,10 @@ from typing import Any
 
 from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.error import Refusals
-from hybridrl.config.families import why_unsupported
+from hybridrl.config.lora_checks import check_hand_over, note_no_hand_over, settle_lora
 from hybridrl.config.machine import Machine, this_machine
 from hybridrl.config.micro_batches import settle_micro_batches
-from hybridrl.config.model_directory import resolve_model
+from hybridrl.config.model_checks import absolute, check_model
 from hybridrl.config.read import show
 from hybridrl.config.reward_checks import check_reward
 from hybridrl.config.schema import (
@@ -50,8 +49,10 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _settle_optimizer("actor_rollout_ref.actor.optim", section.actor.optim, wrong)
     _settle_critic(config, note, wrong)
     _settle_retention(config, note)
-    _settle_reference(config, wrong)
-    _check_model("actor_rollout_ref.model.path", section.model, section.rollout.max_model_len or 0, LOWER, wrong)
+    _settle_reference(config, note, wrong)
+    check_model("actor_rollout_ref.model", section.model, section.rollout.max_model_len or 0, LOWER, note, wrong)
+    settle_lora("actor_rollout_ref.model", section.model, note, wrong)
+    check_hand_over(config, wrong)
     _check_sampling(config, note, wrong)
     _note_idle_keys(config, note)
     check_algorithm(config, note, wrong)
@@ -73,7 +74,9 @@ def settle_sft(config: SFTConfig, note: Note, machine: Machine | None = None) ->
     _settle_trainer(config.trainer, config.ray_kwargs.ray_init, wrong, machine)
     _settle_fsdp("engine.fsdp_config", config.engine.fsdp_config, config.trainer, wrong)
     _settle_optimizer("optim", config.optim, wrong)
-    _check_model("model.path", config.model, config.data.max_length, "lower data.max_length", wrong)
+    check_model("model", config.model, config.data.max_length, "lower data.max_length", note, wrong)
+    settle_lora("model", config.model, note, wrong)
+    note_no_hand_over("model", config.model, note)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         note("trainer.test_freq has no effect without data.val_files")
     wrong.close()
@@ -154,45 +157,17 @@ def _check_writable(key: str, directory: str, wrong: Refusals) -> None:
         wrong.add(f"{key}={directory}: {there} cannot be written to; name another directory")
 
 
-def _check_model(key: str, model: ModelConfig, longest: int, way_out: str, wrong: Refusals) -> None:
-    """Whether a local model's family can be trained, and takes the longest sequence; its path is made absolute, as the
-    workers of a Ray that was joined run elsewhere."""
-    file = resolve_model(model.path) / "config.json"
-    if not file.is_file():
-        return
-    settings = json.loads(file.read_text(encoding="utf-8")) | model.override_config
-    reason = why_unsupported(settings)
-    if reason:
-        wrong.add(f"{key}={model.path}: {reason}; choose a model of another family (Qwen, Llama, Mistral, Phi-3, ...)")
-    limit = settings.get("max_position_embeddings")
-    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    if limit is not None and "factor" not in rope and longest > limit:  # a factor stretches the limit
-        wrong.add(f"{key}={model.path}: the model takes {limit} positions, a row may have {longest}; {way_out}")
-    model.path = _absolute(model.path)
-
-
-def _check_other_model(key: str, model: ModelConfig, config: PPOConfig, wrong: Refusals) -> None:
-    """The check of a model that reads the policy's rows; of the policy's own it is made once."""
-    policy = config.actor_rollout_ref.model
-    if (model.path, model.override_config) != (policy.path, policy.override_config):
-        longest = config.actor_rollout_ref.rollout.max_model_len or 0
-        _check_model(key, replace(model), longest, LOWER, wrong)
-
-
-def _absolute(path: str) -> str:
-    """A directory's path as workers elsewhere find it; a hub's name unchanged."""
-    return str(Path(path).absolute()) if Path(path).is_dir() else path
-
-
 def _settle_fsdp(key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainerConfig, wrong: Refusals) -> None:
     ranks = (trainer.n_gpus_per_node or 1) * trainer.nnodes
     size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
     if ranks % size:
         wrong.add(f"{key}.fsdp_size={fsdp.fsdp_size}: must divide the {ranks} devices; set -1 for all of them")
     fsdp.fsdp_size = size
-    for name, value in (("dtype", fsdp.dtype), ("model_dtype", fsdp.model_dtype)):
-        if DTYPES.get(value, value) == "float16":
-            wrong.add(f"{key}.{name}={value}: small gradients vanish in fp16 without a loss scaler; set bf16 or fp32")
+    if DTYPES.get(fsdp.model_dtype, fsdp.model_dtype) == "float16":
+        wrong.add(
+            f"{key}.model_dtype={fsdp.model_dtype}: small updates vanish in parameters of float16; "
+            "set model_dtype=fp32, and dtype=fp16 to compute in it"
+        )
     fsdp.model_dtype, fsdp.dtype = DTYPES.get(fsdp.model_dtype, fsdp.model_dtype), _dtype(fsdp.dtype, trainer.device)
 
 
@@ -215,12 +190,20 @@ def _settle_actor(config: PPOConfig, note: Note) -> None:
     actor.loss_scale_factor = actor.loss_scale_factor or float(config.data.max_response_length)
 
 
-def _settle_reference(config: PPOConfig, wrong: Refusals) -> None:
+def _settle_reference(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     section, algorithm = config.actor_rollout_ref, config.algorithm
     if algorithm.use_kl_in_reward or section.actor.use_kl_loss:
         reference = replace(section.model, path=section.ref.model.path)
-        _check_other_model("actor_rollout_ref.ref.model.path", reference, config, wrong)
-    section.ref.model.path = _absolute(section.ref.model.path)
+        _check_other_model("actor_rollout_ref.ref.model", reference, config, note, wrong)
+    section.ref.model.path = absolute(section.ref.model.path)
+
+
+def _check_other_model(key: str, model: ModelConfig, config: PPOConfig, note: Note, wrong: Refusals) -> None:
+    """The check of a model that reads the policy's rows; what is wrong with the policy's own is said once."""
+    policy, longest = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.max_model_len or 0
+    if (model.path, model.override_config) == (policy.path, policy.override_config):
+        note, wrong = (lambda _: None), Refusals()
+    check_model(key, model, longest, LOWER, note, wrong)
 
 
 def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
@@ -243,8 +226,9 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     ):
         if value is not None:
             note(f"critic.model.{name} has no effect: the critic reads the policy's tokens")
-    _check_other_model("critic.model.path", critic.model, config, wrong)
-    critic.model.path = _absolute(critic.model.path)
+    _check_other_model("critic.model", critic.model, config, note, wrong)
+    settle_lora("critic.model", critic.model, note, wrong)
+    note_no_hand_over("critic.model", critic.model, note)
     critic.ppo_mini_batch_size = min(critic.ppo_mini_batch_size, prompts)
     critic.loss_scale_factor = critic.loss_scale_factor or float(config.data.max_response_length)
 

@@ -1,24 +1,28 @@
-"""Model families that the trainer would compute wrongly, told by their config.json; refused rather than trained."""
+"""Models that cannot be trained here, told by their config.json; refused with the reason rather than trained wrongly.
+
+docs/models.md lists the families that were tried, these too.
+"""
 
 from typing import Any
 
-# Setting -> what the model does with it, which our log-probs do not.
-UNSUPPORTED = {
-    "final_logit_softcapping": "bends its logits after the head",
-    "attn_logit_softcapping": "bends its attention scores",
-    "logit_scale": "scales its logits after the head",
-    "logits_scaling": "scales its logits after the head",
+# Model type -> why it was found to fail.
+FAILING = {
+    "gpt_oss": "it has attention sinks, which the trainer's attention lacks",
 }
 
 
 def why_unsupported(settings: dict[str, Any]) -> str | None:
     """The reason why a model of these settings cannot be trained, or None."""
-    if settings.get("model_type") == "gpt_oss":
-        return "model_type=gpt_oss has attention sinks, which the trainer's attention lacks"
-    experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if settings.get(name)]
-    if experts:
-        return f"{experts[0]}={settings[experts[0]]}: mixtures of experts are not supported yet"
-    for name, effect in UNSUPPORTED.items():
-        if settings.get(name) not in (None, 1):
-            return f"{name}={settings[name]}: the model {effect}, which the trainer does not yet"
+    kind = settings.get("model_type")
+    if kind in FAILING:
+        return f"model_type={kind}: {FAILING[kind]}"
+    if settings.get("is_encoder_decoder"):
+        return f"model_type={kind}: an encoder and a decoder; only models that go on from a text are trained"
+    senses = [name for name in ("vision_config", "audio_config", "thinker_config") if settings.get(name)]
+    if senses:
+        return f"{senses[0]}: the model reads more than text, which is not trained yet"
+    quantised = settings.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown")
+        return f"quant_method={method}: quantised weights cannot be trained; name the model that they were made of"
     return None

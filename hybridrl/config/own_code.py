@@ -47,6 +47,12 @@ def load_module(path: str, key: str) -> ModuleType:
         raise ConfigError(f"{key}={path} does not import: {_where(error, file)}") from error
 
 
+def import_libraries(names: list[str], key: str = "actor_rollout_ref.model.external_lib") -> None:
+    """Import modules for what they do when imported, such as registering a model; ConfigError names the key."""
+    for name in names:
+        load_module(name if name.endswith(".py") or "://" in name else f"pkg://{name}", key)
+
+
 def _run_file(file: Path) -> ModuleType:
     loader = SourceFileLoader(f"own_{file.stem}", str(file))
     module = module_from_spec(spec_from_loader(loader.name, loader))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from hybridrl.config.schema_algorithm import AlgorithmConfig
+from hybridrl.config.schema_lora import LoRAConfig
 from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.config.values import (
     POLICY_LOSSES,
@@ -57,10 +58,11 @@ class DataConfig:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(LoRAConfig):
     path: Annotated[str, ModelPath()]
     tokenizer_path: Annotated[str, PathOrHub()] | None
     trust_remote_code: bool
+    external_lib: list[str]
     custom_chat_template: str | None
     override_config: dict[str, Any]
     enable_gradient_checkpointing: bool
@@ -153,6 +155,7 @@ class ActorConfig:
 @dataclass
 class ReferenceFSDPConfig:
     param_offload: bool
+    wrap_policy: WrapPolicyConfig
 
 
 @dataclass

@@ -9,7 +9,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from hybridrl.config.model_directory import is_sharded, resolve_model
+from hybridrl.config.model_directory import ADAPTER_CONFIG, adapter_settings, holds_adapter, is_sharded, resolve_model
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl")
@@ -100,6 +100,11 @@ class ModelPath(PathOrHub):
     def fault(self, name: str) -> str | None:
         if not Path(name).is_dir():
             return super().fault(name)
+        if holds_adapter(name):
+            return (
+                "it is a LoRA adapter; name its base model here and the adapter as lora_adapter_path, or merge them "
+                f"first: python -m hybridrl.model_merger merge --local_dir {name} --target_dir merged"
+            )
         directory = resolve_model(name)
         config = directory / "config.json"
         if not config.is_file():
@@ -115,6 +120,21 @@ class ModelPath(PathOrHub):
                 return f"the weights lie in the folder above; name that: {Path(name).parent}"
             return f"the directory has no weights ({' or '.join(WEIGHT_FILES)}); save or download the model anew"
         return None
+
+
+class AdapterPath:
+    """A LoRA adapter: peft's directory, or a folder of a saved step that was trained through one."""
+
+    def fault(self, name: str) -> str | None:
+        if not Path(name).is_dir():
+            return f"there is no such directory{_missing_parent(Path(name))}"
+        if not holds_adapter(name):
+            return f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter"
+        try:
+            kind = adapter_settings(name).get("peft_type")
+        except (OSError, ValueError) as error:
+            return f"its {ADAPTER_CONFIG} cannot be read ({error}); save the adapter anew"
+        return None if kind == "LORA" else f"it is an adapter of the type {kind}; only LORA can be trained"
 
 
 class ScriptFile:

@@ -52,6 +52,10 @@ class ConversationDataset(Sequence[Conversation]):
         return Conversation(self._ids[index], self._loss_masks[index])
 
     @property
+    def largest_id(self) -> int:
+        return self._ids.largest
+
+    @property
     def lengths(self) -> np.ndarray:  # [conversations], tokens
         return self._ids.lengths
 

@@ -54,6 +54,10 @@ class PromptDataset(Sequence[Prompt]):
         return self._ids.lengths
 
     @property
+    def largest_id(self) -> int:
+        return self._ids.largest
+
+    @property
     def data_sources(self) -> set[str]:
         return {prompt.data_source for prompt in self._prompts}
 

@@ -25,6 +25,11 @@ class TokenRows:
         return self._values[self._ends[index] : self._ends[index + 1]].tolist()
 
     @property
+    def largest(self) -> int:
+        """Of all tokens; -1 where there is none."""
+        return max(self._values, default=-1)
+
+    @property
     def lengths(self) -> np.ndarray:  # [rows], int64
         return np.diff(np.array(self._ends))
 

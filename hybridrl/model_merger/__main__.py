@@ -74,6 +74,7 @@ def _common() -> argparse.ArgumentParser:
     add = common.add_argument
     add("--backend", choices=["fsdp", "megatron"], default="fsdp", help="what wrote the shards (fsdp)")
     add("--local_dir", type=Path, required=True, metavar="DIR", help="a saved model, .../global_step_N/actor")
+    add("--base", metavar="DIR", help="the model that an adapter was trained on, where it has moved since")
     add("--is-value-model", action="store_true", help="a critic: told by its head too, if it has one")
     add("--trust-remote-code", action="store_true", help="run code that the model's config.json names")
     add("--tie-word-embedding", action="store_true", help="accepted, without effect: config.json says it")
@@ -84,6 +85,13 @@ def _common() -> argparse.ArgumentParser:
 def _add_merge(merge: argparse.ArgumentParser) -> None:
     add = merge.add_argument
     add("--target_dir", type=Path, default=Path("tmp"), metavar="DIR", help="where to write (tmp)")
+    add(
+        "--lora",
+        choices=["merged", "adapter", "both"],
+        default="merged",
+        help="what to write of a LoRA adapter: the model that it makes of its base (merged), itself as peft does "
+        "(adapter), or both, the adapter in lora_adapter/ (merged)",
+    )
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],

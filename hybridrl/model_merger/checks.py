@@ -76,7 +76,7 @@ def tracked(names: Sequence[str], work: str) -> Iterable[str]:
 
 def _is_written(source: Source, name: str, written: Stored) -> bool:
     for first, piece in source.tensors.pieces(name):
-        if not _same(source.rounded(piece).reshape(-1), written.elements(first, piece.numel())):
+        if not _same(source.rounded(name, piece).reshape(-1), written.elements(first, piece.numel())):
             return False
     return True
 

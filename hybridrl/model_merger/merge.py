@@ -11,6 +11,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from hybridrl.checkpoint.disk import publish
 from hybridrl.checkpoint.write import SHARD_BYTES, write_shards
 from hybridrl.config import ConfigError
+from hybridrl.config.model_directory import ADAPTER_CONFIG, resolve_model
 from hybridrl.model_merger.blank_model import CONFIG
 from hybridrl.model_merger.checks import Check, check_damage, check_tensors, tracked
 from hybridrl.model_merger.report import REPORT, describe, earlier_files, write_report
@@ -19,6 +20,8 @@ from hybridrl.stopwatch import Stopwatch
 
 # What of a `huggingface` folder is not carried along.
 WEIGHTS = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+# And of the directory of an adapter's base, which may be a repository.
+OTHERS = (ADAPTER_CONFIG, ".*", "*.gguf", "*.pth", "*.md", "original")
 
 
 def merge(
@@ -76,7 +79,9 @@ def refuse_target(target: Path, size: int) -> None:
 
 def write_model(source: Source, directory: Path, limit: int = SHARD_BYTES) -> None:
     """Weights, configuration, and what lies beside it: generation config, tokenizer, chat template, code."""
-    shutil.copytree(source.huggingface, directory, ignore=shutil.ignore_patterns(*WEIGHTS, REPORT))
+    ignore = shutil.ignore_patterns(*WEIGHTS, *OTHERS, REPORT)
+    for place in dict.fromkeys((source.huggingface, resolve_model(str(source.directory)))):
+        shutil.copytree(place, directory, ignore=ignore, dirs_exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(source.settings(), indent=2) + "\n", encoding="utf-8")
     names = tracked(source.names, "writing")
     pieces = ((name, first, piece) for name in names for first, piece in source.tensors.pieces(name))

@@ -18,7 +18,6 @@ REPORT = "merge_report.json"
 def describe(source: Source, written: Path, target: Path) -> dict[str, Any]:
     """What was read, what lies in `written` and is to become `target`, and by what it was made."""
     step = re.fullmatch(r"global_step_(\d+)", source.directory.absolute().parent.name)
-    files = {path.relative_to(written).as_posix(): path for path in sorted(written.rglob("*")) if path.is_file()}
     return {
         "source": {
             "directory": str(source.directory.absolute()),
@@ -33,7 +32,7 @@ def describe(source: Source, written: Path, target: Path) -> dict[str, Any]:
             "tied": source.tied,
         }
         | _size(source.meta),
-        "files": {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()},
+        "files": files_in(written),
         "versions": code_fingerprint() | {"python": platform.python_version()},
         "peak_memory_bytes": _peak_memory(),
     }
@@ -51,6 +50,12 @@ def earlier_files(target: Path) -> dict[Path, int]:
         return {target / name: file["bytes"] for name, file in files.items()} | {report: report.stat().st_size}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
+
+
+def files_in(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file below a directory, by its name there."""
+    files = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()}
 
 
 def _size(meta: dict[str, Tensor]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What is merged: a saved model's tensors, and the model of its configuration, which says what they have to be."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybridrl.checkpoint.published import as_published, parts
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.checkpoint.tensors import Tensors
 from hybridrl.checkpoint.verl import holds_verl
@@ -24,14 +26,15 @@ class CheckFailed(Exception):
 @dataclass(frozen=True)
 class Source:
     """A saved model and, without weights (meta device), the `model` it has to be. `names`: its tensors in the model's
-    order. `tied`: names of theirs that are but another name for one of them. `dtype`: that of its floating-point
-    tensors where they are merged."""
+    order, and `parameters` those that training changes. `tied`: names of theirs that are but another name for one of
+    them. `dtype`: that of the parameters where they are merged."""
 
     directory: Path
     huggingface: Path
     tensors: Tensors
     model: PreTrainedModel
     names: tuple[str, ...]
+    parameters: frozenset[str]
     tied: dict[str, str]
     dtype: torch.dtype
 
@@ -48,14 +51,15 @@ class Source:
     @property
     def meta(self) -> dict[str, Tensor]:
         """Shapes and types as they will be written."""
-        return {name: self.rounded(tensor) for name, tensor in self.saved.items()}
+        return {name: self.rounded(name, tensor) for name, tensor in self.saved.items()}
 
-    def rounded(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+    def rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter in the type to be written; buffers keep theirs, such as a router's corrections in float32."""
+        return tensor.to(self.dtype) if name in self.parameters else tensor
 
     def read(self, name: str) -> Tensor:
         """A tensor whole, as it will be written."""
-        return self.rounded(self.tensors.read(name))
+        return self.rounded(name, self.tensors.read(name))
 
     def settings(self) -> dict[str, Any]:
         """The configuration to write: as it was, but for the type and, of a value model, the class."""
@@ -76,39 +80,47 @@ def type_names(meta: dict[str, Tensor]) -> str:
 
 
 def open_source(
-    directory: Path, dtype: torch.dtype | None = None, *, value_model: bool = False, trusted: bool = False
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    value_model: bool = False,
+    trusted: bool = False,
+    tensors: Tensors | None = None,
+    huggingface: Path | None = None,
 ) -> Source:
     """Open a saved model and hold its tensors against its configuration. `dtype` to merge it in; by default the one
-    that it computed in. `trusted`: code that the model brings may run.
+    that it computed in. `trusted`: code that the model brings may run. `tensors` and `huggingface` are given where the
+    directory holds an adapter, of which others are the base.
 
     Raises ConfigError, or CheckFailed where tensors are missing, not the model's or of other shapes.
     """
-    tensors = open_tensors(directory)
+    tensors = tensors or open_tensors(directory)
     if adapters := [name for name in tensors.meta if "lora_" in name]:
         raise ConfigError(
             f"{directory} holds a LoRA adapter ({adapters[0]}), which is not merged yet; peft can merge it"
         )
-    huggingface = resolve_model(str(directory))
+    huggingface = huggingface or resolve_model(str(directory))
     model = blank_model(huggingface, tensors.meta, value_model=value_model, trusted=trusted)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
     tied = {name: names[id(value)] for name, value in state.items() if names.get(id(value), name) != name}
-    expected = {name: value for name, value in state.items() if name not in tied}
+    all_parts, parameters = parts(model), dict(model.named_parameters())
+    expected = {name: value for part in all_parts for name, value in part.published.items()}
+    tensors = as_published(tensors, model)
     if wrong := _differences(tensors.meta, expected, tied):
         raise CheckFailed(
             f"{directory}: of the tensors of {type(model).__name__}, {wrong}; it is not whole, or "
             f"{huggingface / CONFIG} is of another model"
         )
-    dtype = dtype or _own_type(directory, model, tensors.meta)
-    return Source(directory, huggingface, tensors, model, tuple(expected), tied, dtype)
+    trained = frozenset(name for part in all_parts if part.names[0] in parameters for name in part.published)
+    dtype = dtype or _own_type(directory, model, [tensors.meta[name].dtype for name in trained])
+    return Source(directory, huggingface, tensors, model, tuple(expected), trained, tied, dtype)
 
 
-def _own_type(directory: Path, model: PreTrainedModel, saved: dict[str, Tensor]) -> torch.dtype:
+def _own_type(directory: Path, model: PreTrainedModel, saved: Iterable[torch.dtype]) -> torch.dtype:
     """The type that a model computed in: ours have it in their configuration; of verl's, which does not say, bfloat16,
     in which its own merger writes all. A wider one than was saved would add nothing."""
-    widest = max(
-        (tensor.dtype for tensor in saved.values() if tensor.is_floating_point()), key=lambda kind: kind.itemsize
-    )
+    widest = max(saved, key=lambda kind: kind.itemsize)
     computed_in = torch.bfloat16 if holds_verl(directory) else model.config.dtype
     return widest if computed_in is None or computed_in.itemsize > widest.itemsize else computed_in
 

@@ -4,7 +4,13 @@
 """
 
 from hybridrl.resume.changes import Change, changes, decide
-from hybridrl.resume.fingerprints import code_fingerprint, data_fingerprint, fingerprint, sibling
+from hybridrl.resume.fingerprints import (
+    code_fingerprint,
+    data_fingerprint,
+    fingerprint,
+    model_fingerprint,
+    sibling,
+)
 from hybridrl.resume.restored import what_was_restored
 
 __all__ = [
@@ -14,6 +20,7 @@ __all__ = [
     "data_fingerprint",
     "decide",
     "fingerprint",
+    "model_fingerprint",
     "sibling",
     "what_was_restored",
 ]

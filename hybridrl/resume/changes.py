@@ -24,10 +24,14 @@ UNTOLD = {
     "trainer.reset_optimizer",
 }
 
+# Section of a model -> its name in a saved step.
+MODELS = {"actor_rollout_ref.model": "actor", "critic.model": "critic", "model": "actor"}
+
 # Changes that have to be meant, and what each does to the run.
 ROWS, OPTIMIZER = "data.train_files", "optim.optimizer"
 REORDERED = "the prompts come in another order: of the epoch begun some again, some never"
 RESET = "its moments cannot be carried over; trainer.reset_optimizer=true starts them at zero"
+RESCALED = "the adapter counts lora_alpha / lora_rank times, so the model would be another at once"
 GUARDED = {
     ROWS: "not the rows it was saved with, so the place it had reached means nothing",
     "data.seed": REORDERED,
@@ -37,10 +41,10 @@ GUARDED = {
     OPTIMIZER: RESET,
     f"actor_rollout_ref.actor.{OPTIMIZER}": RESET,
     f"critic.{OPTIMIZER}": RESET,
+    **{f"{model}.lora_alpha": RESCALED for model in MODELS},
 }
 
-# Section of a model -> its name in a saved step; and the settings of a model that say how large its tensors are.
-MODELS = {"actor_rollout_ref.model": "actor", "critic.model": "critic", "model": "actor"}
+# The settings of a model that say how large its tensors are.
 SHAPES = (
     "model_type",
     "vocab_size",
@@ -80,7 +84,8 @@ def changes(saved: dict[str, Any], present: dict[str, Any], *, step: Path, same_
     """
     old, new = _flat(saved), _flat(present)
     idle = () if new.get("critic.enable") else ("critic.",)
-    misfits = {key: why for key, why in _misfits(step, new).items() if not key.startswith(idle)}
+    misfits = _misfits(step, new) | _other_adapters(old, new)
+    misfits = {key: why for key, why in misfits.items() if not key.startswith(idle)}
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in UNTOLD]
     told = dict.fromkeys([*differing, *misfits, *([] if same_rows else [ROWS])])
     found = []
@@ -145,6 +150,20 @@ def _misfits(step: Path, present: dict[str, Any]) -> dict[str, str]:
         if differing:
             values = (f"{key} {show(now[key])}, saved {show(saved[key])}" for key in differing)
             found[f"{section}.path"] = f"its tensors do not fit the saved ones: {'; '.join(values)}"
+    return found
+
+
+def _other_adapters(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
+    """Keys that ask for another adapter than was saved, or for one where the model itself was, and why that is not
+    there."""
+    found = {}
+    for section in MODELS:
+        saved, now = (values.get(f"{section}.lora_rank") or 0 for values in (old, new))
+        if saved != now:
+            found[f"{section}.lora_rank"] = f"an adapter of rank {saved} was saved" if saved else "no adapter was saved"
+        elif saved:
+            keys = (f"{section}.target_modules", f"{section}.exclude_modules")
+            found |= {key: "the saved adapter is on other layers" for key in keys if old.get(key) != new.get(key)}
     return found
 
 

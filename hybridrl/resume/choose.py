@@ -1,6 +1,7 @@
 """Which saved step a run goes on from, and whether its configuration agrees with it."""
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,26 @@ def _newest_of_verl(directory: Path, say: Say) -> Saved | None:
     return None
 
 
-def agree(saved: Saved, config: dict[str, Any], data: str, allow: list[str], reset_optimizer: bool, say: Say) -> None:
-    """Say what changed in the configuration since the save; ConfigError for what cannot be, or was not allowed."""
+def agree(
+    saved: Saved,
+    config: dict[str, Any],
+    data: str,
+    allow: list[str],
+    reset_optimizer: bool,
+    say: Say,
+    bases: dict[str, str] | None = None,
+) -> None:
+    """Say what changed in the configuration since the save; ConfigError for what cannot be, or was not allowed.
+
+    `bases` are the fingerprints of the models that adapters are trained on, by the keys that name them.
+    """
+    for key, base in (bases or {}).items():
+        if saved.state.get("bases", {}).get(key, base) != base:
+            path = reduce(lambda section, name: section[name], key.split("."), config)
+            raise ConfigError(
+                f"{key}={path}: the adapter saved in {saved.path} was trained on a model with other weights; name that "
+                "one, or start anew: trainer.resume_mode=disable"
+            )
     before = config
     if is_intact(saved.path, CONFIG):
         before = yaml.safe_load((saved.path / CONFIG).read_text(encoding="utf-8"))

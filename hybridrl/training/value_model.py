@@ -10,7 +10,8 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_MAPPING, 
 from transformers.modeling_layers import GenericForTokenClassification
 
 from hybridrl.config.schema import ModelConfig
-from hybridrl.training.model import hidden_states, load_pretrained, load_settings, refuse_missing
+from hybridrl.training.loading import blank_model, fill, load_settings
+from hybridrl.training.model import HOST, hidden_states
 from hybridrl.training.packing import ModelInputs
 
 
@@ -30,19 +31,30 @@ class ValueModel(nn.Module):
         return values if head.bias is None else values + head.bias.float()
 
 
-def load_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
-    """The value model that was saved in a directory, or a language model with a new head; in host memory."""
+def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
+    """The value model of a directory, or a language model with a new head, without its weights."""
     settings = load_settings(config, num_labels=1)
-    model, missing = load_pretrained(_token_classification(settings, config.path), settings, config, dtype)
-    value_model = ValueModel(model)
-    fresh = {name for name in missing if name.startswith(f"{value_model.head_name}.")}
-    refuse_missing(missing - fresh, config)
-    for name in fresh:
-        # Values then start at 0 however large the hidden states are, and alike on every rank whatever its seed. With
-        # one output there is no symmetry to break: its gradient is the hidden state, so the first update teaches it.
-        nn.init.zeros_(model.get_parameter(name))
-    model.config.architectures = [type(model).__name__]
-    return value_model
+    family = _token_classification(settings, config.path)
+    model = ValueModel(blank_model(family._from_config, settings, config, dtype))
+    model.model.config.architectures = [family.__name__]
+    return model
+
+
+def new_head(model: ValueModel) -> dict[str, Tensor]:
+    """What stands for the head of a directory that has none: zeros.
+
+    Values then start at 0 however large the hidden states are, and alike on every rank whatever its seed. With one
+    output there is no symmetry to break: its gradient is the hidden state, so the first update teaches it.
+    """
+    head = model.model.get_submodule(model.head_name)
+    return {f"{model.head_name}.{name}": torch.zeros(p.shape) for name, p in head.named_parameters()}
+
+
+def load_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
+    """The value model that was saved in a directory, or a language model with a new head; whole, in host memory."""
+    blank = blank_value_model(config, dtype)
+    fill(blank.model, config.path, HOST, new_head(blank))
+    return blank
 
 
 def _token_classification(settings: PreTrainedConfig, path: str) -> type[PreTrainedModel]:

@@ -7,38 +7,45 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybridrl import device as devices
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model, export_settings
+from hybridrl.checkpoint.published import parts as parts_of
 from hybridrl.config.model_directory import HUGGINGFACE
-from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, WrapPolicyConfig
 from hybridrl.guard import redirect_output
-from hybridrl.training.fsdp import mesh, reshard, shard, whole_tensors
+from hybridrl.training.adapted import adapter_off, pairs
+from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole_tensors
 from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares
+from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, policy_loss
 from hybridrl.training.model import (
+    HOST,
     LanguageModel,
     ReferenceOutputs,
     TokenOutputs,
+    blank_language_model,
     check_log_probs,
-    load_language_model,
 )
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, Passes, lay_out
+from hybridrl.training.sender import Sender
 from hybridrl.training.state import load_state, state_of
 from hybridrl.training.state_writer import StateWriter
-from hybridrl.training.value_model import ValueModel, load_value_model
-from hybridrl.weights.handles import Handle, SharedBuffer, digest
-from hybridrl.weights.layout import Bucket, plan_buckets
+from hybridrl.training.value_model import ValueModel, blank_value_model
+from hybridrl.weights.handles import Handle
+from hybridrl.weights.layout import Bucket, HandOver
 
 # Outputs of a model by kind, for all rows of a rank; empty where a rank has no rows.
 Columns = list[Tensor | None]
@@ -48,12 +55,14 @@ Columns = list[Tensor | None]
 class FrozenConfig:
     """The frozen model that the policy is compared with; `offload` keeps it in host memory.
 
-    `refreshed` says that it will be made a copy of the policy, so that it must be of its shapes.
+    `refreshed` says that it will be made a copy of the policy, so that it must be of its shapes; `layers` are the
+    classes to shard one by one, if they are named.
     """
 
     model: ModelConfig
     offload: bool
     refreshed: bool = False
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,39 +120,53 @@ class TrainWorker:
         devices.join_group(config.device, address, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
         self.writer = StateWriter(config.device)
-        padded = not config.policy.model.use_remove_padding
-        loaded = load_language_model(config.policy.model, stored_type(config.policy.fsdp))
-        check_log_probs(loaded, padded=padded)
-        shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
-        self.policy = self._learner(loaded, config.policy, "actor")
+        blank = blank_language_model(config.policy.model, stored_type(config.policy))
+        self.policy = self._learner(blank, config.policy, "actor")
+        self._check(self.policy.model, config.policy)
         self.reference: LanguageModel | None = None
         if config.reference:
-            self.reference = self._frozen(config.reference, config.policy, shapes)
+            self.reference = self._frozen(config.reference, config.policy)
         self.critic: Learner | None = None
         if config.critic:
-            values = load_value_model(config.critic.model, stored_type(config.critic.fsdp))
+            values = blank_value_model(config.critic.model, stored_type(config.critic))
             self.critic = self._learner(values, config.critic, "critic")
 
     def _learner(self, model: LanguageModel | ValueModel, config: LearnerConfig, name: str) -> Learner:
-        sharded = self._shard(model, config.fsdp)
-        optimizers = Optimizers(sharded, config.optimizer, config.total_updates)
-        padded, evidence = not config.model.use_remove_padding, Path(self.config.skipped_updates, name)
+        settings = config.model
+        if settings.lora_rank:
+            kept = getattr(torch, config.fsdp.model_dtype)
+            add_adapter(model.model, settings, kept, self.config.seed, f"the {name}'s model")
+        sharded = self._load(model, settings, config.fsdp)
+        if settings.lora_rank and settings.lora_adapter_path:
+            load_adapter(sharded.model, Path(settings.lora_adapter_path))
+        optimizers = Optimizers(sharded, config.optimizer, config.total_updates, computed_in(config))
+        padded, evidence = not settings.use_remove_padding, Path(self.config.skipped_updates, name)
         return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence)
 
-    def _frozen(self, config: FrozenConfig, policy: LearnerConfig, shapes: dict[str, torch.Size]) -> LanguageModel:
+    def _frozen(self, config: FrozenConfig, policy: LearnerConfig) -> LanguageModel:
         """The reference, stored in the type that it computes in: it is never updated."""
-        frozen = load_language_model(config.model, getattr(torch, policy.fsdp.dtype or "float32"))
-        if config.model.path != policy.model.path:
-            check_log_probs(frozen, padded=not policy.model.use_remove_padding)
-        if config.refreshed and shapes != {name: parameter.shape for name, parameter in frozen.named_parameters()}:
+        blank = blank_language_model(config.model, computed_in(policy))
+        asked, present = ([(n, p.shape) for n, p in m.named_parameters()] for m in (blank, self.policy.model))
+        if config.refreshed and asked != present:
             raise ValueError(
                 f"actor_rollout_ref.ref.refresh_freq: the reference {config.model.path} has other shapes than the "
                 f"policy {policy.model.path}, so it cannot become a copy of it; set refresh_freq=-1"
             )
-        return self._shard(frozen.requires_grad_(False), policy.fsdp, offloaded=config.offload).eval()
+        fsdp = replace(policy.fsdp, wrap_policy=WrapPolicyConfig(list(config.layers)))
+        frozen = self._load(blank.requires_grad_(False), config.model, fsdp, offloaded=config.offload).eval()
+        if config.model.path != policy.model.path:
+            self._check(frozen, policy)
+        return frozen
 
-    def _shard(self, model: LanguageModel | ValueModel, config: FSDPConfig, *, offloaded: bool = False) -> Any:
-        return shard(model, config, mesh(self.config.device, self.ranks, config.fsdp_size), offloaded=offloaded)
+    def _load(
+        self, blank: LanguageModel | ValueModel, model: ModelConfig, fsdp: FSDPConfig, *, offloaded: bool = False
+    ) -> Any:
+        grid = mesh(self.config.device, self.ranks, fsdp.fsdp_size)
+        return shard_and_fill(blank, model.path, fsdp, grid, HOST if offloaded else self.device, offloaded=offloaded)
+
+    def _check(self, model: LanguageModel, config: LearnerConfig) -> None:
+        check_log_probs(model, computed_in(config), self.device, padded=not config.model.use_remove_padding)
+        reshard(model)
 
     # -- passes over rows ------------------------------------------------------------------------------------------
 
@@ -170,9 +193,8 @@ class TrainWorker:
     @torch.no_grad()
     def reference_log_probs(self, batch: Batch, passes: Passes, temperature: float) -> Columns:
         """The reference's log-probs of the passes' rows: TokenOutputs' columns."""
-        model = self.reference
-        found = [model(self._inputs(part, self.policy.padded), temperature) for part in parts(batch, passes)]
-        reshard(model)
+        with self._as_reference() as model:
+            found = [model(self._inputs(part, self.policy.padded), temperature) for part in parts(batch, passes)]
         return joined(found, passes)
 
     @torch.no_grad()
@@ -188,12 +210,21 @@ class TrainWorker:
 
     def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """What the reference's head sees, and that head; collective."""
-        with torch.no_grad():
-            hidden = self.reference.hidden_states(inputs)
-            head = self.reference.model.get_output_embeddings()  # whole until the model is sharded again
-            found = ReferenceOutputs(hidden, head.weight.clone(), None if head.bias is None else head.bias.clone())
-            reshard(self.reference)
-        return found
+        with torch.no_grad(), self._as_reference() as model:
+            hidden = model.hidden_states(inputs)
+            head = model.model.get_output_embeddings()  # whole until the model is sharded again
+            bias = None if head.bias is None else head.bias.clone()
+            return ReferenceOutputs(hidden, head.weight.clone(), bias, model.rule)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[LanguageModel]:
+        """The reference: a model of its own, or the policy without its adapter."""
+        model = self.reference or self.policy.model
+        training = model.training
+        with adapter_off(model.model):
+            yield model.eval()
+        reshard(model)
+        model.train(training)
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +235,9 @@ class TrainWorker:
         what `log_probs` would have returned, where the loss made use of it."""
         self._seed(step)
         passed: list[TokenOutputs] = []
-        shares = self.policy.update(batch, mini_batches, self._policy_loss(loss, passed), loss.grad_clip, step)
+        # Where what was passed is of use, there is one mini-batch; it is gone through again as a whole.
+        compute = self._policy_loss(loss, passed)
+        shares = self.policy.update(batch, mini_batches, compute, loss.grad_clip, step, repeats=passed.clear)
         return shares, joined(passed, [rows for mini_batch in mini_batches for rows in mini_batch.passes])
 
     def update_critic(
@@ -256,6 +289,7 @@ class TrainWorker:
         function = self._policy_loss(loss, []) if policy else self._critic_loss(loss)
         for rows in mini_batch.passes:
             learner.backward(batch, rows, mini_batch.totals, function)
+        learner.optimizers.loss_scale.undo(learner.model)
         named = learner.model.named_parameters()
         found = {name: p.grad.full_tensor().cpu() for name, p in named if p.grad is not None}
         learner.optimizers.zero_grad()
@@ -266,40 +300,23 @@ class TrainWorker:
         """Make the reference a copy of the present policy."""
         reshard(self.policy.model)
         reshard(self.reference)
-        pairs = zip(self.reference.parameters(), self.policy.model.parameters(), strict=True)
-        for frozen, present in pairs:
+        for frozen, present in zip(self.reference.parameters(), self.policy.model.parameters(), strict=True):
             frozen.to_local().copy_(present.to_local())
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def plan_weights(self, dtype: str, limit: int) -> list[Bucket]:
+    def plan_weights(self, dtype: str, limit: int) -> HandOver:
         """How the weights will be handed over in this type, in buckets of at most `limit` bytes."""
-        self.rollout_dtype = getattr(torch, dtype)
-        names = [(name, p.shape, self.rollout_dtype) for name, p in self.policy.model.model.named_parameters()]
-        self.buckets = plan_buckets(names, limit)
-        self.buffer: SharedBuffer | None = None
-        return self.buckets
+        merge = self.config.policy.model.lora.merge
+        self.sender = Sender(self.policy.model, self.device, getattr(torch, dtype), limit, merge)
+        return self.sender.plan
 
-    @torch.no_grad()
-    def fill_bucket(self, index: int) -> tuple[Handle, int]:
+    def fill_bucket(self, bucket: Bucket) -> tuple[Handle, int]:
         """Gather one bucket's weights into memory that the engine can open; collective. Returns handle and digest."""
-        if self.buffer is None:
-            reshard(self.policy.model)
-            self.buffer = SharedBuffer(max(bucket.bytes for bucket in self.buckets), self.device)
-        bucket = self.buckets[index]
-        parameters = dict(self.policy.model.model.named_parameters())
-        for place in bucket.tensors:
-            value = parameters[place.name].detach().to(self.rollout_dtype)
-            place.view(self.buffer.tensor).copy_(value.full_tensor())
-        devices.synchronize(self.config.device)
-        return self.buffer.handle, digest(self.buffer.tensor[: bucket.bytes])
+        return self.sender.fill(bucket)
 
     def release_buckets(self) -> None:
-        """Free the hand-over's device memory; host memory is kept, as touching it anew costs more than it saves."""
-        if self.config.device == "cuda" and self.buffer is not None:
-            self.buffer.close()
-            self.buffer = None
-            devices.release_cached_memory(self.config.device)
+        self.sender.release()
 
     def offload(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> dict[str, float]:
         """Move to or from host memory what the configuration says may leave the device. Returns memory in GiB."""
@@ -311,11 +328,15 @@ class TrainWorker:
 
     @torch.no_grad()
     def export(self, directory: str, dtype: str, name: str) -> None:
-        """Write a model (actor, critic or reference) as a Hugging Face directory; collective, rank 0 writes."""
+        """Write a model (actor, critic or reference) as a Hugging Face directory, or its adapter as peft's, in the type
+        that it is trained in; collective, rank 0 writes."""
         model, _ = self._trained(name)
         reshard(model)
+        if pairs(model.model):
+            return export_adapter(model.model, Path(directory), writes=self.rank == 0)
         kept = getattr(torch, dtype)
-        export_model(whole_tensors(model.model, kept), model.model, Path(directory), kept, writes=self.rank == 0)
+        tensors = whole_tensors(model.model, parts_of(model.model, kept))
+        export_model(tensors, model.model, Path(directory), kept, writes=self.rank == 0)
 
     def start_save(self, directory: str, contents: dict[str, list[str]]) -> Copied:
         """Have parts of the state (model, optimizer, extra) of actor, critic or reference written to a folder of that
@@ -326,8 +347,15 @@ class TrainWorker:
         for folder, (model, _) in models.items():
             # Only now, since the ranks have to start alike also where the disk is full; `export` may have been here.
             if self.rank == 0 and not (folder / HUGGINGFACE).is_dir():
-                export_settings(model.model, folder / HUGGINGFACE, self._computed_in(folder.name))
+                self._export_settings(model.model, folder / HUGGINGFACE)
         return Copied(time.monotonic() - began, copied)
+
+    def _export_settings(self, model: PreTrainedModel, directory: Path) -> None:
+        if pairs(model):
+            return export_adapter_settings(model, directory)
+        # To the type that it computed in it is merged, whatever it is stored in.
+        config = self.config.critic if directory.parent.name == "critic" else self.config.policy
+        export_settings(model, directory, computed_in(config))
 
     def finished_save(self) -> bool:
         """Whether all is on the disk. Raises RuntimeError, once, where it could not be written."""
@@ -350,14 +378,14 @@ class TrainWorker:
         learner = self.critic if name == "critic" else self.policy
         return learner.model, learner.optimizers
 
-    def _computed_in(self, name: str) -> torch.dtype:
-        """What a saved model's configuration says of its type: to that it is merged, whatever it is stored in."""
-        config = self.config.critic if name == "critic" else self.config.policy
-        return getattr(torch, config.fsdp.dtype or "float32")
+
+def computed_in(config: LearnerConfig) -> torch.dtype:
+    return getattr(torch, config.fsdp.dtype or "float32")
 
 
-def stored_type(fsdp: FSDPConfig) -> torch.dtype:
-    return getattr(torch, fsdp.model_dtype)
+def stored_type(config: LearnerConfig) -> torch.dtype:
+    """Of a model's own parameters: beside an adapter they never change, and need no more than computing does."""
+    return computed_in(config) if config.model.lora_rank else getattr(torch, config.fsdp.model_dtype)
 
 
 def parts(batch: Batch, passes: Passes) -> Iterator[Batch]:

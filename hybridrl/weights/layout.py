@@ -31,6 +31,15 @@ class Bucket:
     bytes: int
 
 
+@dataclass(frozen=True)
+class HandOver:
+    """What goes to an engine: the model (once, where it is but the base of an adapter), then the adapter, if there is
+    one that goes by itself."""
+
+    model: list[Bucket]
+    adapter: list[Bucket]
+
+
 def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limit: int) -> list[Bucket]:
     """Cut a model's parameters into buckets of at most `limit` bytes each, whole layers in one bucket.
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hybridrl.checkpoint.export import export_settings
+from hybridrl.checkpoint.published import own_tensors
 
 
 def whole_model(config: PreTrainedConfig, *, value: bool = False) -> PreTrainedModel:
@@ -39,7 +40,10 @@ def save_in_shards(
         for name, parameter in model.named_parameters()
     }
     moments = {name: {"exp_avg": tensor * 2, "step": torch.tensor(3.0)} for name, tensor in tensors.items()}
-    dcp.save({"model": tensors, "optimizer": {"state": moments}, "extra": {"updates": 3}}, checkpoint_id=directory)
+    dcp.save(
+        {"model": own_tensors(model) | tensors, "optimizer": {"state": moments}, "extra": {"updates": 3}},
+        checkpoint_id=directory,
+    )
     if dist.get_rank() == 0:
         model.config.architectures = [type(model).__name__]
         export_settings(model, directory / "huggingface", dtype)

@@ -45,6 +45,13 @@ def test_another_tokenizer_and_another_template_can_be_named(directory: Path) ->
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi!"
 
 
+def test_a_template_of_ones_own_is_saved_with_the_tokenizer(directory: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(directory), custom_chat_template="{{ messages[0].content }}!")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    chat = [{"role": "user", "content": "hi"}]
+    assert load_tokenizer(str(tmp_path / "saved")).apply_chat_template(chat, tokenize=False) == "hi!"
+
+
 def test_a_missing_directory_is_refused_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path=.*/none: there is no such directory"):
         load_tokenizer(str(tmp_path / "none"))

@@ -2,15 +2,18 @@
 
 import os
 import signal
+from functools import partial
 
 import psutil
 import pytest
 
 from hybridrl.assembly import probe_ids
+from hybridrl.cluster import Group
 from hybridrl.hybrid_engine import Mode, StaleWeights
 from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.ppo import start_devices
 from hybridrl.rollout import Request, request_seed
+from hybridrl.rollout.server import RolloutServer
 from hybridrl.training.workers import TrainWorkers
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
 
@@ -75,6 +78,10 @@ def test_weights_that_were_not_handed_over_stop_the_run(parts, monkeypatch):
     update(workers, rows(wanted, answers))
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_publish", lambda servers: None)
+        with pytest.raises(StaleWeights, match="computes with the weights of hand-over"):
+            engine.to_rollout(5)
+        told = partial(Group.broadcast, engine.servers, RolloutServer.finish_hand_over, timeout=60)
+        patch.setattr(engine, "_publish", lambda servers: told(engine.number))
         with pytest.raises(StaleWeights, match="differs from the trainer by"):
             engine.to_rollout(5)
     engine.to_rollout(5)

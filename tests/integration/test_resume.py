@@ -66,8 +66,7 @@ def kill_in_step(process, kind: str, directory: Path, step: int, draw: random.Ra
 
 def test_a_run_killed_three_times_ends_as_one_that_never_was(arguments, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start("main_ppo", arguments(whole)))
-    draw = random.Random(4)
+    left_alone, draw = start("main_ppo", arguments(whole)), random.Random(4)
     for step in (1, 2):
         process = start("main_ppo", arguments(killed))
         wait_for_step(process, killed, step)
@@ -76,6 +75,7 @@ def test_a_run_killed_three_times_ends_as_one_that_never_was(arguments, tmp_path
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 137, output
         assert_gone(processes)
+    finish(left_alone)
     process = start("main_ppo", [*arguments(killed), "trainer.max_restarts=1"])
     kill_in_step(process, "TrainWorker", killed, 4, draw)
     output = finish(process)

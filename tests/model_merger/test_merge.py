@@ -16,7 +16,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    Glm4MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from hybridrl import __version__
 from hybridrl.checkpoint.manifest import write_manifest
@@ -107,6 +114,44 @@ def test_a_value_model_is_merged(saved, tmp_path, form):
     expected = AutoModelForTokenClassification.from_config(found.config)
     expected.load_state_dict(model)
     assert torch.equal(found.eval()(IDS).logits, expected.eval().to(found.dtype)(IDS).logits)
+
+
+EXPERTS = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 8,
+    "head_dim": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 3,
+    "bos_token_id": 1,
+}
+
+
+def test_a_mixture_of_experts_is_merged_under_the_names_of_its_familys_checkpoints(tmp_path):
+    config = Qwen3MoeConfig(**EXPERTS, num_experts=3)
+    on_ranks(2, save_in_shards, tmp_path / "actor", config)
+    source = open_source(tmp_path / "actor")
+    report = merge(source, tmp_path / "merged")
+    assert "39 of 39 equal" in report["checked"]["tensors"]
+    assert "model.layers.1.mlp.experts.2.up_proj.weight" in load_file(tmp_path / "merged" / "model.safetensors")
+    found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(found.eval()(IDS).logits, whole_model(config).eval()(IDS).logits)
+    assert "39 tensors equal" in compare(open_source(tmp_path / "merged"), tmp_path / "merged")
+
+
+def test_a_buffer_that_steers_a_choice_keeps_its_type_whatever_that_of_the_parameters(tmp_path):
+    groups = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    on_ranks(2, save_in_shards, tmp_path / "actor", Glm4MoeConfig(**EXPERTS, n_routed_experts=3, **groups))
+    merge(open_source(tmp_path / "actor", HALF), tmp_path / "merged", {"t": check_in_transformers})
+    types = {name: tensor.dtype for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items()}
+    corrections = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {name for name, kind in types.items() if kind == FLOAT} == {corrections}
+    assert set(types.values()) == {FLOAT, HALF}
 
 
 def test_a_critic_is_a_value_model_also_where_its_configuration_is_the_actors(saved):

@@ -5,17 +5,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import Batch
-from tests.training.families import FAMILIES, VOCABULARY
+from tests.training.families import FAMILIES, SPECIAL, VOCABULARY
 
 
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory) -> dict[str, str]:
     """A small random language model of each family, saved."""
     found = {}
-    for number, (family, config) in enumerate(FAMILIES.items()):
+    for number, (family, config) in enumerate((FAMILIES | SPECIAL).items()):
         torch.manual_seed(number)
         path = tmp_path_factory.mktemp("models") / str(number)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        model = AutoModelForCausalLM.from_config(config)
+        for buffer in dict(model.named_buffers()).values():
+            if buffer.dim() and not buffer.any():  # a router's corrections, which begin as zeros
+                torch.nn.init.normal_(buffer)
+        model.save_pretrained(path)
         found[family] = str(path)
     return found
 

@@ -1,8 +1,21 @@
 """Small models of the families that are trained here, and how they are loaded."""
 
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    Glm4MoeConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema_lora import FurtherLoRAConfig
 
 VOCABULARY = 48
 SMALL = {
@@ -28,6 +41,38 @@ FAMILIES = {
         **SMALL, num_key_value_heads=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
     ),
 }
+# Those that do something to their logits or scores, and mixtures of experts.
+SPECIAL = {
+    "capped scores and logits, a sliding window in the first layer": Gemma2Config(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=4,
+        sliding_window=3,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.0,
+    ),
+    "divided logits": GraniteConfig(**SMALL, num_key_value_heads=2, logits_scaling=5.0, attention_multiplier=0.7),
+    "multiplied logits, tied head": CohereConfig(**SMALL, num_key_value_heads=2, logit_scale=0.3),
+    "experts": Qwen3MoeConfig(
+        **SMALL, num_key_value_heads=2, head_dim=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "experts under other names": MixtralConfig(
+        **SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "experts chosen with a buffer's help": Glm4MoeConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
+}
 
 
 def model_config(path: str, **changes: object) -> ModelConfig:
@@ -36,9 +81,16 @@ def model_config(path: str, **changes: object) -> ModelConfig:
         "path": path,
         "tokenizer_path": None,
         "trust_remote_code": False,
+        "external_lib": [],
         "custom_chat_template": None,
         "override_config": {},
         "enable_gradient_checkpointing": False,
         "use_remove_padding": True,
+        "lora_rank": 0,
+        "lora_alpha": 16,
+        "target_modules": ["all-linear"],
+        "exclude_modules": [],
+        "lora_adapter_path": None,
+        "lora": FurtherLoRAConfig(merge=False, dropout=0.0),
     }
     return ModelConfig(**settings | changes)

@@ -9,16 +9,16 @@ from transformers import AutoModelForCausalLM, Qwen2Config, StableLmConfig
 from hybridrl.batch import Batch
 from hybridrl.training import attention
 from hybridrl.training import model as model_module
+from hybridrl.training.loading import layer_classes
 from hybridrl.training.model import (
     LanguageModel,
     ReferenceOutputs,
     TokenOutputs,
     check_log_probs,
-    layer_classes,
     load_language_model,
 )
 from hybridrl.training.packing import lay_out
-from tests.training.families import FAMILIES, SMALL, VOCABULARY, model_config
+from tests.training.families import FAMILIES, SMALL, SPECIAL, VOCABULARY, model_config
 
 
 def load(directory: str, dtype: torch.dtype = torch.float32, **changes: object) -> LanguageModel:
@@ -27,7 +27,7 @@ def load(directory: str, dtype: torch.dtype = torch.float32, **changes: object) 
 
 def one_by_one(directory: str, rows: Batch, temperature: float = 1.0):
     """Log-probs, entropies and gradient of transformers' own model, each row alone."""
-    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     log_probs, entropies = [], []
     for number in range(len(rows)):
         row = rows.select([number])
@@ -59,7 +59,7 @@ def through(model: LanguageModel, rows: Batch, padded: bool, temperature: float 
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["in one line", "padded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | SPECIAL)
 def test_rows_together_are_as_each_row_alone(directories, family, rows, padded):
     assert_same(through(load(directories[family]), rows, padded), one_by_one(directories[family], rows))
 
@@ -263,12 +263,12 @@ def test_a_family_whose_rows_see_one_another_in_one_line_is_refused_with_the_way
     config = StableLmConfig(**SMALL, num_key_value_heads=4)
     model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
     with pytest.raises(ValueError, match=r"stablelm: .* differ by .*; set model.use_remove_padding=false"):
-        check_log_probs(model, padded=False)
-    check_log_probs(model, padded=True)
+        check_log_probs(model, torch.float32, padded=False)
+    check_log_probs(model, torch.float32, padded=True)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES | SPECIAL)
 def test_a_family_that_is_computed_as_in_its_own_forward_passes(directories, family, padded):
     loaded = AutoModelForCausalLM.from_pretrained(directories[family], attn_implementation=attention.NAME)
-    check_log_probs(LanguageModel(loaded), padded=padded)
+    check_log_probs(LanguageModel(loaded), torch.float32, padded=padded)

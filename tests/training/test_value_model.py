@@ -11,8 +11,8 @@ from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     Olmo2Config,
     OPTConfig,
     PreTrainedModel,
@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from hybridrl.batch import Batch
-from hybridrl.training.model import LanguageModel, ReferenceOutputs, layer_classes, load_language_model
+from hybridrl.training.loading import layer_classes
+from hybridrl.training.model import LanguageModel, ReferenceOutputs, load_language_model
 from hybridrl.training.packing import lay_out
 from hybridrl.training.value_model import ValueModel, load_value_model
 from tests.training.families import FAMILIES, SMALL, VOCABULARY, model_config
@@ -155,8 +156,8 @@ def test_layers_to_shard_are_those_that_the_model_says(directory, critic):
 
 
 def test_a_model_that_the_trainer_would_compute_wrongly_is_refused(tmp_path):
-    Gemma2Config(**SMALL, num_key_value_heads=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="final_logit_softcapping=30"):
+    GptOssConfig(**SMALL, num_key_value_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="attention sinks"):
         load(tmp_path)
 
 

@@ -1,0 +1,78 @@
+"""Whether a model can be trained as it is asked for, told by its config.json, and which of its values are changed."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.error import Refusals
+from hybridrl.config.families import why_unsupported
+from hybridrl.config.model_directory import resolve_model
+from hybridrl.config.schema import ModelConfig
+
+Note = Callable[[str], None]
+
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
+
+
+def check_model(key: str, model: ModelConfig, longest: int, way_out: str, note: Note, wrong: Refusals) -> None:
+    """Settle what `override_config` changes; judge whether a local model can be trained and takes the longest sequence.
+    Paths are made absolute, as the workers of a Ray that was joined run elsewhere."""
+    file = resolve_model(model.path) / "config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    model.override_config = _overrides(key, model.override_config, settings, note, wrong)
+    settings |= model.override_config
+    reason = why_unsupported(settings)
+    if reason:
+        wrong.add(f"{key}.path={model.path}: {reason}")
+    limit = settings.get("max_position_embeddings")
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if limit is not None and "factor" not in rope and longest > limit:  # a factor stretches the limit
+        wrong.add(f"{key}.path={model.path}: the model takes {limit} positions, a row may have {longest}; {way_out}")
+    model.path = absolute(model.path)
+    model.external_lib = [absolute(name) for name in model.external_lib]
+
+
+def absolute(path: str) -> str:
+    """A directory's or file's path as workers elsewhere find it; any other name unchanged."""
+    return str(Path(path).absolute()) if Path(path).exists() else path
+
+
+def _overrides(
+    key: str, asked: dict[str, Any], settings: dict[str, Any], note: Note, wrong: Refusals
+) -> dict[str, Any]:
+    """Values to change in config.json, each whole: of a nested one the rest stays."""
+    key, asked = f"{key}.override_config", dict(asked)
+    asked |= asked.pop("model_config", None) or {}
+    attention = asked.pop("attn_implementation", None)
+    own = "the trainer has its own, for rows that lie in one line"
+    if attention in ATTENTION:
+        note(f"{key}.attn_implementation={attention} has no effect: {own}")
+    elif attention is not None:
+        wrong.add(f"{key}.attn_implementation={attention}: there is no such attention; leave it out, {own}")
+    if any(dict(asked.pop("moe_config", None) or {}).values()):
+        wrong.add(f"{key}.moe_config: routers cannot be frozen yet; leave it out, all weights are trained")
+    for name in AUXILIARY_LOSS:
+        if asked.pop(name, None):
+            note(f"{key}.{name} has no effect: routers are trained by the policy's loss alone")
+    changes = {name: _merged(settings.get(name), value) for name, value in asked.items()}
+    return _rope(changes, settings)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    return {**old, **new} if isinstance(old, Mapping) and isinstance(new, Mapping) else new
+
+
+def _rope(changes: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings as transformers 5 reads them, all in one place: in their old places they would be overlooked."""
+    scaling, theta = changes.pop("rope_scaling", None), changes.pop("rope_theta", None)
+    if scaling is None and theta is None:
+        return changes
+    old, new = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {}), dict(scaling or {})
+    for told in (old, new):
+        if "type" in told:
+            told["rope_type"] = told.pop("type")
+    bases = [base for base in (theta, old.get("rope_theta"), settings.get("rope_theta")) if base]
+    found = {"rope_type": "default", **old, **new}
+    return changes | {"rope_parameters": {**found, "rope_theta": bases[0]} if bases else found}

@@ -1,0 +1,59 @@
+"""One rank's side of handing weights to the rollout engine on its device: gathered a bucket at a time, into memory that
+the engine opens by handle."""
+
+from functools import partial
+
+import torch
+
+from hybridrl import device as devices
+from hybridrl.checkpoint.published import parts
+from hybridrl.training.adapted import adapter_parameters, pairs, without_pairs
+from hybridrl.training.fsdp import reshard, whole, whole_tensors
+from hybridrl.training.lora import merged
+from hybridrl.training.model import LanguageModel
+from hybridrl.weights.handles import Handle, SharedBuffer, digest
+from hybridrl.weights.layout import Bucket, HandOver, plan_buckets
+
+
+class Sender:
+    """Sends a sharded model in one type: of one with an adapter both, or with `merge` what they are together.
+
+    All ranks make one and call it alike; `plan` says what there is to send, in buckets of at most `limit` bytes.
+    """
+
+    def __init__(self, model: LanguageModel, device: torch.device, dtype: torch.dtype, limit: int, merge: bool) -> None:
+        self.model, self.device, self.dtype = model, device, dtype
+        adapted = pairs(model.model)
+        self.merged = {name: partial(merged, layer) for name, layer in adapted.items()} if merge else {}
+        with without_pairs(model.model):
+            self.parts = parts(model.model, dtype)
+        base = [(name, tensor.shape, tensor.dtype) for part in self.parts for name, tensor in part.published.items()]
+        apart = adapter_parameters(model.model) if adapted and not merge else {}
+        adapter = [(name, value.shape, dtype) for name, value in apart.items()]
+        self.plan = HandOver(plan_buckets(base, limit), plan_buckets(adapter, limit))
+        self.buffer: SharedBuffer | None = None
+
+    @torch.no_grad()
+    def fill(self, bucket: Bucket) -> tuple[Handle, int]:
+        """Gather one bucket's weights; collective. Returns handle and digest."""
+        if self.buffer is None:
+            reshard(self.model)
+            largest = max(bucket.bytes for bucket in (*self.plan.model, *self.plan.adapter))
+            self.buffer = SharedBuffer(largest, self.device)
+        places = {place.name: place for place in bucket.tensors}
+        for name, value in adapter_parameters(self.model.model).items():
+            if name in places:
+                places[name].view(self.buffer.tensor).copy_(whole(value.detach(), self.dtype))
+        here = [part for part in self.parts if not places.keys().isdisjoint(part.published)]
+        with without_pairs(self.model.model):
+            for name, value in whole_tensors(self.model.model, here, self.merged):
+                places[name].view(self.buffer.tensor).copy_(value)
+        devices.synchronize(self.device.type)
+        return self.buffer.handle, digest(self.buffer.tensor[: bucket.bytes])
+
+    def release(self) -> None:
+        """Free the device's memory; host memory is kept, as touching it anew costs more than it saves."""
+        if self.device.type == "cuda" and self.buffer is not None:
+            self.buffer.close()
+            self.buffer = None
+            devices.release_cached_memory(self.device.type)

@@ -1,0 +1,282 @@
+"""Proves families of models, each with a small random one, and writes the table in docs/models.md:
+
+python scripts/benchmark/families.py [NAME ...] [--docs FILE] [--out DIR]
+
+Each is trained on two ranks beside two vLLM engines, in float32: weights are handed over and log-probs of sampled
+answers compared, once more after an update; the model is saved, merged, and the merged one's answers compared with the
+saved tensors', in transformers and in vLLM. The last line is a JSON object. Ends with status 1 where a family that the
+checks let pass fails, or one that they refuse does not.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.utils import logging
+
+from hybridrl.assembly import probe_ids, start_session
+from hybridrl.batch import Batch
+from hybridrl.cluster import RaySession, kill
+from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.config.families import why_unsupported
+from hybridrl.data.prompts import Prompt
+from hybridrl.groups import in_groups, to_batch
+from hybridrl.hybrid_engine import HybridEngine
+from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.ppo import start_devices
+from hybridrl.respondent import Sample
+from hybridrl.rewards.score import Score
+from hybridrl.rollout import Request, Sampling, request_seed
+from hybridrl.training.workers import TrainWorkers
+
+TOP = Path(__file__).absolute().parents[2]
+BEGIN, END = "<!-- families -->", "<!-- /families -->"
+TOLERANCE = 1e-4  # of a log-prob, in float32
+SHAPES = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # answers that are far from uniform
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# A name, the model type, and what differs from SHAPES.
+FAMILIES = {
+    "Qwen2": ("qwen2", {}),
+    "Qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "Qwen3": ("qwen3", {"head_dim": 32}),
+    "Llama": ("llama", {}),
+    "Llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "Mistral": ("mistral", {"sliding_window": 16, "head_dim": 32}),
+    "Gemma 2": (
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 16,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Gemma 3": (
+        "gemma3_text",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "tie_word_embeddings": True},
+    ),
+    "Phi-3": ("phi3", {}),
+    "Granite": (
+        "granite",
+        {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.1},
+    ),
+    "Cohere": ("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "GPT-2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "tie_word_embeddings": True}),
+    "Qwen3-MoE": ("qwen3_moe", {"head_dim": 32, **EXPERTS}),
+    "Mixtral": ("mixtral", EXPERTS),
+    "GLM-4-MoE": (
+        "glm4_moe",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "GPT-OSS": ("gpt_oss", {"head_dim": 32, **EXPERTS}),
+    "StableLM, rows laid out apart": ("stablelm", {}),
+}
+# What has to be set for a family.
+KEYS = {"StableLM, rows laid out apart": ["actor_rollout_ref.model.use_remove_padding=false"]}
+SAMPLING = Sampling(max_tokens=24, stop_ids=(2,))
+
+
+@dataclass
+class Row:
+    """What was found of a family; `failed` says where it ended."""
+
+    family: str
+    parameters: int = 0
+    gap_before: float | None = None
+    moved: float | None = None
+    gap_after: float | None = None
+    hand_over_seconds: float | None = None
+    in_transformers: str = ""
+    in_vllm: str = ""
+    refused: str = ""
+    failed: str = ""
+
+
+def make_model(family: str, directory: Path) -> int:
+    kind, changes = FAMILIES[family]
+    settings = CONFIG_MAPPING[kind](**SHAPES | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros: stale ones would not be seen
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
+    model.save_pretrained(directory)
+    return model.num_parameters()
+
+
+def load_config(model: Path, directory: Path, more: list[str]) -> PPOConfig:
+    rows = directory / "rows.jsonl"
+    rows.write_text("{}\n")
+    values = {
+        "data.train_files": rows,
+        "data.train_batch_size": 6,
+        "data.max_prompt_length": 32,
+        "data.max_response_length": 24,
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.rollout.max_num_seqs": 32,
+        "actor_rollout_ref.actor.optim.lr": 1e-2,
+        "algorithm.adv_estimator": "grpo",
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 2,
+        "trainer.default_local_dir": directory,
+    }
+    return load_ppo_config([f"{key}={value}" for key, value in values.items()] + more)
+
+
+@contextmanager
+def devices(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[tuple[HybridEngine, TrainWorkers]]:
+    """Trainers and engines of one model, ended when left."""
+    logs.mkdir()
+    worker = ppo_worker_config(config, build_algorithm(config), logs, steps=1)
+    group, engine = start_devices(config, session, worker, logs, probe_ids([1, 20, 30, 40, 50]))
+    try:
+        yield engine, TrainWorkers(group, build_policy_plan(config), None, "float32", 300)
+    finally:
+        for actor in [*group.actors, *engine.servers.actors]:
+            kill(actor)
+
+
+def answer(engine: HybridEngine, version: int) -> tuple[Batch, float]:
+    """Rows of sampled answers, with the engine's log-probs, and the seconds of the hand-over before them."""
+    engine.to_rollout(version)
+    seconds = engine.take_metrics()["timing_s/update_weights"]
+    wanted = [Request(p, s, [1, 20, 30, 40 + p], request_seed(1, p, s)) for p in range(6) for s in range(2)]
+    found = {(c.prompt, c.sample): c for batch in engine.pool.generate(wanted, SAMPLING) for c in batch}
+    engine.to_training()
+    samples = [
+        Sample(Prompt(r.prompt, r.prompt_ids, "", "", "", {}), r.sample, found[r.prompt, r.sample], "", Score(r.sample))
+        for r in wanted
+    ]
+    return to_batch(in_groups(samples, range(len(samples)))), seconds
+
+
+def largest_gap(workers: TrainWorkers, batch: Batch) -> float:
+    return float((workers.log_probs(batch).old_log_probs - batch.rollout_log_probs).abs().max())
+
+
+def prove(row: Row, config: PPOConfig, session: RaySession, directory: Path) -> None:
+    with devices(config, session, directory / "logs") as (engine, workers):
+        batch, _ = answer(engine, 0)
+        row.gap_before = largest_gap(workers, batch)
+        batch.advantages = (batch.rewards - 0.5)[batch.response_row]
+        workers.update_policy(batch, 1)
+        row.moved = largest_gap(workers, batch)
+        batch, row.hand_over_seconds = answer(engine, 1)
+        row.gap_after = largest_gap(workers, batch)
+        workers.start_save(directory / "saved", {"actor": ["model"]})
+        while not workers.finished_save():
+            time.sleep(0.05)
+    if not max(row.gap_before, row.gap_after) < TOLERANCE < row.moved:
+        raise RuntimeError("log-probs of engine and trainer differ, or the update changed nothing")
+    row.in_transformers = merge(directory, "transformers")
+    row.in_vllm = merge(directory, "vllm")
+
+
+def merge(directory: Path, check: str) -> str:
+    """Merge what was saved and have it checked. Returns what was found, in words."""
+    command = [sys.executable, "-m", "hybridrl.model_merger", "merge", "--local_dir", directory / "saved" / "actor"]
+    command += ["--target_dir", directory / "merged", "--verify", check]
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"merging, checked in {check}: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads((directory / "merged" / "merge_report.json").read_text())["checked"][check]
+
+
+def prove_family(family: str, session: RaySession, directory: Path, more: list[str]) -> Row:
+    row = Row(family)
+    row.parameters = make_model(family, directory / "model")
+    settings = json.loads((directory / "model" / "config.json").read_text())
+    row.refused = why_unsupported(settings) or ""
+    try:
+        if not row.refused:
+            config = load_config(directory / "model", directory, KEYS.get(family, []) + more)
+            prove(row, config, session, directory)
+    except Exception as error:
+        row.failed = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| family | parameters | log-prob gap after a hand-over | the same after an update | moved by the update | "
+        "hand-over | merged model in transformers | in vLLM |",
+        "|---|--:|--:|--:|--:|--:|---|---|",
+    ]
+    for row in rows:
+        if row.refused or row.failed:
+            ending = f"refused: {row.refused}" if row.refused else f"fails: {row.failed}"
+            lines.append(f"| {row.family} | {row.parameters:,} | {ending} ||||||")
+        else:
+            lines.append(
+                f"| {row.family} | {row.parameters:,} | {row.gap_before:.1e} | {row.gap_after:.1e} | {row.moved:.1f} | "
+                f"{row.hand_over_seconds:.2f} s | {row.in_transformers} | {row.in_vllm} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FAMILIES)} (all)")
+    parser.add_argument("--docs", type=Path, help=f"write the table between {BEGIN} and {END} of this file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the configuration")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    rows = []
+    with TemporaryDirectory() as name:
+        names = arguments.names or list(FAMILIES)
+        (Path(name) / "first").mkdir()
+        make_model(names[0], Path(name) / "first" / "model")
+        first = load_config(Path(name) / "first" / "model", Path(name) / "first", [])
+        session = start_session(first.trainer, first.ray_kwargs.ray_init)
+        try:
+            for number, family in enumerate(names):
+                directory = Path(name) / str(number)
+                directory.mkdir()
+                rows.append(prove_family(family, session, directory, arguments.set))
+                print(rows[-1], file=sys.stderr, flush=True)
+        finally:
+            session.close()
+    print(table(rows))
+    if arguments.docs:
+        before, rest = arguments.docs.read_text().split(BEGIN)
+        arguments.docs.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.split(END)[1]}")
+    print(json.dumps([asdict(row) for row in rows]))
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""How much host memory a rank takes to load a model: `python scripts/benchmark/load_memory.py`
+
+Two ranks load a random model of 142 M parameters, saved in bfloat16, and keep it in float32. Printed are the most
+memory of its own that a rank held (without pages of files), beside what its shard and the whole model take.
+"""
+
+import multiprocessing
+import threading
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from hybridrl.config import load_sft_config
+from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.training.fsdp import mesh, shard_and_fill
+from hybridrl.training.model import HOST, blank_language_model
+
+RANKS, MB = 2, 1e6
+CONFIG = Qwen2Config(
+    vocab_size=64000,
+    hidden_size=768,
+    intermediate_size=2688,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def own_bytes() -> int:
+    """Memory of this process that is no file's."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+
+def load(rank: int, directory: Path, model: ModelConfig, fsdp: FSDPConfig) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), RANKS), rank=rank, world_size=RANKS)
+    grid = mesh("cpu", RANKS, RANKS)
+    before, most = own_bytes(), [0]
+
+    def watch() -> None:
+        while True:
+            most[0] = max(most[0], own_bytes())
+            time.sleep(0.005)
+
+    threading.Thread(target=watch, daemon=True).start()
+    began = time.monotonic()
+    loaded = shard_and_fill(blank_language_model(model, torch.float32), model.path, fsdp, grid, HOST)
+    seconds = time.monotonic() - began
+    time.sleep(0.05)
+    shard = sum(parameter.to_local().nbytes for parameter in loaded.parameters())
+    whole = sum(parameter.numel() * parameter.itemsize for parameter in loaded.parameters())
+    print(
+        f"rank {rank}: at most {(most[0] - before) / MB:.0f} MB in {seconds:.1f} s; "
+        f"its shard {shard / MB:.0f} MB, the model {whole / MB:.0f} MB"
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(directory / "model")
+        (directory / "rows.jsonl").write_text("{}\n")
+        keys = {
+            "model.path": directory / "model",
+            "data.train_files": directory / "rows.jsonl",
+            "trainer.device": "cpu",
+            "trainer.n_gpus_per_node": RANKS,
+        }
+        config = load_sft_config([f"{key}={value}" for key, value in keys.items()])
+        ranks = multiprocessing.get_context("spawn")
+        arguments = (directory, config.model, config.engine.fsdp_config)
+        processes = [ranks.Process(target=load, args=(rank, *arguments)) for rank in range(RANKS)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+
+
+if __name__ == "__main__":
+    main()

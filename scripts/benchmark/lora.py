@@ -1,0 +1,188 @@
+"""Trains the quickstart in full, and through a LoRA adapter handed over alone and merged; writes docs/lora.md's tables:
+
+python scripts/benchmark/lora.py [--seed N] [--steps N] [--only NAME ...] [--out DIR] [--docs DIR]
+
+The second table is of supervised steps on a random model of more parameters, where memory is the model's and not the
+libraries'. A run that is complete in --out, of the same overrides, is not made again. Status 1 where a run failed.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+import torch
+from algorithms import TOP, python, warm_start
+from peak_memory import process_bytes
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+MODEL, GOAL, LAST_STEPS, MIB = "actor_rollout_ref.model", 0.8, 5, 1 << 20
+# On two ranks. Full training has a rate of 1.0e-4; an adapter takes more, here as little as learns well.
+LORA = f"{MODEL}.lora_rank=16 {MODEL}.lora_alpha=32 actor_rollout_ref.actor.optim.lr=2.0e-4"
+RUNS = {"full": "", "adapter": LORA, "merged": f"{LORA} {MODEL}.lora.merge=true"}
+MEMORY = {"full": "", "LoRA, rank 16": "model.lora_rank=16"}
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "layer_types": ["full_attention"] * 8,
+}
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command in a directory of its own; `told` is what is measured of its processes while it runs."""
+
+    arguments: list[str]
+    directory: Path
+
+    @property
+    def complete(self) -> bool:
+        marker = self.directory / "complete.json"
+        return marker.is_file() and json.loads(marker.read_text())["arguments"] == self.arguments
+
+    def make(self) -> bool:
+        """Run it from scratch, unless it is complete. Returns whether it succeeded."""
+        if self.complete:
+            return True
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        command = [sys.executable, "-m", *self.arguments, f"trainer.default_local_dir={self.directory}"]
+        with (self.directory / "output.log").open("w") as log:
+            process = subprocess.Popen(command, cwd=TOP, stdout=log, stderr=log)
+            peak = 0
+            while process.poll() is None:
+                time.sleep(1.0)
+                peak = max([peak, *train_worker_bytes(process.pid)])
+        if process.returncode == 0:
+            kept = {"arguments": self.arguments, "train_worker_bytes": peak}
+            (self.directory / "complete.json").write_text(json.dumps(kept))
+        return process.returncode == 0
+
+    @property
+    def peak(self) -> float:
+        """Proportional set size of the largest training rank, in MiB."""
+        return json.loads((self.directory / "complete.json").read_text())["train_worker_bytes"] / MIB
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [values for values in map(json.loads, lines) if values["step"] > 0]
+
+    @property
+    def trained(self) -> str:
+        log = " ".join((self.directory / "output.log").read_text().split())
+        found = re.search(r"([\d,]+) parameters \(([\d.]+%) of", log)
+        return f"{found[1]} ({found[2]})" if found else "all"
+
+
+def train_worker_bytes(pid: int) -> list[int]:
+    try:
+        processes = psutil.Process(pid).children(recursive=True)
+        return [process_bytes(process.pid) for process in processes if "TrainWorker" in " ".join(process.cmdline())]
+    except psutil.Error:  # it has just ended
+        return []
+
+
+def learning_runs(arguments: argparse.Namespace) -> dict[str, Run]:
+    start, out = warm_start(arguments.seed, arguments.out), arguments.out
+    trainer = {"total_training_steps": arguments.steps, "seed": arguments.seed, "val_before_train": "false"}
+    trainer |= {"test_freq": -1, "save_freq": -1, "logger": "[console]"}
+    recipe = ["--config-path", "recipes/quickstart", "--config-name", "train"]
+    fixed = ["hybridrl.main_ppo", *recipe, "data.val_files=null", *start]
+    fixed += [f"trainer.{key}={value}" for key, value in trainer.items()]
+    return {name: Run([*fixed, *own.split()], out / name) for name, own in RUNS.items()}
+
+
+def memory_runs(arguments: argparse.Namespace) -> dict[str, Run]:
+    data, out = arguments.out / f"warm-start-{arguments.seed}" / "data", arguments.out
+    if not data.is_dir():
+        python(["recipes/quickstart/make_data.py", "--out", str(data), "--seed", str(arguments.seed)])
+    wide = out / "wide-model"
+    if not (wide / "config.json").is_file():
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(data / "model", **WIDE)
+        AutoModelForCausalLM.from_config(config).save_pretrained(wide)
+        AutoTokenizer.from_pretrained(data / "model").save_pretrained(wide)
+    fixed = ["hybridrl.main_sft", f"data.train_files={data}/warmup.jsonl", f"model.path={wide}", "data.max_length=128"]
+    fixed += ["data.train_batch_size=8", "trainer.total_training_steps=3", "trainer.save_freq=-1"]
+    fixed += ["trainer.resume_mode=disable", "trainer.logger=[console]"]
+    return {name: Run([*fixed, *own.split()], out / f"memory-{name[:4]}") for name, own in MEMORY.items()}
+
+
+def learning_table(runs: dict[str, Run]) -> list[str]:
+    rows = [
+        f"| run | trained parameters | reward at step 1 | mean of the last {LAST_STEPS} | steps to {GOAL} | largest "
+        "log-prob gap, probe | sampled token | a training rank's peak, MiB |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, run in runs.items():
+        metrics = run.metrics
+        rewards = [step["critic/rewards/mean"] for step in metrics]
+        reached = next((str(number) for number, reward in enumerate(rewards, 1) if reward >= GOAL), "never")
+        probe = max(step["training/probe_log_prob_diff"] for step in metrics)
+        token = max(step["training/log_probs_diff_max"] for step in metrics)
+        rows.append(
+            f"| {name} | {run.trained} | {rewards[0]:.3f} | {fmean(rewards[-LAST_STEPS:]):.3f} | {reached} | "
+            f"{probe:.1e} | {token:.1e} | {run.peak:.0f} |"
+        )
+    return rows
+
+
+def memory_table(runs: dict[str, Run]) -> list[str]:
+    rows = ["| training | trained parameters | a training rank's peak, MiB |", "|---|--:|--:|"]
+    return rows + [f"| {name} | {run.trained} | {run.peak:.0f} |" for name, run in runs.items()]
+
+
+def write_page(page: Path, tables: list[list[str]], told: str) -> None:
+    """Replace what stands between the markers."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        sys.exit(f"{page}: there is no {BEGIN} ... {END} to write the tables into")
+    text = "\n\n".join("\n".join(rows) for rows in tables)
+    page.write_text(f"{before}{BEGIN}\n{told}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure LoRA beside full training, on the quickstart.")
+    parser.add_argument("--seed", type=int, default=0, help="of the warm start and of every run")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=[*RUNS, "memory"], default=[*RUNS, "memory"], metavar="NAME")
+    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "lora", help="where the runs lie")
+    parser.add_argument("--docs", type=Path, default=TOP / "docs", help="where lora.md lies")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    arguments.out = arguments.out.absolute()
+    learning, memory = learning_runs(arguments), memory_runs(arguments)
+    wanted = [run for name, run in learning.items() if name in arguments.only]
+    wanted += list(memory.values()) if "memory" in arguments.only else []
+    failed = [run for run in wanted if not run.make()]
+    for run in failed:
+        print(f"failed: {run.directory}/output.log", flush=True)
+    tables = [
+        learning_table({name: run for name, run in learning.items() if run.complete}),
+        memory_table({name: run for name, run in memory.items() if run.complete}),
+    ]
+    told = f"Seed {arguments.seed}, {arguments.steps} steps, {os.cpu_count()} cores, float32:"
+    write_page(arguments.docs / "lora.md", tables, told)
+    print("\n".join(row for table in tables for row in table))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

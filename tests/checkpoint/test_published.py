@@ -1,0 +1,79 @@
+"""A model's tensors under the names of its family's checkpoints."""
+
+import torch
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
+
+from hybridrl.checkpoint.published import as_published, own_tensors, parts
+from hybridrl.checkpoint.read import read_safetensors
+from hybridrl.checkpoint.tensors import Tensors
+
+SMALL = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "moe_intermediate_size": 6,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+EXPERTS = Qwen3MoeConfig(**SMALL, num_experts=3)
+
+
+def make(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def in_memory(tensors: dict[str, torch.Tensor]) -> Tensors:
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    return Tensors("in memory", meta, lambda name: [([0] * tensors[name].dim(), tensors[name])])
+
+
+def test_an_ordinary_models_tensors_are_published_as_they_are():
+    model = make(Qwen2Config(**SMALL, tie_word_embeddings=True))
+    found = parts(model, torch.bfloat16)
+    assert [part.names for part in found] == [(name,) for name, _ in model.named_parameters()]
+    assert {tensor.dtype for part in found for tensor in part.published.values()} == {torch.bfloat16}
+
+
+def test_a_layers_experts_are_a_part_of_their_own_and_published_one_by_one():
+    experts = [part for part in parts(make(EXPERTS)) if len(part.names) > 1]
+    assert [part.names for part in experts] == [
+        tuple(f"model.layers.{layer}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")) for layer in (0, 1)
+    ]
+    assert {name: list(tensor.shape) for name, tensor in experts[1].published.items()} == {
+        f"model.layers.1.mlp.experts.{expert}.{name}.weight": [8, 6] if name == "down_proj" else [6, 8]
+        for expert in range(3)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+
+
+def test_tensors_saved_under_the_models_own_names_are_read_as_published(tmp_path):
+    model = make(EXPERTS)
+    model.save_pretrained(tmp_path)
+    expected, found = read_safetensors(tmp_path), as_published(in_memory(own_tensors(model)), model)
+    assert found.meta.keys() == expected.meta.keys()
+    assert all(torch.equal(found.read(name), expected.read(name)) for name in expected.meta)
+    assert all(found.meta[name].shape == tensor.shape for name, tensor in expected.meta.items())
+
+
+def test_tensors_that_were_saved_as_published_stay_as_they_are(tmp_path):
+    model = make(EXPERTS)
+    model.save_pretrained(tmp_path)
+    saved = read_safetensors(tmp_path)
+    assert as_published(saved, model) is saved
+
+
+def test_buffers_that_no_computation_makes_anew_belong_to_the_model_and_keep_their_type():
+    config = Glm4MoeConfig(
+        **SMALL, n_routed_experts=3, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1
+    )
+    model = make(config)
+    correction = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert [name for name in own_tensors(model) if name not in dict(model.named_parameters())] == [correction]
+    types = {name: tensor.dtype for part in parts(model, torch.bfloat16) for name, tensor in part.published.items()}
+    assert [name for name, dtype in types.items() if dtype == torch.float32] == [correction]

@@ -1,0 +1,110 @@
+"""What is changed of a model's configuration, and what is said of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import ConfigError
+
+from .conftest import Load
+
+KEY = "actor_rollout_ref.model.override_config"
+
+
+def write(**settings: object) -> None:
+    (Path("model") / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, **settings}))
+
+
+def overrides(load: Load, *keys: str) -> dict:
+    return load(*(f"{KEY}.{key}" for key in keys)).config.actor_rollout_ref.model.override_config
+
+
+def test_of_a_nested_value_the_rest_stays(load: Load) -> None:
+    write(text={"a": 1, "b": 2})
+    assert overrides(load, "text.b=3") == {"text": {"a": 1, "b": 3}}
+
+
+def test_verls_form_with_the_values_one_level_below_means_the_same(load: Load) -> None:
+    assert overrides(load, "model_config.attention_dropout=0.1") == {"attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "rope"),
+    [
+        (
+            {"rope_theta": 5e5, "rope_scaling": None},
+            ["rope_scaling.type=yarn", "rope_scaling.factor=4.0"],
+            {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            ["rope_scaling.rope_type=linear", "rope_scaling.factor=2.0"],
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        ),
+        ({"rope_theta": 1e4}, ["rope_theta=20000.0"], {"rope_type": "default", "rope_theta": 2e4}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["rope_scaling.factor=8.0"],
+            {"rope_type": "linear", "factor": 8.0},
+        ),
+    ],
+)
+def test_rotary_settings_are_put_where_they_are_read(load: Load, settings: dict, keys: list, rope: dict) -> None:
+    write(**settings)
+    assert overrides(load, *keys) == {"rope_parameters": rope}
+
+
+def test_a_factor_that_is_set_here_stretches_the_limit_too(load: Load) -> None:
+    with pytest.raises(ConfigError, match="takes 1024 positions, a row may have 1512"):
+        load("data.max_prompt_length=1000")
+    load("data.max_prompt_length=1000", f"{KEY}.rope_scaling.type=yarn", f"{KEY}.rope_scaling.factor=4.0")
+
+
+def test_verls_kinds_of_attention_have_no_effect_and_others_are_refused(load: Load) -> None:
+    loaded = load(f"{KEY}.attn_implementation=flash_attention_2")
+    assert loaded.config.actor_rollout_ref.model.override_config == {}
+    assert any("attn_implementation=flash_attention_2 has no effect" in note for note in loaded.notes)
+    with pytest.raises(ConfigError, match="attn_implementation=flsh: there is no such attention; leave it out"):
+        load(f"{KEY}.attn_implementation=flsh")
+
+
+def test_a_critic_follows_the_policys_changes_and_nothing_is_said_twice(load: Load) -> None:
+    loaded = load("algorithm.adv_estimator=gae", f"{KEY}.attn_implementation=eager", f"{KEY}.attention_dropout=0.1")
+    assert loaded.config.critic.model.override_config == {"attention_dropout": 0.1}
+    assert len([note for note in loaded.notes if "attn_implementation" in note]) == 1
+
+
+def test_a_router_that_is_to_be_frozen_is_refused_and_one_that_is_not_passes(load: Load) -> None:
+    assert overrides(load, "moe_config.freeze_moe_router=false") == {}
+    with pytest.raises(ConfigError, match="moe_config: routers cannot be frozen yet"):
+        load(f"{KEY}.moe_config.freeze_moe_router=true")
+
+
+def test_an_auxiliary_loss_has_no_effect(load: Load) -> None:
+    loaded = load(f"{KEY}.output_router_logits=true", f"{KEY}.router_aux_loss_coef=0.01")
+    assert [note for note in loaded.notes if "router" in note] == [
+        f"{KEY}.output_router_logits has no effect: routers are trained by the policy's loss alone",
+        f"{KEY}.router_aux_loss_coef has no effect: routers are trained by the policy's loss alone",
+    ]
+
+
+def test_a_library_in_a_file_is_named_so_that_workers_elsewhere_find_it(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    model = load("actor_rollout_ref.model.external_lib=[mine.py,my_package.models]").config.actor_rollout_ref.model
+    assert model.external_lib == [str(tmp_path / "mine.py"), "my_package.models"]
+
+
+def test_parameters_in_float16_are_refused_and_a_computation_in_it_is_not(load: Load) -> None:
+    key = "actor_rollout_ref.actor.fsdp_config"
+    with pytest.raises(ConfigError, match=r"model_dtype=fp16: small updates vanish .* set model_dtype=fp32"):
+        load(f"{key}.model_dtype=fp16")
+    assert load(f"{key}.dtype=fp16").config.actor_rollout_ref.actor.fsdp_config.dtype == "float16"
+
+
+def test_the_reference_is_sharded_as_the_policy_unless_it_is_said(load: Load) -> None:
+    key = "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+    section = load(f"actor_rollout_ref.actor.{key}=A").config.actor_rollout_ref
+    assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["A"]
+    section = load(f"actor_rollout_ref.actor.{key}=A", f"actor_rollout_ref.ref.{key}=B").config.actor_rollout_ref
+    assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["B"]

@@ -1,0 +1,230 @@
+"""LoRA with real vLLM and FSDP2: both hand-overs bring fresh weights, and what was not handed over stops the run."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hybridrl.assembly import probe_ids
+from hybridrl.checkpoint.read import open_tensors
+from hybridrl.config import load_ppo_config
+from hybridrl.hybrid_engine import HybridEngine, StaleWeights
+from hybridrl.model_merger.__main__ import main
+from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.ppo import start_devices
+from hybridrl.training.workers import TrainWorkers
+from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens, update
+from tests.integration.test_run import finish, metrics, start
+
+ALL = {"actor": ["model", "optimizer", "extra"]}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["adapter", "merged"])
+def parts(request, overrides, session, tmp_path_factory) -> tuple[HybridEngine, TrainWorkers]:
+    logs = tmp_path_factory.mktemp("logs")
+    model = "actor_rollout_ref.model"
+    config = load_ppo_config(overrides(logs, {f"{model}.lora_rank": 8, f"{model}.lora.merge": request.param}))
+    worker = ppo_worker_config(config, build_algorithm(config), logs, steps=10)
+    workers, engine = start_devices(config, session, worker, logs, probe_ids(PROMPT))
+    return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
+
+
+def test_engine_and_trainer_agree_before_and_after_updates(parts):
+    engine, workers = parts
+    wanted = requests()
+    engine.to_rollout(0)
+    before = generate(engine, wanted)
+    engine.to_training()
+    for step in (1, 2):
+        batch = rows(wanted, before)
+        assert largest_gap(workers, batch) < 1e-4
+        update(workers, batch)
+        assert largest_gap(workers, batch) > 0.1, "the update must change the policy for this test to mean anything"
+        engine.to_rollout(step)
+        after = generate(engine, wanted)
+        engine.to_training()
+        assert tokens(after) != tokens(before)
+        before = after
+    assert largest_gap(workers, rows(wanted, before)) < 1e-4
+
+
+def test_the_reference_is_the_model_without_its_adapter(parts, config):
+    engine, workers = parts
+    wanted = requests(2)
+    engine.to_rollout(2)
+    batch = rows(wanted, generate(engine, wanted))
+    engine.to_training()
+    found = workers.reference_log_probs(batch).reference_log_probs
+    base = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path, dtype=torch.float32)
+    torch.testing.assert_close(found, log_probs(base, batch), atol=1e-4, rtol=0)
+    assert float((found - workers.log_probs(batch).old_log_probs).abs().max()) > 0.1
+
+
+def test_a_hand_over_that_did_not_happen_stops_the_run_however_small_the_update(parts, monkeypatch):
+    engine, _ = parts
+    engine.to_rollout(2)
+    engine.to_training()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_publish", lambda servers: None)
+        with pytest.raises(StaleWeights, match="computes with the weights of hand-over"):
+            engine.to_rollout(3)
+    engine.to_rollout(3)
+    engine.to_training()
+
+
+def test_an_old_adapter_that_is_handed_over_as_the_new_one_stops_the_run(parts, monkeypatch, tmp_path):
+    engine, workers = parts
+    wanted = requests(2)
+    engine.to_rollout(3)
+    answers = generate(engine, wanted)
+    engine.to_training()
+    save(workers, tmp_path / "old")
+    update(workers, rows(wanted, answers))
+    save(workers, tmp_path / "new")
+    publish = engine._publish
+
+    def publish_old(servers):
+        workers.load(tmp_path / "old", ALL)
+        publish(servers)
+        workers.load(tmp_path / "new", ALL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_publish", publish_old)
+        with pytest.raises(StaleWeights, match="differs from the trainer by"):
+            engine.to_rollout(4)
+    engine.to_rollout(4)
+    engine.to_training()
+
+
+def save(workers: TrainWorkers, directory: Path) -> None:
+    workers.start_save(directory, ALL)
+    while not workers.finished_save():
+        time.sleep(0.01)
+    saved = open_tensors(directory / "actor")
+    assert saved.meta and all(".lora_" in name for name in saved.meta), "nothing of the base is saved"
+
+
+def test_a_lost_engine_gets_base_and_adapter_again(parts):
+    engine, workers = parts
+    if not engine.hand_over.adapter:
+        pytest.skip("merged weights are whole ones: test_engine.py")
+    wanted = requests(4)
+    engine.to_rollout(5)
+    undisturbed = tokens(generate(engine, wanted))
+    engine.to_training()
+    engine.pool.lanes[0].server.__ray_terminate__.remote()
+    engine.to_rollout(6)
+    again = generate(engine, wanted)
+    engine.to_training()
+    assert engine.pool.restarts == 1 and tokens(again) == undisturbed
+    assert largest_gap(workers, rows(wanted, again)) < 1e-4
+
+
+def test_after_the_first_hand_over_the_adapter_alone_is_sent(parts, monkeypatch):
+    engine, _ = parts
+    sent = []
+    send = engine._send
+    monkeypatch.setattr(engine, "_send", lambda *call, **kind: sent.append((len(call[0]), kind)) or send(*call, **kind))
+    engine.to_rollout(7)
+    engine.to_training()
+    whole, adapter = engine.hand_over.model, engine.hand_over.adapter
+    assert [count for count, _ in sent if count] == ([len(adapter)] if adapter else [len(whole)])
+    bytes_of = {
+        name: sum(t.bytes for bucket in kind for t in bucket.tensors) for name, kind in vars(engine.hand_over).items()
+    }
+    assert bytes_of["adapter"] < bytes_of["model"] / 4
+
+
+def test_the_exported_adapter_is_what_peft_computes_with(parts, config, tmp_path):
+    engine, workers = parts
+    wanted = requests(2)
+    engine.to_rollout(7)
+    batch = rows(wanted, generate(engine, wanted))
+    engine.to_training()
+    workers.export(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path, dtype=torch.float32)
+    expected = log_probs(PeftModel.from_pretrained(base, tmp_path).eval(), batch)
+    torch.testing.assert_close(workers.log_probs(batch).old_log_probs, expected, atol=1e-4, rtol=0)
+    by_itself = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(log_probs(by_itself, batch), expected, atol=1e-6, rtol=0)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        config.actor_rollout_ref.model.path
+    )
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(tiny, tmp_path_factory) -> Path:
+    """An adapter from a step of supervised training."""
+    directory = tmp_path_factory.mktemp("sft")
+    keys = [f"data.train_files={tiny}/warmup.jsonl", f"model.path={tiny}/model", "model.lora_rank=4"]
+    keys += [
+        "data.train_batch_size=8",
+        "data.max_length=128",
+        "optim.lr=1e-2",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=1",
+    ]
+    finish(start("main_sft", [*keys, f"trainer.default_local_dir={directory}"]))
+    return directory / "global_step_1" / "actor"
+
+
+def test_a_run_of_adapters_goes_on_from_a_saved_step_exactly_and_is_merged(overrides, tiny, fine_tuned, tmp_path):
+    """Policy and critic through adapters, held to the base by the exact KL."""
+
+    def keys(name: str, **more: object) -> list[str]:
+        return overrides(
+            tmp_path / name,
+            {
+                "actor_rollout_ref.model.lora_adapter_path": fine_tuned,
+                "critic.model.lora_rank": 2,
+                "critic.optim.lr": 1e-2,
+                "algorithm.adv_estimator": "gae",
+                "algorithm.use_kl_in_reward": True,
+                "algorithm.kl_penalty": "full",
+                "trainer.n_gpus_per_node": 1,
+            }
+            | more,
+        )
+
+    finish(start("main_ppo", keys("whole")))
+    finish(start("main_ppo", keys("broken", **{"trainer.total_training_steps": 1})))
+    output = finish(start("main_ppo", keys("broken")))
+    assert "goes on after step 1" in output and "rank 4 on" in output
+    expected, found = (metrics(tmp_path / name) for name in ("whole", "broken"))
+    assert expected[1]["actor/reward_kl_penalty"] > 1e-3, "the adapter has been trained, and the base is the reference"
+    for step in (1, 2):
+        names = [name for name in expected[step] if not name.startswith(("timing", "perf/", "rollout/"))]
+        assert {name: found[step][name] for name in names} == {name: expected[step][name] for name in names}
+        assert found[step]["training/log_probs_diff_max"] < 1e-4
+    for model in ("actor", "critic"):
+        one, other = (open_tensors(tmp_path / name / "global_step_2" / model) for name in ("whole", "broken"))
+        assert one.meta.keys() == other.meta.keys()
+        assert all(torch.equal(one.read(name), other.read(name)) for name in one.meta)
+        merged = [
+            "merge",
+            "--local_dir",
+            f"{tmp_path}/broken/global_step_2/{model}",
+            "--target_dir",
+            f"{tmp_path}/{model}",
+        ]
+        assert main(merged) == 0
+    step = tmp_path / "broken" / "global_step_2" / "actor" / "huggingface"
+    base = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    expected = PeftModel.from_pretrained(base, step).merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
+    assert all(torch.allclose(merged[name], expected[name], atol=1e-6) for name in merged)
+
+
+@torch.no_grad()
+def log_probs(model, batch) -> torch.Tensor:
+    found = []
+    for number in range(len(batch)):
+        row = batch.select([number])
+        logits = model(torch.cat([row.prompt_ids, row.response_ids])[None]).logits[0].float()
+        told = logits[len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+        found.append(told.gather(-1, row.response_ids[:, None]).squeeze(-1))
+    return torch.cat(found)
