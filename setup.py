@@ -29,6 +29,7 @@ setup(
         "numpy>=2",
         "nvidia-ml-py>=13",
         "omegaconf>=2.3,<2.4",
+        "packaging>=24",
         "peft>=0.21,<0.22",
         "psutil>=7",
         "pyarrow>=20",

@@ -8,13 +8,14 @@ from rich.logging import RichHandler
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl import device as devices
+from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.checkpoint.saved import saved_steps
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_dict, save_config
 from hybridrl.config.families import why_unsupported
-from hybridrl.config.model_directory import resolve_model
+from hybridrl.config.model_directory import is_sharded, resolve_model
 from hybridrl.config.schema import (
     ModelConfig,
     PPOConfig,
@@ -97,12 +98,31 @@ def start_train_workers(session: RaySession, logs: Path) -> Group:
 
 
 def refuse_hub_model(model: ModelConfig, key: str) -> None:
-    """Refuse a model of the hub that cannot be trained; one in a directory was judged with the configuration."""
-    if not Path(model.path).is_dir():
+    """Refuse a model of the hub that is not there or cannot be trained; one in a directory was judged with the
+    configuration."""
+    if Path(model.path).is_dir():
+        return
+    try:
         settings = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).to_dict()
-        reason = why_unsupported(settings | model.override_config)
-        if reason:
-            raise ConfigError(f"{key}={model.path}: {reason}")
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{key}={model.path} is neither a directory nor a model that the hub gives ({reason})"
+        ) from error
+    if reason := why_unsupported(settings | model.override_config):
+        raise ConfigError(f"{key}={model.path}: {reason}")
+
+
+def refuse_damaged_weights(model: ModelConfig, key: str) -> None:
+    """Refuse a model whose files of weights cannot be read, by what they say of themselves; none of a hub's."""
+    directory = resolve_model(model.path)
+    try:
+        if is_sharded(model.path):
+            open_tensors(Path(model.path))
+        elif directory.is_dir():
+            stored_tensors(directory)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={model.path}: {error}; save or download the model anew") from error
 
 
 def refuse_unknown_tokens(model: ModelConfig, key: str, *datasets: PromptDataset | ConversationDataset | None) -> None:

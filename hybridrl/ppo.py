@@ -2,7 +2,6 @@
 
 import time
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +13,6 @@ from hybridrl.assembly import (
     open_store,
     open_tracker,
     probe_ids,
-    refuse_hub_model,
-    refuse_unknown_tokens,
     save_times,
     start_session,
     start_train_workers,
@@ -25,35 +22,26 @@ from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
 from hybridrl.config.arithmetic import batch_arithmetic
 from hybridrl.config.compose import as_yaml
-from hybridrl.config.own_code import import_libraries, publish_own_keys
 from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.data.order import PromptOrder
-from hybridrl.data.prompts import PromptDataset, load_prompts
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.prompts import PromptDataset
 from hybridrl.dynamic_sampling import GroupFilter
 from hybridrl.experience import Experience
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.plans import (
-    build_algorithm,
-    build_critic_plan,
-    build_policy_plan,
     ppo_worker_config,
     training_sampling,
     validation_sampling,
 )
+from hybridrl.preparation import prepare
 from hybridrl.records import Records
 from hybridrl.respondent import Respondent
 from hybridrl.restoring import (
-    adapted_models,
-    contents_to_load,
+    chart_course,
     contents_to_save,
-    find_saved_step,
-    identify,
     restore,
 )
-from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.faults import FaultGuard
-from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.shaping import OverlongPenalty, Shaping
 from hybridrl.run_state import RunState
@@ -61,7 +49,6 @@ from hybridrl.saving import SavePlan, Saver
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.trainer import Schedule, Trainer
-from hybridrl.training.lora import check_adapter
 from hybridrl.training.worker import TrainWorker, WorkerConfig
 from hybridrl.training.workers import TrainWorkers
 from hybridrl.validation import Validator
@@ -76,50 +63,45 @@ def _train(config: PPOConfig) -> None:
     """One attempt, which leaves nothing running however it ends."""
     began = time.monotonic()
     directory = open_run_directory(config)
-    publish_own_keys(config.own)
-    import_libraries(config.actor_rollout_ref.model.external_lib)
-    algorithm = build_algorithm(config)  # first: what it refuses needs no data
-    policy, critic = build_policy_plan(config), build_critic_plan(config) if algorithm.uses_critic else None
-    refuse_hub_models(config, algorithm)
-    for key, model in adapted_models(config, algorithm).items():
-        info(check_adapter(model, key))
-    tokenizer = _tokenizer(config)
-    prompts, validation = load_data(config, tokenizer)
-    refuse_unknown_tokens(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", prompts, validation)
+    prepared = prepare(config)
+    prepared.refusals.close()
+    algorithm, tokenizer, prompts = prepared.algorithm, prepared.tokenizer, prepared.prompts
+    assert algorithm is not None and tokenizer is not None and prompts is not None
+    for remark in prepared.remarks:
+        info(remark)
     trainer = config.trainer
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
-        identity = identify(config, algorithm, len(prompts))
-        saved = find_saved_step(config, directory, identity, len(prompts))
-        contents = contents_to_load(config, algorithm, saved.path) if saved else {}
-        done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
-        # Without a number of steps the last one takes what prompts are left.
-        in_all = None if trainer.total_training_steps else trainer.total_epochs * len(prompts)
-        steps = trainer.total_training_steps or done - (used - in_all) // config.data.train_batch_size
+        course = chart_course(config, algorithm, len(prompts), directory)
+        saved, done, steps = course.saved, course.done, course.steps
         info(f"{steps} steps: {batch_arithmetic(config)}")
         if done >= steps and not trainer.val_only:
             return info(f"the run is complete: {done} of {steps} steps are done ({saved.path})")
-        log, sources = directory / "logs" / "reward.log", data_sources(prompts, validation)
-        scorers = stack.enter_context(ScorerPool(config.reward, log, sources))
+        log = directory / "logs" / "reward.log"
+        scorers = stack.enter_context(ScorerPool(config.reward, log, prepared.data_sources))
         session = start_session(trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
         worker = ppo_worker_config(config, algorithm, directory, steps)
         group, engine = start_devices(config, session, worker, directory / "logs", probe_ids(prompts[0].ids))
-        workers = TrainWorkers(group, policy, critic, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
+        workers = TrainWorkers(
+            group, prepared.policy, prepared.critic, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout
+        )
         seed, shaping = config.actor_rollout_ref.rollout.seed, build_shaping(config.reward)
         respondent = Respondent(tokenizer, scorers, seed, shaping)
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
-        experience = build_experience(config, algorithm, prompts, respondent, stop_ids, in_all)
+        experience = build_experience(config, algorithm, prompts, respondent, stop_ids, course.prompts_in_all)
         resume = Resume(done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
         records = build_records(config, stack.enter_context(open_tracker(config, directory, steps, resume)))
+        identity = course.identity
         recognised = {"fingerprint": identity.run, "data": identity.data, "bases": identity.bases}
         state = RunState(algorithm, experience, workers, records, **recognised)
         start_up = {"timing_s/start_up": time.monotonic() - began}
         if saved:
-            restore(config, saved, contents, workers, state, len(prompts))
+            restore(config, saved, course.contents, workers, state, len(prompts))
         else:
             records.log(0, start_up)
-        validator = build_validator(config, validation, respondent, stop_ids) if validation else None
+        held_out = prepared.validation
+        validator = build_validator(config, held_out, respondent, stop_ids) if held_out else None
         saver = Saver(workers, store, build_save_plan(config, algorithm, tokenizer))
         schedule = build_schedule(config, steps)
         hall = Trainer(algorithm, experience, engine, workers, validator, records, saver, state, schedule)
@@ -132,55 +114,6 @@ def build_save_plan(config: PPOConfig, algorithm: Algorithm, tokenizer: PreTrain
     actor, contents = config.actor_rollout_ref.actor.checkpoint, contents_to_save(config, algorithm)
     times = save_times(config.trainer)
     return SavePlan(contents, times, tokenizer.save_pretrained, as_yaml(config), asynchronous=actor.async_save)
-
-
-def refuse_hub_models(config: PPOConfig, algorithm: Algorithm) -> None:
-    section = config.actor_rollout_ref
-    refuse_hub_model(section.model, "actor_rollout_ref.model.path")
-    if algorithm.uses_reference:
-        refuse_hub_model(replace(section.model, path=section.ref.model.path), "actor_rollout_ref.ref.model.path")
-    if algorithm.uses_critic:
-        refuse_hub_model(config.critic.model, "critic.model.path")
-
-
-def _tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
-    model = config.actor_rollout_ref.model
-    return load_tokenizer(
-        model.path,
-        tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-        trust_remote_code=config.data.trust_remote_code or model.trust_remote_code,
-        custom_chat_template=model.custom_chat_template,
-    )
-
-
-def load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and validation prompts; refuses rows that no scorer can judge."""
-    data = config.data
-    prompts = load_prompts(
-        data.train_files,
-        data,
-        tokenizer,
-        max_samples=data.train_max_samples,
-        shuffle=data.shuffle,
-        key="data.train_files",
-    )
-    validation = None
-    if data.val_files:
-        validation = load_prompts(
-            data.val_files,
-            data,
-            tokenizer,
-            max_samples=data.val_max_samples,
-            shuffle=data.validation_shuffle,
-            key="data.val_files",
-        )
-    if uses_built_in(config.reward):
-        check_data_sources(data_sources(prompts, validation))
-    return prompts, validation
-
-
-def data_sources(prompts: PromptDataset, validation: PromptDataset | None) -> set[str]:
-    return prompts.data_sources | (validation.data_sources if validation else set())
 
 
 def start_devices(

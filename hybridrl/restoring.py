@@ -1,5 +1,6 @@
 """Going on from a saved step: which one, what is read of it, and into what it is put."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from hybridrl.training.workers import TrainWorkers
 
 RESETTABLE = ("optimizer", "schedule")
 
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -26,6 +29,36 @@ class Identity:
     data: str
     run: str
     bases: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Course:
+    """From where to where a run goes: on from `saved`, of which `contents` is read, until `steps` steps are done.
+
+    `prompts_in_all`: those that the run takes, where no number of steps is set.
+    """
+
+    identity: Identity
+    saved: Saved | None
+    contents: dict[str, list[str]]
+    prompts_in_all: int | None
+    steps: int
+
+    @property
+    def done(self) -> int:
+        return self.saved.step if self.saved else 0
+
+
+def chart_course(config: PPOConfig, algorithm: Algorithm, rows: int, directory: Path, say: Say = info) -> Course:
+    """Writes nothing. ConfigError where a saved step and the configuration do not go together."""
+    trainer, identity = config.trainer, identify(config, algorithm, rows)
+    saved = find_saved_step(config, directory, identity, rows, say)
+    contents = contents_to_load(config, algorithm, saved.path, say) if saved else {}
+    done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
+    # Without a number of steps the last one takes what prompts are left.
+    in_all = None if trainer.total_training_steps else trainer.total_epochs * rows
+    steps = trainer.total_training_steps or done - (used - in_all) // config.data.train_batch_size
+    return Course(identity, saved, contents, in_all, steps)
 
 
 def identify(config: PPOConfig, algorithm: Algorithm, rows: int) -> Identity:
@@ -44,10 +77,10 @@ def adapted_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelCo
     return {key: model for key, model in models.items() if model.lora_rank}
 
 
-def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, rows: int) -> Saved | None:
+def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, rows: int, say: Say) -> Saved | None:
     """The step to go on from, if there is one. ConfigError where it and the configuration do not go together."""
     trainer = config.trainer
-    saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, info)
+    saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, say)
     if saved is None:
         return None
     if is_of_verl(saved.path):
@@ -57,9 +90,9 @@ def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, rows
             "data": identity.data,
             "kl_weight": config.algorithm.kl_ctrl.kl_coef,
         }
-        saved = replace(saved, state=state_from_verl(saved.step, saved.path, **told, say=info))
+        saved = replace(saved, state=state_from_verl(saved.step, saved.path, **told, say=say))
     allowed = trainer.resume_allow, trainer.reset_optimizer
-    agree(saved, as_dict(config), identity.data, *allowed, info, identity.bases)
+    agree(saved, as_dict(config), identity.data, *allowed, say, identity.bases)
     return saved
 
 
@@ -73,7 +106,7 @@ def contents_to_save(config: PPOConfig, algorithm: Algorithm) -> dict[str, list[
     return contents
 
 
-def contents_to_load(config: PPOConfig, algorithm: Algorithm, step: Path) -> dict[str, list[str]]:
+def contents_to_load(config: PPOConfig, algorithm: Algorithm, step: Path, say: Say) -> dict[str, list[str]]:
     """What is read of each model in a saved step. ConfigError where it is not there, or cannot be read."""
     actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
     wanted = {"actor": actor.load_contents, "critic": critic.load_contents, "reference": ["model"]}
@@ -81,7 +114,7 @@ def contents_to_load(config: PPOConfig, algorithm: Algorithm, step: Path) -> dic
     contents = {}
     for name in contents_to_save(config, algorithm):
         if name == "reference" and not (step / name).is_dir():
-            info(f"{step} holds no reference: it begins as actor_rollout_ref.ref.model.path has it")
+            say(f"{step} holds no reference: it begins as actor_rollout_ref.ref.model.path has it")
             continue
         contents[name] = [part for part in wanted[name] if part in kept]
         check_parts(step / name, contents[name])

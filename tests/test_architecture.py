@@ -22,6 +22,7 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 FLOORS = """
     main_ppo  main_sft  model_merger  doctor
     ppo  sft  command_line
+    preparation
     assembly  plans  restoring
     trainer
     run_state  saving

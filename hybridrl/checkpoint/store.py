@@ -20,8 +20,9 @@ from hybridrl.checkpoint.manifest import write_manifest
 from hybridrl.checkpoint.saved import NEEDED, STATE, Saved, check, newest_good, saved_steps, staying, step_number
 from hybridrl.config import ConfigError
 
-__all__ = ["LATEST", "SKIPPED_UPDATES", "SaveFailed", "Saved", "Store", "check"]
+__all__ = ["LATEST", "LOCK", "SKIPPED_UPDATES", "SaveFailed", "Saved", "Store", "check"]
 
+LOCK = ".lock"  # held by the run that is at work in a directory
 LATEST = "latest_checkpointed_iteration.txt"  # for people and other tools: here the directories are asked
 SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
 
@@ -143,7 +144,7 @@ def _remove(path: Path) -> None:
 
 def _locked(directory: Path) -> TextIO:
     """The lock file, held until it is closed or the process ends."""
-    file = (directory / ".lock").open("a+", encoding="utf-8")
+    file = (directory / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

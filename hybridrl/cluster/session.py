@@ -4,7 +4,9 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -13,14 +15,38 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from hybridrl.config import ConfigError
 
+CONNECT_SECONDS = 10.0
 SLOT = 0.01  # CPUs that a slot on CPU asks Ray for: slots share cores, and Ray is not to ration them
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the machines of a Ray have, one by one, and what of it all is free."""
+
+    machines: list[dict[str, float]]
+    free: dict[str, float]
+
+
+def joins(ray_init: dict[str, Any]) -> bool:
+    """Whether a run joins a Ray that is there, rather than starting its own."""
+    return bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
+
+
+def ask_cluster(ray_init: dict[str, Any]) -> Cluster:
+    """Join the Ray there is, look, and leave. ConfigError where none answers."""
+    _start(ray_init, None)
+    try:
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return Cluster(alive, ray.available_resources())
+    finally:
+        ray.shutdown()
 
 
 class RaySession:
     """Ray for the time of a run, and the devices the run may use: one bundle each, machine by machine."""
 
     def __init__(self, device: str, machines: int, devices_per_machine: int, ray_init: dict[str, Any], timeout: float):
-        self.joined = bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
+        self.joined = joins(ray_init)
         self.device, self.per_machine = device, devices_per_machine
         # Ray's sockets need a short path.
         self.directory = None if self.joined else tempfile.mkdtemp(prefix="hybridrl-", dir="/tmp")
@@ -73,10 +99,12 @@ def _start(ray_init: dict[str, Any], directory: str | None) -> None:
     # Ray prints a page about every actor that dies; ours says which, and why, where it matters.
     ray._private.worker.listen_error_messages = lambda *_: None
     on_termination = signal.getsignal(signal.SIGTERM)
+    where = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
     try:
+        if not directory:
+            _knock(where)
         ray.init(**options | ray_init)
     except ConnectionError as error:
-        where = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
         raise ConfigError(
             f"no Ray answers at {where} (RAY_ADDRESS or ray_kwargs.ray_init.address); start it with ray start --head, "
             "or unset the address to have one started here"
@@ -85,6 +113,20 @@ def _start(ray_init: dict[str, Any], directory: str | None) -> None:
         signal.signal(signal.SIGTERM, on_termination)
 
 
+def _knock(address: str) -> None:
+    """ConnectionError where nobody listens at host:port: ray.init would go on trying for ever."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(str(error)) from error
+
+
+def bundle_of(device: str) -> dict[str, float]:
+    """What a device asks Ray for."""
+    return {"GPU": 1.0, "CPU": 1.0} if device == "cuda" else {"CPU": SLOT}
+
+
 def _reserve(device: str, devices: int) -> PlacementGroup:
-    bundle = {"GPU": 1.0, "CPU": 1.0} if device == "cuda" else {"CPU": SLOT}
-    return placement_group([dict(bundle) for _ in range(devices)], strategy="STRICT_PACK")
+    return placement_group([bundle_of(device) for _ in range(devices)], strategy="STRICT_PACK")

@@ -1,5 +1,8 @@
 """The one error for everything that a user can mend in a command, a file or a data set."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ConfigError(ValueError):
     """A refusal whose message names the key or file, its value, and the way out; shown without a traceback.
@@ -20,6 +23,14 @@ class Refusals:
 
     def add(self, line: str) -> None:
         self.lines.append(line)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Add the lines of a ConfigError that is raised within, and go on after it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.lines += [line for line in error.lines if line not in self.lines]
 
     def close(self) -> None:
         """Raise ConfigError where anything was added."""

@@ -24,7 +24,8 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collects findings from lines in the house's form: `key=value: the cause; the way out`."""
+    """Collects findings from lines in the house's form: `key=value: the cause; the way out`. What has several lines,
+    as all bad rows of a file, is a cause as a whole."""
 
     found: list[Finding] = field(default_factory=list)
 
@@ -38,7 +39,7 @@ class Findings:
         self._add(code, "information", line)
 
     def _add(self, code: str, severity: Severity, line: str) -> None:
-        cause, apart, fix = line.rpartition("; ")
+        cause, apart, fix = line.rpartition("; ") if "\n" not in line else (line, "", "")
         finding = Finding(code, severity, cause, fix) if apart else Finding(code, severity, line)
         if finding not in self.found:
             self.found.append(finding)

@@ -12,11 +12,12 @@ COMMANDS = {
     "migrate": "run.sh: reads a launch script for verl, says every difference and writes the command for here",
     "selftest-resume": "key=value ...: kills a short run again and again and compares it with one left alone",
 }
+INTERRUPTED = 130
 CHECK = "check"  # the command that needs no name
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, 1 (refused, or a test failed), 2 (usage)."""
+    """The exit status: 0, 1 (refused, or a test failed), 2 (usage), 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if argv is None else argv
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and "=" not in first and not first.startswith(("-", "~")):
@@ -25,7 +26,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     command, rest = (first, arguments[1:]) if first in COMMANDS else (CHECK, arguments)
     module = importlib.import_module(f"hybridrl.doctor.{command.replace('-', '_')}")  # some import torch, most do not
-    return module.main(rest)
+    try:
+        return module.main(rest)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
