@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.batch import Batch
-from hybridrl.data.order import PromptOrder
+from hybridrl.data.order import Order
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.dynamic_sampling import Draws, GroupFilter
 from hybridrl.groups import PromptGroup, in_groups, to_batch
@@ -40,7 +40,7 @@ class Experience:
     def __init__(
         self,
         prompts: PromptDataset,
-        order: PromptOrder,
+        order: Order,
         respondent: Respondent,
         guard: FaultGuard,
         *,

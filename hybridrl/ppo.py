@@ -23,7 +23,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.arithmetic import batch_arithmetic
 from hybridrl.config.compose import as_yaml
 from hybridrl.config.schema_reward import RewardConfig
-from hybridrl.data.order import PromptOrder
+from hybridrl.data.order import Order
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.dynamic_sampling import GroupFilter
 from hybridrl.experience import Experience
@@ -65,14 +65,14 @@ def _train(config: PPOConfig) -> None:
     directory = open_run_directory(config)
     prepared = prepare(config)
     prepared.refusals.close()
-    algorithm, tokenizer, prompts = prepared.algorithm, prepared.tokenizer, prepared.prompts
-    assert algorithm is not None and tokenizer is not None and prompts is not None
+    algorithm, tokenizer, prompts, order = prepared.algorithm, prepared.tokenizer, prepared.prompts, prepared.order
+    assert algorithm is not None and tokenizer is not None and prompts is not None and order is not None
     for remark in prepared.remarks:
         info(remark)
     trainer = config.trainer
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
-        course = chart_course(config, algorithm, len(prompts), directory)
+        course = chart_course(config, algorithm, len(prompts), order.size, directory)
         saved, done, steps = course.saved, course.done, course.steps
         info(f"{steps} steps: {batch_arithmetic(config)}")
         if done >= steps and not trainer.val_only:
@@ -89,7 +89,7 @@ def _train(config: PPOConfig) -> None:
         seed, shaping = config.actor_rollout_ref.rollout.seed, build_shaping(config.reward)
         respondent = Respondent(tokenizer, scorers, seed, shaping)
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
-        experience = build_experience(config, algorithm, prompts, respondent, stop_ids, course.prompts_in_all)
+        experience = build_experience(config, algorithm, prompts, order, respondent, stop_ids, course.prompts_in_all)
         resume = Resume(done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
         records = build_records(config, stack.enter_context(open_tracker(config, directory, steps, resume)))
         identity = course.identity
@@ -97,7 +97,7 @@ def _train(config: PPOConfig) -> None:
         state = RunState(algorithm, experience, workers, records, **recognised)
         start_up = {"timing_s/start_up": time.monotonic() - began}
         if saved:
-            restore(config, saved, course.contents, workers, state, len(prompts))
+            restore(config, saved, course.contents, workers, state, order.size)
         else:
             records.log(0, start_up)
         held_out = prepared.validation
@@ -150,6 +150,7 @@ def build_experience(
     config: PPOConfig,
     algorithm: Algorithm,
     prompts: PromptDataset,
+    order: Order,
     respondent: Respondent,
     stop_ids: tuple[int, ...],
     prompts_in_all: int | None,
@@ -160,7 +161,7 @@ def build_experience(
         group_filter = GroupFilter(chosen.metric or "score", chosen.max_num_gen_batches, data.gen_batch_size)
     return Experience(
         prompts,
-        PromptOrder(len(prompts), data.seed, data.shuffle),
+        order,
         respondent,
         FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps),
         prompts_per_step=data.train_batch_size,

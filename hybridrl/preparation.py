@@ -12,7 +12,9 @@ from hybridrl.assembly import refuse_damaged_weights, refuse_hub_model, refuse_u
 from hybridrl.config import PPOConfig
 from hybridrl.config.error import Refusals
 from hybridrl.config.own_code import import_libraries, publish_own_keys
+from hybridrl.data.order import Order
 from hybridrl.data.prompts import PromptDataset, load_prompts
+from hybridrl.data.sampler import build_order
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.plans import build_algorithm, build_critic_plan, build_policy_plan
 from hybridrl.restoring import adapted_models
@@ -33,6 +35,7 @@ class Prepared:
     critic: CriticPlan | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     prompts: PromptDataset | None = None
+    order: Order | None = None
     validation: PromptDataset | None = None
 
     @property
@@ -99,7 +102,7 @@ def _check_models(config: PPOConfig, prepared: Prepared) -> None:
 
 def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
     """Training and validation prompts; refuses rows with tokens that the model has not, or that no scorer can judge."""
-    data, refusals = config.data, prepared.refusals
+    data, refusals, own = config.data, prepared.refusals, config.own.get("data")
     with refusals.gathered():
         prepared.prompts = load_prompts(
             data.train_files,
@@ -108,6 +111,7 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prepared: 
             max_samples=data.train_max_samples,
             shuffle=data.shuffle,
             key="data.train_files",
+            own=own,
         )
     if data.val_files:
         with refusals.gathered():
@@ -118,7 +122,11 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prepared: 
                 max_samples=data.val_max_samples,
                 shuffle=data.validation_shuffle,
                 key="data.val_files",
+                own=own,
             )
+    if prepared.prompts is not None:
+        with refusals.gathered():
+            prepared.order = build_order(data, prepared.prompts, own)
     loaded = [dataset for dataset in (prepared.prompts, prepared.validation) if dataset is not None]
     if loaded:
         with refusals.gathered():

@@ -10,6 +10,7 @@ from hybridrl.checkpoint.saved import Saved, is_of_verl
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import as_dict
 from hybridrl.config.schema import ModelConfig
+from hybridrl.data.files import files_that_count
 from hybridrl.resume import data_fingerprint, fingerprint, model_fingerprint, what_was_restored
 from hybridrl.resume.choose import agree, saved_step
 from hybridrl.resume.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
@@ -49,21 +50,26 @@ class Course:
         return self.saved.step if self.saved else 0
 
 
-def chart_course(config: PPOConfig, algorithm: Algorithm, rows: int, directory: Path, say: Say = info) -> Course:
-    """Writes nothing. ConfigError where a saved step and the configuration do not go together."""
+def chart_course(
+    config: PPOConfig, algorithm: Algorithm, rows: int, epoch: int, directory: Path, say: Say = info
+) -> Course:
+    """`epoch`: prompts of one, of data with so many rows. Writes nothing.
+
+    ConfigError where a saved step and the configuration do not go together.
+    """
     trainer, identity = config.trainer, identify(config, algorithm, rows)
-    saved = find_saved_step(config, directory, identity, rows, say)
+    saved = find_saved_step(config, directory, identity, epoch, say)
     contents = contents_to_load(config, algorithm, saved.path, say) if saved else {}
     done, used = (saved.step, saved.state["prompts"]) if saved else (0, 0)
     # Without a number of steps the last one takes what prompts are left.
-    in_all = None if trainer.total_training_steps else trainer.total_epochs * rows
+    in_all = None if trainer.total_training_steps else trainer.total_epochs * epoch
     steps = trainer.total_training_steps or done - (used - in_all) // config.data.train_batch_size
     return Course(identity, saved, contents, in_all, steps)
 
 
 def identify(config: PPOConfig, algorithm: Algorithm, rows: int) -> Identity:
     data, model = config.data, config.actor_rollout_ref.model.path
-    rows_of = data_fingerprint(map(Path, data.train_files), rows, data.prompt_key, data.train_max_samples)
+    rows_of = data_fingerprint(files_that_count(data), rows, data.prompt_key, data.train_max_samples)
     run = fingerprint(rows_of, model, config.algorithm.adv_estimator)
     bases = {f"{key}.path": model_fingerprint(model.path) for key, model in adapted_models(config, algorithm).items()}
     return Identity(rows_of, run, bases)
@@ -77,7 +83,7 @@ def adapted_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelCo
     return {key: model for key, model in models.items() if model.lora_rank}
 
 
-def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, rows: int, say: Say) -> Saved | None:
+def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, epoch: int, say: Say) -> Saved | None:
     """The step to go on from, if there is one. ConfigError where it and the configuration do not go together."""
     trainer = config.trainer
     saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, say)
@@ -86,7 +92,7 @@ def find_saved_step(config: PPOConfig, directory: Path, identity: Identity, rows
     if is_of_verl(saved.path):
         told = {
             "prompts_per_step": config.data.train_batch_size,
-            "rows": rows,
+            "rows": epoch,
             "data": identity.data,
             "kl_weight": config.algorithm.kl_ctrl.kl_coef,
         }

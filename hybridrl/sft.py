@@ -28,6 +28,7 @@ from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.config.own_code import import_libraries
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
+from hybridrl.data.files import row_files
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.resume import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint, what_was_restored
@@ -69,7 +70,8 @@ def _train(config: SFTConfig) -> None:
     trainer, size = config.trainer, config.data.train_batch_size
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
-        rows = data_fingerprint(map(Path, config.data.train_files), len(training), config.data.train_max_samples)
+        files = [file for found in row_files(config.data.train_files) for file in found]
+        rows = data_fingerprint(files, len(training), config.data.train_max_samples)
         identity = fingerprint(rows, config.model.path)
         saved = saved_step(trainer.resume_mode, trainer.resume_from_path, directory, identity, info)
         bases = {"model.path": model_fingerprint(config.model.path)} if config.model.lora_rank else {}

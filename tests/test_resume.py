@@ -117,6 +117,13 @@ def test_a_key_that_one_configuration_lacks_is_a_change_from_or_to_null(config, 
     ]
 
 
+def test_a_key_that_is_new_since_the_save_is_no_change_while_it_is_empty(config, step):
+    for empty in ([], None, ""):
+        assert changes(config, with_values(config, data__train_weights=empty), step=step, same_rows=True) == []
+    (change,) = changes(config, with_values(config, data__train_weights=[2, 1]), step=step, same_rows=True)
+    assert (change.key, change.verdict) == ("data.train_weights", "needs_allow")
+
+
 def test_where_a_run_lies_and_how_it_is_resumed_is_no_change(config, step):
     moved = {
         "trainer__default_local_dir": "b",

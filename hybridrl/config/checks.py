@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.algorithm_checks import check_algorithm
+from hybridrl.config.data_checks import check_data
 from hybridrl.config.error import Refusals
 from hybridrl.config.lora_checks import check_hand_over, note_no_hand_over, settle_lora
 from hybridrl.config.machine import Machine, this_machine
@@ -55,6 +56,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     check_hand_over(config, wrong)
     _check_sampling(config, note, wrong)
     _note_idle_keys(config, note)
+    check_data(config.data, note, wrong)
     check_algorithm(config, note, wrong)
     check_reward(config.reward, note, wrong)
     if trainer.save_freq >= 0 or trainer.save_freq_epochs or trainer.save_freq_secs:

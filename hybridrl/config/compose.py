@@ -37,6 +37,11 @@ def as_dict(config: PPOConfig | SFTConfig) -> dict[str, Any]:
     return asdict(config)
 
 
+def as_section(values: dict[str, Any]) -> DictConfig:
+    """Plain values as a user's own class expects a section: by attribute, by name, and by `get` with a default."""
+    return OmegaConf.create(values)
+
+
 @functools.cache
 def shipped(config_name: str) -> Plain:
     """The values of a shipped configuration without any override; "???" where one must be set."""

@@ -30,7 +30,7 @@ PLAIN = {
 
 def settle_lora(key: str, model: ModelConfig, note: Note, wrong: Refusals) -> None:
     """Take rank, alpha and layers from the adapter where one is named; say what has no effect without LoRA."""
-    if model.lora_adapter_path:
+    if model.lora_adapter_path and Path(model.lora_adapter_path).is_dir():  # else it is on another machine
         _settle_adapter(key, model, note, wrong)
     if model.lora_rank:
         return

@@ -37,20 +37,41 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 
 def load_module(path: str, key: str) -> ModuleType:
     """The module at a plain path, `file://path` or `pkg://dotted.name`; ConfigError shows the user's own line."""
-    file = Path(path.removeprefix("file://")).expanduser().absolute()
+    file = _file(path)
     in_package = path.startswith("pkg://")
     if not in_package and not file.is_file():
         raise ConfigError(f"{key}={path}: there is no such file; give the path of a .py file")
     try:
         return importlib.import_module(path.removeprefix("pkg://")) if in_package else _run_file(file)
     except (Exception, SystemExit) as error:  # whatever the user's own lines raise
-        raise ConfigError(f"{key}={path} does not import: {_where(error, file)}") from error
+        raise ConfigError(f"{key}={path} does not import: {where(error, path)}") from error
+
+
+def load_class(path: str, name: str, key: str) -> type:
+    """The class of this name in a file or module; ConfigError names the key and what is missing."""
+    try:
+        members = vars(load_module(path, key))
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and (cause.name or "").split(".")[0] == "verl":
+            raise ConfigError(f"{error}; verl is not installed: let {name} stand by itself (docs/data.md)") from error
+        raise
+    if not isinstance(members.get(name), type):
+        own = [
+            other for other, member in members.items() if isinstance(member, type) and member.__module__[:4] == "own_"
+        ]
+        raise ConfigError(f"{key}={path}: there is no class {name}; there is {', '.join(own) or 'none'}")
+    return members[name]
 
 
 def import_libraries(names: list[str], key: str = "actor_rollout_ref.model.external_lib") -> None:
     """Import modules for what they do when imported, such as registering a model; ConfigError names the key."""
     for name in names:
         load_module(name if name.endswith(".py") or "://" in name else f"pkg://{name}", key)
+
+
+def _file(path: str) -> Path:
+    return Path(path.removeprefix("file://")).expanduser().absolute()
 
 
 def _run_file(file: Path) -> ModuleType:
@@ -62,8 +83,9 @@ def _run_file(file: Path) -> ModuleType:
     return module
 
 
-def _where(error: BaseException, file: Path) -> str:
+def where(error: BaseException, path: str) -> str:
     """The error and its deepest place in the user's file: `NameError: name 'x' is not defined (r.py:3)`."""
+    file = _file(path)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

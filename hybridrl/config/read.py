@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from hybridrl.config.names import hints
-from hybridrl.config.values import Absent, Rule
+from hybridrl.config.values import Absent, FalseMeans, Rule
 
 T = TypeVar("T")
 
@@ -127,6 +127,8 @@ def fit(value: Any, hint: Any, or_null: bool = False) -> Any:
     """
     origin, arguments, empty = get_origin(hint), get_args(hint), value is None or value == ""
     if origin is Annotated:
+        if value is False or str(value).lower() == "false":
+            value = next((rule.value for rule in arguments[1:] if isinstance(rule, FalseMeans)), value)
         return _obeying(fit(value, arguments[0], or_null), arguments[1:])
     if origin in (typing.Union, UnionType):
         (inner,) = (item for item in arguments if item is not NoneType)

@@ -7,6 +7,7 @@ a constructor takes one of these sections or plain values.
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from hybridrl.config.row_files import RowFiles
 from hybridrl.config.schema_algorithm import AlgorithmConfig
 from hybridrl.config.schema_lora import LoRAConfig
 from hybridrl.config.schema_reward import RewardConfig
@@ -17,6 +18,7 @@ from hybridrl.config.values import (
     CheckpointPart,
     Decay,
     DType,
+    Frequency,
     KLForm,
     Length,
     ModelPath,
@@ -27,7 +29,7 @@ from hybridrl.config.values import (
     Positive,
     Range,
     ResumeMode,
-    RowFiles,
+    ScriptFile,
     Seconds,
     Share,
     ShareAboveZero,
@@ -36,10 +38,23 @@ from hybridrl.config.values import (
 
 
 @dataclass
+class OwnDatasetConfig:
+    path: Annotated[str, ScriptFile()] | None
+    name: str | None
+
+
+@dataclass
+class SamplerConfig:
+    class_path: Annotated[str, ScriptFile()] | None
+    class_name: str | None
+
+
+@dataclass
 class DataConfig:
     tokenizer: Annotated[str, PathOrHub()] | None
     train_files: Annotated[list[str], RowFiles(least=1)]
     val_files: Annotated[list[str], RowFiles()]
+    train_weights: list[AboveZero]
     train_max_samples: int
     val_max_samples: int
     prompt_key: str
@@ -55,6 +70,8 @@ class DataConfig:
     truncation: Literal["error", "left", "right", "middle"]
     trust_remote_code: bool
     apply_chat_template_kwargs: dict[str, Any]
+    custom_cls: OwnDatasetConfig
+    sampler: SamplerConfig
 
 
 @dataclass
@@ -285,8 +302,8 @@ class TrainerConfig:
     validation_data_dir: str | None
     val_before_train: bool
     val_only: bool
-    test_freq: int
-    save_freq: int
+    test_freq: Frequency
+    save_freq: Frequency
     save_freq_epochs: AboveZero | None
     save_freq_secs: AboveZero | None
     max_actor_ckpt_to_keep: Positive | None

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from hybridrl.config.row_files import RowFiles
 from hybridrl.config.schema import CheckpointConfig, FSDPConfig, ModelConfig, OptimizerConfig, RayConfig
-from hybridrl.config.values import AboveZero, Natural, PathOrHub, Positive, ResumeMode, RowFiles, Seconds
+from hybridrl.config.values import AboveZero, Frequency, Natural, PathOrHub, Positive, ResumeMode, Seconds
 
 
 @dataclass
@@ -40,8 +41,8 @@ class SFTTrainerConfig:
     experiment_name: str
     default_local_dir: str
     logger: list[str]
-    test_freq: int
-    save_freq: int
+    test_freq: Frequency
+    save_freq: Frequency
     save_freq_epochs: AboveZero | None
     save_freq_secs: AboveZero | None
     max_actor_ckpt_to_keep: Positive | None

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Protocol
 from hybridrl.config.model_directory import ADAPTER_CONFIG, adapter_settings, holds_adapter, is_sharded, resolve_model
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-ROW_SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
 class Absent(str):
@@ -53,6 +52,16 @@ class Length:
 
 
 @dataclass(frozen=True)
+class FalseMeans:
+    """`false` may stand for a number: trainer.test_freq=false is never."""
+
+    value: int
+
+    def fault(self, value: Any) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
 class NameOrFunction:
     """One of the names that come along, or a user's own function as path/to/file.py:function."""
 
@@ -67,30 +76,13 @@ class NameOrFunction:
         return None if Path(file).is_file() else Absent(f"there is no file {file}")
 
 
-@dataclass(frozen=True)
-class RowFiles:
-    """Files of rows that are there, at least so many."""
-
-    least: int = 0
-
-    def fault(self, files: list[str]) -> str | None:
-        if len(files) < self.least:
-            return "name one file or more: [a.jsonl, b.parquet]"
-        for file in map(Path, files):
-            if file.is_dir():
-                return Absent(f"{file} is a directory; name the files in it{_rows_in(file)}")
-            if not file.is_file():
-                return Absent(f"there is no file {file}" + (_rows_in(file.parent) or _missing_parent(file)))
-        return None
-
-
 class PathOrHub:
     """A local directory, or a name of the Hugging Face hub (which is not asked here)."""
 
     def fault(self, name: str) -> str | None:
         looks_local = name.startswith((".", "/")) or name.count("/") != 1
         if looks_local and not Path(name).is_dir():
-            return Absent(f"there is no such directory{_missing_parent(Path(name))}")
+            return Absent(f"there is no such directory{missing_parent(Path(name))}")
         return None
 
 
@@ -127,7 +119,7 @@ class AdapterPath:
 
     def fault(self, name: str) -> str | None:
         if not Path(name).is_dir():
-            return f"there is no such directory{_missing_parent(Path(name))}"
+            return Absent(f"there is no such directory{missing_parent(Path(name))}")
         if not holds_adapter(name):
             return f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter"
         try:
@@ -146,15 +138,7 @@ class ScriptFile:
         return Absent("there is no such file; give the path of a .py file")
 
 
-def _rows_in(directory: Path) -> str:
-    if not directory.is_dir():
-        return ""
-    names = sorted(item.name for item in directory.iterdir() if item.suffix in ROW_SUFFIXES)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f" (in {directory} there are {', '.join(names[:5])}{more})" if names else ""
-
-
-def _missing_parent(path: Path) -> str:
+def missing_parent(path: Path) -> str:
     """The outermost directory on the way that is not there."""
     missing = [parent for parent in path.parents if not parent.exists()]
     return f" ({missing[-1]} does not exist)" if missing else ""
@@ -169,6 +153,7 @@ Share = Annotated[float, Range(least=0, most=1)]
 ShareAboveZero = Annotated[float, Range(above=0, most=1)]
 Decay = Annotated[float, Range(least=0, below=1)]
 TopK = Annotated[int, Range(least=-1)]
+Frequency = Annotated[int, FalseMeans(-1)]
 
 REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
 

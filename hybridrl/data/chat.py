@@ -1,8 +1,10 @@
 """Chat messages -> token ids by the tokenizer's template. Knows neither files nor rewards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +16,7 @@ CHUNK = 1000
 
 def as_messages(value: Any) -> list[Message] | None:
     """The value as chat messages without the empty fields that parquet adds; None where it is none."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(value, list) or not value or not all(_is_message(item) for item in value):
         return None
     return [{name: field for name, field in item.items() if field is not None} for item in value]
@@ -26,7 +29,7 @@ def as_chat(prompt: list[Message] | str) -> list[Message]:
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
-    chats: list[list[Message]],
+    chats: Iterable[list[Message]],
     arguments: dict[str, Any],
     *,
     opens_answer: bool,
@@ -55,7 +58,7 @@ def render(
         yield from rendered
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, opens: bool = True) -> Iterator[list[int]]:
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, opens: bool = True) -> Iterator[list[int]]:
     """The token ids of plain texts; `opens`: with what the tokenizer puts before a text (a bos token)."""
     for part in _chunks(texts):
         yield from tokenizer(part, add_special_tokens=opens)["input_ids"]
@@ -65,5 +68,7 @@ def _is_message(item: Any) -> bool:
     return isinstance(item, dict) and bool(item.get("role")) and isinstance(item.get("content"), str | list)
 
 
-def _chunks(items: list[Any]) -> Iterator[list[Any]]:
-    return (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))
+def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while part := list(islice(rest, CHUNK)):
+        yield part

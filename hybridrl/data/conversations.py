@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config.error import ConfigError
 from hybridrl.config.schema_sft import SFTDataConfig
 from hybridrl.data.chat import Message, as_chat, as_messages, encode, render
-from hybridrl.data.rows import Faults, Row, load_rows, long_rows, with_progress
+from hybridrl.data.rows import Faults, Row, Rows, load_rows, long_rows, with_progress
 from hybridrl.data.tokens import TokenRows, cut
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def load_conversations(
         if conversation is None:
             continue
         if len(conversation.ids) > config.max_length:
-            over.append((len(conversation.ids), row))
+            over.append((len(conversation.ids), row.place))
             if config.truncation == "error":
                 continue
             conversation = _cut(conversation, config)
@@ -97,7 +97,7 @@ def load_conversations(
 
 
 def _tokenize_chats(
-    rows: list[Row], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
+    rows: Rows, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
 ) -> Iterator[Conversation | None]:
     """Each answer's place is found by rendering the conversation up to its beginning and up to its end."""
     parsed = [_chat(row, config, faults) for row in rows]
@@ -140,7 +140,7 @@ def _with_loss(
 
 
 def _tokenize_texts(
-    rows: list[Row], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
+    rows: Rows, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
 ) -> Iterator[Conversation | None]:
     """Without a chat template: the prompt as it is, the response, and the end of the sequence."""
     parsed = [_texts(row, config, faults) for row in rows]
@@ -203,7 +203,7 @@ def _cut(conversation: Conversation, config: SFTDataConfig) -> Conversation:
     return Conversation(ids, loss_mask)
 
 
-def _report_long(over: list[tuple[int, Row]], unanswered: int, count: int, config: SFTDataConfig, key: str) -> None:
+def _report_long(over: list[tuple[int, str]], unanswered: int, count: int, config: SFTDataConfig, key: str) -> None:
     if not over:
         return
     found = f"{key}: {long_rows(over, count, f'data.max_length={config.max_length}')}"

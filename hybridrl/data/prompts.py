@@ -1,9 +1,11 @@
-"""Prompts for reinforcement learning: rows in verl's form -> token ids with what the reward will ask for.
+"""Prompts for reinforcement learning: rows -> token ids with what the reward will ask for.
 
 Knows neither models nor scorers; the order of the prompts is order.py's.
 """
 
+import difflib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +17,17 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config.error import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.chat import Message, as_chat, as_messages, encode, render
-from hybridrl.data.rows import Faults, Row, load_rows, long_rows, with_progress
+from hybridrl.data.forms import SKYRL, VERL, in_form_of_verl
+from hybridrl.data.own_dataset import own_rows
+from hybridrl.data.rows import Faults, Row, Rows, load_rows, long_rows, with_progress
 from hybridrl.data.tokens import TokenRows, cut
 
 logger = logging.getLogger(__name__)
 
 # A row needs no data_source where the reward function is the user's own; a built-in scorer finds none for it.
 UNKNOWN_SOURCE = "unknown"
+# What the prompt's column is called elsewhere.
+PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")
 
 
 @dataclass(frozen=True)
@@ -36,30 +42,34 @@ class Prompt:
     extra_info: dict[str, Any]
 
 
+@dataclass(frozen=True)
 class PromptDataset(Sequence[Prompt]):
-    """The tokenized prompts of a run, in the order of their files."""
+    """The tokenized prompts of a run, in the order of their files.
 
-    def __init__(self, prompts: list[Prompt], ids: TokenRows) -> None:
-        self._prompts = prompts  # without ids
-        self._ids = ids
+    `over` of the rows read were longer than data.max_prompt_length and have been dropped or cut.
+    """
+
+    rows: Rows
+    ids: TokenRows
+    config: DataConfig
+    data_sources: set[str]
+    over: int
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self.ids)
 
     def __getitem__(self, index: int) -> Prompt:
-        return replace(self._prompts[index], ids=self._ids[index])
+        prompt = _parse(self.rows[index], self.config)
+        assert isinstance(prompt, Prompt)  # it was when it was loaded
+        return replace(prompt, ids=self.ids[index])
 
     @property
     def lengths(self) -> np.ndarray:  # [prompts], tokens
-        return self._ids.lengths
+        return self.ids.lengths
 
     @property
     def largest_id(self) -> int:
-        return self._ids.largest
-
-    @property
-    def data_sources(self) -> set[str]:
-        return {prompt.data_source for prompt in self._prompts}
+        return self.ids.largest
 
 
 def load_prompts(
@@ -70,46 +80,64 @@ def load_prompts(
     max_samples: int,
     shuffle: bool,
     key: str,
+    own: dict[str, Any] | None = None,
 ) -> PromptDataset:
-    """Read, check and tokenize the rows of `files`.
+    """Read, check and tokenize the rows of `files`, or those of a data set class of the user's own.
 
-    `max_samples`, `shuffle` and `key` as in `load_rows`. A prompt beyond `config.max_prompt_length` is
-    dropped, cut or refused, as the configuration says. Raises ConfigError that shows all bad rows at once.
+    `max_samples`, `shuffle` and `key` as in `load_rows`; `own` are the keys of the user's under `data`, for such a
+    class. A prompt beyond `config.max_prompt_length` is dropped, cut or refused, as the configuration says.
+    Raises ConfigError that shows all bad rows at once.
     """
-    faults = Faults(key)
-    rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed)
-    parsed = [_parse(row, config, faults) for row in rows]
-    faults.close()
-    prompts = [prompt for prompt in parsed if prompt is not None]
+    faults, chosen = Faults(key), {"max_samples": max_samples, "shuffle": shuffle, "seed": config.seed or 0}
+    if config.custom_cls.path:
+        rows = own_rows(config, files, tokenizer, faults, own=own or {}, **chosen)
+    else:
+        rows = load_rows(files, faults, key=key, **chosen)
+    sources = _check(rows, config, faults, key)
 
     kept, ids, over = [], TokenRows(), []
-    tokenized = zip(rows, prompts, _tokenize(prompts, config, tokenizer, key), strict=True)
-    for row, prompt, tokens in with_progress(tokenized, len(rows)):
+    tokenized = zip(rows, _tokenize(rows, config, tokenizer, key), strict=True)
+    for number, (row, tokens) in enumerate(with_progress(tokenized, len(rows))):
         if isinstance(tokens, TemplateError):
             faults.add(row.place, f"the chat template refuses it: {tokens}")
             continue
         if len(tokens) > config.max_prompt_length:
-            over.append((len(tokens), row))
+            over.append((len(tokens), row.place))
             if config.filter_overlong_prompts or config.truncation == "error":
                 continue
             tokens = cut(tokens, config.max_prompt_length, config.truncation)
-        kept.append(prompt)
+        kept.append(number)
         ids.append(tokens)
     faults.close()
     _report_long(over, len(rows), config, key)
-    return PromptDataset(kept, ids)
+    return PromptDataset(Rows(rows.packed, rows.numbers[kept]), ids, config, sources, len(over))
 
 
-def _parse(row: Row, config: DataConfig, faults: Faults) -> Prompt | None:
-    """The row as a prompt without ids, or None with its faults noted."""
-    values, wrong = row.values, []
-    prompt = values.get(config.prompt_key)
+def _check(rows: Rows, config: DataConfig, faults: Faults, key: str) -> set[str]:
+    """Gather what is wrong with the rows, say in what form they are, and return their data sources."""
+    forms: Counter[str] = Counter()
+    sources: set[str] = set()
+    for row in with_progress(rows, len(rows), "checking"):
+        found = _parse(row, config)
+        if isinstance(found, Prompt):
+            forms[in_form_of_verl(row.values, config.reward_fn_key)[0]] += 1
+            sources.add(found.data_source)
+        else:
+            faults.add(row.place, "; ".join(found))
+    faults.close()
+    told = ", ".join(f"{count} in {form} form" for form, count in forms.items() if form != VERL)
+    logger.info("%s: %d rows%s", key, len(rows), f" ({told})" if told else "")
+    if SKYRL in forms:
+        logger.info("%s: of SkyRL's rows reward_spec and data_source are read; no env_class is run", key)
+    return sources
+
+
+def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
+    """The row as a prompt without ids, or all that is wrong with it."""
+    form, values = in_form_of_verl(row.values, config.reward_fn_key)
+    prompt = values.get("prompt" if form not in (VERL, SKYRL) else config.prompt_key)
     messages = prompt if isinstance(prompt, str) else as_messages(prompt)
-    if not messages:
-        wrong.append(
-            f"no prompt: data.prompt_key={config.prompt_key} is to hold chat messages "
-            f"([{{role, content}}, ...]) or a text; the row has {', '.join(values)}"
-        )
+    wrong = [] if messages else [_no_prompt(row.values, config)]
     reward = values.get("reward_model")
     ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
     if ground_truth is None:
@@ -118,30 +146,44 @@ def _parse(row: Row, config: DataConfig, faults: Faults) -> Prompt | None:
     if not isinstance(extra_info, dict):
         wrong.append("extra_info is no object ({...})")
     if wrong or not messages:
-        faults.add(row.place, "; ".join(wrong))
-        return None
+        return wrong
     source = values.get(config.reward_fn_key)
     data_source = UNKNOWN_SOURCE if source is None else str(source)
     return Prompt(row.number, [], messages, data_source, ground_truth, extra_info)
 
 
+def _no_prompt(values: dict[str, Any], config: DataConfig) -> str:
+    key = config.prompt_key
+    near = difflib.get_close_matches(key, values, n=1) or [name for name in PROMPT_NAMES if name in values]
+    hint = f"; set data.prompt_key={near[0]}?" if near and key not in values else ""
+    return (
+        f"no prompt: data.prompt_key={key} is to hold chat messages ([{{role, content}}, ...]) or a text; "
+        f"the row has {', '.join(values) or 'no columns'}{hint}"
+    )
+
+
 def _tokenize(
-    prompts: list[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase, key: str
+    rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, key: str
 ) -> Iterator[list[int] | TemplateError]:
-    shown = [prompt.messages for prompt in prompts]
+    shown = (prompt.messages for row in rows if isinstance(prompt := _parse(row, config), Prompt))
     if tokenizer.chat_template:
-        chats = [as_chat(messages) for messages in shown]
+        chats = (as_chat(messages) for messages in shown)
         return render(tokenizer, chats, config.apply_chat_template_kwargs, opens_answer=True)
-    texts = [messages for messages in shown if isinstance(messages, str)]
-    if len(texts) < len(shown):
-        raise ConfigError(
-            f"{key}: {len(shown) - len(texts)} rows have chat messages, but the tokenizer has no chat "
-            "template; set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings"
-        )
-    return encode(tokenizer, texts)
+    return encode(tokenizer, _texts(shown, key))
 
 
-def _report_long(over: list[tuple[int, Row]], count: int, config: DataConfig, key: str) -> None:
+def _texts(shown: Iterator[list[Message] | str], key: str) -> Iterator[str]:
+    for messages in shown:
+        if not isinstance(messages, str):
+            count = 1 + sum(not isinstance(other, str) for other in shown)
+            raise ConfigError(
+                f"{key}: {count} rows have chat messages, but the tokenizer has no chat "
+                "template; set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings"
+            )
+        yield messages
+
+
+def _report_long(over: list[tuple[int, str]], count: int, config: DataConfig, key: str) -> None:
     if not over:
         return
     found = f"{key}: {long_rows(over, count, f'data.max_prompt_length={config.max_prompt_length}')}"

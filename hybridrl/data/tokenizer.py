@@ -3,10 +3,17 @@
 import logging
 from pathlib import Path
 
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.config.error import ConfigError
 from hybridrl.config.model_directory import resolve_model
+
+# For models that have none; theirs are the tokens that most others have for it.
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+}
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +35,9 @@ def load_tokenizer(
     path = Path(tokenizer_path or resolve_model(model_path)).expanduser()
     tokenizer = _read(path, key, trust_remote_code)
     if custom_chat_template:
-        tokenizer.chat_template = custom_chat_template
+        template_key = f"{model_key.rpartition('.')[0]}.custom_chat_template={custom_chat_template}"
+        tokenizer.chat_template = _template(custom_chat_template, tokenizer, template_key)
+        _refuse_bad_syntax(tokenizer, template_key)
     _choose_pad_token(tokenizer, f"{key}={path}")
     return tokenizer
 
@@ -49,6 +58,27 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"{key}={path}: holds no tokenizer; data.tokenizer can name another")
     return tokenizer
+
+
+def _template(named: str, tokenizer: PreTrainedTokenizerBase, key: str) -> str:
+    """The template's text, which may be in a file or have a name: of those that the tokenizer has, or of ours."""
+    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    known = TEMPLATES | own
+    if "{" in named or named in known:
+        return known.get(named, named)
+    file = Path(named).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{key}: neither a file nor Jinja text nor one of the names {', '.join(known)}")
+    return file.read_text(encoding="utf-8")
+
+
+def _refuse_bad_syntax(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"{key[:80]}: line {error.lineno} of the template is no Jinja: {error.message}") from error
+    except TemplateError:
+        return  # it may ask for more than this conversation has, and is judged by the rows
 
 
 def _choose_pad_token(tokenizer: PreTrainedTokenizerBase, place: str) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Finding, Findings
+from hybridrl.doctor.data_lint import lint
 from hybridrl.doctor.devices import check_devices
 from hybridrl.doctor.gpus import check_gpus
 from hybridrl.doctor.machine import check_machine
@@ -34,7 +35,9 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
         with _telling("model, tokenizer and data, as at the start of a run"):
             prepared = prepare(config)
         _tell(prepared, findings)
-        # data lint: lint(key, dataset, config, findings) of prepared.prompts and prepared.validation
+        if prepared.prompts:
+            with _telling("the prompts"):
+                lint(config, prepared.prompts, prepared.validation, findings)
         with _telling("trainer.default_local_dir, and what a run would go on from"):
             check_run_directory(config, prepared, findings)
         if prepared.tokenizer is not None and prepared.prompts:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config import ConfigError
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema_reward import RewardConfig
-from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.built_in import module_of
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
@@ -68,7 +68,7 @@ class Tried:
 def try_reward(
     config: RewardConfig,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptDataset,
+    prompts: Sequence[Prompt],
     findings: Findings,
     seconds: float = SECONDS,
 ) -> None:
@@ -77,7 +77,8 @@ def try_reward(
     directory = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"))
     log = directory / "reward.log"
     try:
-        tried = _score(config, trials, tokenizer, prompts.data_sources, log, seconds)
+        sources = {trial.prompt.data_source for trial in trials}
+        tried = _score(config, trials, tokenizer, sources, log, seconds)
         _tell_faults(tried, config, seconds, log, findings)
         for source in sorted({one.trial.prompt.data_source for one in tried}):
             _compare(source, [one for one in tried if one.trial.prompt.data_source == source], findings)
@@ -89,7 +90,7 @@ def try_reward(
             shutil.rmtree(directory)
 
 
-def spread_rows(prompts: PromptDataset, count: int) -> list[Prompt]:
+def spread_rows(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Some rows of every data source in turn, evenly from first to last."""
     by_source: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):

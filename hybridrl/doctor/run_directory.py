@@ -72,11 +72,12 @@ def _at_work(directory: Path) -> str:
 
 def _check_course(config: PPOConfig, prepared: Prepared, directory: Path, findings: Findings) -> int | None:
     """The number of steps, where it is known."""
-    if prepared.algorithm is None or not prepared.prompts:
+    if prepared.algorithm is None or not prepared.prompts or prepared.order is None:
         return config.trainer.total_training_steps
     remarks: list[str] = []
     try:
-        course = chart_course(config, prepared.algorithm, len(prepared.prompts), directory, remarks.append)
+        rows, epoch = len(prepared.prompts), prepared.order.size
+        course = chart_course(config, prepared.algorithm, rows, epoch, directory, remarks.append)
     except ConfigError as error:
         for line in error.lines:
             findings.refuse("run.resume", line)

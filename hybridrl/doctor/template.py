@@ -1,6 +1,7 @@
 """What the chat template makes of a real row, and whether a model can tell where its answer begins and ends."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -12,7 +13,7 @@ from hybridrl.assembly import end_tokens
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.data.chat import Message, as_chat
-from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.data.prompts import Prompt
 
 SHOWN = 240  # characters of a row
 SEARCHED = 1000  # rows among which one with the most turns is looked for
@@ -30,7 +31,7 @@ class Rendered:
 
 
 def check_template(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, findings: Findings
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], findings: Findings
 ) -> None:
     """Prompts must be there. A template that refuses rows has been told of with the data."""
     prompt, options = _telling_row(prompts), config.data.apply_chat_template_kwargs
@@ -45,7 +46,7 @@ def check_template(
         _check_answer(config, tokenizer, row, options, findings)
 
 
-def _telling_row(prompts: PromptDataset) -> Prompt:
+def _telling_row(prompts: Sequence[Prompt]) -> Prompt:
     """One with as many different roles as any has."""
     some = [prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
     return max(some, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))

@@ -29,13 +29,18 @@ MODELS = {"actor_rollout_ref.model": "actor", "critic.model": "critic", "model":
 
 # Changes that have to be meant, and what each does to the run.
 ROWS, OPTIMIZER = "data.train_files", "optim.optimizer"
+OTHER_ROWS = "not the rows it was saved with, so the place it had reached means nothing"
 REORDERED = "the prompts come in another order: of the epoch begun some again, some never"
 RESET = "its moments cannot be carried over; trainer.reset_optimizer=true starts them at zero"
 RESCALED = "the adapter counts lora_alpha / lora_rank times, so the model would be another at once"
 GUARDED = {
-    ROWS: "not the rows it was saved with, so the place it had reached means nothing",
+    ROWS: OTHER_ROWS,
     "data.seed": REORDERED,
     "data.shuffle": REORDERED,
+    "data.train_weights": REORDERED,
+    "data.sampler.class_path": REORDERED,
+    "data.sampler.class_name": REORDERED,
+    "data.custom_cls.name": OTHER_ROWS,
     "trainer.seed": "every random draw is another",
     "algorithm.adv_estimator": "the advantages mean something else than those learnt from so far",
     OPTIMIZER: RESET,
@@ -86,7 +91,7 @@ def changes(saved: dict[str, Any], present: dict[str, Any], *, step: Path, same_
     idle = () if new.get("critic.enable") else ("critic.",)
     misfits = _misfits(step, new) | _other_adapters(old, new)
     misfits = {key: why for key, why in misfits.items() if not key.startswith(idle)}
-    differing = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in UNTOLD]
+    differing = [key for key in {**new, **old} if _differs(old, new, key) and key not in UNTOLD]
     told = dict.fromkeys([*differing, *misfits, *([] if same_rows else [ROWS])])
     found = []
     for key in told:
@@ -119,6 +124,11 @@ def decide(found: list[Change], allow: list[str], reset_optimizer: bool, say: Ca
             f"if {'the others are' if impossible else 'this is'} meant: trainer.resume_allow=[{','.join(names)}]"
         )
     raise ConfigError("\n".join([*lines, "otherwise set the old values, or start anew: trainer.resume_mode=disable"]))
+
+
+def _differs(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
+    """A key that a step knows nothing of, as it was saved before there was such a key, was as good as empty."""
+    return old.get(key) != new.get(key) and (key in old or new[key] not in (None, [], ""))
 
 
 def _judged(key: str, same_rows: bool, idle: tuple[str, ...]) -> tuple[Verdict, str]:

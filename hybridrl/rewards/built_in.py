@@ -15,6 +15,7 @@ SCORERS = {
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
+    "areal/math": "math",
     "math": "math_dapo",
     "math_dapo": "math_dapo",
     "math_dapo_reasoning": "math_dapo",
@@ -26,6 +27,7 @@ SCORERS = {
     "taco": "code",
     "mbpp": "code",
     "openai_humaneval": "code",
+    "areal/code": "code",
 }
 # Beginnings of names, where the whole name is not above.
 FAMILIES = {"numina_": "math", "amc": "math", "aime": "math_dapo", "searchR1_": "search_qa"}

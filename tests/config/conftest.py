@@ -30,6 +30,7 @@ def a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def needed(tmp_path: Path) -> list[str]:
     """The keys that every command needs: rows, and a model of 1024 positions."""
     (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
     (tmp_path / "model" / "model.safetensors").touch()

@@ -11,7 +11,7 @@ def test_every_key_is_explained_within_the_width() -> None:
     assert max(map(len, lines)) <= 90
     assert lines[:2] == [
         "keys to begin with:",
-        "  data.train_files (must be set)              Training rows: .parquet, .json or .jsonl;",
+        "  data.train_files (must be set)              Training rows: files (.parquet, .json,",
     ]
     section, found = "", set()
     for line in lines:

@@ -160,3 +160,8 @@ def test_a_model_whose_positions_are_stretched_may_be_longer_than_its_file_says(
     config = {"max_position_embeddings": 1024, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     assert load("data.max_prompt_length=2048").config.actor_rollout_ref.rollout.max_model_len == 2560
+
+
+def test_false_stands_for_never_where_a_number_of_steps_is_wanted(load: Load) -> None:
+    trainer = load("trainer.test_freq=false", "trainer.save_freq=False").config.trainer
+    assert (trainer.test_freq, trainer.save_freq) == (-1, -1)

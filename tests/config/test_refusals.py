@@ -88,8 +88,8 @@ NOT_THERE = {
         {override: f"{override}: {fault}" for override, fault in NOT_THERE.items()},
         {"data.train_files=": "data.train_files=: name one file or more: [a.jsonl, b.parquet]"},
         {
-            "data.train_files=.": "data.train_files=.: . is a directory; "
-            "name the files in it (in . there are train.jsonl)"
+            "data.train_files=empty": "data.train_files=empty: the directory empty has no files that end in "
+            ".parquet, .json, .jsonl, .json.gz, .jsonl.gz"
         },
         {"data=mine": "data=mine: there is no such file of settings; choose ppo | sft"},
         {"trainer.project_name=${no.key}": "trainer.project_name=${no.key}: Interpolation key 'no.key' not found"},

@@ -224,9 +224,14 @@ def test_what_follows_from_a_refused_value_is_not_told() -> None:
 def test_elsewhere_neither_this_machine_s_files_nor_its_devices_count() -> None:
     overrides = ["data.train_files=/no/x.parquet", "actor_rollout_ref.model.path=/no/model", "trainer.nnodes=2"]
     overrides += ["trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=4"]
+    overrides += ["actor_rollout_ref.model.lora_adapter_path=/no/adapter", "actor_rollout_ref.model.lora_rank=8"]
     judgement = judge(PPOConfig, overrides, "ppo_trainer", elsewhere=True)
     assert not judgement.findings.refused
     absent = [finding.cause for finding in judgement.findings.found if finding.code == "not-here"]
-    assert [cause.split("=")[0] for cause in absent] == ["data.train_files", "actor_rollout_ref.model.path"]
+    assert [cause.split("=")[0] for cause in absent] == [
+        "data.train_files",
+        "actor_rollout_ref.model.lora_adapter_path",
+        "actor_rollout_ref.model.path",
+    ]
     assert judgement.config is not None
     assert judgement.config.data.train_files == ["/no/x.parquet"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.schema import DataConfig
+from hybridrl.config.schema import DataConfig, OwnDatasetConfig, SamplerConfig
 from hybridrl.config.schema_sft import SFTDataConfig
 
 CHAT_TEMPLATE = (
@@ -67,6 +67,9 @@ def config() -> DataConfig:
         truncation="error",
         trust_remote_code=False,
         apply_chat_template_kwargs={},
+        train_weights=[],
+        custom_cls=OwnDatasetConfig(path=None, name=None),
+        sampler=SamplerConfig(class_path=None, class_name=None),
     )
 
 

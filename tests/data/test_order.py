@@ -1,7 +1,10 @@
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.order import PromptOrder
+from hybridrl.config.error import ConfigError
+from hybridrl.data.order import EpochOrder, PromptOrder, WeightedOrder
 
 sizes = st.integers(1, 50)
 seeds = st.integers(0, 2**32)
@@ -31,3 +34,73 @@ def test_epochs_and_seeds_differ() -> None:
     assert order.rows(0, 100) != order.rows(100, 100)
     assert order.rows(0, 100) != PromptOrder(100, seed=2, shuffle=True).rows(0, 100)
     assert order.rows(0, 100) != list(range(100))
+
+
+def weighted(sizes: list[int], weights: list[float], *, seed: int = 1, shuffle: bool = True) -> WeightedOrder:
+    """Groups of rows that follow one another: 0..a, a..a+b, ..."""
+    ends = np.cumsum(sizes)
+    groups = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return WeightedOrder(groups, weights, seed, shuffle)
+
+
+groups = st.lists(st.tuples(st.integers(1, 20), st.floats(0.1, 10)), min_size=1, max_size=4)
+
+
+def test_each_group_has_its_share_of_every_epoch_whatever_its_size() -> None:
+    order = weighted([90, 10, 20], [3, 2, 1])
+    for epoch in range(3):
+        rows = np.array(order.rows(epoch * 120, 120))
+        assert [(rows < 90).sum(), ((rows >= 90) & (rows < 100)).sum(), (rows >= 100).sum()] == [60, 40, 20]
+
+
+@given(groups=groups, seed=seeds, shuffle=st.booleans())
+def test_after_whole_epochs_the_rows_of_a_group_have_come_equally_often_but_for_one(
+    groups: list[tuple[int, float]], seed: int, shuffle: bool
+) -> None:
+    sizes = [size for size, _ in groups]
+    order = weighted(sizes, [weight for _, weight in groups], seed=seed, shuffle=shuffle)
+    drawn = order.rows(0, 5 * order.size)
+    for size, end in zip(sizes, np.cumsum(sizes), strict=True):
+        own = [row for row in drawn if end - size <= row < end]
+        times = np.bincount(np.array(own, dtype=int) - (end - size), minlength=size)
+        assert times.max() - times.min() <= 1
+
+
+@given(groups=groups, seed=seeds, batches=st.lists(st.integers(0, 30), max_size=10))
+def test_a_weighted_order_is_the_same_in_batches_of_any_size(
+    groups: list[tuple[int, float]], seed: int, batches: list[int]
+) -> None:
+    sizes, weights = [size for size, _ in groups], [weight for _, weight in groups]
+    drawn: list[int] = []
+    for count in batches:
+        drawn += weighted(sizes, weights, seed=seed).rows(len(drawn), count)
+    assert drawn == weighted(sizes, weights, seed=seed).rows(0, sum(batches))
+
+
+@given(groups=groups)
+def test_the_shares_are_an_epoch_and_off_by_less_than_one(groups: list[tuple[int, float]]) -> None:
+    sizes, weights = [size for size, _ in groups], [weight for _, weight in groups]
+    order = weighted(sizes, weights)
+    assert order.shares.sum() == order.size == sum(sizes)
+    assert np.abs(order.shares - np.array(weights) / sum(weights) * sum(sizes)).max() < 1
+
+
+def test_without_shuffle_weighted_groups_follow_one_another_and_go_on_where_they_were() -> None:
+    order = weighted([2, 4], [2, 1], shuffle=False)  # 4 of the first, 2 of the second an epoch
+    assert order.rows(0, 12) == [0, 1, 0, 1, 2, 3, 0, 1, 0, 1, 4, 5]
+
+
+def test_epochs_of_ones_own_are_drawn_one_after_the_other() -> None:
+    order = EpochOrder(lambda epoch: np.array([2, 0]) + epoch)
+    assert order.size == 2
+    assert order.rows(1, 4) == [0, 3, 1, 4]
+
+
+def test_an_epoch_of_another_length_is_refused() -> None:
+    order = EpochOrder(lambda epoch: np.arange(3 - epoch))
+    with pytest.raises(ConfigError, match="epoch 1 has 2 prompts, the first has 3"):
+        order.rows(0, 4)
+
+
+def test_the_largest_remainder_is_rounded_up() -> None:
+    assert weighted([5, 5], [1, 2]).shares.tolist() == [3, 7]  # of 3.33 and 6.67

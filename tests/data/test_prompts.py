@@ -176,3 +176,40 @@ def test_a_dataset_is_a_sequence_with_lengths(
     assert [prompt.row for prompt in dataset] == [0, 1, 2]
     with pytest.raises(IndexError):
         dataset[3]
+
+
+@pytest.mark.parametrize(
+    ("columns", "hint"),
+    [
+        (["promt", "question"], "set data.prompt_key=promt?"),
+        (["answer", "question"], "set data.prompt_key=question?"),
+        (["answer"], "the row has answer, reward_model;"),
+    ],
+)
+def test_another_name_of_the_prompts_column_is_proposed(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, columns: list[str], hint: str
+) -> None:
+    bad = dict.fromkeys(columns, "x") | {"reward_model": {"ground_truth": "4"}}
+    assert hint in refusal(write(row("fine"), bad), config, tokenizer) + ";"
+
+
+def test_a_prompt_that_is_there_but_wrong_is_no_question_of_names(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    assert "set data.prompt_key" not in refusal(write(row(None, question="x")), config, tokenizer)
+
+
+def test_the_rows_of_a_dataset_are_those_that_were_kept(
+    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
+) -> None:
+    config = replace(config, max_prompt_length=4, filter_overlong_prompts=True)
+    dataset = load(write(row("12345"), row("12"), row("1")), config, plain_tokenizer)
+    assert [kept.values["prompt"] for kept in dataset.rows] == ["12", "1"]
+    assert dataset.over == 1
+
+
+def test_one_bad_row_among_many_is_named(write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer) -> None:
+    rows = [row("x")] * 3000
+    rows[2345] = {"prompt": "x"}
+    assert "1 bad row\n" in (message := refusal(write(*rows), config, plain_tokenizer))
+    assert "rows.jsonl, line 2346: no ground truth" in message

@@ -45,6 +45,44 @@ def test_another_tokenizer_and_another_template_can_be_named(directory: Path) ->
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi!"
 
 
+def test_a_template_may_be_a_file_or_a_name(directory: Path, tokenizer: Qwen2Tokenizer, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    (tmp_path / "loud.jinja").write_text("{{ messages[0].content | upper }}")
+    assert (
+        load_tokenizer(str(directory), custom_chat_template=str(tmp_path / "loud.jinja")).apply_chat_template(
+            chat, tokenize=False
+        )
+        == "HI"
+    )
+    plain = load_tokenizer(str(directory), custom_chat_template="chatml")
+    # The tokenizer's own template is the same one.
+    assert plain.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
+    tokenizer.chat_template = {"default": "{{ 'd' }}", "short": "{{ 's' }}"}
+    tokenizer.save_pretrained(tmp_path / "named")
+    named = load_tokenizer(str(tmp_path / "named"), custom_chat_template="short")
+    assert named.apply_chat_template(chat, tokenize=False) == "s"
+
+
+@pytest.mark.parametrize(
+    ("template", "refused"),
+    [
+        (
+            "no/such.jinja",
+            r"custom_chat_template=no/such.jinja: neither a file nor Jinja text nor one of the names chatml",
+        ),
+        ("{% for %}", r"custom_chat_template={% for %}: line 1 of the template is no Jinja"),
+    ],
+)
+def test_a_template_that_is_none_is_refused(directory: Path, template: str, refused: str) -> None:
+    with pytest.raises(ConfigError, match=refused):
+        load_tokenizer(str(directory), custom_chat_template=template)
+
+
+def test_a_template_that_asks_for_more_than_a_question_is_left_to_the_rows(directory: Path) -> None:
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    assert load_tokenizer(str(directory), custom_chat_template=strict).chat_template == strict
+
+
 def test_a_template_of_ones_own_is_saved_with_the_tokenizer(directory: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(directory), custom_chat_template="{{ messages[0].content }}!")
     tokenizer.save_pretrained(tmp_path / "saved")

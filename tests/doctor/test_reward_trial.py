@@ -5,17 +5,13 @@ from transformers import Qwen2Tokenizer
 
 from hybridrl.config import load_ppo_config
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.data.prompts import Prompt, PromptDataset
-from hybridrl.data.tokens import TokenRows
+from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.reward_trial import spread_rows, try_reward
 
 
-def rows(*pairs: tuple[str, object]) -> PromptDataset:
+def rows(*pairs: tuple[str, object]) -> list[Prompt]:
     """Data sources with ground truths."""
-    ids = TokenRows()
-    for _ in pairs:
-        ids.append([0])
-    return PromptDataset([Prompt(row, [], "?", source, truth, {}) for row, (source, truth) in enumerate(pairs)], ids)
+    return [Prompt(row, [], "?", source, truth, {}) for row, (source, truth) in enumerate(pairs)]
 
 
 @pytest.fixture

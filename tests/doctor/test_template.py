@@ -7,8 +7,7 @@ from transformers import Qwen2Tokenizer
 
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.data.prompts import Prompt, PromptDataset
-from hybridrl.data.tokens import TokenRows
+from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.template import check_template
 
 from .conftest import CHAT_TEMPLATE
@@ -25,11 +24,8 @@ THINKING = CHAT_TEMPLATE.replace(
 )
 
 
-def rows(*chats: list[dict[str, str]] | str) -> PromptDataset:
-    ids = TokenRows()
-    for _ in chats:
-        ids.append([0])
-    return PromptDataset([Prompt(row, [], chat, "gsm8k", "2", {}) for row, chat in enumerate(chats)], ids)
+def rows(*chats: list[dict[str, str]] | str) -> list[Prompt]:
+    return [Prompt(row, [], chat, "gsm8k", "2", {}) for row, chat in enumerate(chats)]
 
 
 @pytest.fixture

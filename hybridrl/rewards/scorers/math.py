@@ -34,8 +34,12 @@ def compute_score(solution_str: str, ground_truth: Any, method: str = "strict") 
     r"""1 where the last \boxed{...} equals the ground truth, else 0; `pred` is what stands in it.
 
     "flexible" also takes an answer without a box: its last LaTeX expression, or numbers that stand after that.
-    The ground truth is LaTeX, with or without \boxed or $.
+    The ground truth is LaTeX, with or without \boxed or $; of a list of them any may be met.
     """
+    if isinstance(ground_truth, list) and ground_truth:
+        return max(
+            (compute_score(solution_str, truth, method) for truth in ground_truth), key=lambda found: found["acc"]
+        )
     if method not in _METHODS:
         raise ConfigError(f"reward_kwargs.method={method}: results are read by one of {', '.join(_METHODS)}")
     result, truth = last_boxed(solution_str), str(ground_truth)

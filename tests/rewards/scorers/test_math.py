@@ -139,3 +139,9 @@ def test_dapo_reads_the_line_that_says_answer_and_takes_a_point_for_a_wrong_one(
 def test_dapo_strictly_reads_a_box_alone():
     texts = ["Answer: 42", "\\boxed{42}\nAnswer: 41"]
     assert [dapo_score(text, "42", strict_box_verify=True)["score"] for text in texts] == [-1.0, 1.0]
+
+
+def test_of_several_truths_any_may_be_met():
+    assert compute_score("so \\boxed{0.5}", ["\\frac12", "half"])["score"] == 1
+    assert compute_score("so \\boxed{0.5}", ["\\boxed{3}", "\\frac12"])["score"] == 1
+    assert compute_score("so \\boxed{0.5}", ["3", "4"])["score"] == 0

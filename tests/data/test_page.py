@@ -1,0 +1,38 @@
+"""docs/data.md: what it shows works."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import Qwen2Tokenizer
+
+from hybridrl.config.schema import DataConfig, OwnDatasetConfig, SamplerConfig
+from hybridrl.data.prompts import load_prompts
+from hybridrl.data.sampler import build_order
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+SHOWN = {name: code for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)}
+
+
+def test_the_row_is_a_row(write: Callable[..., str], config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    (shown,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    told = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
+    (prompt,) = load_prompts([write(json.loads(shown))], config, tokenizer, **told)
+    assert (prompt.ground_truth, prompt.extra_info) == ("4", {"index": 0})
+
+
+def test_the_classes_of_ones_own_work(tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    for name, code in SHOWN.items():
+        (tmp_path / name).write_text(code)
+    own = OwnDatasetConfig(str(tmp_path / "my_data.py"), "Sums")
+    sampler = SamplerConfig(str(tmp_path / "my_sampler.py"), "EasyFirst")
+    config = replace(config, custom_cls=own, sampler=sampler)
+    # Its rows have no level yet.
+    text = (tmp_path / "my_data.py").read_text()
+    (tmp_path / "my_data.py").write_text(text.replace('"sums"}', '"sums", "extra_info": {"level": -number}}'))
+    told = {"max_samples": -1, "shuffle": False, "key": "data.train_files", "own": {"top": 3}}
+    prompts = load_prompts(["any"], config, tokenizer, **told)
+    assert [prompt.ground_truth for prompt in prompts] == ["1", "2", "3"]
+    assert build_order(config, prompts).rows(0, 4) == [2, 1, 0, 2]
