@@ -16,6 +16,7 @@ from hybridrl.doctor.data_lint import lint
 from hybridrl.doctor.devices import check_devices
 from hybridrl.doctor.gpus import check_gpus
 from hybridrl.doctor.machine import check_machine
+from hybridrl.doctor.memory_plan import memory_plan
 from hybridrl.doctor.reward_trial import try_reward
 from hybridrl.doctor.run_directory import check_run_directory
 from hybridrl.doctor.template import check_template
@@ -31,7 +32,8 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
             check_machine(config, findings)
             check_gpus(config, findings)
             check_devices(config, findings)
-        # memory plan: memory_plan(config, findings)
+        with _telling("the memory that each phase takes"):
+            memory_plan(config, findings)
         with _telling("model, tokenizer and data, as at the start of a run"):
             prepared = prepare(config)
         _tell(prepared, findings)

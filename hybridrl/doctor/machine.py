@@ -73,6 +73,13 @@ def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = N
         _check_shared(facts.shared_free, findings)
 
 
+def memory_left() -> int:
+    """Bytes that processes may still take: of the machine, or of the container."""
+    facts = measure()
+    limit = facts.limits.memory_free
+    return facts.memory_free if limit is None else min(facts.memory_free, limit)
+
+
 def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> Limits:
     """The tightest on the way up, where control groups are of version 2."""
     lines = own.read_text().splitlines() if own.is_file() else []

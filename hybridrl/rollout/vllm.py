@@ -6,7 +6,6 @@ the trainer's memory on the same device: one path for CUDA and CPU.
 
 import asyncio
 import json
-import math
 import os
 import signal
 from collections.abc import Awaitable
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from transformers import AutoConfig
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -39,6 +37,7 @@ from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.own_code import import_libraries
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.guard import end_with_parent
+from hybridrl.rollout.cpu_cache import cache_bytes_of_token, cpu_cache_bytes
 from hybridrl.rollout.requests import Completion, Request, Sampling
 from hybridrl.rollout.vllm_adapter import adapter_arguments, adapter_request, load_adapter
 from hybridrl.weights.handles import Handle, digest, open_buffer
@@ -48,7 +47,6 @@ BACKEND = "hybridrl"
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
 LIBRARIES = "HYBRIDRL_EXTERNAL_LIB"
 HEALTH_SECONDS = 1.0
-CPU_BLOCK = 128  # tokens of a cache block of vLLM's CPU build
 
 
 class VllmEngine:
@@ -204,7 +202,7 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, sl
             "enable_sleep_mode": False,
             # vLLM's CPU generator cannot go on in the middle of a prompt that was cut into pieces.
             "enable_chunked_prefill": False,
-            "kv_cache_memory_bytes": cpu_cache_bytes(model, rollout, slots),
+            "kv_cache_memory_bytes": cpu_cache_bytes(cache_bytes_of_token(model, rollout), rollout, slots),
         }
     if rollout.tensor_model_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
@@ -218,25 +216,6 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, sl
             "leave it out"
         )
     return arguments | further
-
-
-def cpu_cache_bytes(model: ModelConfig, rollout: RolloutConfig, slots: int) -> int:
-    """Cache for `max_num_seqs` answers of full length, at most a share of the free memory; one device's part of it."""
-    options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
-    config = AutoConfig.from_pretrained(str(resolve_model(model.path)), **options)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    itemsize = getattr(torch, rollout.dtype or "float32").itemsize
-    block = CPU_BLOCK * 2 * config.num_hidden_layers * heads * width * itemsize
-    blocks = math.ceil((rollout.max_model_len or 0) / CPU_BLOCK)
-    free = psutil.virtual_memory().available * rollout.gpu_memory_utilization / slots
-    wanted = block * (blocks * rollout.max_num_seqs + 1)
-    if rollout.full_determinism and wanted > free:  # what is free at the moment must not decide how batches are formed
-        raise ValueError(
-            f"rollout.full_determinism: the cache of max_num_seqs={rollout.max_num_seqs} answers takes "
-            f"{wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} may be used; lower max_num_seqs or max_model_len"
-        )
-    return int(max(min(wanted, free), block * (blocks + 1)) / rollout.tensor_model_parallel_size)
 
 
 def forget_segments() -> None:

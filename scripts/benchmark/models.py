@@ -9,8 +9,24 @@ from hybridrl.training import attention
 from hybridrl.training.fsdp import mesh, shard
 from hybridrl.training.model import LanguageModel
 
-# Qwen2.5-0.5B's shapes, a model of 100 million parameters, and one to try a script with.
+# Qwen2.5-0.5B's shapes, models of 25, 100 and 150 million parameters, and one to try a script with.
 SHAPES = {
+    "25m": {
+        "vocab_size": 16384,
+        "hidden_size": 384,
+        "intermediate_size": 1280,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+    "150m": {
+        "vocab_size": 32768,
+        "hidden_size": 768,
+        "intermediate_size": 2688,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
     "0.5b": {
         "vocab_size": 151936,
         "hidden_size": 896,

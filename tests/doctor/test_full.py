@@ -34,7 +34,7 @@ def test_findings_stand_in_groups_the_worst_first(doctor: Doctor, command: list[
     _, told = doctor(*command, "trainer.resume_mode=disable", "--no-reward")
     lines = told.splitlines()
     titles = [line for line in lines if not line.startswith(" ")][:-1]
-    assert titles == ["configuration", "versions", "machine", "devices", "data", "run", "template"]
+    assert titles == ["configuration", "versions", "machine", "devices", "memory", "data", "run", "template"]
     first = lines[lines.index("run") + 1]
     assert first.startswith("  warning [run.directory]")
     assert lines[lines.index("run") + 2].startswith("      -> name another directory")

@@ -1,0 +1,126 @@
+"""How much memory each part of a run takes, in bytes, from sizes alone. Knows no model's files and no configuration.
+
+The factors were counted in a forward pass (which tensors autograd keeps of a layer of the Llama kind) and measured on
+CPU; docs/memory.md has the figures. On CUDA they were not measured.
+"""
+
+from dataclasses import dataclass
+
+# What forming the log-probs of a chunk holds at most, in chunks of logits: with the backward pass, and without it.
+CHUNKS_IN_UPDATE, CHUNKS_IN_PASS = 4, 3
+# On CPU: of what a process frees, it keeps blocks of fewer elements than this (32 MiB in float32, glibc's largest
+# threshold), as they lie between others that are in use.
+SMALL = 2**23
+HELD_BACK = 1.4  # times the gradients that come in blocks of that size, a block a layer
+FULL = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of elements. `tied`: the head is the embedding; `intermediate` is that of all experts a token goes
+    through."""
+
+    parameters: int
+    trained: int  # all, or an adapter's
+    outside: int  # of parameters that are in no layer (embedding, head), which are gathered together
+    layer: int  # of the largest layer's parameters
+    largest: int  # of the largest tensor that is trained
+    small_layers: int  # of what is trained in layers of fewer such elements than SMALL
+    small_fused: int  # of parameters that an engine fuses into matrices of fewer elements than SMALL
+    tied: bool
+    layers: int
+    hidden: int
+    query: int
+    key: int
+    intermediate: int
+    vocabulary: int
+
+    @property
+    def adapted(self) -> bool:
+        return self.trained < self.parameters
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a rank keeps a model: bytes an element, as stored and as computed with, and over how many it is sharded."""
+
+    stored: int
+    computed: int
+    shards: int
+
+
+def parameters(model: ModelSizes, kept: Kept) -> float:
+    """A rank's shard. Beside an adapter the rest is stored in the type that it computes in."""
+    frozen = model.parameters - model.trained
+    return (model.trained * kept.stored + frozen * kept.computed) / kept.shards
+
+
+def gradients(model: ModelSizes, kept: Kept) -> float:
+    return model.trained * kept.stored / kept.shards
+
+
+def moments(model: ModelSizes, kept: Kept, *, muon: bool = False) -> float:
+    """AdamW has two of each parameter, Muon one of what lies in the layers."""
+    count = 2 * model.trained
+    if muon and not model.adapted:
+        count = model.parameters + model.outside
+    return count * kept.stored / kept.shards
+
+
+def held_back(model: ModelSizes, kept: Kept) -> float:
+    """On CPU: what a rank has freed and keeps, once it has made an update."""
+    return HELD_BACK * model.small_layers * kept.stored / kept.shards
+
+
+def optimizer_step(model: ModelSizes, kept: Kept) -> float:
+    """What AdamW makes on its way, parameter by parameter: two tensors of its size."""
+    return 2 * model.largest * kept.stored / kept.shards
+
+
+def gathered(model: ModelSizes, kept: Kept) -> float:
+    """What a rank gathers of the others' shards: what is in no layer, one layer, and the next."""
+    return (model.outside + 2 * model.layer) * kept.computed
+
+
+def head_gradient(model: ModelSizes, kept: Kept) -> float:
+    """Of the embedding and the head, unsharded, and a chunk's share before it is added."""
+    return 0 if model.adapted else 2 * model.outside * kept.computed
+
+
+def activations(model: ModelSizes, kept: Kept, tokens: int, *, checkpointed: bool, kernel: bool) -> float:
+    """What autograd keeps of a pass over so many tokens, in its last layer's backward pass where the others' are
+    recomputed. `kernel`: attention is torch's variable-length kernel, and nothing is laid out in rectangles."""
+    norms = 6 if kept.computed == FULL else 8  # a norm computes in float32
+    attention = 2 if kernel else 4
+    layer = norms * model.hidden + attention * (model.query + model.key) + 4 * model.intermediate
+    held = model.layers * model.hidden + layer if checkpointed else model.layers * layer
+    return tokens * held * kept.computed
+
+
+def passing(model: ModelSizes, kept: Kept, tokens: int) -> float:
+    """The widest of a layer's tensors in a pass without gradients: three of the MLP and two of the stream at a time."""
+    return tokens * (3 * model.intermediate + 2 * model.hidden) * kept.computed
+
+
+def logits(model: ModelSizes, tokens: int, chunk: int, chunks: int) -> float:
+    """Logits are formed in float32 in chunks of at most so many bytes, `chunks` of which there are at a time."""
+    return chunks * min(tokens * model.vocabulary * FULL, chunk)
+
+
+def pass_tokens(budget: int, rows_at_once: int | None, rows: int, longest: int) -> int:
+    """The most tokens of a pass, where a rank has so many rows and each is as long as may be."""
+    if rows_at_once is not None:
+        return min(rows_at_once, rows) * longest
+    return max(longest, min(budget, rows * longest))
+
+
+def rollout_weights(model: ModelSizes, itemsize: int, *, on_cpu: bool) -> int:
+    """An engine's; on CPU vLLM packs them anew, keeps of what it frees as much again of small tensors, and of an
+    embedding that is the head as well two further copies."""
+    further = model.small_fused + 2 * model.vocabulary * model.hidden * model.tied
+    return (model.parameters + further * on_cpu) * itemsize
+
+
+def cache_of_row(model: ModelSizes, tokens: int, itemsize: int) -> int:
+    """Keys and values of one row of so many tokens."""
+    return 2 * model.layers * model.key * tokens * itemsize

@@ -1,0 +1,73 @@
+"""What a phase of training works with beside the models it keeps: of a rank, in bytes by kind."""
+
+from collections import Counter
+
+from hybridrl.doctor import memory_formulas as formulas
+from hybridrl.doctor.memory_formulas import Kept, ModelSizes
+from hybridrl.doctor.memory_setup import Setup
+from hybridrl.plans import build_critic_plan, build_policy_plan
+from hybridrl.training.model import CHUNK_BYTES
+from hybridrl.training.worker import LearnerConfig
+
+Needs = Counter[str]
+
+
+def working(run: Setup, phase: str) -> Needs:
+    """The most that is there at a time; nothing in phases that only move weights or wait."""
+    config, worker = run.config, run.worker
+    if phase == "log-probs":
+        return max(_passes(run), key=Counter.total)
+    if phase == "policy update":
+        budget = build_policy_plan(config).updates.budget
+        tokens = run.tokens(budget, config.actor_rollout_ref.actor.ppo_mini_batch_size)
+        return _update(run, run.models.policy, worker.policy, tokens, padded=budget.padded)
+    if phase == "critic update" and worker.critic and run.models.critic:
+        budget = build_critic_plan(config).updates.budget
+        tokens = run.tokens(budget, config.critic.ppo_mini_batch_size)
+        return _update(run, run.models.critic, worker.critic, tokens, padded=budget.padded)
+    return Counter()
+
+
+def _passes(run: Setup) -> list[Needs]:
+    """Of policy, reference and critic, of which one at a time goes over a step's rows."""
+    plan, prompts = build_policy_plan(run.config), run.config.data.train_batch_size
+    found = [_pass(run, run.models.policy, run.kept(run.worker.policy), run.tokens(plan.log_prob_budget, prompts))]
+    if run.models.reference:
+        tokens = run.tokens(plan.reference_budget, prompts)
+        found.append(_pass(run, run.models.reference, run.reference_kept, tokens))
+    if run.models.critic and run.worker.critic:
+        tokens = run.tokens(build_critic_plan(run.config).value_budget, prompts)
+        found.append(_pass(run, run.models.critic, run.kept(run.worker.critic), tokens, values=True))
+    return found
+
+
+def _pass(run: Setup, sizes: ModelSizes, kept: Kept, tokens: int, *, values: bool = False) -> Needs:
+    needs = Counter({"gathered": formulas.gathered(sizes, kept), "activations": formulas.passing(sizes, kept, tokens)})
+    if not values:
+        needs["logits"] = formulas.logits(sizes, tokens, _chunk(run), formulas.CHUNKS_IN_PASS)
+    return needs
+
+
+def _update(run: Setup, sizes: ModelSizes, learner: LearnerConfig, tokens: int, *, padded: bool) -> Needs:
+    """Of the backward pass or of the optimizer's step, whichever holds more."""
+    kept, chunks = run.kept(learner), formulas.CHUNKS_IN_UPDATE
+    kernel = not run.on_cpu and not padded and kept.computed < formulas.FULL
+    checkpointed = learner.model.enable_gradient_checkpointing
+    backward = Counter(
+        {
+            "gathered": formulas.gathered(sizes, kept) + formulas.head_gradient(sizes, kept),
+            "activations": formulas.activations(sizes, kept, tokens, checkpointed=checkpointed, kernel=kernel),
+        }
+    )
+    if learner is run.worker.policy:
+        backward["logits"] = formulas.logits(sizes, tokens, _chunk(run), chunks)
+    step = Counter({"optimizer": formulas.optimizer_step(sizes, kept)})
+    if learner.fsdp.optimizer_offload and not run.on_cpu:
+        step["optimizer"] += run.moments(sizes, learner)
+    needs = max(backward, step, key=Counter.total)
+    needs["gradients"] = formulas.gradients(sizes, kept)
+    return needs
+
+
+def _chunk(run: Setup) -> int:
+    return CHUNK_BYTES[run.config.trainer.device]

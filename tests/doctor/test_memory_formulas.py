@@ -1,0 +1,106 @@
+"""A model of two layers of 100 elements and 50 outside of them, 4 wide, worked out by hand."""
+
+import pytest
+
+from hybridrl.doctor import memory_formulas as formulas
+from hybridrl.doctor.memory_formulas import Kept, ModelSizes
+
+WHOLE = ModelSizes(
+    parameters=250,
+    trained=250,
+    outside=50,
+    layer=100,
+    largest=40,
+    small_layers=190,
+    small_fused=200,
+    tied=True,
+    layers=2,
+    hidden=4,
+    query=4,
+    key=2,
+    intermediate=10,
+    vocabulary=12,
+)
+ADAPTED = ModelSizes(
+    parameters=270,
+    trained=20,
+    outside=50,
+    layer=110,
+    largest=8,
+    small_layers=15,
+    small_fused=220,
+    tied=False,
+    layers=2,
+    hidden=4,
+    query=4,
+    key=2,
+    intermediate=10,
+    vocabulary=12,
+)
+FULL, MIXED = Kept(stored=4, computed=4, shards=1), Kept(stored=4, computed=2, shards=2)
+
+
+def test_a_shard_has_parameters_gradients_and_two_moments_in_the_stored_type() -> None:
+    assert formulas.parameters(WHOLE, MIXED) == 250 * 4 / 2
+    assert formulas.gradients(WHOLE, MIXED) == 250 * 4 / 2
+    assert formulas.moments(WHOLE, MIXED) == 2 * 250 * 4 / 2
+
+
+def test_muon_has_one_moment_of_what_lies_in_the_layers() -> None:
+    assert formulas.moments(WHOLE, FULL, muon=True) == (200 + 2 * 50) * 4
+
+
+def test_beside_an_adapter_the_model_is_stored_as_it_computes_and_has_neither_gradients_nor_moments() -> None:
+    assert formulas.parameters(ADAPTED, MIXED) == (20 * 4 + 250 * 2) / 2
+    assert formulas.gradients(ADAPTED, MIXED) == 20 * 4 / 2
+    assert formulas.moments(ADAPTED, MIXED, muon=False) == 2 * 20 * 4 / 2
+    assert formulas.head_gradient(ADAPTED, MIXED) == 0
+
+
+def test_a_rank_gathers_what_is_in_no_layer_and_two_layers_whole() -> None:
+    assert formulas.gathered(WHOLE, MIXED) == (50 + 2 * 100) * 2
+    assert formulas.head_gradient(WHOLE, MIXED) == 2 * 50 * 2
+    assert formulas.optimizer_step(WHOLE, MIXED) == 2 * 40 * 4 / 2
+
+
+def test_activations_are_those_of_all_layers() -> None:
+    # A token of a layer in float32: 6 x 4 of the norms, 4 x (4 + 2) of the attention, 4 x 10 of the MLP.
+    assert formulas.activations(WHOLE, FULL, 7, checkpointed=False, kernel=False) == 7 * 2 * (24 + 24 + 40) * 4
+    # In half precision norms keep more; the kernel lays nothing out in rectangles.
+    assert formulas.activations(WHOLE, MIXED, 7, checkpointed=False, kernel=True) == 7 * 2 * (32 + 12 + 40) * 2
+
+
+def test_with_checkpointing_activations_are_every_layers_input_and_one_layer() -> None:
+    assert formulas.activations(WHOLE, FULL, 7, checkpointed=True, kernel=False) == 7 * (2 * 4 + 88) * 4
+
+
+def test_a_pass_without_gradients_holds_the_widest_of_one_layer() -> None:
+    assert formulas.passing(WHOLE, FULL, 7) == 7 * (30 + 8) * 4
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(5, 4 * 5 * 12 * 4), (100, 4 * 1000)])
+def test_logits_are_as_many_as_the_tokens_and_at_most_a_chunk(tokens: int, size: int) -> None:
+    assert formulas.logits(WHOLE, tokens, 1000, 4) == size
+
+
+def test_a_pass_takes_rows_up_to_the_budget_and_a_longer_one_alone() -> None:
+    assert formulas.pass_tokens(1000, None, rows=8, longest=100) == 800
+    assert formulas.pass_tokens(500, None, rows=8, longest=100) == 500
+    assert formulas.pass_tokens(50, None, rows=8, longest=100) == 100
+    assert formulas.pass_tokens(50, 3, rows=8, longest=100) == 300
+    assert formulas.pass_tokens(50, 9, rows=8, longest=100) == 800
+
+
+def test_what_a_rank_holds_back_goes_with_what_it_trains_in_small_layers() -> None:
+    assert formulas.held_back(WHOLE, MIXED) == pytest.approx(1.4 * 190 * 4 / 2)
+    assert formulas.held_back(ADAPTED, MIXED) == pytest.approx(1.4 * 15 * 4 / 2)
+
+
+def test_an_engine_has_further_copies_on_cpu() -> None:
+    assert formulas.rollout_weights(WHOLE, 2, on_cpu=False) == 250 * 2
+    assert formulas.rollout_weights(WHOLE, 4, on_cpu=True) == (250 + 200 + 2 * 12 * 4) * 4
+    assert formulas.rollout_weights(ADAPTED, 4, on_cpu=True) == (270 + 220) * 4
+
+
+def test_a_rows_cache_has_keys_and_values_of_every_layer() -> None:
+    assert formulas.cache_of_row(WHOLE, 10, 2) == 2 * 2 * 2 * 10 * 2
