@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -103,27 +104,14 @@ def _check_models(config: PPOConfig, prepared: Prepared) -> None:
 def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
     """Training and validation prompts; refuses rows with tokens that the model has not, or that no scorer can judge."""
     data, refusals, own = config.data, prepared.refusals, config.own.get("data")
+    load = partial(load_prompts, config=data, tokenizer=tokenizer, own=own)
     with refusals.gathered():
-        prepared.prompts = load_prompts(
-            data.train_files,
-            data,
-            tokenizer,
-            max_samples=data.train_max_samples,
-            shuffle=data.shuffle,
-            key="data.train_files",
-            own=own,
-        )
+        most, shuffle = data.train_max_samples, data.shuffle
+        prepared.prompts = load(data.train_files, max_samples=most, shuffle=shuffle, key="data.train_files")
     if data.val_files:
         with refusals.gathered():
-            prepared.validation = load_prompts(
-                data.val_files,
-                data,
-                tokenizer,
-                max_samples=data.val_max_samples,
-                shuffle=data.validation_shuffle,
-                key="data.val_files",
-                own=own,
-            )
+            most, shuffle = data.val_max_samples, data.validation_shuffle
+            prepared.validation = load(data.val_files, max_samples=most, shuffle=shuffle, key="data.val_files")
     if prepared.prompts is not None:
         with refusals.gathered():
             prepared.order = build_order(data, prepared.prompts, own)
