@@ -7,4 +7,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/install.sh --dev
 # Tests start a Ray of their own and report to nobody's account.
 unset RAY_ADDRESS RAY_NAMESPACE WANDB_API_KEY
-exec .venv/bin/python -m pytest -m "not gpu" -n 2 --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from hybridrl.batch import Batch
 
@@ -15,20 +13,8 @@ settings.register_profile("hybridrl", derandomize=True, deadline=None, max_examp
 settings.load_profile("hybridrl")
 
 
-class WholeFiles(LoadScopeScheduling):
-    """With several processes (pytest -n): files go whole to one, as their tests share what they set up, and those that
-    start Ray and vLLM all to the same, one after another."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "integration" if "/integration/" in nodeid else nodeid.split("::")[0]
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WholeFiles:
-    return WholeFiles(config, log)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest goes first."""
+    """What takes longest goes first, where several processes share the files (scripts/test.sh)."""
     items.sort(key=lambda item: "integration" in item.path.parts, reverse=True)
 
 
