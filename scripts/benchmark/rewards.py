@@ -4,8 +4,8 @@ GSM8K.jsonl holds rows with question and answer, each taken as an answer to itse
 rows with prediction and ground_truth. Both by the built-in scorers, in 2 processes; then programs, in the sandbox.
 """
 
+import argparse
 import json
-import sys
 import time
 from itertools import cycle, islice
 from pathlib import Path
@@ -38,12 +38,15 @@ def rows(path: str) -> list[dict]:
 
 
 def main() -> None:
-    gsm8k, math = map(rows, sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("gsm8k", type=rows, help="rows with question and answer")
+    parser.add_argument("math", type=rows, help="rows with prediction and ground_truth")
+    files = parser.parse_args()
     solved = [
-        Answer("gsm8k", row["answer"], row["answer"].rpartition("#### ")[2].replace(",", ""), {}) for row in gsm8k
+        Answer("gsm8k", row["answer"], row["answer"].rpartition("#### ")[2].replace(",", ""), {}) for row in files.gsm8k
     ]
     measure("GSM8K", solved, 10_000)
-    boxed = [Answer("lighteval/MATH", row["prediction"], row["ground_truth"], {}) for row in math]
+    boxed = [Answer("lighteval/MATH", row["prediction"], row["ground_truth"], {}) for row in files.math]
     measure("MATH (math-verify)", boxed, 10_000)
     numbers = [answer for answer in boxed if not answer.ground_truth.isdecimal()]
     measure("MATH, truths that are no integers", numbers, 2_000)
