@@ -1,0 +1,105 @@
+"""Two or more ways to do the same, timed in turn (A B A B ...) in one tree of processes, and the table that comes of it."""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What every round of a side took: on the clock, and of processors' time over all processes."""
+
+    wall: list[float]
+    cpu: list[float]
+
+    @property
+    def least(self) -> float:
+        return min(self.wall)
+
+    @property
+    def median(self) -> float:
+        return median(self.wall)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of docs/performance.md: what was measured, the figures as text, a ratio, and what it has to keep to."""
+
+    what: str
+    ours: str
+    other: str
+    ratio: float | None = None  # in the sense of the bar: a speed-up, a share, a cost over another
+    bar: str = ""
+
+
+def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, warm_up: int = 1) -> dict[str, Seconds]:
+    """Time each side once a round, one after another; rounds before the first counted one fill caches."""
+    found = {name: Seconds([], []) for name in sides}
+    for number in range(-warm_up, rounds):
+        for name, work in sides.items():
+            gc.collect()
+            cpu, wall = cpu_seconds(), time.perf_counter()
+            work()
+            wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+            if number >= 0:
+                found[name].wall.append(wall)
+                found[name].cpu.append(cpu)
+    return found
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and of those under it."""
+    total = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def told(seconds: Seconds, unit: str = "s") -> str:
+    """Median, least and processor time as one cell."""
+    factor, digits = {"s": (1, 2), "ms": (1e3, 2)}[unit]
+    values = [factor * value for value in (seconds.median, seconds.least, median(seconds.cpu))]
+    return "{:.{d}f} {unit} (least {:.{d}f}, CPU {:.{d}f})".format(*values, d=digits, unit=unit)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What every script takes."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="file to write the rows and the machine to")
+    return parser
+
+
+def report(rows: list[Row], file: Path | None) -> None:
+    """Print the rows as a table, and write them where asked for."""
+    print("\n| what | here | beside | ratio | bar |\n|---|---|---|--:|---|")
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+        print(f"| {row.what} | {row.ours} | {row.other} | {ratio} | {row.bar} |")
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        told = {"machine": machine(), "rows": [asdict(row) for row in rows]}
+        file.write_text(json.dumps(told, indent=1))
+
+
+def machine() -> str:
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    vector = next((name for name in ("avx512f", "avx2") if name in flags), "no AVX")
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} cores {names[0] if names else platform.processor()} ({vector}), {memory:.0f} GiB"
