@@ -1,4 +1,4 @@
-"""Two or more ways to do the same, timed in turn (A B A B ...) in one tree of processes, and the table that comes of it."""
+"""Two or more ways to do the same, timed in turn (A B A B ...) in one tree of processes, and their table."""
 
 import argparse
 import gc

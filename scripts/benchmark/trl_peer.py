@@ -1,0 +1,136 @@
+"""TRL's GRPOTrainer as a side of step.py, in an environment of its own; a step when it is asked for one.
+
+python -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0 accelerate datasets
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Imposed(LogitsProcessor):
+    """Ends each row after its number of tokens, and none before; without lengths it changes nothing."""
+
+    def __init__(self, lengths: list[int] | None, eos: int, prompt: int) -> None:
+        self.lengths, self.eos, self.prompt = torch.tensor(lengths or []), eos, prompt
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if len(self.lengths):
+            ends = self.lengths == input_ids.shape[1] - self.prompt + 1
+            kept = scores[:, self.eos].masked_fill(~ends, -torch.inf)
+            scores = scores.masked_fill(ends[:, None], -torch.inf)
+            scores[:, self.eos] = torch.where(ends, 0.0, kept)
+        return scores
+
+
+class Peer(TrainerCallback):
+    """Steps the trainer by what comes through the pipes."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.given = arguments, None
+        ask, tell = map(int, arguments.pipes.split(","))
+        self.questions, self.replies = os.fdopen(ask), os.fdopen(tell, "w")
+        self.updates = json.loads(arguments.setting.read_text())["updates"]
+        self.generating, self.tokens = 0.0, 0
+
+    def on_step_begin(self, arguments: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step % self.updates:
+            return
+        line = self.questions.readline()
+        if not line:
+            os._exit(0)
+        self.given = json.loads(line)[1].get("answers")
+        self.began, self.generating, self.tokens = time.perf_counter(), 0.0, 0
+
+    def on_log(self, arguments: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "grad_norm" in logs and state.global_step % self.updates == 0:
+            told = {"seconds": time.perf_counter() - self.began, "gen": self.generating, "tokens": self.tokens}
+            told |= {"grad_norm": logs["grad_norm"], "loss": logs["loss"]}
+            print(json.dumps(told), file=self.replies, flush=True)
+
+
+def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
+    setting = json.loads(arguments.setting.read_text())
+    rows = [json.loads(line) for line in Path(setting["rows"]).read_text(encoding="utf-8").splitlines()]
+    data = Dataset.from_list([{"prompt": row["prompt"], **row["reward_model"]} for row in rows])
+    tokenizer = AutoTokenizer.from_pretrained(setting["model"], padding_side="left")
+    answers = setting["prompts"] * setting["n"]
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=False,
+        learning_rate=setting["lr"],
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        per_device_train_batch_size=arguments.micro,
+        gradient_accumulation_steps=setting["prompts"] // setting["updates"] * setting["n"] // arguments.micro,
+        steps_per_generation=answers // arguments.micro,
+        num_generations=setting["n"],
+        max_completion_length=setting["longest"],
+        temperature=1.0,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="dapo",
+        shuffle_dataset=False,
+        max_steps=10_000,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        optim="adamw_torch_fused",
+    )
+    made = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(setting["model"], dtype=torch.float32),
+        reward_funcs=lambda completion_ids, **_: [float(len(ids) % 7) for ids in completion_ids],
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[peer],
+    )
+    _impose(made, peer, setting.get("lengths"), tokenizer.eos_token_id)
+    return made
+
+
+def _impose(made: GRPOTrainer, peer: Peer, lengths: list[int] | None, eos: int) -> None:
+    """Answers of the lengths laid down; or those that were given, to compare gradients."""
+    turn, generate = made._generate_single_turn, made.model.generate
+
+    def imposed(**inputs: Any) -> Any:
+        processors = LogitsProcessorList([Imposed(lengths, eos, inputs["input_ids"].shape[1])])
+        return generate(**inputs, logits_processor=processors)
+
+    def timed(*inputs: Any, **more: Any) -> Any:
+        began = time.perf_counter()
+        found = (peer.given, None) if peer.given else turn(*inputs, **more)
+        peer.generating += time.perf_counter() - began
+        peer.tokens += sum(map(len, found[0]))
+        return found
+
+    made.model.generate, made._generate_single_turn = imposed, timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("setting", type=Path, help="JSON file of step.py")
+    parser.add_argument("--micro", type=int, default=16, help="rows of a pass")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pipes", required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    trainer(arguments, Peer(arguments)).train()
+
+
+if __name__ == "__main__":
+    main()
