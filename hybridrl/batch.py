@@ -10,6 +10,7 @@ Example: two rows, answers of 3 and 1 tokens: `response_ids = [5, 9, 2, 7]`, `re
 A field that no station of the step has filled yet is None.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -30,8 +31,8 @@ class Batch:
 
     prompt_lengths: Tensor = field(metadata=ROW)  # [B] int64
     response_lengths: Tensor = field(metadata=ROW)  # [B] int64
-    prompt_ids: Tensor = field(metadata=PROMPT)  # int64
-    response_ids: Tensor = field(metadata=RESPONSE)  # int64
+    prompt_ids: Tensor = field(metadata=PROMPT)  # int32: no vocabulary needs more
+    response_ids: Tensor = field(metadata=RESPONSE)  # int32
     group: Tensor = field(metadata=ROW)  # [B] int64
     position: Tensor = field(metadata=ROW)  # [B] int64
     sample: Tensor = field(metadata=ROW)  # [B] int64
@@ -106,6 +107,13 @@ class Batch:
         mask = self.response_mask.to(values.dtype)
         return self.per_row(values * mask) / self.per_row(mask).clamp(min=1)
 
+    def __getstate__(self) -> dict[str, np.ndarray]:
+        """As arrays, which Ray lays into shared memory by one copy and reads there without any."""
+        return {name: value.numpy() for name, _, value in self._filled()}
+
+    def __setstate__(self, state: dict[str, np.ndarray]) -> None:
+        vars(self).update(dict.fromkeys(OPTIONAL) | {name: as_tensor(value) for name, value in state.items()})
+
     def _filled(self) -> Iterable[tuple[str, str, Tensor]]:
         for item in fields(self):
             value = vars(self)[item.name]
@@ -120,6 +128,13 @@ class Batch:
 
 
 OPTIONAL = tuple(item.name for item in fields(Batch) if item.default is None)
+
+
+def as_tensor(values: np.ndarray) -> Tensor:
+    """The values of an array, not copied: those of an array that came through Ray may not be written to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch knows no tensors that are only read
+        return torch.from_numpy(values)
 
 
 def spans(lengths: Tensor, rows: Tensor) -> Tensor:

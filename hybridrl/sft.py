@@ -240,8 +240,8 @@ def to_batch(conversations: Sequence[Conversation]) -> Batch:
     """Conversations as rows: what stands before the first token with loss is the prompt."""
     starts = [max(conversation.loss_mask.index(1), 1) for conversation in conversations]
     pairs = list(zip(conversations, starts, strict=True))
-    prompt_ids, prompt_lengths = pack([item.ids[:start] for item, start in pairs], torch.int64)
-    response_ids, response_lengths = pack([item.ids[start:] for item, start in pairs], torch.int64)
+    prompt_ids, prompt_lengths = pack([item.ids[:start] for item, start in pairs], torch.int32)
+    response_ids, response_lengths = pack([item.ids[start:] for item, start in pairs], torch.int32)
     mask, _ = pack([item.loss_mask[start:] for item, start in pairs], torch.bool)
     numbers = torch.arange(len(conversations))
     return Batch(

@@ -46,6 +46,11 @@ class Group:
         refs = [getattr(actor, method.__name__).remote(*part, **kwargs) for actor, part in calls]
         return gather(refs, self._what(method), timeout, self.logs)
 
+    @staticmethod
+    def share(value: Any) -> Pending:
+        """Lay a value once where every actor of a machine can read it; it stands for it as an argument of a call."""
+        return ray.put(value)
+
     def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
         """The same call to every actor, without waiting for it."""
         return [getattr(actor, method.__name__).remote(*args, **kwargs) for actor in self.actors]

@@ -89,9 +89,9 @@ def lay_out(batch: Batch, padded: bool) -> ModelInputs:
     starts = rows * longest if padded else lengths.cumsum(0) - lengths
     size = len(batch) * longest if padded else int(lengths.sum())
     ids = torch.zeros(size, dtype=torch.int64)
-    ids[_places(starts, batch.prompt_lengths)] = batch.prompt_ids
+    ids[_places(starts, batch.prompt_lengths)] = batch.prompt_ids.long()
     responses = _places(starts + batch.prompt_lengths, batch.response_lengths)
-    ids[responses] = batch.response_ids
+    ids[responses] = targets = batch.response_ids.long()
     if padded:
         positions = torch.arange(longest).repeat(len(batch))
         boundaries = None
@@ -99,7 +99,7 @@ def lay_out(batch: Batch, padded: bool) -> ModelInputs:
         positions = torch.arange(size) - torch.repeat_interleave(starts, lengths)
         boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     shape = (len(batch), longest) if padded else (1, size)
-    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, batch.response_ids, boundaries, longest)
+    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, boundaries, longest)
 
 
 def _places(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ from hybridrl.training.value_model import ValueModel, blank_value_model
 from hybridrl.weights.handles import Handle
 from hybridrl.weights.layout import Bucket, HandOver
 
-# Outputs of a model by kind, for all rows of a rank; empty where a rank has no rows.
-Columns = list[Tensor | None]
+# Outputs of a model by kind, for all rows of a rank; empty where a rank has no rows. Arrays, which Ray does not copy.
+Columns = list[np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -396,4 +397,4 @@ def parts(batch: Batch, passes: Passes) -> Iterator[Batch]:
 def joined(found: Sequence[tuple[Tensor | None, ...]], passes: Passes) -> Columns:
     """Several passes' outputs end to end, in host memory; those of passes without rows are left out."""
     kept = [outputs for outputs, rows in zip(found, passes, strict=False) if rows]
-    return [None if column[0] is None else torch.cat(column).cpu() for column in zip(*kept, strict=True)]
+    return [None if column[0] is None else torch.cat(column).cpu().numpy() for column in zip(*kept, strict=True)]

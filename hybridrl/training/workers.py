@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.algorithms.policy_losses import CHOOSERS
-from hybridrl.batch import Batch, spans
+from hybridrl.batch import Batch, as_tensor, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
-from hybridrl.cluster import Group
+from hybridrl.cluster import Group, Pending
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
@@ -31,6 +31,8 @@ POLICY_FIELDS = (
     "chosen",
 )
 CRITIC_FIELDS = ("response_mask", "values", "returns")
+
+Outputs = list[Tensor | None]  # a model's, by kind, of all rows
 
 
 @dataclass(frozen=True)
@@ -147,10 +149,11 @@ class TrainWorkers:
 
     def _pass(
         self, method: Callable[..., Any], batch: Batch, budget: Budget, *arguments: Any, **options: Any
-    ) -> Columns:
+    ) -> Outputs:
         """Call a forward method on every rank's share of the rows; its outputs in the batch's row order."""
         shares = plan(batch.lengths.tolist(), len(self.group), budget)
-        parts = [(*_share(batch.only(), passes), *arguments) for passes in shares]
+        rows = self.group.share(batch.only())
+        parts = [(rows, passes, *arguments) for passes in shares]
         found = self.group.scatter(method, parts, timeout=self.timeout, **options)
         return _whole(found, [_rows(passes) for passes in shares], batch.response_lengths)
 
@@ -185,7 +188,7 @@ class TrainWorkers:
 
     def update(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], loss: LossConfig, step: int
-    ) -> tuple[Updates, Columns]:
+    ) -> tuple[Updates, Outputs]:
         """One update of the policy a mini-batch of rows. Returns metrics, and outputs where they are the old ones."""
         shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, self.policy.updates.budget)
         parts = [(*part, loss, step) for part in parts]
@@ -207,19 +210,18 @@ class TrainWorkers:
 
     def _mini_batches(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], budget: Budget
-    ) -> tuple[list[Passes], list[tuple[Batch, list[MiniBatch]]]]:
-        """Each rank's passes over all mini-batches, and its rows with those passes cut into mini-batches."""
+    ) -> tuple[list[Passes], list[tuple[Pending, list[MiniBatch]]]]:
+        """Each rank's passes over all mini-batches; the rows, shared, and those passes cut into mini-batches."""
         lengths, ranks = batch.lengths.tolist(), len(self.group)
         plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
         written = batch.per_row(batch.response_mask.long())
         totals = [Totals.counted(written[list(rows)]) for rows in mini_batches]
         shares = [[passes for dealt in plans for passes in dealt[rank]] for rank in range(ranks)]
         bounds = [0, *accumulate(len(dealt[0]) for dealt in plans)]
-        parts = []
+        parts, shared = [], self.group.share(batch)
         for passes in shares:
-            part, own = _share(batch, passes)
-            cut = [MiniBatch(own[a:b], total) for (a, b), total in zip(pairwise(bounds), totals, strict=True)]
-            parts.append((part, cut))
+            cut = [MiniBatch(passes[a:b], total) for (a, b), total in zip(pairwise(bounds), totals, strict=True)]
+            parts.append((shared, cut))
         return shares, parts
 
     def _counted(self, shares: Sequence[list[dict[str, float]]], model: str) -> Updates:
@@ -267,14 +269,16 @@ class TrainWorkers:
         self.group.broadcast(TrainWorker.export, str(directory), self.export_dtype, name, timeout=self.timeout)
 
 
-def _whole(found: Sequence[Columns], rows: list[list[int]], lengths: Tensor) -> Columns:
+def _whole(found: Sequence[Columns], rows: list[list[int]], lengths: Tensor) -> Outputs:
     """Every rank's outputs of its rows, a kind at a time, in the batch's row order. A rank may have no rows."""
     held = [own for own in rows if own]
     columns = zip(*(outputs for outputs, own in zip(found, rows, strict=True) if own), strict=True)
-    return [None if column[0] is None else reassemble(column, held, lengths) for column in columns]
+    return [
+        None if column[0] is None else reassemble(list(map(as_tensor, column)), held, lengths) for column in columns
+    ]
 
 
-def _with_outputs(batch: Batch, columns: Columns) -> Batch:
+def _with_outputs(batch: Batch, columns: Outputs) -> Batch:
     """The rows with what the policy said of them."""
     found = TokenOutputs(*columns)
     return replace(
@@ -288,10 +292,3 @@ def _with_outputs(batch: Batch, columns: Columns) -> Batch:
 
 def _rows(passes: Passes) -> list[int]:
     return [row for rows in passes for row in rows]
-
-
-def _share(batch: Batch, passes: Passes) -> tuple[Batch, Passes]:
-    """The rows of some passes alone, and the passes renumbered to them. A rank without rows gets one to stand in."""
-    kept = sorted(set(_rows(passes))) or [0]
-    number = {row: index for index, row in enumerate(kept)}
-    return batch.select(kept), [[number[row] for row in rows] for rows in passes]

@@ -11,7 +11,7 @@ from hybridrl.algorithms.aggregation import Totals
 from hybridrl.algorithms.policy_losses import POLICY_LOSSES
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.algorithms.settings import LossSettings
-from hybridrl.batch import Batch
+from hybridrl.batch import Batch, as_tensor
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group, spawn
 from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
@@ -231,7 +231,7 @@ def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
         parts = [(batch, share, 0.9) for share in plan(lengths, ranks, Budget(40))]
         by_rank = group.scatter(TrainWorker.log_probs, parts, timeout=120)
         rows = [row for _, share, _ in parts for passes in share for row in passes]
-        values = torch.cat([columns[0] for columns in by_rank])
+        values = torch.cat([as_tensor(columns[0]) for columns in by_rank])
         order = batch.select(rows)
         by_row = dict(zip(rows, values.split(order.response_lengths.tolist()), strict=True))
         found[ranks] = torch.cat([by_row[row] for row in range(len(batch))])
