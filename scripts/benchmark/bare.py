@@ -31,6 +31,7 @@ class Generation:
         arguments = engine_arguments("cpu", *torch.load(file, weights_only=False))
         for name in ("weight_transfer_config", "worker_extension_cls", "load_format"):
             arguments.pop(name, None)
+        self.model = arguments["model"]
         self.engine = LLM(**arguments)
 
     def generate(self, file: str) -> dict[str, Any]:
@@ -58,6 +59,30 @@ class Generation:
         answers = [list(output.outputs[0].token_ids) for output in outputs]
         self.engine.reset_prefix_cache()
         return {"seconds": seconds, "cpu": cpu, "answers": answers}
+
+    def keep_weights(self) -> int:
+        """Hold the model's tensors in this process, as a checkpoint names them. Returns their bytes."""
+        from safetensors.torch import load_file
+
+        directory = Path(self.model)
+        self.weights = {
+            name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()
+        }
+        self.weights = {name: tensor.clone() for name, tensor in self.weights.items()}
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
+    def reload(self) -> None:
+        """vLLM's own way to take new weights, and the head, which it leaves stale on CPU where it is the embedding."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        def refresh(model: torch.nn.Module) -> None:
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self.weights.items())})
+        self.engine.apply_model(refresh)
+        self.engine.reset_prefix_cache()
 
 
 class Updates:
@@ -119,6 +144,8 @@ def main() -> None:
         {
             "start_engine": start_engine,
             "start_updates": start_updates,
+            "keep_weights": lambda: made["engine"].keep_weights(),
+            "reload": lambda: made["engine"].reload(),
             "generate": lambda file: made["engine"].generate(file),
             "update": lambda file: made["updates"].update(file),
         },
