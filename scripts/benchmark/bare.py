@@ -23,12 +23,12 @@ from hybridrl.training.packing import lay_out
 class Generation:
     """vLLM in its plainest form, with the arguments that a run gives it."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, device: str) -> None:
         from vllm import LLM
 
         from hybridrl.rollout.vllm import engine_arguments
 
-        arguments = engine_arguments("cpu", *torch.load(file, weights_only=False))
+        arguments = engine_arguments(device, *torch.load(file, weights_only=False))
         for name in ("weight_transfer_config", "worker_extension_cls", "load_format"):
             arguments.pop(name, None)
         self.model = arguments["model"]
@@ -128,13 +128,14 @@ def _cpu() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--pipes", required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     made: dict[str, Any] = {}
 
     def start_engine(file: str) -> None:
-        made["engine"] = Generation(file)
+        made["engine"] = Generation(file, arguments.device)
 
     def start_updates(file: str) -> None:
         made["updates"] = Updates(file)
@@ -153,5 +154,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= devices.environment("cpu", 1)
+    if "cuda" not in sys.argv:  # must stand before vLLM is imported
+        os.environ |= devices.environment("cpu", 1)
     sys.exit(main())

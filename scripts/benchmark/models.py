@@ -9,7 +9,7 @@ from hybridrl.training import attention
 from hybridrl.training.fsdp import mesh, shard
 from hybridrl.training.model import LanguageModel
 
-# Qwen2.5-0.5B's shapes, models of 25, 100 and 150 million parameters, and one to try a script with.
+# Qwen2.5-0.5B's and 1.5B's shapes, models of 25, 100 and 150 million parameters, and one to try a script with.
 SHAPES = {
     "25m": {
         "vocab_size": 16384,
@@ -33,6 +33,14 @@ SHAPES = {
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "1.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
         "num_key_value_heads": 2,
     },
     "100m": {
