@@ -11,7 +11,7 @@ from hybridrl.algorithms.settings import AdvantageSettings, LossSettings
 from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.config import ConfigError
 from hybridrl.config.own_code import load_function
-from hybridrl.config.schema import ModelConfig, PPOConfig, RolloutConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.rollout import Sampling
 from hybridrl.training.losses import LossConfig, ValueLossConfig, find_policy_loss
@@ -91,12 +91,14 @@ def build_policy_plan(config: PPOConfig) -> PolicyPlan:
         updates=policy_updates(config),
         log_prob_budget=budget(
             section.model,
+            section.actor.fsdp_config,
             rollout.log_prob_max_token_len_per_gpu,
             rollout.log_prob_micro_batch_size_per_gpu,
             rollout.log_prob_use_dynamic_bsz,
         ),
         reference_budget=budget(
             section.model,
+            section.actor.fsdp_config,
             ref.log_prob_max_token_len_per_gpu,
             ref.log_prob_micro_batch_size_per_gpu,
             ref.log_prob_use_dynamic_bsz,
@@ -149,7 +151,7 @@ def policy_updates(config: PPOConfig) -> UpdatePlan:
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
         seed=actor.data_loader_seed,
-        budget=budget(model, actor.ppo_max_token_len_per_gpu, rows, by_tokens),
+        budget=budget(model, actor.fsdp_config, actor.ppo_max_token_len_per_gpu, rows, by_tokens),
     )
 
 
@@ -161,7 +163,7 @@ def critic_updates(config: PPOConfig) -> UpdatePlan:
         epochs=critic.ppo_epochs,
         shuffle=critic.shuffle,
         seed=critic.data_loader_seed,
-        budget=budget(critic.model, critic.ppo_max_token_len_per_gpu, rows, by_tokens),
+        budget=budget(critic.model, critic.fsdp, critic.ppo_max_token_len_per_gpu, rows, by_tokens),
     )
 
 
@@ -173,12 +175,14 @@ def build_critic_plan(config: PPOConfig) -> CriticPlan:
             critic.cliprange_value, critic.loss_agg_mode, critic.loss_scale_factor or 1.0, critic.grad_clip
         ),
         updates=critic_updates(config),
-        value_budget=budget(critic.model, critic.forward_max_token_len_per_gpu, rows, by_tokens),
+        value_budget=budget(critic.model, critic.fsdp, critic.forward_max_token_len_per_gpu, rows, by_tokens),
     )
 
 
-def budget(model: ModelConfig, tokens: int, rows: int | None, by_tokens: bool) -> Budget:
-    return Budget(tokens, None if by_tokens else rows, padded=not model.use_remove_padding)
+def budget(model: ModelConfig, fsdp: FSDPConfig, tokens: int, rows: int | None, by_tokens: bool) -> Budget:
+    """Of tokens a device, as the configuration has it, or of rows."""
+    devices = fsdp.ulysses_sequence_parallel_size
+    return Budget(tokens * devices, None if by_tokens else rows, padded=not model.use_remove_padding, devices=devices)
 
 
 def _anywhere(name: str) -> str:

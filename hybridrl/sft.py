@@ -31,6 +31,7 @@ from hybridrl.data.conversations import Conversation, ConversationDataset, load_
 from hybridrl.data.files import row_files
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.plans import budget
 from hybridrl.resume import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint, what_was_restored
 from hybridrl.resume.choose import agree, saved_step
 from hybridrl.saving import Save, SavePlan, Saver
@@ -40,7 +41,6 @@ from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.log import info
 from hybridrl.training.lora import check_adapter
 from hybridrl.training.losses import LossConfig
-from hybridrl.training.packing import Budget
 from hybridrl.training.worker import LearnerConfig, TrainWorker, WorkerConfig
 from hybridrl.training.workers import PolicyPlan, TrainWorkers, UpdatePlan
 
@@ -162,7 +162,7 @@ def _build(config: SFTConfig, group: Group, directory: Path, steps: int) -> None
 
 def _policy_plan(config: SFTConfig) -> PolicyPlan:
     """One update a step with the likelihood as its loss."""
-    budget = Budget(config.data.max_token_len_per_gpu, padded=not config.model.use_remove_padding)
+    passes = budget(config.model, config.engine.fsdp_config, config.data.max_token_len_per_gpu, None, by_tokens=True)
     loss = LossConfig(
         policy_loss="likelihood",
         settings=LossSettings(),
@@ -171,8 +171,8 @@ def _policy_plan(config: SFTConfig) -> PolicyPlan:
         temperature=1.0,
         grad_clip=config.engine.grad_clip,
     )
-    updates = UpdatePlan(config.data.train_batch_size, epochs=1, shuffle=False, seed=0, budget=budget)
-    return PolicyPlan(loss, updates, log_prob_budget=budget, reference_budget=budget)
+    updates = UpdatePlan(config.data.train_batch_size, epochs=1, shuffle=False, seed=0, budget=passes)
+    return PolicyPlan(loss, updates, log_prob_budget=passes, reference_budget=passes)
 
 
 def _fit(

@@ -15,7 +15,7 @@ from hybridrl.config.error import Refusals
 from hybridrl.config.lora_checks import check_hand_over, note_no_hand_over, settle_lora
 from hybridrl.config.machine import Machine, this_machine
 from hybridrl.config.micro_batches import settle_micro_batches
-from hybridrl.config.model_checks import absolute, check_model
+from hybridrl.config.model_checks import absolute, check_model, check_sequence_parallel
 from hybridrl.config.read import show
 from hybridrl.config.reward_checks import check_reward
 from hybridrl.config.schema import (
@@ -54,6 +54,8 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     check_model("actor_rollout_ref.model", section.model, section.rollout.max_model_len or 0, LOWER, note, wrong)
     settle_lora("actor_rollout_ref.model", section.model, note, wrong)
     check_hand_over(config, wrong)
+    place, fsdp, devices = "actor_rollout_ref.actor", section.actor.fsdp_config, _devices(trainer)
+    check_sequence_parallel(place, fsdp, "actor_rollout_ref.model", section.model, devices, wrong)
     _check_sampling(config, note, wrong)
     _note_idle_keys(config, note)
     check_data(config.data, note, wrong)
@@ -79,6 +81,8 @@ def settle_sft(config: SFTConfig, note: Note, machine: Machine | None = None) ->
     check_model("model", config.model, config.data.max_length, "lower data.max_length", note, wrong)
     settle_lora("model", config.model, note, wrong)
     note_no_hand_over("model", config.model, note)
+    devices = _devices(config.trainer)
+    check_sequence_parallel("engine", config.engine.fsdp_config, "model", config.model, devices, wrong)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         note("trainer.test_freq has no effect without data.val_files")
     wrong.close()
@@ -160,7 +164,7 @@ def _check_writable(key: str, directory: str, wrong: Refusals) -> None:
 
 
 def _settle_fsdp(key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainerConfig, wrong: Refusals) -> None:
-    ranks = (trainer.n_gpus_per_node or 1) * trainer.nnodes
+    ranks = _devices(trainer)
     size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
     if ranks % size:
         wrong.add(f"{key}.fsdp_size={fsdp.fsdp_size}: must divide the {ranks} devices; set -1 for all of them")
@@ -171,6 +175,10 @@ def _settle_fsdp(key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainer
             "set model_dtype=fp32, and dtype=fp16 to compute in it"
         )
     fsdp.model_dtype, fsdp.dtype = DTYPES.get(fsdp.model_dtype, fsdp.model_dtype), _dtype(fsdp.dtype, trainer.device)
+
+
+def _devices(trainer: TrainerConfig | SFTTrainerConfig) -> int:
+    return (trainer.n_gpus_per_node or 1) * trainer.nnodes
 
 
 def _dtype(name: str | None, device: str) -> str:
@@ -231,6 +239,7 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     _check_other_model("critic.model", critic.model, config, note, wrong)
     settle_lora("critic.model", critic.model, note, wrong)
     note_no_hand_over("critic.model", critic.model, note)
+    check_sequence_parallel("critic", critic.fsdp, "critic.model", critic.model, _devices(config.trainer), wrong)
     critic.ppo_mini_batch_size = min(critic.ppo_mini_batch_size, prompts)
     critic.loss_scale_factor = critic.loss_scale_factor or float(config.data.max_response_length)
 

@@ -8,7 +8,7 @@ from typing import Any
 from hybridrl.config.error import Refusals
 from hybridrl.config.families import why_unsupported
 from hybridrl.config.model_directory import resolve_model
-from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig
 
 Note = Callable[[str], None]
 
@@ -19,8 +19,7 @@ AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
 def check_model(key: str, model: ModelConfig, longest: int, way_out: str, note: Note, wrong: Refusals) -> None:
     """Settle what `override_config` changes; judge whether a local model can be trained and takes the longest sequence.
     Paths are made absolute, as the workers of a Ray that was joined run elsewhere."""
-    file = resolve_model(model.path) / "config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = _settings(model)
     model.override_config = _overrides(key, model.override_config, settings, note, wrong)
     settings |= model.override_config
     reason = why_unsupported(settings)
@@ -32,6 +31,29 @@ def check_model(key: str, model: ModelConfig, longest: int, way_out: str, note: 
         wrong.add(f"{key}.path={model.path}: the model takes {limit} positions, a row may have {longest}; {way_out}")
     model.path = absolute(model.path)
     model.external_lib = [absolute(name) for name in model.external_lib]
+
+
+def check_sequence_parallel(
+    key: str, fsdp: FSDPConfig, model_key: str, model: ModelConfig, devices: int, wrong: Refusals
+) -> None:
+    """Judge whether as many devices can share a row of this model as are to."""
+    size = fsdp.ulysses_sequence_parallel_size
+    if size == 1:
+        return
+    settings, asked = _settings(model) | model.override_config, f"{key}.ulysses_sequence_parallel_size={size}"
+    heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown of a model of the hub
+    if devices % size or heads % size:
+        fitting = max(number for number in range(1, size) if devices % number == heads % number == 0)
+        also = f" and the {heads} attention heads of {model_key}.path={model.path}" if heads else ""
+        wrong.add(f"{asked}: must divide the {devices} devices{also}; set {fitting}")
+    if not model.use_remove_padding:
+        wrong.add(f"{asked}: only rows that lie in one line can be shared; set {model_key}.use_remove_padding=true")
+
+
+def _settings(model: ModelConfig) -> dict[str, Any]:
+    """A local model's config.json; empty for a model of the hub."""
+    file = resolve_model(model.path) / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def absolute(path: str) -> str:

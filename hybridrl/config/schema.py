@@ -111,6 +111,7 @@ class WrapPolicyConfig:
 @dataclass
 class FSDPConfig:
     fsdp_size: Annotated[int, Range(least=-1)]
+    ulysses_sequence_parallel_size: Positive
     param_offload: bool
     optimizer_offload: bool
     reshard_after_forward: bool
@@ -147,6 +148,7 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: Positive | None
     use_dynamic_bsz: bool
     ppo_max_token_len_per_gpu: Positive
+    ulysses_sequence_parallel_size: Positive
     ppo_epochs: Positive
     shuffle: bool
     data_loader_seed: int
@@ -206,6 +208,7 @@ class CriticConfig:
     forward_micro_batch_size: Positive | None
     forward_micro_batch_size_per_gpu: Positive | None
     forward_max_token_len_per_gpu: Positive
+    ulysses_sequence_parallel_size: Positive
     ppo_epochs: Positive
     shuffle: bool
     data_loader_seed: int

@@ -62,6 +62,7 @@ class SFTTrainerConfig:
 class SFTEngineConfig:
     grad_clip: AboveZero
     nccl_timeout: Positive
+    ulysses_sequence_parallel_size: Positive
     fsdp_config: FSDPConfig
 
 

@@ -50,7 +50,9 @@ class Setup:
         return -(-prompts * self.config.actor_rollout_ref.rollout.n // devices)
 
     def tokens(self, budget: Budget, prompts: int) -> int:
-        return formulas.pass_tokens(budget.tokens, budget.rows, self.rows(prompts), self.longest)
+        """Of a pass, on a device."""
+        rows = self.rows(prompts) * budget.devices
+        return -(-formulas.pass_tokens(budget.tokens, budget.rows, rows, self.longest) // budget.devices)
 
     def kept(self, learner: LearnerConfig) -> Kept:
         fsdp = learner.fsdp

@@ -7,8 +7,11 @@ all other layers of a model compute no padding.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+
+from hybridrl.training.sequence_parallel import to_heads, to_tokens
 
 NAME = "hybridrl_packed"
 
@@ -25,9 +28,14 @@ def attend(
     softcap: float | None = None,  # bends scores so that none exceeds it (Gemma 2)
     boundaries: Tensor | None = None,  # [B + 1] int32; None: a right-padded rectangle: causality hides the padding
     longest: int = 0,
+    sequence_group: ProcessGroup | None = None,  # whose ranks hold the line in slices
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, heads, width], as transformers expects it of an attention function."""
+    if sequence_group is not None:
+        line, options = to_heads(query, key, value, sequence_group), (scaling, dropout, sliding_window, softcap)
+        output, _ = attend(module, *line, attention_mask, *options, boundaries, longest)
+        return to_tokens(output, sequence_group), None
     if boundaries is None:
         return _causal(query, key, value, scaling, sliding_window, softcap).transpose(1, 2), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]

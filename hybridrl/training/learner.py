@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.training.optimizer import Optimizers
+from hybridrl.training.packing import ModelInputs, lay_out
+from hybridrl.training.sequence_parallel import slice_of
 
 MOST_FILES = 100  # of skipped updates that a rank writes for a model
 
@@ -37,7 +40,8 @@ Shares = dict[str, float]
 
 
 class Learner:
-    """One rank's part of a model in training. Files of a skipped update's rows are named by `evidence`, a path."""
+    """One rank's part of a model in training. Files of a skipped update's rows are named by `evidence`, a path. The
+    ranks of `group`, where there is one, have the same rows: each returns the same shares, which count once."""
 
     def __init__(
         self,
@@ -48,9 +52,14 @@ class Learner:
         *,
         padded: bool,
         evidence: Path,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.model, self.optimizers, self.fsdp, self.device = model, optimizers, fsdp, device
-        self.padded, self.evidence = padded, evidence
+        self.padded, self.evidence, self.group = padded, evidence, group
+
+    def inputs(self, rows: Batch) -> ModelInputs:
+        """What this rank's model sees of rows."""
+        return slice_of(lay_out(rows, self.padded), self.group).to(self.device)
 
     def update(
         self,
@@ -61,10 +70,11 @@ class Learner:
         step: int,
         repeats: Callable[[], object] = bool,
     ) -> list[Shares]:
-        """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up over ranks).
-        `repeats` is called before a mini-batch is gone through once more."""
+        """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up over ranks,
+        of a group's one). `repeats` is called before a mini-batch is gone through once more."""
         self.model.train()
-        ranks, found, scale = dist.get_world_size(), [], self.optimizers.loss_scale
+        found, scale = [], self.optimizers.loss_scale
+        ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up
         for number, mini_batch in enumerate(mini_batches, 1):
             factor = scale.factor
             shares, sound, all_sound, norm = self._gradient(batch, mini_batch, loss, clip)
@@ -103,7 +113,8 @@ class Learner:
     ) -> Tensor:
         """Forward and backward of one pass; a rank without rows keeps step with a loss of 0. Returns the loss."""
         total, found = loss(batch.select(rows or [0]), totals if rows else None)
-        # FSDP averages over ranks; the divisors are those of the whole mini-batch already.
+        # FSDP averages over ranks; the divisors are those of the whole mini-batch already. Of a loss that the ranks of
+        # a group share, each has the gradient of its own slice.
         (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
         if rows and shares is not None:
             for name, value in ({"loss": total} | found).items():
@@ -136,6 +147,8 @@ class Learner:
 
         Where no rank has one, any row may be the fault: then all of them, by their tokens alone.
         """
+        if self.group is not None and self.group.rank():
+            return  # another rank writes the same
         suspects = torch.ones_like(sound) if all_sound else ~sound
         rows = sorted({row for index in suspects.nonzero().flatten() for row in mini_batch.passes[index]})
         directory, rank = self.evidence.parent, f"rank-{dist.get_rank()}.pt"

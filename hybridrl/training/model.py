@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -18,6 +19,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
 from hybridrl.training.loading import blank_model, fill, load_settings
 from hybridrl.training.packing import ModelInputs, lay_out
+from hybridrl.training.sequence_parallel import of_all_slices, slice_of
 
 HOST = torch.device("cpu")
 # Of float32 logits. On CUDA few large chunks: each adds its share to the head's gradient in that gradient's own type.
@@ -95,14 +97,15 @@ class LanguageModel(nn.Module):
         logits_at_once = 1 if against is None else 2
         size = max(CHUNK_BYTES[hidden.device.type] // (4 * logits_at_once * self.model.config.vocab_size), 1)
         if len(hidden) <= size:
-            return form(hidden, inputs.targets, against)
+            return _of_all_slices(form(hidden, inputs.targets, against), inputs)
         hiddens, targets = hidden.split(size), inputs.targets.split(size)
         references = [None] * len(targets)
         if against is not None:
             references = [against._replace(hidden=part) for part in against.hidden.split(size)]
         chunks = zip(hiddens, targets, references, strict=True)
         parts = [checkpoint(form, *chunk, use_reentrant=False) for chunk in chunks]
-        return TokenOutputs(*(None if items[0] is None else torch.cat(items) for items in zip(*parts, strict=True)))
+        columns = (None if items[0] is None else torch.cat(items) for items in zip(*parts, strict=True))
+        return _of_all_slices(TokenOutputs(*columns), inputs)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """What the head sees where it predicts the response tokens [response tokens, width]."""
@@ -115,15 +118,20 @@ class LanguageModel(nn.Module):
 
 
 def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
-    """The base model's output at the predictors [response tokens, width]."""
+    """The base model's output at the predictors [response tokens, width], of a slice at its own."""
     hidden = model.base_model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,
         boundaries=inputs.boundaries,
         longest=inputs.longest,
+        sequence_group=inputs.shared and inputs.shared.group,
         use_cache=False,
     ).last_hidden_state
     return hidden.flatten(0, 1)[inputs.predictors]
+
+
+def _of_all_slices(found: TokenOutputs, inputs: ModelInputs) -> TokenOutputs:
+    return TokenOutputs(*(of_all_slices(column, inputs.shared) for column in found))
 
 
 def _token_outputs(
@@ -178,7 +186,12 @@ def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageMode
 
 @torch.no_grad()
 def check_log_probs(
-    language_model: LanguageModel, dtype: torch.dtype, device: torch.device = HOST, *, padded: bool
+    language_model: LanguageModel,
+    dtype: torch.dtype,
+    device: torch.device = HOST,
+    *,
+    padded: bool,
+    group: ProcessGroup | None = None,
 ) -> None:
     """Refuse a model that computes in this type and whose log-probs come out otherwise here than in its own forward
     pass, one row at a time; collective, of a sharded one.
@@ -191,7 +204,7 @@ def check_log_probs(
     batch = _two_rows(ids)
     training = model.training
     language_model.eval()
-    ours = language_model(lay_out(batch, padded).to(device), 1.0).log_probs
+    ours = language_model(slice_of(lay_out(batch, padded), group).to(device), 1.0).log_probs
     model.set_attn_implementation("eager")
     theirs = [language_model.own_log_probs(row) for row in ids.to(device).split([5, 9])]
     model.set_attn_implementation(attention.NAME)
@@ -199,6 +212,8 @@ def check_log_probs(
     gap = float((ours - torch.cat(theirs)).abs().max())
     if not gap <= TOLERANCE[dtype]:
         way_out = "" if padded else "; set model.use_remove_padding=false, which lays rows out apart"
+        if group is not None:
+            way_out = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1"
         raise ValueError(
             f"{model.config.model_type}: the trainer's log-probs differ by {gap:.2g} from the model's own, so this "
             f"family cannot be trained here{way_out}"

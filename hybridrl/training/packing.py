@@ -10,17 +10,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hybridrl.batch import Batch, spans
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one forward and backward pass on one device may hold. A longer single row goes alone."""
+    """What one forward and backward pass may hold. A longer single row goes alone."""
 
     tokens: int
     rows: int | None = None  # a fixed number of rows instead of a number of tokens
     padded: bool = False  # rows are padded to the longest of the pass
+    devices: int = 1  # that make a pass together, each a slice of its tokens (sequence_parallel.py)
 
 
 Passes = list[list[int]]  # one rank's passes: rows of the batch each; an empty one keeps step with the other ranks
@@ -29,9 +31,9 @@ Passes = list[list[int]]  # one rank's passes: rows of the batch each; an empty 
 def plan(lengths: Sequence[int], ranks: int, budget: Budget, rows: Sequence[int] | None = None) -> list[Passes]:
     """The passes of each rank over the rows named (all, if none are): work balanced, equally many on every rank."""
     rows = range(len(lengths)) if rows is None else rows
-    shares = [_passes(share, lengths, budget) for share in balance(rows, lengths, ranks)]
+    shares = [_passes(share, lengths, budget) for share in balance(rows, lengths, ranks // budget.devices)]
     most = max(len(share) for share in shares)
-    return [share + [[]] * (most - len(share)) for share in shares]
+    return [share + [[]] * (most - len(share)) for share in shares for _ in range(budget.devices)]
 
 
 def balance(rows: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -62,6 +64,15 @@ def _passes(rows: list[int], lengths: Sequence[int], budget: Budget) -> Passes:
     return passes
 
 
+@dataclass(frozen=True)
+class SharedLine:
+    """A line that the ranks of a group hold in slices: of its response tokens this rank's begin at `start`."""
+
+    group: ProcessGroup
+    start: int
+    total: int
+
+
 @dataclass
 class ModelInputs:
     """Rows as a model wants them: end to end in one line of T tokens, or padded on the right to [B, T].
@@ -75,6 +86,7 @@ class ModelInputs:
     targets: Tensor  # [response tokens]
     boundaries: Tensor | None  # [B + 1] int32, where rows begin and end in one line; None: a rectangle
     longest: int
+    shared: SharedLine | None = None  # the tokens are a slice; boundaries and longest are those of the whole line
 
     def to(self, device: torch.device) -> "ModelInputs":
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -13,6 +13,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.training.loading import blank_model, fill, load_settings
 from hybridrl.training.model import HOST, hidden_states
 from hybridrl.training.packing import ModelInputs
+from hybridrl.training.sequence_parallel import of_all_slices
 
 
 class ValueModel(nn.Module):
@@ -28,7 +29,8 @@ class ValueModel(nn.Module):
         head = self.model.get_submodule(self.head_name)
         # Past transformers' dropout, which would make values noise; in float32, as bfloat16 rounds 0.9 by up to 0.002.
         values = hidden.float() @ head.weight[0].float()
-        return values if head.bias is None else values + head.bias.float()
+        values = values if head.bias is None else values + head.bias.float()
+        return of_all_slices(values, inputs.shared)
 
 
 def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:

@@ -40,8 +40,9 @@ from hybridrl.training.model import (
     check_log_probs,
 )
 from hybridrl.training.optimizer import Optimizers
-from hybridrl.training.packing import ModelInputs, Passes, lay_out
+from hybridrl.training.packing import ModelInputs, Passes
 from hybridrl.training.sender import Sender
+from hybridrl.training.sequence_parallel import sequence_group
 from hybridrl.training.state import load_state, state_of
 from hybridrl.training.state_writer import StateWriter
 from hybridrl.training.value_model import ValueModel, blank_value_model
@@ -142,7 +143,8 @@ class TrainWorker:
             load_adapter(sharded.model, Path(settings.lora_adapter_path))
         optimizers = Optimizers(sharded, config.optimizer, config.total_updates, computed_in(config))
         padded, evidence = not settings.use_remove_padding, Path(self.config.skipped_updates, name)
-        return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence)
+        group = sequence_group(config.fsdp.ulysses_sequence_parallel_size, self.config.collective_timeout)
+        return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence, group=group)
 
     def _frozen(self, config: FrozenConfig, policy: LearnerConfig) -> LanguageModel:
         """The reference, stored in the type that it computes in: it is never updated."""
@@ -166,7 +168,8 @@ class TrainWorker:
         return shard_and_fill(blank, model.path, fsdp, grid, HOST if offloaded else self.device, offloaded=offloaded)
 
     def _check(self, model: LanguageModel, config: LearnerConfig) -> None:
-        check_log_probs(model, computed_in(config), self.device, padded=not config.model.use_remove_padding)
+        padded, group = self.policy.padded, self.policy.group
+        check_log_probs(model, computed_in(config), self.device, padded=padded, group=group)
         reshard(model)
 
     # -- passes over rows ------------------------------------------------------------------------------------------
@@ -185,7 +188,7 @@ class TrainWorker:
         model = self.policy.model.eval()
         found = []
         for part in parts(batch, passes):
-            inputs = self._inputs(part, self.policy.padded)
+            inputs = self.policy.inputs(part)
             against = self._reference_outputs(inputs) if reference_kl else None
             found.append(model(inputs, temperature, entropies=True, sum_pi_squared=sum_pi_squared, against=against))
         reshard(model)
@@ -195,19 +198,16 @@ class TrainWorker:
     def reference_log_probs(self, batch: Batch, passes: Passes, temperature: float) -> Columns:
         """The reference's log-probs of the passes' rows: TokenOutputs' columns."""
         with self._as_reference() as model:
-            found = [model(self._inputs(part, self.policy.padded), temperature) for part in parts(batch, passes)]
+            found = [model(self.policy.inputs(part), temperature) for part in parts(batch, passes)]
         return joined(found, passes)
 
     @torch.no_grad()
     def values(self, batch: Batch, passes: Passes) -> Columns:
         """The critic's values of the passes' rows: one column."""
         model = self.critic.model.eval()
-        found = [(model(self._inputs(part, self.critic.padded)),) for part in parts(batch, passes)]
+        found = [(model(self.critic.inputs(part)),) for part in parts(batch, passes)]
         reshard(model)
         return joined(found, passes)
-
-    def _inputs(self, part: Batch, padded: bool) -> ModelInputs:
-        return lay_out(part, padded).to(self.device)
 
     def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """What the reference's head sees, and that head; collective."""
@@ -261,7 +261,7 @@ class TrainWorker:
         }
 
         def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-            inputs = self._inputs(part, self.policy.padded)
+            inputs = self.policy.inputs(part)
             against = self._reference_outputs(inputs) if loss.kl_form == "full" else None
             found = self.policy.model(inputs, loss.temperature, against=against, **options)
             if loss.own_old_log_probs:
@@ -276,7 +276,7 @@ class TrainWorker:
         """The critic's loss as a function of rows."""
 
         def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-            values = self.critic.model(self._inputs(part, self.critic.padded))
+            values = self.critic.model(self.critic.inputs(part))
             return (0 * values.sum(), {}) if totals is None else critic_loss(values, part.to(self.device), totals, loss)
 
         return compute

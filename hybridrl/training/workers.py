@@ -155,7 +155,7 @@ class TrainWorkers:
         rows = self.group.share(batch.only())
         parts = [(rows, passes, *arguments) for passes in shares]
         found = self.group.scatter(method, parts, timeout=self.timeout, **options)
-        return _whole(found, [_rows(passes) for passes in shares], batch.response_lengths)
+        return _whole(found, shares, batch.response_lengths, budget)
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -190,23 +190,24 @@ class TrainWorkers:
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], loss: LossConfig, step: int
     ) -> tuple[Updates, Outputs]:
         """One update of the policy a mini-batch of rows. Returns metrics, and outputs where they are the old ones."""
-        shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, self.policy.updates.budget)
+        budget = self.policy.updates.budget
+        shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, budget)
         parts = [(*part, loss, step) for part in parts]
         found = self.group.scatter(TrainWorker.update_policy, parts, timeout=self.timeout)
-        updates, outputs = self._counted([share for share, _ in found], "actor"), [columns for _, columns in found]
+        updates = self._counted([share for share, _ in found[:: budget.devices]], "actor")
         if not loss.own_old_log_probs:
             return updates, []
-        return updates, _whole(outputs, [_rows(passes) for passes in shares], batch.response_lengths)
+        return updates, _whole([columns for _, columns in found], shares, batch.response_lengths, budget)
 
     def update_critic(self, batch: Batch, step: int) -> dict[str, float]:
         """The step's updates of the critic. Returns the updates' mean metrics."""
         assert self.critic is not None
         with self.watch("update_critic"):
-            mini_batches = self.critic.updates.mini_batches(batch.group, step)
-            _, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, self.critic.updates.budget)
+            mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
+            _, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, budget)
             parts = [(*part, self.critic.loss, step) for part in parts]
             found = self.group.scatter(TrainWorker.update_critic, parts, timeout=self.timeout)
-        return self._counted(found, "critic").mean("critic") | self.watch.take()
+        return self._counted(found[:: budget.devices], "critic").mean("critic") | self.watch.take()
 
     def _mini_batches(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], budget: Budget
@@ -225,7 +226,7 @@ class TrainWorkers:
         return shares, parts
 
     def _counted(self, shares: Sequence[list[dict[str, float]]], model: str) -> Updates:
-        """All ranks' shares of each update's metrics added up; a model's updates skipped in a row are counted."""
+        """All shares of each update's metrics added up; a model's updates skipped in a row are counted."""
         updates = [
             {name: sum(share.get(name, 0.0) for share in of_update) for of_rank in of_update for name in of_rank}
             for of_update in zip(*shares, strict=True)
@@ -269,8 +270,10 @@ class TrainWorkers:
         self.group.broadcast(TrainWorker.export, str(directory), self.export_dtype, name, timeout=self.timeout)
 
 
-def _whole(found: Sequence[Columns], rows: list[list[int]], lengths: Tensor) -> Outputs:
-    """Every rank's outputs of its rows, a kind at a time, in the batch's row order. A rank may have no rows."""
+def _whole(found: Sequence[Columns], shares: Sequence[Passes], lengths: Tensor, budget: Budget) -> Outputs:
+    """Every rank's outputs of its rows, a kind at a time, in the batch's row order. A rank may have no rows; those that
+    made their passes together have the same outputs."""
+    found, rows = found[:: budget.devices], [_rows(passes) for passes in shares[:: budget.devices]]
     held = [own for own in rows if own]
     columns = zip(*(outputs for outputs, own in zip(found, rows, strict=True) if own), strict=True)
     return [

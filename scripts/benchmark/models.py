@@ -62,6 +62,7 @@ SHAPES = {
 }
 FSDP = FSDPConfig(
     fsdp_size=-1,
+    ulysses_sequence_parallel_size=1,
     param_offload=False,
     optimizer_offload=False,
     reshard_after_forward=True,

@@ -29,6 +29,39 @@ def test_verls_form_with_the_values_one_level_below_means_the_same(load: Load) -
     assert overrides(load, "model_config.attention_dropout=0.1") == {"attention_dropout": 0.1}
 
 
+def refusals(load: Load, *words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*words)
+    return list(caught.value.lines)
+
+
+def test_devices_that_share_rows_divide_all_devices_and_the_heads(load: Load) -> None:
+    write(num_attention_heads=6)
+    sizes = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "critic.ulysses_sequence_parallel_size=3"]
+    found = refusals(load, "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", *sizes)
+    assert found == [
+        "critic.ulysses_sequence_parallel_size=3: must divide the 4 devices and the 6 attention heads of "
+        f"critic.model.path={Path('model').absolute()}; set 2",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4: must divide the 4 devices and the 6 attention heads "
+        f"of actor_rollout_ref.model.path={Path('model').absolute()}; set 2",
+    ]
+
+
+def test_only_rows_in_one_line_can_be_shared(load: Load) -> None:
+    size = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    padding = "actor_rollout_ref.model.use_remove_padding"
+    assert refusals(load, "trainer.n_gpus_per_node=2", "algorithm.adv_estimator=grpo", size, f"{padding}=false") == [
+        f"{size}: only rows that lie in one line can be shared; set {padding}=true"
+    ]
+
+
+def test_either_key_of_an_actor_sets_how_many_devices_share_a_row(load: Load) -> None:
+    for place in ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config"):
+        config = load("trainer.n_gpus_per_node=2", f"{place}.ulysses_sequence_parallel_size=2").config
+        assert config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size == 2
+        assert config.critic.fsdp.ulysses_sequence_parallel_size == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "keys", "rope"),
     [

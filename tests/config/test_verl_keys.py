@@ -95,8 +95,16 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
 
 
 def test_a_key_without_effect_is_noted_once_with_all_that_share_the_reason(load: Load) -> None:
-    (note,) = load(*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=4", "critic.ulysses_sequence_parallel_size=2").notes
-    assert note.startswith(f"{ACTOR}.ulysses_sequence_parallel_size, critic.ulysses_sequence_parallel_size have no eff")
+    (note,) = load(*GRPO, f"{ACTOR}.fsdp_config.grad_offload=true", "critic.fsdp.grad_offload=true").notes
+    assert note.startswith(f"{ACTOR}.fsdp_config.grad_offload, critic.fsdp.grad_offload have no effect")
+
+
+def test_the_reference_s_sequence_parallel_size_is_the_actor_s(load: Load) -> None:
+    size = "ulysses_sequence_parallel_size"
+    actor, reference = f"{ACTOR}.{size}=2", f"actor_rollout_ref.ref.{size}"
+    assert not load(*GRPO, "trainer.n_gpus_per_node=4", actor, f"{reference}=2").notes
+    (note,) = load(*GRPO, "trainer.n_gpus_per_node=4", actor, f"{reference}=4").notes
+    assert note == f"{reference} has no effect: the reference's rows are shared by the same devices as the actor's"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hybridrl.doctor.memory_phases import MACHINE_BYTES, SLOT_BYTES, held, machi
 from hybridrl.doctor.memory_plan import memory_plan, plans, read_models
 from hybridrl.doctor.memory_setup import Setup, setup
 from hybridrl.doctor.memory_sizes import blank, largest_bucket, model_sizes
+from hybridrl.plans import build_policy_plan
 
 GIB = 2**30
 CONFIG = {
@@ -92,6 +93,14 @@ def asked(config: PPOConfig) -> Findings:
     findings = Findings()
     memory_plan(config, findings)
     return findings
+
+
+def test_of_devices_that_share_rows_each_holds_its_part_of_a_pass(load: Load) -> None:
+    """16 rows of 256 tokens an update on either device, and no pass of more tokens than a row: half of one each."""
+    keys = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100"]
+    for size, tokens in ((1, 256), (2, 128)):
+        run = run_of(load(*keys, f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}"))
+        assert run.tokens(build_policy_plan(run.config).updates.budget, prompts=8) == tokens
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

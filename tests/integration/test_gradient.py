@@ -1,6 +1,7 @@
-"""Invariant 2: the gradient does not depend on how a mini-batch is cut, nor on how many ranks share it."""
+"""Invariant 2: the gradient does not depend on how a mini-batch is cut, nor on how many ranks share it or its rows."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -81,22 +82,31 @@ def logs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def groups(config, session, other_model, logs):
-    """Training ranks: one alone, and two together, with the same weights; each with a critic and a reference."""
+def sharing(config):
+    """The configuration with rows that two ranks share."""
+    changed = deepcopy(config)
+    changed.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size = 2
+    return changed
+
+
+@pytest.fixture(scope="module")
+def groups(config, sharing, session, other_model, logs):
+    """Training ranks: one alone, two together, and two that share rows, with the same weights; each with a critic
+    and a reference."""
     built = {}
-    for ranks in (1, 2):
-        files = [str(logs / f"{ranks}-{rank}.log") for rank in range(ranks)]
+    for key, ranks, settings in ((1, 1, config), (2, 2, config), ("sharing", 2, sharing)):
+        files = [str(logs / f"{key}-{rank}.log") for rank in range(ranks)]
         environment = {"OMP_NUM_THREADS": "1"}
         actors = [spawn(TrainWorker, session, r, environment, r, ranks, files[r]) for r in range(ranks)]
         group = Group(actors, "train worker", files)
         places = group.broadcast(TrainWorker.place, timeout=120)
-        worker = ppo_worker_config(config, build_algorithm(config), logs, steps=1)
+        worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
         learner = replace(worker.policy, fsdp=replace(worker.policy.fsdp, fsdp_size=ranks))
         reference = FrozenConfig(replace(learner.model, path=other_model), offload=False)
         worker = replace(worker, policy=learner, critic=learner, reference=reference)
         address = f"{places[0]['address']}:{places[0]['port']}"
         group.broadcast(TrainWorker.build, worker, address, timeout=120)
-        built[ranks] = group
+        built[key] = group
     return built
 
 
@@ -113,6 +123,7 @@ def cuts_agree(groups, loss: LossConfig | ValueLossConfig, every: int = 1) -> No
     norm = torch.sqrt(sum(value.square().sum() for value in whole.values()))
     assert norm > 0.001
     cuts = [
+        (groups["sharing"], Budget(60, devices=2)),
         (groups[2], Budget(30)),
         (groups[1], Budget(60, padded=True)),
         (groups[1], Budget(30)),
@@ -199,20 +210,20 @@ def test_numbers_of_tokens_that_are_not_learnt_cannot_spoil_an_update(groups):
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_every_forward_pass_fills_its_fields_also_where_a_rank_has_no_rows(groups, config, rows):
-    """One row on two ranks; on one rank the same."""
+def test_every_forward_pass_fills_its_fields_also_where_a_rank_has_no_rows(groups, config, sharing, rows):
+    """One row on two ranks, or shared by them; on one rank the same."""
     batch, found = ragged_batch(rows), {}
-    for ranks, group in groups.items():
-        critic = CriticPlan(VALUE_LOSS, build_policy_plan(config).updates, Budget(40))
-        workers = TrainWorkers(
-            group, replace(build_policy_plan(config), with_sum_pi_squared=True), critic, "float32", 120
-        )
+    for key, group in groups.items():
+        plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), with_sum_pi_squared=True)
+        critic = CriticPlan(VALUE_LOSS, plan_.updates, replace(plan_.updates.budget, tokens=40))
+        workers = TrainWorkers(group, plan_, critic, "float32", 120)
         filled = workers.values(workers.reference_log_probs(workers.log_probs(batch, reference_kl=True)))
-        found[ranks] = filled
+        found[key] = filled
         assert (filled.reference_kl > -1e-5).all() and filled.reference_kl.mean() > 1e-4
         assert (filled.old_log_probs - filled.reference_log_probs).abs().max() > 1e-3
     for name in ("old_log_probs", "entropies", "sum_pi_squared", "reference_kl", "reference_log_probs", "values"):
-        torch.testing.assert_close(vars(found[1])[name], vars(found[2])[name], rtol=1e-4, atol=1e-5)
+        for several in (found[2], found["sharing"]):
+            torch.testing.assert_close(vars(found[1])[name], vars(several)[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_refreshed_reference_is_the_policy(groups, config):
@@ -227,7 +238,8 @@ def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
     batch = ragged_batch()
     lengths = batch.lengths.tolist()
     found = {}
-    for ranks, group in groups.items():
+    for ranks in (1, 2):
+        group = groups[ranks]
         parts = [(batch, share, 0.9) for share in plan(lengths, ranks, Budget(40))]
         by_rank = group.scatter(TrainWorker.log_probs, parts, timeout=120)
         rows = [row for _, share, _ in parts for passes in share for row in passes]
@@ -238,18 +250,37 @@ def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
     torch.testing.assert_close(found[1], found[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(groups, config, logs, tmp_path, ranks):
-    plan_ = build_policy_plan(config)
+def test_an_update_tells_the_same_on_one_two_and_two_ranks_that_share_rows(groups, config, sharing):
+    """Its metrics, and the old log-probs that it fills."""
+    found = {}
+    for key, group in groups.items():
+        plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), loss=LOSS)
+        critic = CriticPlan(VALUE_LOSS, plan_.updates, plan_.updates.budget)
+        workers = TrainWorkers(group, plan_, critic, "float32", 120)
+        filled, metrics = workers.update_policy(replace(ragged_batch(), old_log_probs=None), step=1)
+        metrics |= workers.update_critic(filled, step=1)
+        found[key] = {name: value for name, value in metrics.items() if not name.startswith("timing_s")}
+        found[key]["old_log_probs"] = filled.old_log_probs.tolist()
+    assert {"actor/grad_norm", "actor/pg_loss", "critic/vf_loss"} <= found[1].keys()
+    for key in (2, "sharing"):
+        assert found[key] == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in found[1].items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, "sharing"])
+def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
+    groups, config, sharing, logs, tmp_path, ranks
+):
+    plan_ = build_policy_plan(sharing if ranks == "sharing" else config)
     plan_ = replace(plan_, updates=replace(plan_.updates, prompts_per_update=2), loss=LOSS)
     workers = TrainWorkers(groups[ranks], plan_, None, "float32", 120)
     store = Store(tmp_path)
     batch = ragged_batch()
     batch.advantages[0] = torch.nan  # in the first of the two updates
-    before = gradient(groups[ranks], Budget(10_000))
+    budget = replace(plan_.updates.budget, tokens=10_000)
+    before = gradient(groups[ranks], budget)
     workers.update(batch, [[0, 1, 2, 3]], LOSS, step=1)
     assert workers.skipped_in_a_row["actor"] == 1
-    after = gradient(groups[ranks], Budget(10_000))
+    after = gradient(groups[ranks], budget)
     assert all(torch.equal(before[name], after[name]) for name in before), "a skipped update changes no weight"
     (file,) = (logs / "skipped_updates").glob("actor-step-1-update-1-rank-*.pt")
     rows = torch.load(file, weights_only=True)

@@ -47,6 +47,7 @@ class Run(NamedTuple):
 def fsdp_config(**changes: object) -> FSDPConfig:
     settings = {
         "fsdp_size": -1,
+        "ulysses_sequence_parallel_size": 1,
         "param_offload": False,
         "optimizer_offload": True,
         "reshard_after_forward": True,

@@ -1,0 +1,97 @@
+"""What two ranks save that share long rows: `python scripts/benchmark/sequence_parallel.py`
+
+Two ranks on CPU, a model of 25 million parameters in float32 sharded over both, without gradient checkpointing and
+without its head, whose logits come in chunks anyway; two rows. Either each rank has a row of its own, or both share one
+and then the other. Memory is what forward and backward pass hold at most beyond what was there before.
+"""
+
+import argparse
+import os
+import time
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from models import sharded_model
+from side_by_side import Row, arguments, report
+from torch.multiprocessing import spawn
+
+from hybridrl.batch import Batch
+from hybridrl.training.packing import lay_out
+from hybridrl.training.sequence_parallel import sequence_group, slice_of
+
+RANKS, SHORT = 2, 64
+
+
+def row(tokens: int) -> Batch:
+    ids, number = torch.arange(tokens) * 37 % 4096, torch.zeros(1, dtype=torch.int64)
+    lengths = torch.tensor([1]), torch.tensor([tokens - 1])
+    return Batch(*lengths, ids[:1], ids[1:], group=number, position=number, sample=number)
+
+
+def peak_bytes(status: str = "VmHWM") -> int:
+    """Of this process's memory, since it was last reset; of `VmRSS` the present."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(status))
+
+
+def rank(number: int, sharing: int, tokens: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store-{sharing}", RANKS)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS)
+    model, group = sharded_model("25m"), sequence_group(sharing, 600.0)
+
+    def update(length: int) -> None:
+        model.hidden_states(slice_of(lay_out(row(length), padded=False), group)).square().mean().backward()
+
+    update(SHORT)
+    before = peak_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(sharing):  # as many passes as it takes for two rows
+        update(tokens)
+    dist.barrier()
+    torch.save((peak_bytes() - before, time.perf_counter() - began), f"{directory}/{sharing}-{number}")
+    dist.destroy_process_group()
+
+
+def measured(tokens: int, rounds: int) -> dict[int, list[tuple[float, float]]]:
+    """The larger rank's memory and the seconds of every round, by how many ranks share a row."""
+    found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+    for _ in range(rounds):
+        for sharing, rows in found.items():
+            with TemporaryDirectory() as directory:
+                spawn(partial(rank), args=(sharing, tokens, directory), nprocs=RANKS)
+                rows.append(max(torch.load(f"{directory}/{sharing}-{number}") for number in range(RANKS)))
+    return found
+
+
+def main(options: argparse.Namespace) -> None:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # of the ranks: what is freed is given back at once
+    rows, least = [], {}
+    for tokens in options.tokens:
+        found = measured(tokens, options.rounds)
+        memory, seconds = ([min(values[kind] for values in found[sharing]) for sharing in (2, 1)] for kind in (0, 1))
+        least[tokens] = memory
+        rows.append(as_row(f"memory of a rank, rows of {tokens} tokens", memory, "MiB", 2**20))
+        rows.append(as_row(f"two rows of {tokens} tokens", seconds, "s", 1))
+    (low, high), span = (least[length] for length in options.tokens), options.tokens[1] - options.tokens[0]
+    slopes = [(b - a) / span for a, b in zip(low, high, strict=True)]
+    rows.append(as_row("memory of a rank for each further token", slopes, "KiB", 1024, bar="0.5"))
+    report(rows, options.json)
+
+
+def as_row(what: str, values: list[float], unit: str, size: float, bar: str = "") -> Row:
+    """Two ranks that share rows, beside ranks with rows of their own."""
+    ours, other = (f"{value / size:.3g} {unit}" for value in values)
+    return Row(what, ours, other, values[0] / values[1], bar)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, nargs=2, default=[1024, 2048], metavar=("SHORT", "LONG"))
+    parser.add_argument("--rounds", type=int, default=1)
+    main(parser.parse_args())
