@@ -149,7 +149,7 @@ class TrainWorkers:
         self, method: Callable[..., Any], batch: Batch, budget: Budget, *arguments: Any, **options: Any
     ) -> Columns:
         """Call a forward method on every rank's share of the rows; its outputs in the batch's row order."""
-        shares = plan(batch.lengths.tolist(), len(self.group), budget)
+        shares = plan(batch.lengths.numpy(), len(self.group), budget)
         parts = [(*_share(batch.only(), passes), *arguments) for passes in shares]
         found = self.group.scatter(method, parts, timeout=self.timeout, **options)
         return _whole(found, [_rows(passes) for passes in shares], batch.response_lengths)
@@ -209,7 +209,7 @@ class TrainWorkers:
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], budget: Budget
     ) -> tuple[list[Passes], list[tuple[Batch, list[MiniBatch]]]]:
         """Each rank's passes over all mini-batches, and its rows with those passes cut into mini-batches."""
-        lengths, ranks = batch.lengths.tolist(), len(self.group)
+        lengths, ranks = batch.lengths.numpy(), len(self.group)
         plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
         written = batch.per_row(batch.response_mask.long())
         totals = [Totals.counted(written[list(rows)]) for rows in mini_batches]
