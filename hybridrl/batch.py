@@ -81,7 +81,7 @@ class Batch:
             "prompt": spans(self.prompt_lengths, rows),
             "response": spans(self.response_lengths, rows),
         }
-        return replace(self, **{name: value[index[axis]] for name, axis, value in self._filled()})
+        return replace(self, **{name: value.index_select(0, index[axis]) for name, axis, value in self._filled()})
 
     def only(self, *names: str) -> "Batch":
         """The same rows with the fields every batch has and those named; the rest does not travel."""
@@ -142,7 +142,7 @@ def spans(lengths: Tensor, rows: Tensor) -> Tensor:
     starts = (lengths.cumsum(0) - lengths)[rows]
     taken = lengths[rows]
     shift = torch.repeat_interleave(starts - (taken.cumsum(0) - taken), taken)
-    return torch.arange(int(taken.sum())) + shift
+    return shift.add_(torch.arange(len(shift)))
 
 
 def pack(rows: Sequence[Sequence[int]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

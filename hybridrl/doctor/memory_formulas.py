@@ -87,12 +87,12 @@ def head_gradient(model: ModelSizes, kept: Kept) -> float:
     return 0 if model.adapted else 2 * model.outside * kept.computed
 
 
-def activations(model: ModelSizes, kept: Kept, tokens: int, *, checkpointed: bool, kernel: bool) -> float:
+def activations(model: ModelSizes, kept: Kept, tokens: int, *, checkpointed: bool, by_rows: bool) -> float:
     """What autograd keeps of a pass over so many tokens, in its last layer's backward pass where the others' are
-    recomputed. `kernel`: attention is torch's variable-length kernel, and nothing is laid out in rectangles."""
+    recomputed. `by_rows`: attention goes row by row, and its output is kept twice, in rows and in one line."""
     norms = 6 if kept.computed == FULL else 8  # a norm computes in float32
-    attention = 2 if kernel else 4
-    layer = norms * model.hidden + attention * (model.query + model.key) + 4 * model.intermediate
+    attention = 2 * (model.query + model.key) + by_rows * model.query
+    layer = norms * model.hidden + attention + 4 * model.intermediate
     held = model.layers * model.hidden + layer if checkpointed else model.layers * layer
     return tokens * held * kept.computed
 

@@ -51,12 +51,12 @@ def _pass(run: Setup, sizes: ModelSizes, kept: Kept, tokens: int, *, values: boo
 def _update(run: Setup, sizes: ModelSizes, learner: LearnerConfig, tokens: int, *, padded: bool) -> Needs:
     """Of the backward pass or of the optimizer's step, whichever holds more."""
     kept, chunks = run.kept(learner), formulas.CHUNKS_IN_UPDATE
-    kernel = not run.on_cpu and not padded and kept.computed < formulas.FULL
+    by_rows = not padded and (run.on_cpu or kept.computed == formulas.FULL)
     checkpointed = learner.model.enable_gradient_checkpointing
     backward = Counter(
         {
             "gathered": formulas.gathered(sizes, kept) + formulas.head_gradient(sizes, kept),
-            "activations": formulas.activations(sizes, kept, tokens, checkpointed=checkpointed, kernel=kernel),
+            "activations": formulas.activations(sizes, kept, tokens, checkpointed=checkpointed, by_rows=by_rows),
         }
     )
     if learner is run.worker.policy:

@@ -1,7 +1,7 @@
 """Causal attention for rows that lie end to end in one line, registered with transformers under one name.
 
-CUDA uses torch's variable-length kernel where the type allows, everything else pads inside the attention alone, so that
-all other layers of a model compute no padding.
+CUDA uses torch's variable-length kernel where the type allows; everything else goes row by row. Nothing is padded, and
+what comes of a row does not depend on those beside it.
 """
 
 import torch
@@ -38,22 +38,13 @@ def attend(
         return to_tokens(output, sequence_group), None
     if boundaries is None:
         return _causal(query, key, value, scaling, sliding_window, softcap).transpose(1, 2), None
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
-        return _varlen_kernel(query, key, value, boundaries, longest, scaling, sliding_window)[None], None
-    lengths = boundaries.diff().long()
-    starts = torch.arange(len(lengths), device=query.device) * longest
-    places = torch.repeat_interleave(starts - boundaries[:-1], lengths)
-    places = places + torch.arange(len(query), device=query.device)
-    rectangles = (_rectangle(tensor, places, len(lengths), longest) for tensor in (query, key, value))
-    output = _causal(*rectangles, scaling, sliding_window, softcap)
-    return output.transpose(1, 2).flatten(0, 1)[places][None], None
-
-
-def _rectangle(line: Tensor, places: Tensor, rows: int, longest: int) -> Tensor:
-    """[T, heads, width] in one line -> [rows, heads, longest, width] padded with zeros."""
-    padded = line.new_zeros(rows * longest, *line.shape[1:]).index_copy(0, places, line)
-    return padded.view(rows, longest, *line.shape[1:]).transpose(1, 2)
+        line = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
+        return _varlen_kernel(*line, boundaries, longest, scaling, sliding_window)[None], None
+    lengths = boundaries.diff().tolist()
+    rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [_causal(*row, scaling, sliding_window, softcap).transpose(1, 2) for row in rows]
+    return torch.cat(outputs, dim=1), None
 
 
 def _causal(

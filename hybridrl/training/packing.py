@@ -4,15 +4,18 @@ The driver plans everything, so that every rank makes the same number of passes 
 of the loss are known before the first one.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridrl.batch import Batch, spans
+from hybridrl.training.dealing import deal
+
+UNEVEN = 1e-4  # by so much of the mean a rank may have more work than that
 
 
 @dataclass(frozen=True)
@@ -26,42 +29,71 @@ class Budget:
 
 
 Passes = list[list[int]]  # one rank's passes: rows of the batch each; an empty one keeps step with the other ranks
+Lengths = Sequence[int] | np.ndarray  # prompt plus response tokens of each row of the batch
 
 
-def plan(lengths: Sequence[int], ranks: int, budget: Budget, rows: Sequence[int] | None = None) -> list[Passes]:
+def plan(lengths: Lengths, ranks: int, budget: Budget, rows: Sequence[int] | None = None) -> list[Passes]:
     """The passes of each rank over the rows named (all, if none are): work balanced, equally many on every rank."""
-    rows = range(len(lengths)) if rows is None else rows
-    shares = [_passes(share, lengths, budget) for share in balance(rows, lengths, ranks // budget.devices)]
-    most = max(len(share) for share in shares)
-    return [share + [[]] * (most - len(share)) for share in shares for _ in range(budget.devices)]
+    lengths = np.asarray(lengths, dtype=np.int64)
+    shares = balance(np.arange(len(lengths)) if rows is None else rows, lengths, ranks // budget.devices)
+    plans = [_passes(share, lengths, budget) for share in shares]
+    while min(map(len, plans)) < (most := max(map(len, plans))):
+        # Ranks wait for one another in every pass, so a rank that needs fewer spreads its rows over as many.
+        plans = [
+            own if len(own) == most else _passes(share, lengths, budget, most)
+            for own, share in zip(plans, shares, strict=True)
+        ]
+    return [own for own in plans for _ in range(budget.devices)]
 
 
-def balance(rows: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Rows dealt to ranks, longest first, each to the rank with the least work so far."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(row)
-        heapq.heappush(loads, (load + lengths[row], rank))
-    return shares
+def balance(rows: Sequence[int] | np.ndarray, lengths: Lengths, ranks: int) -> list[list[int]]:
+    """Rows dealt to ranks, longest first, each to the rank with the least work so far; then, if a rank has more than
+    1 + UNEVEN times the mean, rows are exchanged."""
+    rows = np.asarray(rows, dtype=np.int64)
+    work = np.asarray(lengths, dtype=np.int64)[rows]
+    shares, _ = deal(work, ranks, (1 + UNEVEN) * work.sum() / ranks)
+    return [rows[share].tolist() for share in shares]
 
 
-def _passes(rows: list[int], lengths: Sequence[int], budget: Budget) -> Passes:
-    """One rank's rows, longest first, cut into passes within the budget."""
+def _passes(share: list[int], lengths: np.ndarray, budget: Budget, least: int = 0) -> Passes:
+    """One rank's rows cut into passes within the budget, no fewer than asked for; some may be empty."""
+    rows = np.asarray(share, dtype=np.int64)
+    rows = rows[np.argsort(-lengths[rows], kind="stable")]
     if budget.rows is not None:
-        return [rows[start : start + budget.rows] for start in range(0, len(rows), budget.rows)]
+        passes = [rows[start : start + budget.rows].tolist() for start in range(0, len(rows), budget.rows)]
+    elif budget.padded:
+        passes = _rectangles(rows.tolist(), lengths, budget.tokens)
+    else:
+        alone = int((lengths[rows] > budget.tokens).sum())
+        passes = [[row] for row in rows[:alone].tolist()]
+        passes += _even(rows[alone:], lengths, budget.tokens, least - alone)
+    return passes + [[]] * (least - len(passes))
+
+
+def _rectangles(rows: list[int], lengths: np.ndarray, tokens: int) -> Passes:
+    """Rows, longest first, cut into passes of at most so many tokens when padded to the longest of the pass."""
     passes: Passes = []
-    used = budget.tokens + 1
     for row in rows:
-        # Rows come longest first, so the first row of a pass is as long as any after it.
-        cost = lengths[passes[-1][0]] if budget.padded and passes else lengths[row]
-        if used + cost > budget.tokens:
+        if not passes or lengths[passes[-1][0]] * (len(passes[-1]) + 1) > tokens:
             passes.append([])
-            used, cost = 0, lengths[row]
         passes[-1].append(row)
-        used += cost
     return passes
+
+
+def _even(rows: np.ndarray, lengths: np.ndarray, tokens: int, least: int) -> Passes:
+    """Rows, longest first and none longer than `tokens`, in as few passes of at most so many tokens as are found to do,
+    but no fewer than `least`; the passes are nearly alike."""
+    if not len(rows):
+        return []
+    work = lengths[rows]
+    # Neither their sum fits into fewer, nor the longest of them: `tokens // length` rows as long as that in a pass.
+    fewest = np.append(-(-work.sum() // tokens), -(-np.arange(1, len(work) + 1) // (tokens // work)))
+    count = max(int(fewest.max()), least)
+    while True:
+        shares, largest = deal(work, count, tokens)
+        if largest <= tokens:
+            return [rows[share].tolist() for share in shares]
+        count += max(1, count // 50)
 
 
 @dataclass(frozen=True)

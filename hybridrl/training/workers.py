@@ -151,7 +151,7 @@ class TrainWorkers:
         self, method: Callable[..., Any], batch: Batch, budget: Budget, *arguments: Any, **options: Any
     ) -> Outputs:
         """Call a forward method on every rank's share of the rows; its outputs in the batch's row order."""
-        shares = plan(batch.lengths.tolist(), len(self.group), budget)
+        shares = plan(batch.lengths.numpy(), len(self.group), budget)
         rows = self.group.share(batch.only())
         parts = [(rows, passes, *arguments) for passes in shares]
         found = self.group.scatter(method, parts, timeout=self.timeout, **options)
@@ -213,7 +213,7 @@ class TrainWorkers:
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], budget: Budget
     ) -> tuple[list[Passes], list[tuple[Pending, list[MiniBatch]]]]:
         """Each rank's passes over all mini-batches; the rows, shared, and those passes cut into mini-batches."""
-        lengths, ranks = batch.lengths.tolist(), len(self.group)
+        lengths, ranks = batch.lengths.numpy(), len(self.group)
         plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
         written = batch.per_row(batch.response_mask.long())
         totals = [Totals.counted(written[list(rows)]) for rows in mini_batches]

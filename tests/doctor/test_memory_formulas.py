@@ -64,14 +64,14 @@ def test_a_rank_gathers_what_is_in_no_layer_and_two_layers_whole() -> None:
 
 
 def test_activations_are_those_of_all_layers() -> None:
-    # A token of a layer in float32: 6 x 4 of the norms, 4 x (4 + 2) of the attention, 4 x 10 of the MLP.
-    assert formulas.activations(WHOLE, FULL, 7, checkpointed=False, kernel=False) == 7 * 2 * (24 + 24 + 40) * 4
-    # In half precision norms keep more; the kernel lays nothing out in rectangles.
-    assert formulas.activations(WHOLE, MIXED, 7, checkpointed=False, kernel=True) == 7 * 2 * (32 + 12 + 40) * 2
+    # A token of a layer in float32: 6 x 4 of the norms, 2 x (4 + 2) + 4 of the attention, 4 x 10 of the MLP.
+    assert formulas.activations(WHOLE, FULL, 7, checkpointed=False, by_rows=True) == 7 * 2 * (24 + 16 + 40) * 4
+    # In half precision norms keep more; in one call attention keeps its output once.
+    assert formulas.activations(WHOLE, MIXED, 7, checkpointed=False, by_rows=False) == 7 * 2 * (32 + 12 + 40) * 2
 
 
 def test_with_checkpointing_activations_are_every_layers_input_and_one_layer() -> None:
-    assert formulas.activations(WHOLE, FULL, 7, checkpointed=True, kernel=False) == 7 * (2 * 4 + 88) * 4
+    assert formulas.activations(WHOLE, FULL, 7, checkpointed=True, by_rows=True) == 7 * (2 * 4 + 80) * 4
 
 
 def test_a_pass_without_gradients_holds_the_widest_of_one_layer() -> None:

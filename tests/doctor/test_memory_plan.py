@@ -157,7 +157,7 @@ def test_the_bucket_is_the_largest_that_is_handed_over(load: Load) -> None:
 
 def test_an_update_holds_parameters_gradients_moments_and_one_pass(load: Load, memory: object) -> None:
     needs = held(run_of(load("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512")), "policy update").device
-    token = 2 * 8 + 6 * 8 + 4 * (8 + 4) + 4 * 16  # checkpointed: both layers' inputs, and one layer
+    token = 2 * 8 + 6 * 8 + 3 * 8 + 2 * 4 + 4 * 16  # checkpointed: both layers' inputs, and one layer
     assert needs["parameters"] == needs["gradients"] == 4 * PARAMETERS
     assert needs["rollout weights"] == 4 * (2 * PARAMETERS + 2 * EMBEDDING)
     assert needs["optimizer"] == 8 * PARAMETERS

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,9 +16,14 @@ def test_rows_go_longest_first_to_the_rank_with_the_least_work():
     assert balance(range(4), [3, 9, 4, 7], ranks=2) == [[1, 0], [3, 2]]
 
 
-def test_passes_fill_the_budget_and_ranks_with_fewer_passes_get_empty_ones():
-    # Rank 0 has 9 and 3 tokens, which do not fit into 11 together; rank 1 has 7 and 4, which do.
-    assert plan([3, 9, 4, 7], 2, Budget(11)) == [[[1], [0]], [[3, 2], []]]
+def test_a_rank_that_needs_fewer_passes_spreads_its_rows_over_as_many():
+    # Rank 0 has 9 and 3 tokens, which do not fit into 11 together; rank 1 has 7 and 4, which would.
+    assert plan([3, 9, 4, 7], 2, Budget(11)) == [[[1], [0]], [[3], [2]]]
+
+
+def test_passes_are_alike_rather_than_full():
+    # 5 + 4 + 3 would fill a pass of 12, and leave 3 + 3.
+    assert plan([3, 3, 3, 4, 5], 1, Budget(12)) == [[[4, 1], [3, 0, 2]]]
 
 
 def test_padded_rows_count_as_long_as_the_longest_of_their_pass():
@@ -65,6 +71,51 @@ def test_no_pass_is_over_the_budget_but_for_a_single_row(lengths, ranks, budget)
 def test_no_rank_is_further_from_the_mean_than_the_longest_row(lengths, ranks):
     loads = [sum(lengths[row] for row in share) for share in balance(range(len(lengths)), lengths, ranks)]
     assert all(abs(load - sum(lengths) / ranks) <= max(lengths) for load in loads)
+
+
+def sums(shares, lengths) -> list[int]:
+    return [sum(int(lengths[row]) for row in share) for share in shares]
+
+
+# Lengths as of answers: a heavy tail, all lengths alike likely, and a mean of about 1,000.
+DRAWN = {
+    "log-normal": lambda draw, count: np.clip(draw.lognormal(5.7, 1.1, count), 1, 4096),
+    "uniform": lambda draw, count: draw.integers(1, 2049, count),
+    "gamma": lambda draw, count: np.clip(draw.gamma(4, 250, count), 20, 4096),
+}
+SHAPES = st.sampled_from(list(DRAWN))
+
+
+def drawn(shape: str, count: int, seed: int) -> np.ndarray:
+    return DRAWN[shape](np.random.default_rng(seed), count).astype(np.int64)
+
+
+@given(SHAPES, st.integers(2, 64), st.integers(0, 10**6))
+def test_no_rank_has_a_thousandth_more_than_the_mean_where_each_has_many_rows(shape, ranks, seed):
+    lengths = drawn(shape, 100 * ranks, seed)
+    assert max(sums(balance(range(len(lengths)), lengths, ranks), lengths)) <= 1.001 * lengths.sum() / ranks
+
+
+@given(SHAPES, st.integers(300, 1500), st.integers(0, 10**6), st.none() | st.integers(0, 64))
+def test_rows_go_into_as_few_passes_as_their_sum_fills_even_if_it_fills_them_all(shape, count, seed, room):
+    lengths = drawn(shape, count, seed)
+    fewest = -(-int(lengths.sum()) // 16384)
+    if room is not None:  # longer rows, so that all passes together have no more room than that
+        missing = max(fewest * 16384 - room - int(lengths.sum()), 0)
+        lengths += missing // count + (np.arange(count) < missing % count)
+    passes = plan(lengths, 1, Budget(16384))[0]
+    assert len(passes) == fewest
+    assert max(sums(passes, lengths)) <= 16384
+
+
+@pytest.mark.parametrize(("length", "expected"), [(9000, 40), (6000, 20), (16384, 40), (16385, 40), (5, 1)])
+def test_rows_of_one_length_go_as_many_to_a_pass_as_fit(length, expected):
+    assert len(plan([length] * 40, 1, Budget(16384))[0]) == expected
+
+
+def test_rows_of_which_few_fit_together_take_little_more_than_the_fewest_passes():
+    # 9000 goes with nothing, 7500 goes with another: 100 passes and 50.
+    assert 150 <= len(plan([9000, 7500] * 100, 1, Budget(16384))[0]) <= 153
 
 
 @pytest.fixture

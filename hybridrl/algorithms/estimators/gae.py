@@ -16,6 +16,6 @@ def gae(batch: Batch, settings: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """
     written, lengths = written_tokens(batch)
     values = batch.values[written]
-    residuals = batch.token_rewards[written] + settings.gamma * following(values, lengths) - values
+    residuals = following(values, lengths).mul_(settings.gamma).add_(batch.token_rewards[written]).sub_(values)
     advantages = discounted_sums(residuals, lengths, settings.gamma * settings.lam)
     return placed(batch, whitened(advantages)), placed(batch, advantages + values)

@@ -37,4 +37,4 @@ def whitened(values: Tensor) -> Tensor:
     centred = values - values.mean()
     # Once more: the mean's rounding error, next to values that are large and alike, would be blown up to a signal.
     centred -= centred.mean()
-    return centred * (centred.var() + 1e-8).rsqrt()
+    return centred.mul_((centred.var() + 1e-8).rsqrt())

@@ -1,0 +1,63 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridrl.training.attention import attend
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+OPTIONS = st.sampled_from([{}, {"sliding_window": 5}, {"softcap": 1.5}, {"softcap": 1.5, "sliding_window": 5}])
+HEADS = st.sampled_from([(4, 4), (4, 2), (3, 1)])
+WIDTH = 8
+
+
+def drawn(lengths: list[int], heads: tuple[int, int], seed: int) -> list[Tensor]:
+    """Query, key, value [1, heads, T, width] as a model has them, in memory one token after another."""
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(1, sum(lengths), count, WIDTH, generator=draw).transpose(1, 2).requires_grad_()
+        for count in (heads[0], heads[1], heads[1])
+    ]
+
+
+def in_one_line(inputs: list[Tensor], lengths: list[int], **options: object) -> Tensor:
+    """Attention output [T, heads, width]."""
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return attend(torch.nn.Identity(), *inputs, None, boundaries=boundaries, longest=max(lengths), **options)[0][0]
+
+
+def by_the_formula(inputs: list[Tensor], lengths: list[int], sliding_window=10**6, softcap=None) -> Tensor:
+    """Softmax of the scores of what each token sees, over the whole line in float64."""
+    query, key, value = (tensor[0].double() for tensor in inputs)
+    key, value = (tensor.repeat_interleave(len(query) // len(key), dim=0) for tensor in (key, value))
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = torch.arange(len(row))[:, None] - torch.arange(len(row))
+    seen = (row[:, None] == row) & (distance >= 0) & (distance < sliding_window)
+    scores = query @ key.mT / WIDTH**0.5
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(0, 1)
+
+
+@given(LENGTHS, HEADS, OPTIONS, st.integers(0, 99))
+def test_output_and_gradient_are_those_of_the_formula(lengths, heads, options, seed):
+    inputs = drawn(lengths, heads, seed)
+    found, expected = in_one_line(inputs, lengths, **options), by_the_formula(inputs, lengths, **options)
+    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-5)
+    weights = torch.linspace(-1, 1, found.numel()).view_as(found)
+    ours = torch.autograd.grad(found, inputs, weights)
+    right = torch.autograd.grad(expected, inputs, weights.double())
+    torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [3, 100, 600])
+@pytest.mark.parametrize("neighbour", [1, 70, 900])
+def test_a_row_comes_out_with_the_same_bits_whatever_lies_beside_it(length, neighbour):
+    inputs = drawn([neighbour, length], (4, 2), seed=0)
+    alone = [tensor[:, :, neighbour:].detach().requires_grad_() for tensor in inputs]
+    beside, single = in_one_line(inputs, [neighbour, length])[neighbour:], in_one_line(alone, [length])
+    assert torch.equal(beside, single)
+    gradients = (torch.autograd.grad(output.square().sum(), of) for output, of in ((beside, inputs), (single, alone)))
+    for whole, own in zip(*gradients, strict=True):
+        assert torch.equal(whole[:, :, neighbour:], own)
