@@ -154,6 +154,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     if "cuda" not in sys.argv:  # must stand before vLLM is imported
         os.environ |= devices.environment("cpu", 1)
     sys.exit(main())

@@ -154,10 +154,11 @@ class Sides:
         workers, plan = self.hall.workers, self.hall.workers.policy.updates
         own = batch.old_log_probs is None
         loss = workers.policy.loss.__class__(**{**vars(workers.policy.loss), "own_old_log_probs": own})
-        group, workers.group = workers.group, workers.group.only([0])
-        parts = workers._mini_batches(batch.only(*POLICY_FIELDS), plan.mini_batches(batch.group, 1), plan.budget)[1]
+        rows, group = batch.only(*POLICY_FIELDS), workers.group
+        workers.group = group.only([0])
+        (_, mini_batches), *_ = workers._mini_batches(rows, plan.mini_batches(batch.group, 1), plan.budget)[1]
         workers.group = group
-        torch.save((*parts[0], loss), self.directory / "update.pt")
+        torch.save((rows, mini_batches, loss), self.directory / "update.pt")
 
     # -- one thing of one side -----------------------------------------------------------------------------------
 
