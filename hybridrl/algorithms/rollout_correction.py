@@ -71,6 +71,11 @@ class RolloutCorrection:
         return replace(batch, importance_weights=weights, response_mask=kept), metrics
 
     @property
+    def by_token(self) -> bool:
+        """Whether what becomes of a token follows from its own ratio alone."""
+        return self.level in (None, "token") and not self.rejections
+
+    @property
     def _by_row(self) -> bool:
         return self.level != "token"
 

@@ -6,8 +6,8 @@ CPU; docs/memory.md has the figures. On CUDA they were not measured.
 
 from dataclasses import dataclass
 
-# What forming the log-probs of a chunk holds at most, in chunks of logits: with the backward pass, and without it.
-CHUNKS_IN_UPDATE, CHUNKS_IN_PASS = 4, 3
+# What forming the log-probs of a chunk holds, in chunks of logits: with entropies two, and in half precision a half.
+CHUNKS = 2.5
 # On CPU: of what a process frees, it keeps blocks of fewer elements than this (32 MiB in float32, glibc's largest
 # threshold), as they lie between others that are in use.
 SMALL = 2**23
@@ -83,7 +83,7 @@ def gathered(model: ModelSizes, kept: Kept) -> float:
 
 
 def head_gradient(model: ModelSizes, kept: Kept) -> float:
-    """Of the embedding and the head, unsharded, and a chunk's share before it is added."""
+    """Of the embedding and the head, unsharded, and again as it is reduced; a tied head has as much from each use."""
     return 0 if model.adapted else 2 * model.outside * kept.computed
 
 
@@ -102,9 +102,9 @@ def passing(model: ModelSizes, kept: Kept, tokens: int) -> float:
     return tokens * (3 * model.intermediate + 2 * model.hidden) * kept.computed
 
 
-def logits(model: ModelSizes, tokens: int, chunk: int, chunks: int) -> float:
-    """Logits are formed in float32 in chunks of at most so many bytes, `chunks` of which there are at a time."""
-    return chunks * min(tokens * model.vocabulary * FULL, chunk)
+def logits(model: ModelSizes, tokens: int, at_once: int) -> float:
+    """Logits are formed in float32, those of so many tokens at once."""
+    return CHUNKS * min(tokens, at_once) * model.vocabulary * FULL
 
 
 def pass_tokens(budget: int, rows_at_once: int | None, rows: int, longest: int) -> int:

@@ -6,7 +6,7 @@ from hybridrl.doctor import memory_formulas as formulas
 from hybridrl.doctor.memory_formulas import Kept, ModelSizes
 from hybridrl.doctor.memory_setup import Setup
 from hybridrl.plans import build_critic_plan, build_policy_plan
-from hybridrl.training.model import CHUNK_BYTES
+from hybridrl.training.linear_log_probs import tokens_at_once
 from hybridrl.training.worker import LearnerConfig
 
 Needs = Counter[str]
@@ -44,13 +44,13 @@ def _passes(run: Setup) -> list[Needs]:
 def _pass(run: Setup, sizes: ModelSizes, kept: Kept, tokens: int, *, values: bool = False) -> Needs:
     needs = Counter({"gathered": formulas.gathered(sizes, kept), "activations": formulas.passing(sizes, kept, tokens)})
     if not values:
-        needs["logits"] = formulas.logits(sizes, tokens, _chunk(run), formulas.CHUNKS_IN_PASS)
+        needs["logits"] = _logits(run, sizes, tokens)
     return needs
 
 
 def _update(run: Setup, sizes: ModelSizes, learner: LearnerConfig, tokens: int, *, padded: bool) -> Needs:
     """Of the backward pass or of the optimizer's step, whichever holds more."""
-    kept, chunks = run.kept(learner), formulas.CHUNKS_IN_UPDATE
+    kept = run.kept(learner)
     by_rows = not padded and (run.on_cpu or kept.computed == formulas.FULL)
     checkpointed = learner.model.enable_gradient_checkpointing
     backward = Counter(
@@ -60,7 +60,7 @@ def _update(run: Setup, sizes: ModelSizes, learner: LearnerConfig, tokens: int, 
         }
     )
     if learner is run.worker.policy:
-        backward["logits"] = formulas.logits(sizes, tokens, _chunk(run), chunks)
+        backward["logits"] = _logits(run, sizes, tokens)
     step = Counter({"optimizer": formulas.optimizer_step(sizes, kept)})
     if learner.fsdp.optimizer_offload and not run.on_cpu:
         step["optimizer"] += run.moments(sizes, learner)
@@ -69,5 +69,5 @@ def _update(run: Setup, sizes: ModelSizes, learner: LearnerConfig, tokens: int, 
     return needs
 
 
-def _chunk(run: Setup) -> int:
-    return CHUNK_BYTES[run.config.trainer.device]
+def _logits(run: Setup, sizes: ModelSizes, tokens: int) -> float:
+    return formulas.logits(sizes, tokens, tokens_at_once(run.config.trainer.device, sizes.vocabulary))

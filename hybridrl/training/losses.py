@@ -1,20 +1,20 @@
 """From what a model says of a pass's rows to that pass's share of the loss of its mini-batch, and of each metric."""
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import Totals, token_weights
 from hybridrl.algorithms.kl import kl_estimate
-from hybridrl.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES, PolicyLoss
+from hybridrl.algorithms.policy_losses import AGGREGATIONS, BY_TOKEN, POLICY_LOSSES, PolicyLoss
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.algorithms.settings import LossSettings
 from hybridrl.algorithms.value_loss import value_loss
 from hybridrl.batch import Batch
 from hybridrl.config.own_code import load_function
-from hybridrl.training.model import TokenOutputs
+from hybridrl.training.token_outputs import Foresight, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,22 @@ def policy_loss(found: TokenOutputs, part: Batch, totals: Totals, loss: LossConf
     if loss.correction is not None:
         statistics["rollout_rs_masked_fraction"] = (~learnt).float()
     return total, shares | _token_means(statistics, part, totals)
+
+
+def foresight(part: Batch, totals: Totals, loss: LossConfig) -> Foresight | None:
+    """The gradient of `policy_loss` by what the model says, as soon as it does; None where a token's may depend on what
+    it says of others."""
+    by_token = loss.policy_loss in BY_TOKEN and (loss.correction is None or loss.correction.by_token)
+    return partial(_gradient, part=part, totals=totals, loss=loss) if by_token else None
+
+
+def _gradient(found: TokenOutputs, part: Batch, totals: Totals, loss: LossConfig) -> TokenOutputs:
+    with torch.enable_grad():
+        said = [None if value is None else value.detach().requires_grad_() for value in found]
+        total, _ = policy_loss(TokenOutputs(*said), part, totals, loss)
+    present = [value for value in said if value is not None]
+    gradients = iter(torch.autograd.grad(total, present, allow_unused=True, materialize_grads=True))
+    return TokenOutputs(*(None if value is None else next(gradients) for value in said))
 
 
 def critic_loss(values: Tensor, part: Batch, totals: Totals, loss: ValueLossConfig) -> tuple[Tensor, dict[str, Tensor]]:

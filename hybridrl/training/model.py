@@ -1,53 +1,27 @@
 """A Hugging Face causal language model that answers for given tokens: log-probs, and what a loss may ask beside them.
 
-Knows nothing of rewards or losses. Logits are formed in chunks of tokens and formed again in the backward pass, so that
-[tokens, vocabulary] never exists as a whole. `hidden_states` serves the value model too.
+Knows nothing of rewards or losses. `hidden_states` serves the value model too.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybridrl.batch import Batch
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
+from hybridrl.training.linear_log_probs import token_outputs
 from hybridrl.training.loading import blank_model, fill, load_settings
 from hybridrl.training.packing import ModelInputs, lay_out
 from hybridrl.training.sequence_parallel import of_all_slices, slice_of
+from hybridrl.training.token_outputs import Asked, Foresight, Head, LogitRule, ReferenceOutputs, TokenOutputs
 
 HOST = torch.device("cpu")
-# Of float32 logits. On CUDA few large chunks: each adds its share to the head's gradient in that gradient's own type.
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 # The largest difference of a log-prob, our way against the model's own, by the type of the computation.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-
-
-# Named tuples: FSDP2 looks for tensors in what a model takes and returns, and not in every torch inside dataclasses.
-class TokenOutputs(NamedTuple):
-    """What a language model says of each response token, in float32; None where not asked for."""
-
-    log_probs: Tensor  # [response tokens]
-    entropies: Tensor | None = None  # [response tokens]
-    sum_pi_squared: Tensor | None = None  # [response tokens] of all tokens' squared probabilities; without a gradient
-    reference_kl: Tensor | None = None  # [response tokens] KL(policy || reference), exact
-
-
-class LogitRule(NamedTuple):
-    """What a family does to its logits after the head: scales them, and bends them so that none exceeds a cap."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.scale != 1:
-            logits = logits * self.scale
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
 def logit_rule(settings: PreTrainedConfig) -> LogitRule:
@@ -55,15 +29,6 @@ def logit_rule(settings: PreTrainedConfig) -> LogitRule:
     told = settings.to_dict()
     scale = (told.get("logit_scale") or 1.0) / (told.get("logits_scaling") or 1.0)
     return LogitRule(scale, told.get("final_logit_softcapping"))
-
-
-class ReferenceOutputs(NamedTuple):
-    """From which a reference's logits of the same response tokens are formed: what its head sees, and the head."""
-
-    hidden: Tensor  # [response tokens, width]
-    head: Tensor  # [vocabulary, width], whole
-    bias: Tensor | None = None  # [vocabulary]
-    rule: LogitRule = LogitRule()
 
 
 class LanguageModel(nn.Module):
@@ -83,29 +48,20 @@ class LanguageModel(nn.Module):
         entropy_gradient: bool = False,
         sum_pi_squared: bool = False,
         against: ReferenceOutputs | None = None,
+        foresight: Foresight | None = None,
     ) -> TokenOutputs:
-        hidden = hidden_states(self.model, inputs)
-        form = partial(
-            _token_outputs,
-            self.model.get_output_embeddings(),
-            self.rule,
-            temperature=temperature,
-            entropies=entropies,
-            entropy_gradient=entropy_gradient,
-            sum_pi_squared=sum_pi_squared,
-        )
-        logits_at_once = 1 if against is None else 2
-        size = max(CHUNK_BYTES[hidden.device.type] // (4 * logits_at_once * self.model.config.vocab_size), 1)
-        if len(hidden) <= size:
-            return _of_all_slices(form(hidden, inputs.targets, against), inputs)
-        hiddens, targets = hidden.split(size), inputs.targets.split(size)
-        references = [None] * len(targets)
-        if against is not None:
-            references = [against._replace(hidden=part) for part in against.hidden.split(size)]
-        chunks = zip(hiddens, targets, references, strict=True)
-        parts = [checkpoint(form, *chunk, use_reentrant=False) for chunk in chunks]
-        columns = (None if items[0] is None else torch.cat(items) for items in zip(*parts, strict=True))
-        return _of_all_slices(TokenOutputs(*columns), inputs)
+        """With a loss's foresight the gradient of just this loss takes less time."""
+        if inputs.shared is not None:
+            foresight = None  # a slice's outputs are not all that its rows' loss wants
+        asked = Asked(temperature, entropies, entropy_gradient, sum_pi_squared, against, foresight)
+        found = token_outputs(hidden_states(self.model, inputs), self.head, inputs.targets, asked)
+        return TokenOutputs(*(of_all_slices(column, inputs.shared) for column in found))
+
+    @property
+    def head(self) -> Head:
+        """Whole only while the model's own parameters are."""
+        linear = self.model.get_output_embeddings()
+        return Head(linear.weight, linear.bias, self.rule)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """What the head sees where it predicts the response tokens [response tokens, width]."""
@@ -128,46 +84,6 @@ def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
         use_cache=False,
     ).last_hidden_state
     return hidden.flatten(0, 1)[inputs.predictors]
-
-
-def _of_all_slices(found: TokenOutputs, inputs: ModelInputs) -> TokenOutputs:
-    return TokenOutputs(*(of_all_slices(column, inputs.shared) for column in found))
-
-
-def _token_outputs(
-    head: nn.Module,
-    rule: LogitRule,
-    hidden: Tensor,
-    targets: Tensor,
-    against: ReferenceOutputs | None,
-    *,
-    temperature: float,
-    entropies: bool,
-    entropy_gradient: bool,
-    sum_pi_squared: bool,
-) -> TokenOutputs:
-    logits = rule(head(hidden).float())
-    if temperature != 1:
-        logits = logits / temperature
-    normaliser = logits.logsumexp(-1)
-    outputs = TokenOutputs(logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser)
-    if not entropies and not sum_pi_squared and against is None:
-        return outputs
-    training = torch.is_grad_enabled()
-    with torch.set_grad_enabled(training and (entropy_gradient or against is not None)):
-        probabilities = (logits - normaliser[:, None]).exp()
-    if against is not None:
-        with torch.no_grad():
-            reference = against.rule(F.linear(against.hidden, against.head, against.bias).float()) / temperature
-        expected_gap = (probabilities * (logits - reference)).sum(-1)
-        outputs = outputs._replace(reference_kl=expected_gap - normaliser + reference.logsumexp(-1))
-    if entropies:
-        with torch.set_grad_enabled(training and entropy_gradient):
-            outputs = outputs._replace(entropies=normaliser - (probabilities * logits).sum(-1))
-    if sum_pi_squared:
-        # The norm, squared, takes no second tensor of the vocabulary's size.
-        outputs = outputs._replace(sum_pi_squared=torch.linalg.vector_norm(probabilities.detach(), dim=-1).square())
-    return outputs
 
 
 def blank_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:

@@ -30,21 +30,15 @@ from hybridrl.training.adapted import adapter_off, pairs
 from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole_tensors
 from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares
 from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
-from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, policy_loss
-from hybridrl.training.model import (
-    HOST,
-    LanguageModel,
-    ReferenceOutputs,
-    TokenOutputs,
-    blank_language_model,
-    check_log_probs,
-)
+from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, foresight, policy_loss
+from hybridrl.training.model import HOST, LanguageModel, blank_language_model, check_log_probs
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, Passes
 from hybridrl.training.sender import Sender
 from hybridrl.training.sequence_parallel import sequence_group
 from hybridrl.training.state import load_state, state_of
 from hybridrl.training.state_writer import StateWriter
+from hybridrl.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
 from hybridrl.training.value_model import ValueModel, blank_value_model
 from hybridrl.weights.handles import Handle
 from hybridrl.weights.layout import Bucket, HandOver
@@ -213,9 +207,9 @@ class TrainWorker:
         """What the reference's head sees, and that head; collective."""
         with torch.no_grad(), self._as_reference() as model:
             hidden = model.hidden_states(inputs)
-            head = model.model.get_output_embeddings()  # whole until the model is sharded again
+            head = model.head  # whole until the model is sharded again
             bias = None if head.bias is None else head.bias.clone()
-            return ReferenceOutputs(hidden, head.weight.clone(), bias, model.rule)
+            return ReferenceOutputs(hidden, Head(head.weight.clone(), bias, head.rule))
 
     @contextmanager
     def _as_reference(self) -> Iterator[LanguageModel]:
@@ -263,12 +257,14 @@ class TrainWorker:
         def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
             inputs = self.policy.inputs(part)
             against = self._reference_outputs(inputs) if loss.kl_form == "full" else None
-            found = self.policy.model(inputs, loss.temperature, against=against, **options)
+            part = part.to(self.device)
+            foreseen = None if totals is None else foresight(part, totals, loss)
+            found = self.policy.model(inputs, loss.temperature, against=against, foresight=foreseen, **options)
             if loss.own_old_log_probs:
                 passed.append(TokenOutputs(*(value if value is None else value.detach() for value in found)))
             if totals is None:
                 return 0 * found.log_probs.sum(), {}
-            return policy_loss(found, part.to(self.device), totals, loss)
+            return policy_loss(found, part, totals, loss)
 
         return compute
 

@@ -17,8 +17,8 @@ from hybridrl.cluster import Group, Pending
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
-from hybridrl.training.model import TokenOutputs
 from hybridrl.training.packing import Budget, Passes, plan, reassemble
+from hybridrl.training.token_outputs import TokenOutputs
 from hybridrl.training.worker import Columns, TrainWorker
 
 POLICY_FIELDS = (

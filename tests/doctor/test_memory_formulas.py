@@ -78,9 +78,9 @@ def test_a_pass_without_gradients_holds_the_widest_of_one_layer() -> None:
     assert formulas.passing(WHOLE, FULL, 7) == 7 * (30 + 8) * 4
 
 
-@pytest.mark.parametrize(("tokens", "size"), [(5, 4 * 5 * 12 * 4), (100, 4 * 1000)])
+@pytest.mark.parametrize(("tokens", "size"), [(5, 2.5 * 5 * 12 * 4), (100, 2.5 * 20 * 12 * 4)])
 def test_logits_are_as_many_as_the_tokens_and_at_most_a_chunk(tokens: int, size: int) -> None:
-    assert formulas.logits(WHOLE, tokens, 1000, 4) == size
+    assert formulas.logits(WHOLE, tokens, at_once=20) == size
 
 
 def test_a_pass_takes_rows_up_to_the_budget_and_a_longer_one_alone() -> None:

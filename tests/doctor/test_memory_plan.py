@@ -162,7 +162,7 @@ def test_an_update_holds_parameters_gradients_moments_and_one_pass(load: Load, m
     assert needs["rollout weights"] == 4 * (2 * PARAMETERS + 2 * EMBEDDING)
     assert needs["optimizer"] == 8 * PARAMETERS
     assert needs["activations"] == 512 * 4 * token
-    assert needs["logits"] == 4 * (512 * 80 * 4)
+    assert needs["logits"] == 2.5 * (512 * 80 * 4)
     assert needs["gathered"] == 4 * (EMBEDDING + NORM + 2 * LAYER) + 4 * 2 * (EMBEDDING + NORM)
 
 

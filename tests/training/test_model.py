@@ -7,17 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config, StableLmConfig
 
 from hybridrl.batch import Batch
-from hybridrl.training import attention
-from hybridrl.training import model as model_module
+from hybridrl.training import attention, linear_log_probs
 from hybridrl.training.loading import layer_classes
-from hybridrl.training.model import (
-    LanguageModel,
-    ReferenceOutputs,
-    TokenOutputs,
-    check_log_probs,
-    load_language_model,
-)
+from hybridrl.training.model import LanguageModel, check_log_probs, load_language_model
 from hybridrl.training.packing import lay_out
+from hybridrl.training.token_outputs import ReferenceOutputs, TokenOutputs
 from tests.training.families import FAMILIES, SMALL, SPECIAL, VOCABULARY, model_config
 
 
@@ -37,6 +31,11 @@ def one_by_one(directory: str, rows: Batch, temperature: float = 1.0):
         entropies.append(told.entropy())
     log_probs, entropies = torch.cat(log_probs), torch.cat(entropies)
     return log_probs, entropies, gradient(model, log_probs, entropies)
+
+
+def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(linear_log_probs.CHUNK_BYTES, "cpu", 0)
+    monkeypatch.setattr(linear_log_probs, "FEWEST_TOKENS", tokens)
 
 
 def gradient(model, log_probs, entropies):
@@ -70,19 +69,11 @@ def test_the_temperature_divides_the_logits(directory, rows, padded):
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["in one line", "padded"])
-def test_logits_formed_in_chunks_change_nothing_and_never_exist_as_a_whole(directory, rows, padded, monkeypatch):
-    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 4 * VOCABULARY * 4)
-    model, sizes = load(directory), []
-    model.model.lm_head.register_forward_hook(lambda head, inputs, logits: sizes.append(len(logits)))
-    found = through(model, rows, padded)
-    assert_same(found, one_by_one(directory, rows))
-    # 15 response tokens, forward and again in the backward pass.
-    assert sorted(sizes) == [3, 3, 4, 4, 4, 4, 4, 4]
-
-
-def test_a_chunk_is_one_token_at_least(directory, rows, monkeypatch):
-    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 1)
-    assert_same(through(load(directory), rows, padded=False), one_by_one(directory, rows))
+@pytest.mark.parametrize("tokens_a_chunk", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES | SPECIAL)
+def test_logits_formed_in_chunks_change_nothing(directories, family, rows, tokens_a_chunk, padded, monkeypatch):
+    chunks_of(tokens_a_chunk, monkeypatch)
+    assert_same(through(load(directories[family]), rows, padded), one_by_one(directories[family], rows))
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["in one line", "padded"])
@@ -123,7 +114,7 @@ def odd_rows(rows) -> Batch:
 
 
 def reference_outputs(model: LanguageModel, rows: Batch, padded: bool, bias: Tensor | None = None) -> ReferenceOutputs:
-    return ReferenceOutputs(model.hidden_states(lay_out(rows, padded)), model.model.lm_head.weight, bias)
+    return ReferenceOutputs(model.hidden_states(lay_out(rows, padded)), model.head._replace(bias=bias))
 
 
 def by_the_formulas(policy_path: str, reference_path: str, bias: Tensor, rows: Batch, temperature: float):
@@ -163,7 +154,7 @@ def test_all_outputs_and_their_gradient_are_those_of_the_formulas(
     policy, reference = directories["two heads a key"], directories["llama"]
     bias = torch.linspace(-2, 2, VOCABULARY)
     expected, whole_model = by_the_formulas(policy, reference, bias, rows, temperature)
-    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 2 * 4 * VOCABULARY * tokens_a_chunk)
+    chunks_of(2 * tokens_a_chunk, monkeypatch)
     model, against = load(policy), reference_outputs(load(reference), rows, padded, bias)
     wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
     found = model(lay_out(rows, padded), temperature, against=against, **wanted)
@@ -191,13 +182,14 @@ def test_the_reference_has_no_gradient_though_its_parameters_could(directories, 
 
 @pytest.mark.parametrize("tokens_a_chunk", [4, 10**6])
 def test_what_is_not_asked_for_is_none_and_computed_by_no_operation(odd, odd_rows, tokens_a_chunk, monkeypatch):
-    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 4 * 37 * tokens_a_chunk)
+    chunks_of(tokens_a_chunk, monkeypatch)
     model, inputs = load(odd), lay_out(odd_rows, padded=False)
-    with VocabularyWide(37) as bare:
+    with VocabularyWide(37) as bare, torch.no_grad():
         found = model(inputs, 1.0)
     assert found[1:] == (None, None, None)
-    # The head alone, for every chunk: a temperature of 1 divides nothing, and log-probs need no probabilities.
-    assert {name for name, _ in bare.seen} == {"mm"}
+    # In every chunk the head, the largest logit taken off, and e to the power: a temperature of 1 divides nothing, and
+    # log-probs need no probabilities.
+    assert {name for name, _ in bare.seen} == {"slice", "mm", "sub_", "exp"}
     for asked in ("entropies", "sum_pi_squared"):
         more = model(inputs, 1.0, **{asked: True})
         assert [name for name, value in more._asdict().items() if value is not None] == ["log_probs", asked]
@@ -213,7 +205,7 @@ def test_entropies_that_are_only_told_have_no_gradient_and_change_none(directory
 
 
 def test_no_logits_exist_as_a_whole_where_a_reference_has_some_too(odd, odd_rows, monkeypatch):
-    monkeypatch.setitem(model_module.CHUNK_BYTES, "cpu", 4 * 37 * 4)
+    chunks_of(4, monkeypatch)
     model = load(odd)
     against = reference_outputs(model, odd_rows, padded=False)
     with VocabularyWide(37) as wide:

@@ -49,7 +49,11 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 # Losses that are averaged in one way whatever the configuration says, as in verl.
 AGGREGATIONS: dict[str, str] = dict.fromkeys(("gspo", "sapo", "geo_mean", "gmpo"), "seq-mean-token-mean")
 
+# Losses in which a token's own follows from its own log-prob alone, not from those of others in its row: their gradient
+# is formed with the log-probs. Any other loss forms logits twice (one of these, named wrongly, would do so too).
+BY_TOKEN = POLICY_LOSSES.keys() - {"gspo", "geo_mean", "gmpo"}
+
 # Losses that treat some tokens apart, and who chooses them, once for a mini-batch.
 CHOOSERS: dict[str, Chooser] = {"clip_cov": choose_clipped, "kl_cov": choose_penalised}
 
-__all__ = ["AGGREGATIONS", "CHOOSERS", "POLICY_LOSSES", "Chooser", "PolicyLoss"]
+__all__ = ["AGGREGATIONS", "BY_TOKEN", "CHOOSERS", "POLICY_LOSSES", "Chooser", "PolicyLoss"]

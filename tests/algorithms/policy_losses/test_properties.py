@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.algorithms.aggregation import Totals, token_weights
-from hybridrl.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES
+from hybridrl.algorithms.policy_losses import AGGREGATIONS, BY_TOKEN, POLICY_LOSSES
 from hybridrl.algorithms.settings import LossSettings
 
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3, clip_dual=1.5)
@@ -141,3 +141,23 @@ def test_the_log_ratio_is_at_most_twenty_either_way(make_batch, name, change, ad
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(log_probs.grad).all()
     assert statistics["ppo_kl"].item() == -math.copysign(20, change)
+
+
+def gradient_of_the_first(ragged, total, name, seed, move_others):
+    log_probs, batch = ragged(seed)
+    log_probs[1:] -= move_others
+    return gradient_of(total, name, log_probs, batch)[1][0]
+
+
+@pytest.mark.parametrize("name", sorted(BY_TOKEN))
+@few
+@given(seed=SEEDS, move=st.floats(0, 5))
+def test_by_token_the_gradient_knows_no_other_tokens_log_prob(ragged, total, name, seed, move):
+    alone, beside = (gradient_of_the_first(ragged, total, name, seed, by) for by in (0, move))
+    assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - BY_TOKEN))
+def test_in_other_losses_it_does(ragged, total, name):
+    moved = [gradient_of_the_first(ragged, total, name, seed, 0.05) for seed in range(20)]
+    assert moved != [gradient_of_the_first(ragged, total, name, seed, 0) for seed in range(20)]

@@ -1,0 +1,136 @@
+"""What log-probs cost over the matrix products of the model's head, and the memory that they take, on CPU in float32:
+
+python scripts/benchmark/log_probs.py [--tokens N] [--rounds N] [--json FILE]
+
+A head 1,024 wide, a vocabulary of 32,000, one thread. Its three products (logits, the gradient of hidden states, that
+of the weight) are timed in turn with the log-probs' forward and backward pass; ratios are of the least times. Peaks are
+each of a process of its own.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from side_by_side import Row, arguments, in_turn, report, told
+
+from hybridrl.training.linear_log_probs import token_outputs
+from hybridrl.training.token_outputs import Asked, Head, TokenOutputs
+
+WIDTH, VOCABULARY = 1024, 32_000
+LONG, LONG_WIDTH, LARGE_VOCABULARY = 8192, 896, 151_936
+
+
+class Case:
+    """What a head sees, its weight, and a loss that is a weighted sum of log-probs."""
+
+    def __init__(self, tokens: int, width: int, vocabulary: int) -> None:
+        torch.manual_seed(0)
+        self.hidden = torch.randn(tokens, width, requires_grad=True)
+        self.weight = torch.empty(vocabulary, width).normal_(std=0.03).requires_grad_()
+        self.targets = torch.randint(vocabulary, (tokens,))
+        self.loss_weights = torch.randn(tokens)
+
+    def log_probs(self, asked: Asked) -> TokenOutputs:
+        return token_outputs(self.hidden, Head(self.weight), self.targets, asked)
+
+    def any_loss(self) -> None:
+        self._backward(Asked())
+
+    def sum_over_tokens(self) -> None:
+        self._backward(Asked(foresight=lambda _: TokenOutputs(self.loss_weights)))
+
+    def entropies_alone(self) -> None:
+        with torch.no_grad():
+            self.log_probs(Asked(entropies=True))
+
+    def _backward(self, asked: Asked) -> None:
+        self.hidden.grad = self.weight.grad = None
+        (self.log_probs(asked).log_probs * self.loss_weights).sum().backward()
+
+    def products(self) -> Callable[[], None]:
+        """The three, into memory that is there already."""
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        logits = torch.zeros(len(hidden), len(weight))
+        by_hidden, by_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+
+        def work() -> None:
+            torch.mm(hidden, weight.t(), out=logits)
+            torch.mm(logits, weight, out=by_hidden)
+            torch.mm(logits.t(), hidden, out=by_weight)
+
+        return work
+
+
+def times(tokens: int, rounds: int) -> list[Row]:
+    case = Case(tokens, WIDTH, VOCABULARY)
+    sides = {"products": case.products(), "any": case.any_loss, "sum": case.sum_over_tokens}
+    found = in_turn(sides, rounds)
+    rows = []
+    for side, what, bar in (
+        ("any", "log-probs and gradients, any loss", "at most 1.6 (aim 1.45)"),
+        ("sum", "log-probs and gradients, a sum over tokens", "at most 1.2 (aim 1.1)"),
+    ):
+        ratio = found[side].least / found["products"].least
+        rows.append(Row(what, told(found[side]), f"three products {told(found['products'])}", ratio, bar))
+    return rows
+
+
+def peaks(tokens: int) -> list[Row]:
+    full = 4 * tokens * VOCABULARY
+    learning, alone = peak_of("sum", tokens, WIDTH, VOCABULARY), peak_of("alone", LONG, LONG_WIDTH, LARGE_VOCABULARY)
+    return [
+        Row(
+            "peak of that, gradients included",
+            f"{learning / 2**20:.0f} MiB",
+            f"full logits {full / 2**20:.0f} MiB",
+            learning / full,
+            "at most 0.5 (aim 0.4)",
+        ),
+        Row(
+            f"peak of log-probs and entropies alone, {LONG:,} tokens x {LARGE_VOCABULARY:,}",
+            f"{alone / 2**30:.2f} GiB",
+            f"full logits {4 * LONG * LARGE_VOCABULARY / 2**30:.2f} GiB",
+            alone / 2**30,
+            "at most 1 GiB (aim 0.5)",
+        ),
+    ]
+
+
+def peak_of(kind: str, *shape: int) -> int:
+    """Bytes beyond inputs and weight, in a process of its own."""
+    command = [sys.executable, __file__, "--peak", kind, *map(str, shape)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def measure_peak(kind: str, *shape: int) -> None:
+    # The libraries' own memory comes first.
+    Case(2, 8, 16).sum_over_tokens()
+    case = Case(*shape)
+    before = resident("VmRSS")
+    {"sum": case.sum_over_tokens, "alone": case.entropies_alone}[kind]()
+    print(resident("VmHWM") - before)
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: now (VmRSS) or at most so far (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peak", nargs=4, help="measure one process's peak: sum or alone, tokens, width, vocabulary")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.peak:
+        kind, *shape = given.peak
+        return measure_peak(kind, *map(int, shape))
+    report(times(given.tokens, given.rounds) + peaks(given.tokens), given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Outputs and gradients against logits that are formed whole, in float64, and differentiated by autograd."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridrl.training import linear_log_probs
+from hybridrl.training.linear_log_probs import token_outputs, tokens_at_once
+from hybridrl.training.token_outputs import Asked, Head, LogitRule, ReferenceOutputs, TokenOutputs
+
+TOKENS, WIDTH, VOCABULARY = 9, 5, 13
+PLAIN = LogitRule()
+
+
+class Case(NamedTuple):
+    hidden: Tensor
+    head: Head
+    targets: Tensor
+    asked: Asked
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [value for value in (self.hidden, self.head.weight, self.head.bias) if value is not None]
+
+    def found(self) -> TokenOutputs:
+        return token_outputs(self.hidden, self.head, self.targets, self.asked)
+
+
+def case(seed: int = 0, *, bias: bool = False, against: bool = False, rule: LogitRule = PLAIN, **asked) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).requires_grad_()
+
+    head, other = (Head(draw(VOCABULARY, WIDTH), draw(VOCABULARY) if bias else None, r) for r in (rule, LogitRule(0.5)))
+    reference = ReferenceOutputs(draw(TOKENS, WIDTH), other) if against else None
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return Case(draw(TOKENS, WIDTH), head, targets, Asked(against=reference, **asked))
+
+
+def whole(of: Case) -> TokenOutputs:
+    """By the formulas."""
+
+    def log_softmax(hidden: Tensor, head: Head) -> Tensor:
+        logits = hidden.double() @ head.weight.double().T * head.rule.scale
+        if head.bias is not None:
+            logits = logits + head.bias.double() * head.rule.scale
+        if head.rule.cap is not None:
+            logits = head.rule.cap * torch.tanh(logits / head.rule.cap)
+        return (logits / of.asked.temperature).log_softmax(-1)
+
+    log_p, against = log_softmax(of.hidden, of.head), of.asked.against
+    p = log_p.exp()
+    kl = None if against is None else (p * (log_p - log_softmax(against.hidden, against.head).detach())).sum(-1)
+    entropies, squares = -(p * log_p).sum(-1), p.square().sum(-1).detach()
+    return TokenOutputs(
+        log_p.gather(-1, of.targets[:, None]).squeeze(-1),
+        entropies if of.asked.entropies else None,
+        squares if of.asked.sum_pi_squared else None,
+        kl,
+    )
+
+
+def loss(said: TokenOutputs) -> Tensor:
+    """A sum over tokens of what is said of each, none of it linear, each token with a weight of its own."""
+    weights = torch.linspace(-1, 2, TOKENS)
+    terms = [(0.1 * value).exp() * weights.roll(k) for k, value in enumerate(said) if value is not None]
+    return sum(terms).sum()
+
+
+def foresight(said: TokenOutputs) -> TokenOutputs:
+    with torch.enable_grad():
+        leaves = [value if value is None else value.detach().requires_grad_() for value in said]
+        present = [value for value in leaves if value is not None]
+        gradients = iter(torch.autograd.grad(loss(TokenOutputs(*leaves)), present))
+    return TokenOutputs(*(value if value is None else next(gradients) for value in leaves))
+
+
+def gradients(of: Case, of_loss: Callable[[TokenOutputs], Tensor] = loss) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(of_loss(of.found()), of.inputs)
+
+
+def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(linear_log_probs.CHUNK_BYTES, "cpu", 0)
+    monkeypatch.setattr(linear_log_probs, "FEWEST_TOKENS", tokens)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by whether they make logits [chunk, vocabulary], hidden states' gradient or the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = {"logits": 0, "hidden": 0, "head": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            rows, columns = result.shape
+            self.made["logits" if columns == VOCABULARY else "head" if rows == VOCABULARY else "hidden"] += 1
+        return result
+
+
+def products(of: Case, of_loss: Callable[[TokenOutputs], Tensor] = loss) -> list[int]:
+    with Products() as counted:
+        of_loss(of.found()).backward()
+    return list(counted.made.values())
+
+
+@pytest.mark.parametrize("foreseen", [None, foresight], ids=["formed again", "foreseen"])
+@pytest.mark.parametrize("tokens", [1, 4, 100])
+@given(
+    seed=st.integers(0, 1000),
+    bias=st.booleans(),
+    against=st.booleans(),
+    rule=st.builds(LogitRule, st.sampled_from([1.0, 0.3]), st.sampled_from([None, 2.0])),
+    temperature=st.sampled_from([1.0, 0.6]),
+    entropies=st.booleans(),
+    sum_pi_squared=st.booleans(),
+)
+def test_outputs_and_gradients_are_those_of_whole_logits(foreseen, tokens, seed, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        chunks_of(tokens, patch)
+        made = case(seed, entropy_gradient=True, foresight=foreseen, **options)
+        found, right = made.found(), whole(made)
+        for value, expected in zip(found, right, strict=True):
+            assert (value is None) == (expected is None)
+            if value is not None:
+                torch.testing.assert_close(value, expected.float(), atol=1e-5, rtol=1e-5)
+        expected = torch.autograd.grad(loss(right), made.inputs)
+        torch.testing.assert_close(torch.autograd.grad(loss(found), made.inputs), expected, atol=1e-5, rtol=1e-5)
+        with torch.no_grad():
+            assert all(a is b or torch.equal(a, b) for a, b in zip(made.found(), found, strict=True))
+
+
+def test_logits_are_formed_once_where_the_gradient_was_foreseen_and_else_twice(monkeypatch):
+    chunks_of(4, monkeypatch)
+    assert products(case()) == [6, 3, 3]
+    assert products(case(foresight=foresight)) == [3, 3, 3]
+
+
+def test_logits_of_a_single_chunk_are_formed_once_for_any_loss():
+    assert products(case()) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("factor", [-3.0, 0.0, 2.0**16])
+def test_a_multiple_of_the_gradient_that_was_foreseen_needs_no_more_logits(factor, monkeypatch):
+    chunks_of(4, monkeypatch)
+    right = gradients(case(), lambda said: factor * loss(said))
+    made = case(foresight=foresight)
+    assert products(made, lambda said: factor * loss(said)) == [3, 3, 3]
+    torch.testing.assert_close(tuple(value.grad for value in made.inputs), right)
+
+
+def test_a_loss_without_any_gradient_is_foreseen_too(monkeypatch):
+    chunks_of(4, monkeypatch)
+    made = case(foresight=lambda said: TokenOutputs(torch.zeros(TOKENS)))
+    assert products(made, lambda said: 0 * said.log_probs.sum()) == [3, 3, 3]
+    assert not any(value.grad.any() for value in made.inputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"entropies": True, "entropy_gradient": True}, {"against": True}])
+def test_a_gradient_that_was_not_foreseen_is_right_nevertheless(options, monkeypatch):
+    chunks_of(4, monkeypatch)
+
+    def other(said: TokenOutputs) -> Tensor:
+        last = [value for value in said if value is not None][-1]
+        return loss(said) + last.sum().square()
+
+    made = case(foresight=foresight, **options)
+    torch.testing.assert_close(gradients(made, other), gradients(case(**options), other))
+    assert products(made, other)[0] == products(case(**options), other)[0]
+
+
+def test_a_gradient_that_is_not_finite_arrives(monkeypatch):
+    chunks_of(4, monkeypatch)
+    found = gradients(case(foresight=foresight), lambda said: loss(said) * torch.nan)
+    assert all(value.isnan().all() for value in found)
+
+
+def test_the_gradient_can_be_taken_twice(monkeypatch):
+    for tokens in (4, 100):
+        chunks_of(tokens, monkeypatch)
+        made = case(foresight=foresight)
+        total = loss(made.found())
+        once, twice = (torch.autograd.grad(total, made.inputs, retain_graph=True) for _ in range(2))
+        torch.testing.assert_close(once, twice)
+
+
+@pytest.mark.parametrize("foreseen", [None, foresight])
+def test_a_frozen_head_has_no_gradient_and_costs_none(foreseen, monkeypatch):
+    chunks_of(4, monkeypatch)
+    right = gradients(case())[0]
+    made = case(foresight=foreseen)
+    made.head.weight.requires_grad_(False)
+    assert products(made)[1:] == [3, 0]
+    torch.testing.assert_close(made.hidden.grad, right)
+    assert made.head.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_logits_are_rounded_and_nothing_after_them(dtype, monkeypatch):
+    chunks_of(4, monkeypatch)
+    full = case()
+    hidden, weight = (value.detach().to(dtype).requires_grad_() for value in (full.hidden, full.head.weight))
+    made = Case(hidden, Head(weight), full.targets, Asked(foresight=foresight))
+    found = made.found()
+    logits = hidden @ weight.T
+    right = logits.float().log_softmax(-1).gather(-1, full.targets[:, None]).squeeze(-1)
+    torch.testing.assert_close(found.log_probs, right)
+    expected = torch.autograd.grad(loss(TokenOutputs(right)), made.inputs)
+    torch.testing.assert_close(torch.autograd.grad(loss(found), made.inputs), expected, atol=0.02, rtol=0.02)
+
+
+def test_in_float16_a_gradient_that_would_vanish_unscaled_is_formed_as_it_arrives(monkeypatch):
+    chunks_of(4, monkeypatch)
+    full, tiny = case(), 1e-9
+
+    def half(foreseen):
+        hidden, weight = (value.detach().half().requires_grad_() for value in (full.hidden, full.head.weight))
+        return Case(hidden, Head(weight), full.targets, Asked(foresight=foreseen))
+
+    made = half(lambda said: TokenOutputs(torch.full((TOKENS,), tiny)))
+    found = gradients(made, lambda said: 2.0**16 * tiny * said.log_probs.sum())
+    torch.testing.assert_close(found, gradients(half(None), lambda said: 2.0**16 * tiny * said.log_probs.sum()))
+    assert found[0].any()
+
+
+def test_a_chunk_has_so_many_bytes_of_logits_but_tokens_enough_for_a_large_vocabulary():
+    assert tokens_at_once("cpu", 2**14) == 48 * 2**20 // 2**16
+    assert tokens_at_once("cpu", 2**20) == 256
+    assert tokens_at_once("cuda", 2**17) == 2048

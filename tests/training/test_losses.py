@@ -1,0 +1,128 @@
+"""The gradient of a policy's loss, foreseen token by token, is the one that comes of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.algorithms.aggregation import Totals
+from hybridrl.algorithms.policy_losses import BY_TOKEN, POLICY_LOSSES
+from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.algorithms.settings import LossSettings
+from hybridrl.batch import Batch
+from hybridrl.training import linear_log_probs
+from hybridrl.training.fsdp import mesh, shard, whole
+from hybridrl.training.losses import LossConfig, foresight, policy_loss
+from hybridrl.training.model import LanguageModel, load_language_model
+from hybridrl.training.packing import lay_out
+from hybridrl.training.token_outputs import ReferenceOutputs
+from tests.training.families import model_config
+from tests.training.on_ranks import on_ranks
+from tests.training.test_state import fsdp_config
+
+LOSS = LossConfig("vanilla", LossSettings(), "seq-mean-token-mean", 1.0, temperature=0.9, grad_clip=1.0)
+OPTIONS = {
+    "old log-probs of its own": {"own_old_log_probs": True, "tell_entropy": True},
+    "entropy": {"entropy_coeff": 0.1},
+    "KL": {"kl_form": "k3", "kl_coef": 0.3},
+    "exact KL and entropy": {"kl_form": "full", "kl_coef": 0.3, "entropy_coeff": 0.1},
+    "weights a token": {"correction": RolloutCorrection("token", None, 1.1, False, ())},
+}
+
+
+@pytest.fixture
+def part(rows) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    old, moved, advantages, weights = torch.randn(4, 15, generator=generator)
+    return replace(
+        rows,
+        response_mask=torch.arange(15) % 5 != 1,
+        old_log_probs=old - 4,
+        rollout_log_probs=old + 0.1 * moved - 4,
+        reference_log_probs=old - 4.1,
+        advantages=advantages,
+        importance_weights=weights.exp(),
+        chosen=torch.arange(15) % 3 == 0,
+    )
+
+
+def small_chunks(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(linear_log_probs.CHUNK_BYTES, "cpu", 0)
+    patch.setattr(linear_log_probs, "FEWEST_TOKENS", 4)
+
+
+def never(*_: object) -> None:
+    raise AssertionError("logits are formed again")
+
+
+def update(model: LanguageModel, part: Batch, loss: LossConfig, *, foresees: bool) -> tuple[Tensor, dict, list[Tensor]]:
+    """Loss, shares of the metrics and gradient of a pass."""
+    inputs, totals, options = lay_out(part, padded=False), Totals.of(part), {}
+    if loss.kl_form == "full":
+        hidden = torch.randn(15, model.head.weight.shape[1], generator=torch.Generator().manual_seed(1))
+        options["against"] = ReferenceOutputs(hidden, model.head._replace(bias=None))
+    if foresees:
+        options["foresight"] = foresight(part, totals, loss)
+        assert options["foresight"] is not None
+    entropies = loss.entropy_coeff != 0 or loss.tell_entropy
+    found = model(inputs, 0.9, entropies=entropies, entropy_gradient=loss.entropy_coeff != 0, **options)
+    total, shares = policy_loss(found, part, totals, loss)
+    # As by a learner on three ranks.
+    (3 * total).backward()
+    gradient = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return total, shares, gradient
+
+
+def sharded(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter's gradient with and without foresight."""
+    ranks = dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks(patch)
+        model = load_language_model(model_config(path), torch.float32)
+        shard(model, fsdp_config(dtype=dtype), mesh("cpu", ranks, ranks))
+        _, _, right = update(model, part, LOSS, foresees=False)
+        patch.setattr(linear_log_probs._Chunks, "gradients", never)
+        _, _, found = update(model, part, LOSS, foresees=True)
+    return list(zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [replace(LOSS, policy_loss=name) for name in sorted(BY_TOKEN)]
+    + [replace(LOSS, **more) for more in OPTIONS.values()],
+    ids=[*sorted(BY_TOKEN), *OPTIONS],
+)
+def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory, part, loss, monkeypatch):
+    small_chunks(monkeypatch)
+    model = load_language_model(model_config(directory), torch.float32)
+    total, shares, gradient = update(model, part, loss, foresees=False)
+    monkeypatch.setattr(linear_log_probs._Chunks, "gradients", never)
+    found = update(model, part, loss, foresees=True)
+    assert torch.equal(found[0], total)
+    assert found[1].keys() == shares.keys() and all(torch.equal(found[1][name], shares[name]) for name in shares)
+    torch.testing.assert_close(found[2], gradient)
+    assert any(value.any() for value in gradient)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"policy_loss": name} for name in ["my_losses.py:own", *sorted(POLICY_LOSSES.keys() - BY_TOKEN)]]
+    + [
+        {"correction": RolloutCorrection("sequence", None, 2.0, False, ())},
+        {"correction": RolloutCorrection(None, None, 2.0, False, parse_rejections("seq_mean_k1", "0.9_1.1"))},
+    ],
+)
+def test_nothing_is_foreseen_where_a_token_may_depend_on_others(part, change):
+    assert foresight(part, Totals.of(part), replace(LOSS, **change)) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["two heads a key", "all heads one key, tied head"])
+def test_a_sharded_model_has_the_same_gradient_with_foresight(directories, part, family, dtype):
+    pairs = on_ranks(2, sharded, directories[family], part, dtype)[0]
+    assert len(pairs) > 20
+    for found, right in pairs:
+        torch.testing.assert_close(found, right, **({"atol": 0.02, "rtol": 0.02} if dtype == "bfloat16" else {}))
