@@ -17,9 +17,9 @@ def environment(device: str, slots: int) -> dict[str, str]:
     common = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if device == "cuda":
         return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-    # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing. Threads that wait for one another
-    # spin for some microseconds: with no spin at all small products take 1.6 times as long on two cores, and with
-    # OpenMP's millisecond of it three times as long where another program wants a core.
+    # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing. Threads that wait for one
+    # another spin for some microseconds: without it small products take 1.6 times as long on two cores, and with
+    # OpenMP's own millisecond of it three times as long where another program wants a core.
     return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "5000"}
 
 
