@@ -1,0 +1,104 @@
+"""All comparisons of docs/performance.md: `python scripts/benchmark/all.py [NAME ...] [--peer PYTHON] [--out DIR]`
+
+Runs one script after another, each in a process of its own, on a machine that should have nothing else to do. Writes to
+DIR each one's JSON and, of all that were measured so far, performance.md (the tables) and performance.png (every ratio
+beside its bar). With --docs the tables in that file are replaced.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+HERE = Path(__file__).absolute().parent
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+PASSES = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
+# By name: what it is called in the tables, and its command.
+SCRIPTS = {
+    "planning": ("Planning, advantages, attention", ["planning.py"]),
+    "log_probs": ("Head and log-probs", ["log_probs.py"]),
+    "data_plane": ("Rows between driver and ranks", ["data_plane.py"]),
+    "start_up": ("Start-up", ["start_up.py"]),
+    "export": ("Export", ["export.py"]),
+    "hand_over": ("Hand-over, 0.5 B", ["hand_over.py"]),
+    "step": ("A step of 25 M parameters, 2 slots", ["step.py", "--slots", "2", "--no-bare", PASSES]),
+    "step_bare": ("The same on 1 slot, beside bare vLLM and torch", ["step.py", PASSES]),
+    "quickstart": (
+        "A step of the quickstart, 2 slots",
+        ["step.py", "--case", "quickstart", "--slots", "2", "--no-bare"],
+    ),
+}
+WITH_PEER = ("step", "quickstart")
+
+
+def run(name: str, out: Path, peer: str | None) -> None:
+    script, *more = SCRIPTS[name][1]
+    if name in WITH_PEER:
+        more = [*more[:-1], "--peer", peer, more[-1]] if peer else more
+    command = [sys.executable, str(HERE / script), "--json", str(out / f"{name}.json"), *more]
+    print("$", " ".join(command), flush=True)
+    if subprocess.run(command).returncode:
+        print(f"{name} failed", flush=True)
+
+
+def found(out: Path) -> dict[str, dict]:
+    return {name: json.loads(file.read_text()) for name in SCRIPTS if (file := out / f"{name}.json").is_file()}
+
+
+def tables(results: dict[str, dict]) -> str:
+    text = []
+    for name, result in results.items():
+        title, command = SCRIPTS[name]
+        text += [f"### {title}", "", f"`python scripts/benchmark/{' '.join(command)}` on {result['machine']}", ""]
+        text += ["| what | here | beside | ratio | bar |", "|---|---|---|--:|---|"]
+        for row in result["rows"]:
+            ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}"
+            text.append(f"| {row['what']} | {row['ours']} | {row['other']} | {ratio} | {row['bar']} |")
+        text.append("")
+    return "\n".join(text)
+
+
+def picture(results: dict[str, dict], file: Path) -> None:
+    """Every ratio over its bar, on a logarithmic axis: where more is better to the right, where less is to the left."""
+    rows = [
+        row for result in results.values() for row in result["rows"] if row["ratio"] and re.match(r"[\d.]", row["bar"])
+    ]
+    values = [row["ratio"] / float(re.match(r"[\d.e-]+", row["bar"])[0].rstrip(".")) for row in rows]
+    figure, axes = pyplot.subplots(figsize=(10, 0.32 * len(rows) + 1))
+    axes.barh(range(len(rows)), values, color="#4477aa")
+    axes.set_yticks(range(len(rows)), [row["what"][:70] for row in rows], fontsize=7)
+    axes.set_xscale("log")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("measured over bar")
+    axes.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", choices=[[], *SCRIPTS], help="which; all if none")
+    parser.add_argument("--peer", help="the Python of an environment with TRL (trl_peer.py)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark"))
+    parser.add_argument("--docs", type=Path, help="file between whose marks the tables are written")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.names or SCRIPTS:
+        run(name, given.out, given.peer)
+    results = found(given.out)
+    (given.out / "performance.md").write_text(tables(results))
+    picture(results, given.out / "performance.png")
+    if given.docs:
+        before, _, rest = given.docs.read_text().partition(BEGIN)
+        given.docs.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

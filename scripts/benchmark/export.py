@@ -1,0 +1,86 @@
+"""How fast a model is exported to safetensors, over the speed of the disk: `python scripts/benchmark/export.py`
+
+A random model in float32 lies in this process, sharded over one rank. In turn, each to the last byte on the disk: the
+training side's export, writing as many bytes from a buffer, and safetensors' own `save_file`.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from models import SHAPES, sharded_model
+from safetensors.torch import load_file, save_file
+from side_by_side import Row, arguments, in_turn, report, told
+
+from hybridrl.checkpoint.export import export_model
+from hybridrl.checkpoint.published import parts
+from hybridrl.training.fsdp import reshard, whole_tensors
+
+BLOCK = 16 << 20
+
+
+def flushed(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--directory", type=Path, help="on the disk to write to; else that for temporary files")
+    given = parser.parse_args()
+    with TemporaryDirectory(dir=given.directory) as place:
+        directory = Path(place)
+        dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 1), rank=0, world_size=1)
+        model = sharded_model(given.shape)
+        reshard(model)
+
+        def export() -> None:
+            tensors = whole_tensors(model.model, parts(model.model, torch.float32))
+            export_model(tensors, model.model, directory / "here", torch.float32, writes=True)
+
+        export()
+        files = sorted((directory / "here").glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        own = dict(model.model.state_dict())
+        assert all(torch.equal(tensor, own[name].full_tensor()) for name, tensor in tensors.items())
+        tensors, block = {name: tensor.clone() for name, tensor in tensors.items()}, os.urandom(BLOCK)
+
+        def plain() -> None:
+            with open(directory / "plain", "wb", buffering=0) as file:
+                for _ in range(-(-size // BLOCK)):
+                    file.write(block)
+            flushed(directory / "plain")
+
+        def theirs() -> None:
+            save_file(tensors, directory / "theirs.safetensors")
+            flushed(directory / "theirs.safetensors")
+
+        def cleared(work: Callable[[], None], path: Path) -> Callable[[], None]:
+            def run() -> None:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                work()
+
+            return run
+
+        sides = {
+            "here": cleared(export, directory / "here"),
+            "disk": cleared(plain, directory / "plain"),
+            "save_file": cleared(theirs, directory / "theirs.safetensors"),
+        }
+        seconds = in_turn(sides)
+        dist.destroy_process_group()
+    share = seconds["disk"].median / seconds["here"].median
+    what = f"export of {size / 1e9:.2f} GB over a plain write"
+    other = f"{told(seconds['disk'])}; save_file {told(seconds['save_file'])}"
+    report([Row(what, told(seconds["here"]), other, share, "0.7, aim 0.9")], given.json)
+
+
+if __name__ == "__main__":
+    main()
