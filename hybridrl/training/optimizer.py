@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,8 +80,13 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimize
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AdamW:
-    betas, more = (config.betas[0], config.betas[1]), config.override_optimizer_config
-    return AdamW(parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, **more)
+    parameters, betas = list(parameters), (config.betas[0], config.betas[1])
+    options: dict[str, Any] = {"lr": config.lr, "betas": betas, "weight_decay": config.weight_decay}
+    # On CPU torch's default goes over the memory a dozen times, on CUDA it chooses well by itself.
+    options["fused"] = True if all(parameter.device.type == "cpu" for parameter in parameters) else None
+    if config.override_optimizer_config.get("foreach"):
+        options["fused"] = None
+    return AdamW(parameters, **options | config.override_optimizer_config)
 
 
 def _set_moments_to_zero(optimizer: Optimizer) -> None:
