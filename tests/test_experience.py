@@ -104,8 +104,8 @@ def test_a_step_is_the_next_prompts_with_their_answers_in_order():
     expected = Batch(
         prompt_lengths=torch.tensor([3, 3, 3, 3]),
         response_lengths=torch.tensor([3, 4, 3, 3]),
-        prompt_ids=torch.tensor([2, 1, 1, 2, 1, 1, 3, 1, 1, 3, 1, 1]),
-        response_ids=torch.tensor([2, 0, 5, 2, 1, 5, 5, 3, 0, 5, 3, 1, 5]),
+        prompt_ids=torch.tensor([2, 1, 1, 2, 1, 1, 3, 1, 1, 3, 1, 1], dtype=torch.int32),
+        response_ids=torch.tensor([2, 0, 5, 2, 1, 5, 5, 3, 0, 5, 3, 1, 5], dtype=torch.int32),
         group=torch.tensor([0, 0, 1, 1]),
         position=torch.tensor([2, 2, 3, 3]),
         sample=torch.tensor([0, 1, 0, 1]),

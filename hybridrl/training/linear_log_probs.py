@@ -70,7 +70,7 @@ class _Chunks:
             asked,
         )
         most = tokens_at_once(hidden.device.type, len(weight)) // (1 if asked.against is None else 2)
-        self.size = min(max(most, 1), len(hidden))
+        self.size = max(min(most, len(hidden)), 1)  # a slice of a line may have no response token
         self.spans = [slice(start, start + self.size) for start in range(0, len(hidden), self.size)]
         self.outputs = self._outputs(asked.outputs)
 

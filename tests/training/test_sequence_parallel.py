@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.batch import Batch
-from hybridrl.training.model import ReferenceOutputs, check_log_probs, load_language_model
+from hybridrl.training.model import check_log_probs, load_language_model
 from hybridrl.training.packing import Budget, ModelInputs, lay_out, plan
 from hybridrl.training.sequence_parallel import sequence_group, slice_of
+from hybridrl.training.token_outputs import Head, ReferenceOutputs
 from hybridrl.training.value_model import load_value_model
 from tests.training.families import FAMILIES, SPECIAL, VOCABULARY, model_config
 from tests.training.on_ranks import on_ranks
@@ -31,7 +32,12 @@ def outputs_and_gradient(path: str, inputs: ModelInputs) -> list[Tensor]:
     nn.init.normal_(critic.model.get_submodule(critic.head_name).weight)
     hidden = model.hidden_states(inputs).detach()
     found = model(
-        inputs, 0.8, entropies=True, entropy_gradient=True, sum_pi_squared=True, against=ReferenceOutputs(hidden, head)
+        inputs,
+        0.8,
+        entropies=True,
+        entropy_gradient=True,
+        sum_pi_squared=True,
+        against=ReferenceOutputs(hidden, Head(head)),
     )
     columns = [*found, critic(inputs)]
     # A weight of its own for every token, and what couples the tokens of the line.

@@ -21,8 +21,9 @@ from transformers import (
 
 from hybridrl.batch import Batch
 from hybridrl.training.loading import layer_classes
-from hybridrl.training.model import LanguageModel, ReferenceOutputs, load_language_model
+from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.packing import lay_out
+from hybridrl.training.token_outputs import ReferenceOutputs
 from hybridrl.training.value_model import ValueModel, load_value_model
 from tests.training.families import FAMILIES, SMALL, VOCABULARY, model_config
 
@@ -207,8 +208,7 @@ def test_a_sharded_policy_is_measured_against_a_sharded_reference(directories, r
         with torch.no_grad():
             hidden = reference.hidden_states(inputs)
         # After the call, and until it is resharded, the root's parameters are there whole, in the type computed in.
-        head = reference.model.get_output_embeddings()
-        found = policy(inputs, 0.8, sum_pi_squared=True, against=ReferenceOutputs(hidden, head.weight, head.bias))
+        found = policy(inputs, 0.8, sum_pi_squared=True, against=ReferenceOutputs(hidden, reference.head))
         return found.sum_pi_squared, found.reference_kl, gradient(policy.model, found.reference_kl)
 
     paths = (directories["two heads a key"], directories["all heads their own keys"])
