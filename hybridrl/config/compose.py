@@ -87,9 +87,9 @@ def _followed(node: DictConfig, place: str, plain: Plain) -> dict[str, Any]:
     for name, written in cast(dict, OmegaConf.to_container(node)).items():
         key = f"{place}{name}"
         if (reference := REFERENCE.fullmatch(str(written))) is not None:
-            name_ = reference[1].lstrip(".")
-            dots = len(reference[1]) - len(name_)  # .name is a key of the same section, ..name of the one around it
-            plain.follows[key] = f"{place.rsplit('.', dots)[0]}.{name_}" if dots else name_
+            followed = reference[1].lstrip(".")
+            dots = len(reference[1]) - len(followed)  # .name is a key of the same section, ..name of the one around it
+            plain.follows[key] = f"{place.rsplit('.', dots)[0]}.{followed}" if dots else followed
         try:
             value = MISSING if written == MISSING else node[name]
             if isinstance(value, DictConfig):

@@ -73,7 +73,7 @@ def held_back(model: ModelSizes, kept: Kept) -> float:
 
 
 def optimizer_step(model: ModelSizes, kept: Kept) -> float:
-    """What AdamW makes on its way, parameter by parameter: two tensors of its size."""
+    """What AdamW makes on its way, parameter by parameter: at most two tensors of its size."""
     return 2 * model.largest * kept.stored / kept.shards
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -80,13 +79,11 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimize
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AdamW:
-    parameters, betas = list(parameters), (config.betas[0], config.betas[1])
-    options: dict[str, Any] = {"lr": config.lr, "betas": betas, "weight_decay": config.weight_decay}
-    # On CPU torch's default goes over the memory a dozen times, on CUDA it chooses well by itself.
-    options["fused"] = True if all(parameter.device.type == "cpu" for parameter in parameters) else None
-    if config.override_optimizer_config.get("foreach"):
-        options["fused"] = None
-    return AdamW(parameters, **options | config.override_optimizer_config)
+    parameters, betas, more = list(parameters), (config.betas[0], config.betas[1]), config.override_optimizer_config
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+    # On CPU torch does not choose its one kernel a parameter by itself, which is five times as fast.
+    fused = True if on_cpu and not more.get("foreach") else None
+    return AdamW(parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, **{"fused": fused} | more)
 
 
 def _set_moments_to_zero(optimizer: Optimizer) -> None:

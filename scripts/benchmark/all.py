@@ -1,21 +1,18 @@
 """All comparisons of docs/performance.md: `python scripts/benchmark/all.py [NAME ...] [--peer PYTHON] [--out DIR]`
 
 Runs one script after another, each in a process of its own, on a machine that should have nothing else to do. Writes to
-DIR each one's JSON and, of all that were measured so far, performance.md (the tables) and performance.png (every ratio
+DIR each one's JSON and, of all that were measured so far, performance.md (the tables) and performance.png (every value
 beside its bar). With --docs the tables in that file are replaced.
 """
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib import pyplot
+from side_by_side import Row, table
 
 HERE = Path(__file__).absolute().parent
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
@@ -52,31 +49,28 @@ def found(out: Path) -> dict[str, dict]:
     return {name: json.loads(file.read_text()) for name in SCRIPTS if (file := out / f"{name}.json").is_file()}
 
 
+def rows_of(result: dict) -> list[Row]:
+    return [Row(**row) for row in result["rows"]]
+
+
 def tables(results: dict[str, dict]) -> str:
     text = []
     for name, result in results.items():
-        title, command = SCRIPTS[name]
-        text += [f"### {title}", "", f"`python scripts/benchmark/{' '.join(command)}` on {result['machine']}", ""]
-        text += ["| what | here | beside | ratio | bar |", "|---|---|---|--:|---|"]
-        for row in result["rows"]:
-            ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}"
-            text.append(f"| {row['what']} | {row['ours']} | {row['other']} | {ratio} | {row['bar']} |")
-        text.append("")
+        command = f"`python scripts/benchmark/{result['command']}` on {result['machine']}"
+        text += [f"### {SCRIPTS[name][0]}", "", command, "", table(rows_of(result)), ""]
     return "\n".join(text)
 
 
 def picture(results: dict[str, dict], file: Path) -> None:
-    """Every ratio over its bar, on a logarithmic axis: where more is better to the right, where less is to the left."""
-    rows = [
-        row for result in results.values() for row in result["rows"] if row["ratio"] and re.match(r"[\d.]", row["bar"])
-    ]
-    values = [row["ratio"] / float(re.match(r"[\d.e-]+", row["bar"])[0].rstrip(".")) for row in rows]
+    """How far each value keeps to its bar, on a logarithmic axis: it does where its bar reaches beyond 1."""
+    rows = [row for result in results.values() for row in rows_of(result) if row.within is not None]
     figure, axes = pyplot.subplots(figsize=(10, 0.32 * len(rows) + 1))
-    axes.barh(range(len(rows)), values, color="#4477aa")
-    axes.set_yticks(range(len(rows)), [row["what"][:70] for row in rows], fontsize=7)
+    colours = ["#4477aa" if row.within >= 1 else "#cc6677" for row in rows]
+    axes.barh(range(len(rows)), [row.within - 1 for row in rows], left=1, color=colours)
+    axes.set_yticks(range(len(rows)), [row.what[:70] for row in rows], fontsize=7)
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("measured over bar")
+    axes.set_xlabel("times better than its bar")
     axes.invert_yaxis()
     figure.tight_layout()
     figure.savefig(file, dpi=120)
@@ -84,13 +78,13 @@ def picture(results: dict[str, dict], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[[], *SCRIPTS], help="which; all if none")
+    parser.add_argument("names", nargs="*", choices=[*SCRIPTS, "all"], default="all", help="which")
     parser.add_argument("--peer", help="the Python of an environment with TRL (trl_peer.py)")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark"))
     parser.add_argument("--docs", type=Path, help="file between whose marks the tables are written")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    for name in given.names or SCRIPTS:
+    for name in SCRIPTS if "all" in given.names else given.names:
         run(name, given.out, given.peer)
     results = found(given.out)
     (given.out / "performance.md").write_text(tables(results))

@@ -116,7 +116,7 @@ def measure(config: PPOConfig, directory: Path, name: str) -> list[Row]:
             told(seconds["there"]),
             f"reload_weights: {told(seconds['reload'])}",
             ratio,
-            "1.5, aim 1.2",
+            "at most 1.5 (aim 1.2)",
         ),
         Row(
             f"hand-over over a copy of its {size / 1e9:.2f} GB",

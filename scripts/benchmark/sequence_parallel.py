@@ -80,7 +80,7 @@ def main(options: argparse.Namespace) -> None:
         rows.append(as_row(f"two rows of {tokens} tokens", seconds, "s", 1))
     (low, high), span = (least[length] for length in options.tokens), options.tokens[1] - options.tokens[0]
     slopes = [(b - a) / span for a, b in zip(low, high, strict=True)]
-    rows.append(as_row("memory of a rank for each further token", slopes, "KiB", 1024, bar="0.5"))
+    rows.append(as_row("memory of a rank for each further token", slopes, "KiB", 1024, bar="about 0.5"))
     report(rows, options.json)
 
 

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -39,8 +40,17 @@ class Row:
     what: str
     ours: str
     other: str
-    ratio: float | None = None  # in the sense of the bar: a speed-up, a share, a cost over another
-    bar: str = ""
+    value: float | None = None  # what the bar is about: a speed-up, a share, a cost over another, milliseconds
+    bar: str = ""  # "at least 2 (aim 4)" or "at most 1.2 (aim 1.1)"
+
+    @property
+    def within(self) -> float | None:
+        """How far the value keeps to the bar: above 1 it does. None without either."""
+        kind, _, rest = self.bar.partition(" ")[2].partition(" ")
+        if self.value is None or kind not in ("least", "most"):
+            return None
+        bar = float(rest.split()[0])
+        return self.value / bar if kind == "least" else bar / self.value
 
 
 def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, warm_up: int = 1) -> dict[str, Seconds]:
@@ -59,14 +69,15 @@ def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, war
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of those under it."""
-    total = time.process_time()
+    """Processor time of this process and of those under it, also of those that have ended and were waited for."""
+    ended = os.times()
+    total = time.process_time() + ended.children_user + ended.children_system
     for child in psutil.Process().children(recursive=True):
         try:
             times = child.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        total += times.user + times.system
+        total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
@@ -86,14 +97,21 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 def report(rows: list[Row], file: Path | None) -> None:
     """Print the rows as a table, and write them where asked for."""
-    print("\n| what | here | beside | ratio | bar |\n|---|---|---|--:|---|")
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-        print(f"| {row.what} | {row.ours} | {row.other} | {ratio} | {row.bar} |")
+    print(f"\n{table(rows)}")
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        told = {"machine": machine(), "rows": [asdict(row) for row in rows]}
-        file.write_text(json.dumps(told, indent=1))
+        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]).replace(f"--json {file}", "").split()
+        found = {"machine": machine(), "command": " ".join(command), "rows": [asdict(row) for row in rows]}
+        file.write_text(json.dumps(found, indent=1))
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in Markdown."""
+    lines = ["| what | here | beside | value | bar |", "|---|---|---|--:|---|"]
+    for row in rows:
+        value = "" if row.value is None else f"{row.value:.3g}"
+        lines.append(f"| {row.what} | {row.ours} | {row.other} | {value} | {row.bar} |")
+    return "\n".join(lines)
 
 
 def machine() -> str:

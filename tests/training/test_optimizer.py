@@ -187,3 +187,19 @@ def test_schedules_may_also_go_back():
 def test_further_arguments_reach_adamw() -> None:
     (adamw,) = build_optimizers(Tiny(), config(override_optimizer_config={"eps": 1e-6}))
     assert adamw.param_groups[0]["eps"] == 1e-6
+
+
+@pytest.mark.parametrize("kernel", [{}, {"foreach": True}, {"fused": False}])
+def test_whatever_kernel_is_chosen_adamw_takes_the_same_steps(kernel):
+    ours, plain = Tiny(), Tiny()
+    plain.load_state_dict(ours.state_dict())
+    (optimizer,) = build_optimizers(ours, config(override_optimizer_config=kernel))
+    reference = AdamW(plain.parameters(), lr=0.1, betas=(0.9, 0.99), weight_decay=0.01, foreach=False, fused=False)
+    for number in range(3):
+        for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            one.grad = torch.full_like(one, 0.5 - number)
+            other.grad = one.grad.clone()
+        optimizer.step()
+        reference.step()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)

@@ -49,8 +49,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 # Losses that are averaged in one way whatever the configuration says, as in verl.
 AGGREGATIONS: dict[str, str] = dict.fromkeys(("gspo", "sapo", "geo_mean", "gmpo"), "seq-mean-token-mean")
 
-# Losses in which a token's own follows from its own log-prob alone, not from those of others in its row: their gradient
-# is formed with the log-probs. Any other loss forms logits twice (one of these, named wrongly, would do so too).
+# Losses in which a token's share follows from its own log-prob alone, not from those of others in its row: their
+# gradient is formed with the log-probs. A name too many costs time and no more, as the gradient is compared.
 BY_TOKEN = POLICY_LOSSES.keys() - {"gspo", "geo_mean", "gmpo"}
 
 # Losses that treat some tokens apart, and who chooses them, once for a mini-batch.
