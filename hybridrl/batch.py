@@ -139,10 +139,11 @@ def as_tensor(values: np.ndarray) -> Tensor:
 
 def spans(lengths: Tensor, rows: Tensor) -> Tensor:
     """Indices of the elements of the rows named, where rows of these lengths lie end to end."""
-    starts = (lengths.cumsum(0) - lengths)[rows]
+    lengths, rows = lengths.numpy(), rows.numpy()  # numpy repeats several times as fast as torch
     taken = lengths[rows]
-    shift = torch.repeat_interleave(starts - (taken.cumsum(0) - taken), taken)
-    return shift.add_(torch.arange(len(shift)))
+    index = np.repeat((lengths.cumsum() - lengths)[rows] - (taken.cumsum() - taken), taken)
+    index += np.arange(len(index))
+    return torch.from_numpy(index)
 
 
 def pack(rows: Sequence[Sequence[int]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,11 @@ def _places(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - packed, lengths)
 
 
-def reassemble(parts: Sequence[Tensor], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
+def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
     """Response-axis values computed for these rows in parts, back in the batch's row order."""
     order = torch.tensor([row for part in rows for row in part], dtype=torch.int64)
-    return torch.cat(list(parts))[spans(lengths[order], order.argsort())]
+    places = spans(lengths, order).numpy()
+    whole = np.empty(len(places), dtype=parts[0].dtype)
+    for part, own in zip(parts, np.split(places, np.cumsum([len(part) for part in parts[:-1]])), strict=True):
+        whole[own] = part
+    return torch.from_numpy(whole)

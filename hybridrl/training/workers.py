@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.algorithms.policy_losses import CHOOSERS
-from hybridrl.batch import Batch, as_tensor, spans
+from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group, Pending
 from hybridrl.stopwatch import Stopwatch
@@ -276,9 +276,7 @@ def _whole(found: Sequence[Columns], shares: Sequence[Passes], lengths: Tensor, 
     found, rows = found[:: budget.devices], [_rows(passes) for passes in shares[:: budget.devices]]
     held = [own for own in rows if own]
     columns = zip(*(outputs for outputs, own in zip(found, rows, strict=True) if own), strict=True)
-    return [
-        None if column[0] is None else reassemble(list(map(as_tensor, column)), held, lengths) for column in columns
-    ]
+    return [None if column[0] is None else reassemble(column, held, lengths) for column in columns]
 
 
 def _with_outputs(batch: Batch, columns: Outputs) -> Batch:

@@ -1,8 +1,8 @@
 """How rows travel between the driver and its ranks: `python scripts/benchmark/data_plane.py`
 
 2,048 rows of up to 2,048 tokens, 30% filled, with ids, a mask and two float32 fields, go to two Ray actors, and one
-column comes back: by the way that a run's log-probs take, less the model, and as padded tensors through Ray. Then what
-the driver does (planning, packing, putting the answers together) for more rows and more ranks, which stand-ins play.
+column comes back: by the way that a run's log-probs take, less the model, and through Ray as verl pads such rows. Then
+what the driver does (planning, packing, putting answers together) for more rows and more ranks, which stand-ins play.
 """
 
 import pickle
@@ -13,6 +13,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from side_by_side import Row, arguments, in_turn, report, told
@@ -30,9 +31,8 @@ BUDGET = Budget(16384)
 
 def answer(batch: Batch, passes: list[list[int]]) -> Columns:
     """A column that says which rows were seen, as a rank's log-probs come back."""
-    found = [batch.select(rows) for rows in passes if rows]
-    column = torch.cat([part.rollout_log_probs for part in found]) if found else torch.zeros(0)
-    return [column.numpy(), None, None, None]
+    found = [batch.select(rows).rollout_log_probs for rows in passes if rows]
+    return [torch.cat(found).numpy() if found else np.zeros(0, dtype=np.float32), None, None, None]
 
 
 class StandIn:
@@ -107,7 +107,9 @@ def through_ray() -> tuple[Row, Row]:
     actors = [ray.remote(StandIn).options(num_cpus=0).remote() for _ in range(WORKERS)]
     workers, batch = front(Group(actors, "stand-in", [])), rows(ROWS)
     rectangle = batch.padded
-    padded = {"ids": rectangle(batch.response_ids).long(), "mask": rectangle(batch.response_mask).long()}
+    ids, mask = rectangle(batch.response_ids).long(), rectangle(batch.response_mask).long()
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(1) * mask}
+    padded |= {"responses": ids.clone(), "response_mask": mask.clone()}
     padded |= {"log_probs": rectangle(batch.rollout_log_probs), "advantages": rectangle(batch.advantages)}
     half = ROWS // WORKERS
 
