@@ -11,6 +11,7 @@ from typing import Any
 from hybridrl.rollout.requests import request_seed
 
 PROMPTS, SAMPLES, LONGEST = 16, 8, 512
+SEED = 0  # trainer.seed of a run
 MEDIAN, SPREAD = 90.0, 0.95  # of a log-normal distribution; what lies beyond LONGEST is cut
 
 
@@ -33,7 +34,7 @@ def length_of(position: int, sample: int) -> int:
 
 
 BY_SEED = {
-    request_seed(0, position, sample): length_of(position, sample)
+    request_seed(SEED, position, sample): length_of(position, sample)
     for position in range(200 * PROMPTS)
     for sample in range(SAMPLES)
 }

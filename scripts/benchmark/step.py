@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from child import Child
-from imposed import LENGTHS, LONGEST, PROMPTS, SAMPLES, length_of
+from imposed import LENGTHS, LONGEST, PROMPTS, SAMPLES, SEED, length_of
 from memory_plan import make_model
 from models import SHAPES
 from side_by_side import ROUNDS, Row, Seconds, arguments, cpu_seconds, report, told
@@ -88,6 +88,7 @@ def configuration(case: Case, directory: Path, slots: int, more: list[str]) -> P
         "actor_rollout_ref.actor.optim.lr": case.lr,
         "algorithm.adv_estimator": "grpo",
         "reward.custom_reward_function.path": directory / "reward.py",
+        "trainer.seed": SEED,
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": slots,
         "trainer.total_training_steps": 1000,
@@ -179,7 +180,13 @@ class Sides:
         self.shares["other"].append(self.found["step"].wall[-1] - sum(spent.values()))
         for part in ("update_weights", "switch", "adv"):
             self.shares[part].append(metrics.get(f"timing_s/{part}", 0.0))
-        self.tokens = metrics["perf/response_tokens"]
+        self.tokens = self.checked(metrics["perf/response_tokens"])
+
+    def checked(self, tokens: float) -> float:
+        """The tokens of a side's answers, which are as many as were laid down."""
+        if self.case.lengths is not None and tokens != sum(self.case.lengths):
+            raise SystemExit(f"{tokens:.0f} tokens were written where {sum(self.case.lengths)} were laid down")
+        return tokens
 
     def rollout(self) -> None:
         """The last step's requests once more, after a hand-over."""
@@ -195,10 +202,12 @@ class Sides:
     def peer(self) -> None:
         answer = self.timed("TRL", lambda: self.others["TRL"].ask("step"))
         self.shares["TRL gen"].append(answer["gen"])
-        self.shares["TRL tokens"].append(answer["tokens"])
+        self.shares["TRL tokens"].append(self.checked(answer["tokens"]))
 
     def bare(self, what: str, file: str) -> None:
         answer = self.others["bare"].ask(what, file=str(self.directory / file))
+        if what == "generate":
+            self.checked(sum(map(len, answer["answers"])))
         self.note(f"bare {what}", answer["seconds"], answer["cpu"])
 
     # -- a round ---------------------------------------------------------------------------------------------------
@@ -230,11 +239,10 @@ class Sides:
             ]
             (self.directory / "requests.json").write_text(json.dumps(asked))
             self.save_update(self.last)
-            for _ in range(2):
-                self.rollout()
-                self.bare("generate", "requests.json")
-                self.update()
-                self.bare("update", "update.pt")
+            self.rollout()
+            self.bare("generate", "requests.json")
+            self.update()
+            self.bare("update", "update.pt")
 
 
 def measure(hall: Trainer, case: Case, directory: Path, given: argparse.Namespace, config: PPOConfig) -> list[Row]:
