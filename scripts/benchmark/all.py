@@ -25,8 +25,7 @@ SCRIPTS = {
     "start_up": ("Start-up", ["start_up.py"]),
     "export": ("Export", ["export.py"]),
     "hand_over": ("Hand-over, 0.5 B", ["hand_over.py"]),
-    "step": ("A step of 25 M parameters, 2 slots", ["step.py", "--slots", "2", "--no-bare", PASSES]),
-    "step_bare": ("The same on 1 slot, beside bare vLLM and torch", ["step.py", PASSES]),
+    "step": ("A step of 25 M parameters", ["step.py", "--rounds", "3", PASSES]),
     "quickstart": (
         "A step of the quickstart, 2 slots",
         ["step.py", "--case", "quickstart", "--slots", "2", "--no-bare"],

@@ -255,7 +255,8 @@ def measure(hall: Trainer, case: Case, directory: Path, given: argparse.Namespac
         others = {}
         if not given.no_bare:
             bare = [sys.executable, str(HERE / "bare.py"), "--threads", str(given.threads)]
-            environment = {"OMP_NUM_THREADS": str(given.threads)}
+            # In this process vLLM's engine is as fast as it gets.
+            environment = {"OMP_NUM_THREADS": str(given.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             others["bare"] = stack.enter_context(Child(bare, directory / "bare.log", environment))
             others["bare"].ask("start_engine", file=str(directory / "engine.pt"))
             others["bare"].ask("start_updates", file=str(directory / "model.pt"))
