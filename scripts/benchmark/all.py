@@ -2,11 +2,12 @@
 
 Runs one script after another, each in a process of its own, on a machine that should have nothing else to do. Writes to
 DIR each one's JSON and, of all that were measured so far, performance.md (the tables) and performance.png (every value
-beside its bar). With --docs the tables in that file are replaced.
+beside its bar). With --docs the tables in that file are replaced, and the picture beside it.
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,8 @@ def rows_of(result: dict) -> list[Row]:
 def tables(results: dict[str, dict]) -> str:
     text = []
     for name, result in results.items():
-        command = f"`python scripts/benchmark/{result['command']}` on {result['machine']}"
+        ran = re.sub(r"--peer \S+", "--peer PYTHON", result["command"])
+        command = f"`python scripts/benchmark/{ran}` on {result['machine']}"
         text += [f"### {SCRIPTS[name][0]}", "", command, "", table(rows_of(result)), ""]
     return "\n".join(text)
 
@@ -71,8 +73,7 @@ def picture(results: dict[str, dict], file: Path) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("times better than its bar")
     axes.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=100, bbox_inches="tight")
 
 
 def main() -> None:
@@ -91,6 +92,7 @@ def main() -> None:
     if given.docs:
         before, _, rest = given.docs.read_text().partition(BEGIN)
         given.docs.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n{END}{rest.partition(END)[2]}")
+        picture(results, given.docs.with_suffix(".png"))
 
 
 if __name__ == "__main__":
