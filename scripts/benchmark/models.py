@@ -56,8 +56,8 @@ SHAPES = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
     },
 }
 FSDP = FSDPConfig(
