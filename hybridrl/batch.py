@@ -137,13 +137,17 @@ def as_tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values)
 
 
-def spans(lengths: Tensor, rows: Tensor) -> Tensor:
-    """Indices of the elements of the rows named, where rows of these lengths lie end to end."""
-    lengths, rows = lengths.numpy(), rows.numpy()  # numpy repeats several times as fast as torch
-    taken = lengths[rows]
-    index = np.repeat((lengths.cumsum() - lengths)[rows] - (taken.cumsum() - taken), taken)
+def places(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Indices starts[i], starts[i] + 1, ..., lengths[i] of them, for all rows end to end; on the CPU."""
+    starts, lengths = starts.numpy(), lengths.numpy()  # numpy repeats several times as fast as torch
+    index = np.repeat(starts - (lengths.cumsum() - lengths), lengths)
     index += np.arange(len(index))
     return torch.from_numpy(index)
+
+
+def spans(lengths: Tensor, rows: Tensor) -> Tensor:
+    """Indices of the elements of the rows named, where rows of these lengths lie end to end."""
+    return places((lengths.cumsum(0) - lengths)[rows], lengths[rows])
 
 
 def pack(rows: Sequence[Sequence[int]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

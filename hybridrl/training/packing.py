@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridrl.batch import Batch, spans
+from hybridrl.batch import Batch, places, spans
 from hybridrl.training.dealing import deal
 
 UNEVEN = 1e-4  # by so much of the mean a rank may have more work than that
@@ -133,23 +133,17 @@ def lay_out(batch: Batch, padded: bool) -> ModelInputs:
     starts = rows * longest if padded else lengths.cumsum(0) - lengths
     size = len(batch) * longest if padded else int(lengths.sum())
     ids = torch.zeros(size, dtype=torch.int64)
-    ids[_places(starts, batch.prompt_lengths)] = batch.prompt_ids.long()
-    responses = _places(starts + batch.prompt_lengths, batch.response_lengths)
+    ids[places(starts, batch.prompt_lengths)] = batch.prompt_ids.long()
+    responses = places(starts + batch.prompt_lengths, batch.response_lengths)
     ids[responses] = targets = batch.response_ids.long()
     if padded:
         positions = torch.arange(longest).repeat(len(batch))
         boundaries = None
     else:
-        positions = torch.arange(size) - torch.repeat_interleave(starts, lengths)
+        positions = places(torch.zeros_like(lengths), lengths)
         boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     shape = (len(batch), longest) if padded else (1, size)
     return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, boundaries, longest)
-
-
-def _places(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Indices starts[i], starts[i] + 1, ... lengths[i] of them, for all rows end to end."""
-    packed = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - packed, lengths)
 
 
 def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:

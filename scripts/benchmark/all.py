@@ -35,14 +35,13 @@ SCRIPTS = {
 WITH_PEER = ("step", "quickstart")
 
 
-def run(name: str, out: Path, peer: str | None) -> None:
+def run(name: str, out: Path, peer: str | None) -> bool:
     script, *more = SCRIPTS[name][1]
-    if name in WITH_PEER:
-        more = [*more[:-1], "--peer", peer, more[-1]] if peer else more
+    if peer and name in WITH_PEER:
+        more = ["--peer", peer, *more]
     command = [sys.executable, str(HERE / script), "--json", str(out / f"{name}.json"), *more]
     print("$", " ".join(command), flush=True)
-    if subprocess.run(command).returncode:
-        print(f"{name} failed", flush=True)
+    return subprocess.run(command).returncode == 0
 
 
 def found(out: Path) -> dict[str, dict]:
@@ -84,8 +83,8 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="file between whose marks the tables are written")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    for name in SCRIPTS if "all" in given.names else given.names:
-        run(name, given.out, given.peer)
+    names = list(SCRIPTS) if "all" in given.names else given.names
+    failed = [name for name in names if not run(name, given.out, given.peer)]
     results = found(given.out)
     (given.out / "performance.md").write_text(tables(results))
     picture(results, given.out / "performance.png")
@@ -93,6 +92,8 @@ def main() -> None:
         before, _, rest = given.docs.read_text().partition(BEGIN)
         given.docs.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n{END}{rest.partition(END)[2]}")
         picture(results, given.docs.with_suffix(".png"))
+    if failed:
+        sys.exit(f"failed, so their figures are old or missing: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What a step is at the least, as a side of step.py: vLLM's own `generate`, and torch without Ray and FSDP."""
+"""What a step is at the least, as a side of step.py: vLLM's own `generate`, and a loop of torch without Ray and FSDP
+over a run's own model, loss and passes."""
 
 import argparse
 import json

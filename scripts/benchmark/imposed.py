@@ -45,7 +45,7 @@ def impose(engine: Any) -> None:
 
     def imposed(request: Any, sampling: Any) -> Any:
         parameters = plain(request, sampling)
-        parameters.max_tokens = BY_SEED.get(request.seed, parameters.max_tokens)
+        parameters.max_tokens = BY_SEED[request.seed]
         return parameters
 
     engine.sampling_params = imposed

@@ -52,7 +52,7 @@ SHAPES = {
         "num_key_value_heads": 12,
     },
     "tiny": {
-        "vocab_size": 151936,
+        "vocab_size": 1024,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,

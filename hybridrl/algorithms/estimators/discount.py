@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from hybridrl.batch import places
+
 BLOCK = 64
 PART = 1 << 18  # elements at a time, or one longer row: the memory in between is used again, which beats fresh pages
 
@@ -26,18 +28,17 @@ def _of_part(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     """Rows are cut into blocks: a matrix of powers sums within all blocks at once, and what follows a block is the
     discounted sum over the first elements of the row's later blocks, the same problem again."""
     blocks = (lengths + BLOCK - 1) // BLOCK
-    shift = (blocks.cumsum(0) - blocks) * BLOCK - (lengths.cumsum(0) - lengths)
-    places = shift.repeat_interleave(lengths).add_(torch.arange(len(values)))
+    index = places((blocks.cumsum(0) - blocks) * BLOCK, lengths)
     count = int(blocks.sum())
 
     powers = (factor ** torch.arange(BLOCK + 1, dtype=torch.float64)).to(values.dtype)
     distance = torch.arange(BLOCK)[:, None] - torch.arange(BLOCK)
     within = powers[distance.clamp(min=0)].tril()
-    sums = values.new_zeros(count * BLOCK).scatter_(0, places, values).view(-1, BLOCK) @ within
+    sums = values.new_zeros(count * BLOCK).scatter_(0, index, values).view(-1, BLOCK) @ within
     if count > len(lengths):
         totals = _of_part(sums[:, 0], blocks, factor**BLOCK)
         sums.addr_(following(totals, blocks), powers[1:].flip(0))
-    return sums.flatten().index_select(0, places)
+    return sums.flatten().index_select(0, index)
 
 
 def following(values: Tensor, lengths: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from hybridrl.algorithms.estimators.discount import discounted_sums
 from hybridrl.algorithms.estimators.groups import group_size
 from hybridrl.algorithms.estimators.written import placed, written_tokens
 from hybridrl.algorithms.settings import AdvantageSettings
-from hybridrl.batch import Batch
+from hybridrl.batch import Batch, places
 
 EPSILON = 1e-8  # added to a sum of weights before it divides
 
@@ -52,4 +52,4 @@ def _gradient_sizes(batch: Batch) -> Tensor:
 
 def _positions(lengths: Tensor) -> Tensor:
     """0, 1, 2, ... in each row, rows of these lengths end to end."""
-    return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return places(torch.zeros_like(lengths), lengths)
