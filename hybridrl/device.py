@@ -31,8 +31,8 @@ def _allocator() -> dict[str, str]:
     glibc gives blocks above 32 MiB back at once, and the system clears every page that it hands out anew: to write such
     a tensor takes five times as long as in memory that was kept, and to hand weights over twice as long.
     """
-    preloaded, ray = os.environ.get("LD_PRELOAD", ""), find_spec("ray")
-    library = Path(ray.origin).parent / "core" / "libjemalloc.so" if ray and ray.origin else None
+    preloaded, package = os.environ.get("LD_PRELOAD", ""), find_spec("ray")
+    library = Path(package.origin).parent / "core" / "libjemalloc.so" if package and package.origin else None
     if "malloc" in preloaded or library is None or not library.exists():
         return {}
     kept = "oversize_threshold:0,dirty_decay_ms:-1"  # what is freed, large blocks too, for as long as the process lives

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 # What forming the log-probs of a chunk holds, in chunks of logits: with entropies two, and in half precision a half.
 CHUNKS = 2.5
-# On CPU: of what a process frees, it keeps blocks of fewer elements than this (32 MiB in float32, glibc's largest
-# threshold), as they lie between others that are in use.
+# On CPU: an engine that has taken new weights keeps as much again of matrices of fewer elements than this.
 SMALL = 2**23
-HELD_BACK = 1.4  # times the gradients that come in blocks of that size, a block a layer
+# Of an embedding that is the head as well, as it is taken in and packed in the place of another of its size.
+TIED_COPIES = 4
 FULL = 4  # bytes of a float32
 
 
@@ -25,7 +25,6 @@ class ModelSizes:
     outside: int  # of parameters that are in no layer (embedding, head), which are gathered together
     layer: int  # of the largest layer's parameters
     largest: int  # of the largest tensor that is trained
-    small_layers: int  # of what is trained in layers of fewer such elements than SMALL
     small_fused: int  # of parameters that an engine fuses into matrices of fewer elements than SMALL
     tied: bool
     layers: int
@@ -65,11 +64,6 @@ def moments(model: ModelSizes, kept: Kept, *, muon: bool = False) -> float:
     if muon and not model.adapted:
         count = model.parameters + model.outside
     return count * kept.stored / kept.shards
-
-
-def held_back(model: ModelSizes, kept: Kept) -> float:
-    """On CPU: what a rank has freed and keeps, once it has made an update."""
-    return HELD_BACK * model.small_layers * kept.stored / kept.shards
 
 
 def optimizer_step(model: ModelSizes, kept: Kept) -> float:
@@ -115,9 +109,8 @@ def pass_tokens(budget: int, rows_at_once: int | None, rows: int, longest: int) 
 
 
 def rollout_weights(model: ModelSizes, itemsize: int, *, on_cpu: bool) -> int:
-    """An engine's; on CPU vLLM packs them anew, keeps of what it frees as much again of small tensors, and of an
-    embedding that is the head as well two further copies."""
-    further = model.small_fused + 2 * model.vocabulary * model.hidden * model.tied
+    """An engine's; on CPU vLLM packs them anew, and what that takes on the way is kept."""
+    further = model.small_fused + TIED_COPIES * model.vocabulary * model.hidden * model.tied
     return (model.parameters + further * on_cpu) * itemsize
 
 

@@ -50,18 +50,8 @@ def machine_needs(run: Setup, phase: str) -> Needs:
     one = held(run, phase)
     needs = one.host + one.device if run.on_cpu else one.host
     needs = Counter({kind: run.slots * size for kind, size in needs.items()})
-    if run.on_cpu and phase != "start-up":
-        needs["held back"] = run.slots * _held_back(run)
     needs["processes"] = MACHINE_BYTES + run.slots * SLOT_BYTES
     return needs
-
-
-def _held_back(run: Setup) -> float:
-    """Policy and critic learn one after the other, in what the same process holds back."""
-    found = [formulas.held_back(run.models.policy, run.kept(run.worker.policy))]
-    if run.worker.critic and run.models.critic:
-        found.append(formulas.held_back(run.models.critic, run.kept(run.worker.critic)))
-    return max(found)
 
 
 def _put_learner(run: Setup, sizes: ModelSizes, learner: LearnerConfig, phase: str, found: Held) -> None:

@@ -33,6 +33,7 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
     outside = by_layer.pop("", 0)
     text = model.config.get_text_config()
     told = text.to_dict()
+    fused = _grouped(named, lambda name: (name.rsplit(".", 2)[0], named[name].shape[1:]))
     width = told.get("head_dim") or text.hidden_size // text.num_attention_heads
     return ModelSizes(
         parameters=sum(parameter.numel() for parameter in named.values()),
@@ -40,8 +41,7 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
         outside=outside,
         layer=max(by_layer.values()),
         largest=max(parameter.numel() for parameter in trained.values()),
-        small_layers=_small(_grouped(trained, _layer)),
-        small_fused=_small(_grouped(named, lambda name: (name.rsplit(".", 2)[0], named[name].shape[1:]))),
+        small_fused=sum(size for size in fused.values() if size < SMALL),
         tied=bool(text.tie_word_embeddings),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -62,10 +62,6 @@ def _grouped(named: Mapping[str, Parameter], key: Callable[[str], Hashable]) -> 
 
 def _layer(name: str) -> str:
     return LAYER.match(name)[0]
-
-
-def _small(groups: Counter[Hashable]) -> int:
-    return sum(size for size in groups.values() if size < SMALL)
 
 
 def _intermediate(text: PreTrainedConfig) -> int:

@@ -19,6 +19,7 @@ import torch
 from side_by_side import Row, arguments, in_turn, report, told
 from torch import Tensor
 
+from hybridrl import device as devices
 from hybridrl.batch import Batch
 from hybridrl.cluster import Group
 from hybridrl.training.packing import Budget
@@ -104,7 +105,9 @@ def front(group: Group) -> AllFields:
 
 def through_ray() -> tuple[Row, Row]:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
-    actors = [ray.remote(StandIn).options(num_cpus=0).remote() for _ in range(WORKERS)]
+    environment = devices.environment("cpu", WORKERS)  # that of a run's ranks
+    remote = ray.remote(StandIn).options(num_cpus=0, runtime_env={"env_vars": environment})
+    actors = [remote.remote() for _ in range(WORKERS)]
     workers, batch = front(Group(actors, "stand-in", [])), rows(ROWS)
     rectangle = batch.padded
     ids, mask = rectangle(batch.response_ids).long(), rectangle(batch.response_mask).long()

@@ -3,7 +3,8 @@
 On one slot, a random model, in float32: from the call to `to_rollout` until the engine is proven to hold the trainer's
 weights, and back. Beside it, in turn, vLLM's own `reload_weights` of the same model from tensors that lie in the
 engine's process already, and a copy of as many bytes in memory. Then the same seconds by call, and how fast the engine
-writes before the first hand-over and after the last.
+writes before the first hand-over and after the last. With --same-allocator vLLM's side keeps freed memory as a run's
+processes do (`device.py`), which vLLM by itself does not.
 """
 
 import os
@@ -25,6 +26,7 @@ from memory_plan import make_model, overrides
 from models import SHAPES
 from side_by_side import Row, arguments, in_turn, report, told
 
+from hybridrl import device as devices
 from hybridrl.assembly import probe_ids, start_session
 from hybridrl.cluster import Group
 from hybridrl.config import PPOConfig, load_ppo_config
@@ -78,7 +80,7 @@ class HandOvers:
         return count / (time.perf_counter() - began)
 
 
-def measure(config: PPOConfig, directory: Path, name: str) -> list[Row]:
+def measure(config: PPOConfig, directory: Path, name: str, same_allocator: bool) -> list[Row]:
     section = config.actor_rollout_ref
     torch.save((section.model, section.rollout, 1), directory / "engine.pt")
     with ExitStack() as stack:
@@ -91,6 +93,8 @@ def measure(config: PPOConfig, directory: Path, name: str) -> list[Row]:
         ours.there()
         before = [ours.decode() for _ in range(3)]
         environment = {"OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if same_allocator:
+            environment |= devices.environment("cpu", slots=1)
         bare = [sys.executable, str(HERE / "bare.py"), "--threads", str(os.cpu_count())]
         other = stack.enter_context(Child(bare, directory / "bare.log", environment))
         other.ask("start_engine", file=str(directory / "engine.pt"))
@@ -137,6 +141,7 @@ def measure(config: PPOConfig, directory: Path, name: str) -> list[Row]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--same-allocator", action="store_true", help="as a run's processes, for vLLM's side too")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     given = parser.parse_args()
     with TemporaryDirectory() as place:
@@ -146,7 +151,7 @@ def main() -> None:
         maker.join()
         more = ["trainer.save_freq=-1", *given.overrides]
         config = load_ppo_config(overrides(directory / "model", directory, False, more))
-        report(measure(config, directory, given.shape), given.json)
+        report(measure(config, directory, given.shape, given.same_allocator), given.json)
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ class Sampler:
     def _watch(self) -> None:
         while not self.ended.wait(SECONDS_BETWEEN_SAMPLES):
             name, found = self.phase.read_text(), self._sample()
+            if not name:  # it is being written
+                continue
             if found["all"] > self.by_phase.get(name, {"all": 0})["all"]:
                 self.by_phase[name] = found
 

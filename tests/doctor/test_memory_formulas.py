@@ -11,7 +11,6 @@ WHOLE = ModelSizes(
     outside=50,
     layer=100,
     largest=40,
-    small_layers=190,
     small_fused=200,
     tied=True,
     layers=2,
@@ -27,7 +26,6 @@ ADAPTED = ModelSizes(
     outside=50,
     layer=110,
     largest=8,
-    small_layers=15,
     small_fused=220,
     tied=False,
     layers=2,
@@ -91,14 +89,9 @@ def test_a_pass_takes_rows_up_to_the_budget_and_a_longer_one_alone() -> None:
     assert formulas.pass_tokens(50, 9, rows=8, longest=100) == 800
 
 
-def test_what_a_rank_holds_back_goes_with_what_it_trains_in_small_layers() -> None:
-    assert formulas.held_back(WHOLE, MIXED) == pytest.approx(1.4 * 190 * 4 / 2)
-    assert formulas.held_back(ADAPTED, MIXED) == pytest.approx(1.4 * 15 * 4 / 2)
-
-
 def test_an_engine_has_further_copies_on_cpu() -> None:
     assert formulas.rollout_weights(WHOLE, 2, on_cpu=False) == 250 * 2
-    assert formulas.rollout_weights(WHOLE, 4, on_cpu=True) == (250 + 200 + 2 * 12 * 4) * 4
+    assert formulas.rollout_weights(WHOLE, 4, on_cpu=True) == (250 + 200 + 4 * 12 * 4) * 4
     assert formulas.rollout_weights(ADAPTED, 4, on_cpu=True) == (270 + 220) * 4
 
 

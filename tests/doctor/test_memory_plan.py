@@ -109,22 +109,18 @@ def test_of_devices_that_share_rows_each_holds_its_part_of_a_pass(load: Load) ->
 def test_sizes_are_told_by_config_json_alone(load: Load) -> None:
     sizes = model_sizes(blank(load().actor_rollout_ref.model, "model"))
     assert (sizes.parameters, sizes.trained) == (PARAMETERS, PARAMETERS)
-    assert (sizes.small_layers, sizes.small_fused, sizes.tied) == (PARAMETERS, PARAMETERS, True)
+    assert (sizes.small_fused, sizes.tied) == (PARAMETERS, True)
     assert (sizes.outside, sizes.layer, sizes.largest) == (EMBEDDING + NORM, LAYER, EMBEDDING)
     assert (sizes.layers, sizes.hidden, sizes.query, sizes.key) == (2, 8, 8, 4)
     assert (sizes.intermediate, sizes.vocabulary) == (16, 80)
 
 
-def test_what_is_small_counts_by_layer_in_training_and_fused_in_an_engine(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_small_counts_fused_in_an_engine(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     model = blank(load().actor_rollout_ref.model, "model")
     # Gate and up are fused to 256, query, key, value and what else reads as much to 192; down has 128.
     monkeypatch.setattr(sizes_of, "SMALL", 190)
     small = 8 * 16 + 8 + 2 * 4 + 2 * 8  # down, biases, norms
     assert model_sizes(model).small_fused == 2 * small + NORM
-    monkeypatch.setattr(sizes_of, "SMALL", LAYER + 1)
-    assert model_sizes(model).small_layers == 2 * LAYER
 
 
 def test_of_a_model_with_an_adapter_the_adapter_is_trained(load: Load) -> None:
@@ -159,7 +155,7 @@ def test_an_update_holds_parameters_gradients_moments_and_one_pass(load: Load, m
     needs = held(run_of(load("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512")), "policy update").device
     token = 2 * 8 + 6 * 8 + 3 * 8 + 2 * 4 + 4 * 16  # checkpointed: both layers' inputs, and one layer
     assert needs["parameters"] == needs["gradients"] == 4 * PARAMETERS
-    assert needs["rollout weights"] == 4 * (2 * PARAMETERS + 2 * EMBEDDING)
+    assert needs["rollout weights"] == 4 * (2 * PARAMETERS + 4 * EMBEDDING)
     assert needs["optimizer"] == 8 * PARAMETERS
     assert needs["activations"] == 512 * 4 * token
     assert needs["logits"] == 2.5 * (512 * 80 * 4)
@@ -170,7 +166,7 @@ def test_on_cpu_a_machine_holds_what_all_its_slots_hold_and_their_processes(load
     needs = machine_needs(run_of(load("trainer.n_gpus_per_node=2")), "policy update")
     assert needs["processes"] == MACHINE_BYTES + 2 * SLOT_BYTES
     assert needs["parameters"] == 4 * PARAMETERS  # shards
-    assert needs["rollout weights"] == 2 * 4 * (2 * PARAMETERS + 2 * EMBEDDING)  # an engine has all
+    assert needs["rollout weights"] == 2 * 4 * (2 * PARAMETERS + 4 * EMBEDDING)  # an engine has all
 
 
 def test_saves_keep_a_copy_of_what_they_write(load: Load, memory: object) -> None:

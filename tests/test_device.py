@@ -1,0 +1,48 @@
+"""The environment that workers and engines are started with."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl import device as devices
+
+FAULTS = """
+import resource, torch
+torch.set_num_threads(1)
+def write():
+    torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
+write(), write()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+write()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator that Ray brings is Linux's")
+def test_on_cpu_a_large_tensors_memory_is_written_again_without_asking_the_system() -> None:
+    """64 MiB are 16,384 pages, each a fault where the system hands it out anew."""
+    environment = os.environ | devices.environment("cpu", slots=1)
+    found = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 1000
+
+
+def test_an_allocator_that_is_preloaded_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc_minimal.so.4")
+    assert "LD_PRELOAD" not in devices.environment("cpu", slots=1)
+
+
+def test_what_else_is_preloaded_stays_beside_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libgomp.so.1")
+    assert devices.environment("cpu", slots=1)["LD_PRELOAD"].split()[1:] == ["/usr/lib/libgomp.so.1"]
+
+
+def test_on_cuda_the_allocator_is_the_systems() -> None:
+    assert "LD_PRELOAD" not in devices.environment("cuda", slots=1)
+
+
+def test_slots_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert devices.environment("cpu", slots=2)["OMP_NUM_THREADS"] == "4"
+    assert devices.environment("cpu", slots=16)["OMP_NUM_THREADS"] == "1"
