@@ -20,7 +20,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the allocator that Ray brings is Linux's")
 def test_on_cpu_a_large_tensors_memory_is_written_again_without_asking_the_system() -> None:
     """64 MiB are 16,384 pages, each a fault where the system hands it out anew."""
     environment = os.environ | devices.environment("cpu", slots=1)
