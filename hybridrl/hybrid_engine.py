@@ -99,7 +99,7 @@ class HybridEngine:
         self.servers.broadcast(RolloutServer.sleep, timeout=self.timeout)
 
     def _spawn(self, index: int) -> Actor:
-        environment = ENVIRONMENT | devices.environment(self.session.device, self.session.per_machine)
+        environment = devices.environment(self.session.device, self.session.per_machine) | ENVIRONMENT
         # Control calls must get through while requests run: an asynchronous actor takes as many as come.
         first = index * self.width
         return spawn(RolloutServer, self.session, first, environment, self._log(index), max_concurrency=1000)

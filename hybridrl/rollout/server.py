@@ -22,6 +22,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Engines that pin themselves to the first cores would fight for them.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # A token is many small products with Python between them: threads that slept then would be woken for each of them.
+    # This is OpenMP's own patience; trainers, whose products are larger, have less.
+    "GOMP_SPINCOUNT": "300000",
 }
 
 # A pause before finished answers are sent lets more come along: a call costs more than an answer.
