@@ -20,10 +20,8 @@ def deal(work: np.ndarray, parts: int, limit: float) -> tuple[list[np.ndarray], 
     most = work.max(initial=0)
     order = np.argsort((most - work).astype(np.min_scalar_type(most)), kind="stable")  # 16 bits sort in linear time
     owner, sums = (_in_rounds if parts >= MANY else _one_by_one)(work[order], parts)
-    ends = np.bincount(owner, minlength=parts).cumsum()
-    shares = np.split(order[np.argsort(owner, kind="stable")], ends[:-1])
-    if sums.max() > limit:
-        shares = _exchanged(work, shares, sums, limit)
+    line, ends = order[np.argsort(owner, kind="stable")], np.bincount(owner, minlength=parts).cumsum()
+    shares = np.split(line, ends[:-1]) if sums.max() <= limit else _exchanged(work, line, ends, sums, limit)
     return shares, int(sums.max())
 
 
@@ -53,13 +51,16 @@ def _in_rounds(work: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
     return owner, sums
 
 
-def _exchanged(work: np.ndarray, shares: list[np.ndarray], sums: np.ndarray, limit: float) -> list[np.ndarray]:
-    """The shares after exchanges between the fullest part and one of the emptiest. Changes `sums`.
+def _exchanged(
+    work: np.ndarray, line: np.ndarray, ends: np.ndarray, sums: np.ndarray, limit: float
+) -> list[np.ndarray]:
+    """The shares, which lie end to end, after exchanges between the fullest part and one of the emptiest. Changes
+    `sums`.
 
     Every part holds two zeros beside its numbers, so that numbers may also move without others in return.
     """
     work, nothing = np.append(work, 0), len(work)
-    shares = [np.append(share, [nothing, nothing]) for share in shares]
+    shares = np.split(np.insert(line, np.repeat(ends, 2), nothing), ends[:-1] + 2 * np.arange(1, len(ends)))
     size = 1
     for _ in range(3 * len(sums)):
         order = sums.argsort(kind="stable")

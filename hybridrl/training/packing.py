@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridrl.batch import Batch, places, spans
+from hybridrl.batch import Batch, pieces, places
 from hybridrl.training.dealing import deal
 
 UNEVEN = 1e-4  # by so much of the mean a rank may have more work than that
@@ -148,9 +148,10 @@ def lay_out(batch: Batch, padded: bool) -> ModelInputs:
 
 def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
     """Response-axis values computed for these rows in parts, back in the batch's row order."""
-    order = torch.tensor([row for part in rows for row in part], dtype=torch.int64)
-    places = spans(lengths, order).numpy()
-    whole = np.empty(len(places), dtype=parts[0].dtype)
-    for part, own in zip(parts, np.split(places, np.cumsum([len(part) for part in parts[:-1]])), strict=True):
-        whole[own] = part
-    return torch.from_numpy(whole)
+    owned = [torch.tensor(own, dtype=torch.int64) for own in rows]
+    cut = [
+        part[piece]
+        for part, own in zip(parts, owned, strict=True)
+        for piece in pieces(lengths[own], torch.arange(len(own)))
+    ]
+    return torch.from_numpy(np.concatenate([cut[place] for place in torch.cat(owned).argsort().tolist()]))
