@@ -27,17 +27,18 @@ SCRIPTS = {
     "export": ("Export", ["export.py"]),
     "hand_over": ("Hand-over, 0.5 B", ["hand_over.py"]),
     "step": ("A step of 25 M parameters", ["step.py", "--rounds", "3", PASSES]),
-    "quickstart": (
-        "A step of the quickstart, 2 slots",
-        ["step.py", "--case", "quickstart", "--slots", "2", "--no-bare"],
+    "step_trl": ("A step of 25 M parameters beside TRL", ["step.py", "--no-bare", "--rounds", "3", PASSES]),
+    "quickstart_trl": (
+        "A step of the quickstart beside TRL, 2 slots",
+        ["step.py", "--no-bare", "--case", "quickstart", "--slots", "2"],
     ),
 }
-WITH_PEER = ("step", "quickstart")
+WITH_PEER = ("step_trl", "quickstart_trl")
 
 
-def run(name: str, out: Path, peer: str | None) -> bool:
+def run(name: str, out: Path, peer: str) -> bool:
     script, *more = SCRIPTS[name][1]
-    if peer and name in WITH_PEER:
+    if name in WITH_PEER:
         more = ["--peer", peer, *more]
     command = [sys.executable, str(HERE / script), "--json", str(out / f"{name}.json"), *more]
     print("$", " ".join(command), flush=True)
@@ -78,12 +79,14 @@ def picture(results: dict[str, dict], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", choices=[*SCRIPTS, "all"], default="all", help="which")
-    parser.add_argument("--peer", help="the Python of an environment with TRL (trl_peer.py)")
+    parser.add_argument("--peer", default="", help="the Python of an environment with TRL (trl_peer.py)")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark"))
     parser.add_argument("--docs", type=Path, help="file between whose marks the tables are written")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    names = list(SCRIPTS) if "all" in given.names else given.names
+    names = [name for name in SCRIPTS if given.peer or name not in WITH_PEER] if "all" in given.names else given.names
+    if not given.peer and set(names) & set(WITH_PEER):
+        parser.error(f"{' and '.join(WITH_PEER)} need --peer, the Python of an environment with TRL (trl_peer.py)")
     failed = [name for name in names if not run(name, given.out, given.peer)]
     results = found(given.out)
     (given.out / "performance.md").write_text(tables(results))
