@@ -39,16 +39,17 @@ def _one_by_one(work: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
 def _in_rounds(work: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
     """The same for numbers that come largest first: all parts with less than the emptiest will have after its next
     number are served at once, as each of them comes before any comes again."""
-    owner, sums, start = np.empty(len(work), dtype=np.min_scalar_type(parts)), np.zeros(parts, dtype=np.int64), 0
+    bits = (parts - 1).bit_length()
+    number, scaled = (1 << bits) - 1, work << bits
+    owner, start, sums = np.empty_like(work), 0, np.arange(parts)  # of each part its sum << bits | number, least first
     while start < len(work):
-        order = sums.argsort(kind="stable")
-        rising, smallest = sums[order], work[min(start + parts, len(work)) - 1]
-        served = order[: min(rising.searchsorted(rising[0] + smallest), len(work) - start)]
-        end = start + len(served)
-        sums[served] += work[start:end]
-        owner[start:end] = served
+        end = min(start + parts, len(work))
+        end = start + min(end - start, sums.searchsorted((sums[0] & ~number) + scaled[end - 1]))
+        owner[start:end] = sums[: end - start]
+        sums[: end - start] += scaled[start:end]
+        sums.sort()
         start = end
-    return owner, sums
+    return (owner & number).astype(np.min_scalar_type(parts)), sums[(sums & number).argsort()] >> bits
 
 
 def _exchanged(
