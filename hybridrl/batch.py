@@ -75,15 +75,14 @@ class Batch:
 
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """The rows named, in the order named."""
-        rows = torch.as_tensor(rows, dtype=torch.int64)
-        cuts = {"prompt": pieces(self.prompt_lengths, rows), "response": pieces(self.response_lengths, rows)}
-        return replace(
-            self,
-            **{
-                name: value.index_select(0, rows) if axis == "row" else end_to_end(value.numpy(), cuts[axis])
-                for name, axis, value in self._filled()
-            },
-        )
+        rows = np.asarray(rows, dtype=np.int64)  # numpy: a pass holds so few rows that torch's calls would take longest
+        lengths = {"prompt": self.prompt_lengths.numpy(), "response": self.response_lengths.numpy()}
+        cuts = {axis: pieces(of_axis, rows) for axis, of_axis in lengths.items()}
+        chosen = {
+            name: value.numpy()[rows] if axis == "row" else end_to_end(value.numpy(), cuts[axis])
+            for name, axis, value in self._filled()
+        }
+        return replace(self, **{name: torch.from_numpy(value) for name, value in chosen.items()})
 
     def only(self, *names: str) -> "Batch":
         """The same rows with the fields every batch has and those named; the rest does not travel."""
@@ -152,15 +151,15 @@ def spans(lengths: Tensor, rows: Tensor) -> Tensor:
     return places((lengths.cumsum(0) - lengths)[rows], lengths[rows])
 
 
-def pieces(lengths: Tensor, rows: Tensor) -> list[slice]:
+def pieces(lengths: np.ndarray, rows: np.ndarray) -> list[slice]:
     """Where the rows named are, where rows of these lengths lie end to end."""
-    ends = lengths.cumsum(0)[rows]
+    ends = lengths.cumsum()[rows]
     return list(map(slice, (ends - lengths[rows]).tolist(), ends.tolist()))
 
 
-def end_to_end(values: np.ndarray, cuts: Sequence[slice]) -> Tensor:
+def end_to_end(values: np.ndarray, cuts: Sequence[slice]) -> np.ndarray:
     """These pieces of the values: long rows are copied in half the time that single tokens are picked in."""
-    return torch.from_numpy(np.concatenate([values[:0], *map(values.__getitem__, cuts)]))
+    return np.concatenate([values[:0], *map(values.__getitem__, cuts)])
 
 
 def pack(rows: Sequence[Sequence[int]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

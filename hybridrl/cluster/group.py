@@ -100,18 +100,19 @@ def kill(actor: Actor) -> None:
 
 def gather(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str] = ()) -> list[Any]:
     """Results of remote calls. The first failure is raised as soon as it is there; the others' echoes of it are not."""
-    waiting = list(refs)
+    waiting, found = list(refs), {}
     while waiting:
         done, rest = ray.wait(waiting, num_returns=1, timeout=timeout)
         if not done:
             late = ", ".join(str(refs.index(ref)) for ref in rest)
             answered = len(refs) - len(rest)
             raise WorkerDied(f"{what}: no answer from rank {late} within {timeout:g} s ({answered} did answer)")
-        error = _error(done[0])
-        if error is not None:
+        try:
+            found[done[0]] = ray.get(done[0])
+        except (RayActorError, RayTaskError) as error:
             raise _root_failure(refs, what, error, refs.index(done[0]), logs) from None
         waiting = rest
-    return ray.get(list(refs))
+    return [found[ref] for ref in refs]
 
 
 def _error(ref: Pending) -> RayActorError | RayTaskError | None:

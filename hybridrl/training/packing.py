@@ -148,10 +148,9 @@ def lay_out(batch: Batch, padded: bool) -> ModelInputs:
 
 def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
     """Response-axis values computed for these rows in parts, back in the batch's row order."""
-    owned = [torch.tensor(own, dtype=torch.int64) for own in rows]
     cut = [
         part[piece]
-        for part, own in zip(parts, owned, strict=True)
-        for piece in pieces(lengths[own], torch.arange(len(own)))
+        for part, own in zip(parts, rows, strict=True)
+        for piece in pieces(lengths.numpy()[own], np.arange(len(own)))
     ]
-    return torch.from_numpy(np.concatenate([cut[place] for place in torch.cat(owned).argsort().tolist()]))
+    return torch.from_numpy(np.concatenate([cut[place] for place in np.concatenate(rows).argsort().tolist()]))
