@@ -9,7 +9,6 @@ tries the script itself.
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from child import Child
 from hand_over import count_calls
 from memory_plan import make_model, overrides
 from models import SHAPES
-from side_by_side import Row, arguments, in_turn, report, told
+from side_by_side import Row, Seconds, arguments, in_turn, report, told
 
 from hybridrl import ppo
 from hybridrl.batch import Batch
@@ -94,14 +93,14 @@ class Run:
             Row(f"GiB on the device beyond the trainer's, {name}", str(held), "", left, "at most 1.5"),
         ]
 
-    def rollout(self, name: str) -> Row:
+    def rollout(self) -> Seconds:
         engine, number = self.hall.engine, self.number + 1
         asked = [Request(n // 8, n % 8, list(range(5, 69)), request_seed(0, number, n)) for n in range(ANSWERS)]
         self.there()
         work = {"here": lambda: list(engine.pool.generate(asked, Sampling(TOKENS, (), ignore_eos=True)))}
         here = in_turn(work)["here"]
         self.back()
-        return Row(f"rollout, tokens/s, {name}", f"{ANSWERS * TOKENS / here.median:,.0f}", told(here))
+        return here
 
     def update(self, name: str, bar: float) -> Row:
         batch, workers = self.rows(), self.hall.workers
@@ -148,8 +147,8 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
-def bare_rollout(directory: Path, config: Any, name: str) -> Row:
-    """vLLM alone on the device, after the run has ended: both would not always fit."""
+def beside_bare(here: Seconds, directory: Path, config: Any, name: str) -> Row:
+    """The rollout beside vLLM alone on the device, after the run has ended: both would not always fit."""
     section = config.actor_rollout_ref
     torch.save((section.model, section.rollout, 1), directory / "engine.pt")
     asked = [{"prompt": list(range(5, 69)), "seed": n, "max_tokens": TOKENS} for n in range(ANSWERS)]
@@ -158,14 +157,15 @@ def bare_rollout(directory: Path, config: Any, name: str) -> Row:
         [sys.executable, str(HERE / "bare.py"), "--device", config.trainer.device], directory / "bare.log"
     ) as side:
         side.ask("start_engine", file=str(directory / "engine.pt"))
-        found = [side.ask("generate", file=str(directory / "requests.json"))["seconds"] for _ in range(6)][1:]
-    return Row(
-        f"bare vLLM, tokens/s, {name}", f"{ANSWERS * TOKENS / median(found):,.0f}", "", None, "rollout 0.98 of it"
-    )
+        there = median([side.ask("generate", file=str(directory / "requests.json"))["seconds"] for _ in range(6)][1:])
+    ours, bare = (f"{ANSWERS * TOKENS / seconds:,.0f} tokens/s" for seconds in (here.median, there))
+    what, ratio = f"rollout against vLLM's generate, {name}", there / here.median
+    return Row(what, f"{ours}; {told(here)}", f"{bare}; {there:.2f} s", ratio, "at least 0.98")
 
 
 def measured(name: str, device: str, recompute: bool, more: list[str]) -> list[Row]:
     rows: list[Row] = []
+    rollouts: list[Seconds] = []
     with TemporaryDirectory() as place:
         directory = Path(place)
         parameters = make_model(SHAPES[name], directory / "model")
@@ -185,18 +185,15 @@ def measured(name: str, device: str, recompute: bool, more: list[str]) -> list[R
         class Measured(Trainer):
             def fit(self, done: int, start_up: dict[str, float]) -> None:
                 run = Run(self, SHAPES[name], parameters, directory, config)
-                parts: list[Callable[[], Row]] = [partial(run.update, told_as, 0.45 if recompute else 0.55)]
+                rows.append(run.update(told_as, 0.45 if recompute else 0.55))
                 if recompute:
-                    rows.extend(run.switch(name))
-                    parts += [partial(run.rollout, name), partial(run.log_probs, name), partial(run.agreement, name)]
-                rows.extend(part() for part in parts)
+                    rows.extend([*run.switch(name), run.log_probs(name), run.agreement(name)])
+                    rollouts.append(run.rollout())
 
         ppo.Trainer = Measured
         ppo.draw_curves = ppo.summary = lambda directory: ""
         ppo.train(config)
-        if recompute:
-            rows.append(bare_rollout(directory, config, name))
-    return rows
+        return rows + [beside_bare(here, directory, config, name) for here in rollouts]
 
 
 def main() -> None:

@@ -1,51 +1,58 @@
-"""Answers of lengths laid down beforehand, the same for every side of a comparison, with the heavy tail of real ones.
+"""Answers of lengths laid down beforehand, the same for every side of a comparison.
 
-As `actor_rollout_ref.model.external_lib` of a run it makes vLLM write as many tokens as are laid down for a draw.
+As `actor_rollout_ref.model.external_lib` of a run it makes vLLM write as many tokens as are laid down for a draw, those
+of the answers that the environment variable IMPOSED names.
 """
 
+import os
 import random
 import sys
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 from typing import Any
 
 from hybridrl.rollout.requests import request_seed
 
-PROMPTS, SAMPLES, LONGEST = 16, 8, 512
 SEED = 0  # trainer.seed of a run
-MEDIAN, SPREAD = 90.0, 0.95  # of a log-normal distribution; what lies beyond LONGEST is cut
 
 
-def _lengths() -> list[int]:
-    """One quantile a row, mixed: the same rows in every step."""
-    count = PROMPTS * SAMPLES
-    normal = NormalDist()
-    values = [MEDIAN * 2.718281828 ** (SPREAD * normal.inv_cdf((row + 0.5) / count)) for row in range(count)]
-    lengths = [min(max(round(value), 4), LONGEST) for value in values]
-    random.Random(0).shuffle(lengths)
-    return lengths
+@dataclass(frozen=True)
+class Answers:
+    """A step's answers: lengths of a log-normal distribution, what lies beyond the longest cut."""
+
+    prompts: int
+    samples: int
+    median: float
+    spread: float
+    longest: int
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """One quantile a row, mixed: the same rows in every step."""
+        count, normal = self.prompts * self.samples, NormalDist()
+        quantiles = [normal.inv_cdf((row + 0.5) / count) for row in range(count)]
+        lengths = [min(max(round(self.median * 2.718281828 ** (self.spread * x)), 4), self.longest) for x in quantiles]
+        random.Random(0).shuffle(lengths)
+        return lengths
+
+    def by_seed(self) -> dict[int, int]:
+        """Tokens of an answer by the seed of its draw, for the first 200 steps."""
+        places = [(position, sample) for position in range(200 * self.prompts) for sample in range(self.samples)]
+        seeds = (request_seed(SEED, position, sample) for position, sample in places)
+        return {seed: self.lengths[place % len(self.lengths)] for place, seed in enumerate(seeds)}
 
 
-LENGTHS = _lengths()
-
-
-def length_of(position: int, sample: int) -> int:
-    """Tokens of an answer, by its prompt's place in the run and its number in the group."""
-    return LENGTHS[position % PROMPTS * SAMPLES + sample]
-
-
-BY_SEED = {
-    request_seed(SEED, position, sample): length_of(position, sample)
-    for position in range(200 * PROMPTS)
-    for sample in range(SAMPLES)
-}
+# 25m: the heavy tail of answers that reason; quickstart: about what its model writes.
+ANSWERS = {"25m": Answers(16, 8, 90.0, 0.95, 512), "quickstart": Answers(32, 8, 28.0, 0.35, 64)}
 
 
 def impose(engine: Any) -> None:
-    plain = engine.sampling_params
+    plain, lengths = engine.sampling_params, ANSWERS[os.environ["IMPOSED"]].by_seed()
 
     def imposed(request: Any, sampling: Any) -> Any:
         parameters = plain(request, sampling)
-        parameters.max_tokens = BY_SEED[request.seed]
+        parameters.max_tokens = lengths[request.seed]
         return parameters
 
     engine.sampling_params = imposed

@@ -1,10 +1,10 @@
 """A whole step beside TRL's and beside bare vLLM and torch: `python scripts/benchmark/step.py [--peer trl/bin/python]`
 
-The case 25m: a random model of 25 M parameters, 16 prompts x 8 answers whose lengths are laid down (imposed.py) for all
-sides; quickstart: its warm start and task, 32 x 8, with lengths as they come. First an update on the same samples from
-the same weights: gradient norms must agree. Then in turn, each as often as --rounds says: a whole step here, a step of
-TRL's GRPOTrainer, and apart from steps the rollout and the update of the same rows, here and bare. `--peer` names the
-Python of an environment for trl_peer.py; without it TRL is left out.
+The case 25m: a random model of 25 M parameters, 16 prompts x 8 answers; quickstart: its warm start and task, 32 x 8.
+Answers' lengths are laid down (imposed.py) for all sides. First an update on the same samples from the same weights:
+gradient norms must agree. Then in turn, each as often as --rounds says: a whole step here, a step of TRL's GRPOTrainer,
+and apart from steps the rollout and the update of the same rows, here and bare. `--peer` names the Python of an
+environment for trl_peer.py; without it TRL is left out.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from child import Child
-from imposed import LENGTHS, LONGEST, PROMPTS, SAMPLES, SEED, length_of
+from imposed import ANSWERS, SEED, Answers
 from memory_plan import make_model
 from models import SHAPES
 from side_by_side import ROUNDS, Row, Seconds, arguments, cpu_seconds, report, told
@@ -41,33 +41,33 @@ PARTS = ("gen", "reward", "old_log_prob", "update_actor")
 
 @dataclass(frozen=True)
 class Case:
-    """What a step is: prompts and answers to each, updates, and answers' lengths where they are laid down."""
+    """What a step is: its answers, and how many updates they make."""
 
     model: str
     rows: str
-    prompts: int
-    n: int
+    answers: Answers
     updates: int
-    longest: int
-    lr: float
-    lengths: list[int] | None
+    lr: float = 1e-4
+
+    def setting(self) -> dict[str, Any]:
+        """What trl_peer.py reads."""
+        return vars(self) | {"answers": asdict(self.answers) | {"lengths": self.answers.lengths}}
 
 
-def case_25m(directory: Path) -> tuple[Case, list[str]]:
+def case_25m(directory: Path) -> Case:
     make_model(SHAPES["25m"], directory / "model")
     rows = directory / "rows.jsonl"
     with open(rows, "w", encoding="utf-8") as file:
-        for number in range(20 * PROMPTS):
+        for number in range(20 * ANSWERS["25m"].prompts):
             question = [{"role": "user", "content": f"What is {100 + 7 * number % 900}+{100 + 13 * number % 900}?"}]
             row = {"data_source": "none", "prompt": question, "reward_model": {"ground_truth": str(number)}}
             print(json.dumps(row), file=file)
-    case = Case(str(directory / "model"), str(rows), PROMPTS, SAMPLES, 1, LONGEST, 1e-4, LENGTHS)
-    return case, ["actor_rollout_ref.rollout.ignore_eos=true", "actor_rollout_ref.model.external_lib=imposed"]
+    return Case(str(directory / "model"), str(rows), ANSWERS["25m"], updates=1)
 
 
-def case_quickstart(directory: Path) -> tuple[Case, list[str]]:
+def case_quickstart(directory: Path) -> Case:
     rows, model = (override.partition("=")[2] for override in warm_start(0, directory))
-    return Case(model, rows, 32, 8, 4, 64, 1e-4, None), []
+    return Case(model, rows, ANSWERS["quickstart"], updates=4)
 
 
 CASES = {"25m": case_25m, "quickstart": case_quickstart}
@@ -78,13 +78,15 @@ def configuration(case: Case, directory: Path, slots: int, more: list[str]) -> P
     values = {
         "data.train_files": case.rows,
         "data.shuffle": "false",
-        "data.train_batch_size": case.prompts,
+        "data.train_batch_size": case.answers.prompts,
         "data.max_prompt_length": 64,
-        "data.max_response_length": case.longest,
+        "data.max_response_length": case.answers.longest,
         "actor_rollout_ref.model.path": case.model,
         "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
-        "actor_rollout_ref.rollout.n": case.n,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": case.prompts // case.updates,
+        "actor_rollout_ref.model.external_lib": "imposed",
+        "actor_rollout_ref.rollout.ignore_eos": "true",
+        "actor_rollout_ref.rollout.n": case.answers.samples,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": case.answers.prompts // case.updates,
         "actor_rollout_ref.actor.optim.lr": case.lr,
         "algorithm.adv_estimator": "grpo",
         "reward.custom_reward_function.path": directory / "reward.py",
@@ -111,13 +113,13 @@ class Sides:
 
     def rows(self) -> Batch:
         """The first step's prompts with random answers, all parts of the rows but what the policy says of them."""
-        case, generator = self.case, torch.Generator().manual_seed(0)
-        lengths = [length_of(p, s) % case.longest or 4 for p in range(case.prompts) for s in range(case.n)]
-        prompts = [self.hall.experience.prompts[row].ids for row in range(case.prompts) for _ in range(case.n)]
+        given, generator = self.case.answers, torch.Generator().manual_seed(0)
+        lengths, repeats = given.lengths, range(given.samples)
+        prompts = [self.hall.experience.prompts[row].ids for row in range(given.prompts) for _ in repeats]
         answers = [torch.randint(20, 250, (length,), generator=generator).tolist() for length in lengths]
         prompt_ids, prompt_lengths = pack(prompts, torch.int32)
         response_ids, response_lengths = pack(answers, torch.int32)
-        group = torch.arange(case.prompts).repeat_interleave(case.n)
+        group = torch.arange(given.prompts).repeat_interleave(given.samples)
         rows = Batch(
             prompt_lengths=prompt_lengths,
             response_lengths=response_lengths,
@@ -125,7 +127,7 @@ class Sides:
             response_ids=response_ids,
             group=group,
             position=group,
-            sample=torch.arange(case.n).repeat(case.prompts),
+            sample=torch.arange(given.samples).repeat(given.prompts),
             rewards=torch.tensor([float(length % 7) for length in lengths]),
             truncated=torch.zeros(len(lengths), dtype=torch.bool),
             response_mask=torch.ones(len(response_ids), dtype=torch.bool),
@@ -141,7 +143,7 @@ class Sides:
         norms = {"here": workers.update_policy(batch, 1)[1]["actor/grad_norm"]}
         if "bare" in self.others:
             norms["bare"] = self.others["bare"].ask("update", file=str(self.directory / "update.pt"))["grad_norm"]
-        if "TRL" in self.others and self.case.updates == 1:
+        if "TRL" in self.others and self.case.updates == 1:  # it mixes rows before it cuts them into more
             answers = batch.response_ids.split(batch.response_lengths.tolist())
             norms["TRL"] = self.others["TRL"].ask("step", answers=[ids.tolist() for ids in answers])["grad_norm"]
         for name, norm in norms.items():
@@ -184,8 +186,8 @@ class Sides:
 
     def checked(self, tokens: float) -> float:
         """The tokens of a side's answers, which are as many as were laid down."""
-        if self.case.lengths is not None and tokens != sum(self.case.lengths):
-            raise SystemExit(f"{tokens:.0f} tokens were written where {sum(self.case.lengths)} were laid down")
+        if tokens != sum(self.case.answers.lengths):
+            raise SystemExit(f"{tokens:.0f} tokens were written where {sum(self.case.answers.lengths)} were laid down")
         return tokens
 
     def rollout(self) -> None:
@@ -250,7 +252,7 @@ def measure(hall: Trainer, case: Case, directory: Path, given: argparse.Namespac
     optimizer = {"lr": section.actor.optim.lr, "betas": tuple(section.actor.optim.betas)}
     torch.save({"model": section.model, "optimizer": optimizer}, directory / "model.pt")
     torch.save((section.model, section.rollout, 1), directory / "engine.pt")
-    (directory / "setting.json").write_text(json.dumps(vars(case)))
+    (directory / "setting.json").write_text(json.dumps(case.setting()))
     with ExitStack() as stack:
         others = {}
         if not given.no_bare:
@@ -283,7 +285,7 @@ def measure(hall: Trainer, case: Case, directory: Path, given: argparse.Namespac
 
 def rows_of(sides: Sides, given: argparse.Namespace) -> list[Row]:
     found, shares, case, step = sides.found, sides.shares, sides.case, sides.found["step"]
-    name, answers = f"{given.case}, {given.slots} slots", case.prompts * case.n
+    name, answers = f"{given.case}, {given.slots} slots", len(case.answers.lengths)
     rows = []
     if "TRL" in found:
         here, there = (f"{answers / side.median:.1f} samples/s; {told(side)}" for side in (step, found["TRL"]))
@@ -315,11 +317,11 @@ def main() -> None:
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     given = parser.parse_args()
-    os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"
+    os.environ |= {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "IMPOSED": given.case}
     with TemporaryDirectory() as place:
         directory = Path(place)
-        case, more = CASES[given.case](directory)
-        config = configuration(case, directory, given.slots, [*more, *given.overrides])
+        case = CASES[given.case](directory)
+        config = configuration(case, directory, given.slots, given.overrides)
         rows: list[Row] = []
 
         class Measured(Trainer):

@@ -18,17 +18,16 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Imposed(LogitsProcessor):
-    """Ends each row after its number of tokens, and none before; without lengths it changes nothing."""
+    """Ends each row after its number of tokens, and none before."""
 
-    def __init__(self, lengths: list[int] | None, eos: int, prompt: int) -> None:
-        self.lengths, self.eos, self.prompt = torch.tensor(lengths or []), eos, prompt
+    def __init__(self, lengths: list[int], eos: int, prompt: int) -> None:
+        self.lengths, self.eos, self.prompt = torch.tensor(lengths), eos, prompt
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if len(self.lengths):
-            ends = self.lengths == input_ids.shape[1] - self.prompt + 1
-            kept = scores[:, self.eos].masked_fill(~ends, -torch.inf)
-            scores = scores.masked_fill(ends[:, None], -torch.inf)
-            scores[:, self.eos] = torch.where(ends, 0.0, kept)
+        ends = self.lengths == input_ids.shape[1] - self.prompt + 1
+        kept = scores[:, self.eos].masked_fill(~ends, -torch.inf)
+        scores = scores.masked_fill(ends[:, None], -torch.inf)
+        scores[:, self.eos] = torch.where(ends, 0.0, kept)
         return scores
 
 
@@ -63,7 +62,7 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
     rows = [json.loads(line) for line in Path(setting["rows"]).read_text(encoding="utf-8").splitlines()]
     data = Dataset.from_list([{"prompt": row["prompt"], **row["reward_model"]} for row in rows])
     tokenizer = AutoTokenizer.from_pretrained(setting["model"], padding_side="left")
-    answers = setting["prompts"] * setting["n"]
+    answers = setting["answers"]
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
@@ -73,10 +72,10 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
         weight_decay=0.01,
         max_grad_norm=1.0,
         per_device_train_batch_size=arguments.micro,
-        gradient_accumulation_steps=setting["prompts"] // setting["updates"] * setting["n"] // arguments.micro,
-        steps_per_generation=answers // arguments.micro,
-        num_generations=setting["n"],
-        max_completion_length=setting["longest"],
+        gradient_accumulation_steps=len(answers["lengths"]) // setting["updates"] // arguments.micro,
+        steps_per_generation=len(answers["lengths"]) // arguments.micro,
+        num_generations=answers["samples"],
+        max_completion_length=answers["longest"],
         temperature=1.0,
         beta=0.0,
         epsilon=0.2,
@@ -99,11 +98,11 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
         processing_class=tokenizer,
         callbacks=[peer],
     )
-    _impose(made, peer, setting.get("lengths"), tokenizer.eos_token_id)
+    _impose(made, peer, answers["lengths"], tokenizer.eos_token_id)
     return made
 
 
-def _impose(made: GRPOTrainer, peer: Peer, lengths: list[int] | None, eos: int) -> None:
+def _impose(made: GRPOTrainer, peer: Peer, lengths: list[int], eos: int) -> None:
     """Answers of the lengths laid down; or those that were given, to compare gradients."""
     turn, generate = made._generate_single_turn, made.model.generate
 
