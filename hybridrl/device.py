@@ -33,10 +33,11 @@ def _allocator() -> dict[str, str]:
     """
     preloaded, package = os.environ.get("LD_PRELOAD", ""), find_spec("ray")
     library = Path(package.origin).parent / "core" / "libjemalloc.so" if package and package.origin else None
-    if "malloc" in preloaded or library is None or not library.exists():
-        return {}
-    kept = "oversize_threshold:0,dirty_decay_ms:-1"  # what is freed, large blocks too, for as long as the process lives
-    return {"LD_PRELOAD": f"{library} {preloaded}".strip(), "MALLOC_CONF": kept}
+    if "malloc" in preloaded or library is None or not library.exists() or set(" :") & set(str(library)):
+        return {}  # a name with a space or colon would be taken for two
+    # What is freed is kept, large blocks too, for as long as the process lives. jemalloc heeds what it reads last.
+    options = ["oversize_threshold:0", "dirty_decay_ms:-1", *filter(None, [os.environ.get("MALLOC_CONF")])]
+    return {"LD_PRELOAD": f"{library} {preloaded}".strip(), "MALLOC_CONF": ",".join(options)}
 
 
 def current(device: str) -> torch.device:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,6 +36,21 @@ def test_an_allocator_that_is_preloaded_stays(monkeypatch: pytest.MonkeyPatch) -
 def test_what_else_is_preloaded_stays_beside_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libgomp.so.1")
     assert devices.environment("cpu", slots=1)["LD_PRELOAD"].split()[1:] == ["/usr/lib/libgomp.so.1"]
+
+
+def test_ones_own_options_of_the_allocator_come_last_and_so_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_CONF", "dirty_decay_ms:500")
+    assert devices.environment("cpu", slots=1)["MALLOC_CONF"].endswith(",dirty_decay_ms:500")
+
+
+@pytest.mark.parametrize("place", ["a place", "a:place"])
+def test_an_allocator_whose_path_would_be_taken_for_two_is_left_out(tmp_path, monkeypatch, place) -> None:
+    library = tmp_path / place / "core" / "libjemalloc.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    found = SimpleNamespace(origin=str(tmp_path / place / "__init__.py"))
+    monkeypatch.setattr(devices, "find_spec", lambda _: found)
+    assert "LD_PRELOAD" not in devices.environment("cpu", slots=1)
 
 
 def test_on_cuda_the_allocator_is_the_systems() -> None:

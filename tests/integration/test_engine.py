@@ -7,6 +7,7 @@ from functools import partial
 import psutil
 import pytest
 
+from hybridrl import device as devices
 from hybridrl.assembly import probe_ids
 from hybridrl.cluster import Group
 from hybridrl.hybrid_engine import Mode, StaleWeights
@@ -95,6 +96,11 @@ def engine_processes() -> list[psutil.Process]:
 
 def server_process(engine_process: psutil.Process) -> psutil.Process:
     return engine_process.parent()
+
+
+def test_an_engine_waits_for_its_threads_longer_than_a_trainer(parts):
+    (waits,) = {int(engine.environ()["GOMP_SPINCOUNT"]) for engine in engine_processes()}
+    assert waits > int(devices.environment("cpu", slots=2)["GOMP_SPINCOUNT"])
 
 
 @pytest.mark.parametrize(
