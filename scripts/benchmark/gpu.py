@@ -153,9 +153,9 @@ def beside_bare(here: Seconds, directory: Path, config: Any, name: str) -> Row:
     torch.save((section.model, section.rollout, 1), directory / "engine.pt")
     asked = [{"prompt": list(range(5, 69)), "seed": n, "max_tokens": TOKENS} for n in range(ANSWERS)]
     (directory / "requests.json").write_text(json.dumps(asked))
-    with Child(
-        [sys.executable, str(HERE / "bare.py"), "--device", config.trainer.device], directory / "bare.log"
-    ) as side:
+    command = [sys.executable, str(HERE / "bare.py"), "--device", config.trainer.device]
+    # The engine in that process: fast, and gone with it.
+    with Child(command, directory / "bare.log", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as side:
         side.ask("start_engine", file=str(directory / "engine.pt"))
         there = median([side.ask("generate", file=str(directory / "requests.json"))["seconds"] for _ in range(6)][1:])
     ours, bare = (f"{ANSWERS * TOKENS / seconds:,.0f} tokens/s" for seconds in (here.median, there))
