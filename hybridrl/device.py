@@ -20,8 +20,8 @@ def environment(device: str, slots: int) -> dict[str, str]:
     if device == "cuda":
         return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing. Threads that wait for one
-    # another spin for some microseconds: without it small products take 1.6 times as long on two cores, and with
-    # OpenMP's own millisecond of it three times as long where another program wants a core.
+    # another spin for some microseconds: without it an update takes 1.16 times as long on two cores, and with OpenMP's
+    # own millisecond of it 1.35 times as long where another program wants a core (scripts/benchmark/threads.py).
     return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "5000"} | _allocator()
 
 

@@ -26,6 +26,7 @@ SCRIPTS = {
     "start_up": ("Start-up", ["start_up.py"]),
     "export": ("Export", ["export.py"]),
     "hand_over": ("Hand-over, 0.5 B", ["hand_over.py"]),
+    "threads": ("Threads that wait", ["threads.py"]),
     "step": ("A step of 25 M parameters", ["step.py", "--rounds", "3", PASSES]),
     "step_trl": ("A step of 25 M parameters beside TRL", ["step.py", "--no-bare", "--rounds", "3", PASSES]),
     "quickstart_trl": (
