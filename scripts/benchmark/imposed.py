@@ -9,6 +9,7 @@ import random
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from math import exp
 from statistics import NormalDist
 from typing import Any
 
@@ -32,7 +33,7 @@ class Answers:
         """One quantile a row, mixed: the same rows in every step."""
         count, normal = self.prompts * self.samples, NormalDist()
         quantiles = [normal.inv_cdf((row + 0.5) / count) for row in range(count)]
-        lengths = [min(max(round(self.median * 2.718281828 ** (self.spread * x)), 4), self.longest) for x in quantiles]
+        lengths = [min(max(round(self.median * exp(self.spread * x)), 4), self.longest) for x in quantiles]
         random.Random(0).shuffle(lengths)
         return lengths
 

@@ -21,8 +21,9 @@ from side_by_side import Row, arguments, in_turn, report, told
 from hybridrl import device as devices
 from hybridrl.rollout.server import ENVIRONMENT
 
+TRAINERS = "a trainer's"
 WAITS = {
-    "a trainer's": devices.environment("cpu", 1)["GOMP_SPINCOUNT"],
+    TRAINERS: devices.environment("cpu", 1)["GOMP_SPINCOUNT"],
     "an engine's": ENVIRONMENT["GOMP_SPINCOUNT"],
     "none": "0",
 }
@@ -63,11 +64,11 @@ def measured(directory: Path, beside: str) -> list[Row]:
         if beside:
             stack.enter_context(busy())
         for work, what in WORK.items():
-            found = in_turn({name: partial(side.ask, work) for name, side in sides.items()})
-            usual = found["a trainer's"]
-            for name in list(WAITS)[1:]:
-                value = found[name].median / usual.median
-                rows.append(Row(f"{what}, wait {name} over a trainer's{beside}", told(found[name]), told(usual), value))
+            found = in_turn({name: partial(child.ask, work) for name, child in sides.items()})
+            usual = found.pop(TRAINERS)
+            for name, seconds in found.items():
+                value = seconds.median / usual.median
+                rows.append(Row(f"{what}, wait {name} over {TRAINERS}{beside}", told(seconds), told(usual), value))
     return rows
 
 
