@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint import FileSystemReader, StorageReader
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hybridrl.checkpoint.pickles import load
+from hybridrl.checkpoint.shards import ShardReader
 from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import TYPES, Part, Tensors, Unreadable, blank, reading
 from hybridrl.checkpoint.verl import VerlReader, holds_verl, read_verl_model
@@ -44,13 +45,13 @@ def open_tensors(directory: Path) -> Tensors:
 def state_reader(directory: Path, *, moments: bool = True) -> StorageReader:
     """What torch.distributed.checkpoint reads a saved model's state with, of ours or of verl's; without `moments` the
     optimizer need not be readable. Raises ConfigError where a file of verl's is missing or damaged."""
-    return VerlReader(directory, moments=moments) if holds_verl(directory) else FileSystemReader(directory)
+    return VerlReader(directory, moments=moments) if holds_verl(directory) else ShardReader(directory)
 
 
 def saved_shapes(reader: StorageReader, directory: Path) -> dict[str, dict[str, torch.Size]]:
     """The parts of a state (model, optimizer, extra) that a directory has, each with its tensors' shapes by name.
     Raises Unreadable."""
-    if isinstance(reader, FileSystemReader) and not (directory / SHARDS).is_file():
+    if isinstance(reader, ShardReader) and not (directory / SHARDS).is_file():
         return {}
     with reading(directory / SHARDS):
         saved = reader.read_metadata().state_dict_metadata
@@ -74,7 +75,7 @@ def check_parts(directory: Path, parts: Collection[str]) -> None:
 def read_shards(directory: Path, section: str = MODEL) -> Tensors:
     """What torch.distributed.checkpoint saved under a section, or with "" all tensors that it saved."""
     with reading(directory / SHARDS):
-        metadata = FileSystemReader(directory).read_metadata()
+        metadata = ShardReader(directory).read_metadata()
         items = metadata.state_dict_metadata.items()
         tensors = {name: item for name, item in items if isinstance(item, TensorStorageMetadata)}
         saved = {name.removeprefix(section): item for name, item in tensors.items() if name.startswith(section)}

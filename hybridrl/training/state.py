@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from hybridrl.checkpoint.published import own_tensors
 from hybridrl.checkpoint.read import saved_shapes, state_reader
+from hybridrl.checkpoint.shards import PlainPlanner
 from hybridrl.training.adapted import pairs
 from hybridrl.training.fsdp import reshard
 from hybridrl.training.model import LanguageModel
@@ -72,7 +73,7 @@ def load_state(
         there = reader.read_metadata().state_dict_metadata
         state["extra"] = {name: value for name, value in state["extra"].items() if f"extra.{name}" in there}
     with told(directory):
-        dcp.load(state, storage_reader=reader, process_group=group)
+        dcp.load(state, storage_reader=reader, planner=PlainPlanner(), process_group=group)
     if optimizers is not None and "extra" in state:
         optimizers.go_on_after(state["extra"]["updates"])
         optimizers.loss_scale.load(state["extra"])
