@@ -50,6 +50,7 @@ class RewardKwargsConfig:
 class RewardConfig:
     num_workers: Natural
     timeout: Seconds
+    memory_mb: Positive | None
     retries: Natural
     on_error: Literal["exclude", "zero", "stop"]
     max_fault_rate: Share

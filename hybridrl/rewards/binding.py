@@ -91,7 +91,7 @@ def _values(answer: Answer) -> dict[str, Any]:
 
 
 def _finish(coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
-    call = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+    call = asyncio.run_coroutine_threadsafe(_keep_exit(coroutine), _event_loop())
     try:
         return call.result(timeout)
     except NotYet:
@@ -99,6 +99,19 @@ def _finish(coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
             raise
         call.cancel()
         raise OutOfTime(f"no score within {timeout:g} s (reward.timeout)") from None
+    except _Exit as exited:
+        raise exited.__cause__ from None
+
+
+class _Exit(Exception):
+    """A coroutine's SystemExit, which would end the event loop."""
+
+
+async def _keep_exit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await coroutine
+    except SystemExit as exited:
+        raise _Exit from exited
 
 
 @functools.cache

@@ -108,6 +108,8 @@ class ScorerPool:
         except Exception as error:
             self._stop(error)
             _give_up(jobs, error)
+        finally:
+            process.close()
 
     def _take(self) -> deque[_Job]:
         """A process's next jobs: fewer as the queue runs dry, so all finish together; none at the end."""

@@ -33,7 +33,7 @@ class Score:
     """The verdict on one answer, e.g. `Score(1.0, {"acc": 1.0})`; a wrong answer is 0.0 and no fault.
 
     Where the grader itself failed, `value` is None, `detail` a line for people and `fault` the class:
-    "none", "nan" (or infinite), "type", "raised:<exception>", "timeout" or "died".
+    "none", "nan" (or infinite), "type", "raised:<exception>", "timeout", "memory" or "died".
     `extras` holds every key of a returned dict, or {"acc": value}, as plain Python values. `token_rewards` are one
     a response token and add up to `value`; None: all of it is on the last token.
     """
@@ -63,11 +63,11 @@ def score_answer(reward: RewardFunction, answer: Answer) -> Score:
     """Call the reward; whatever it raises becomes a fault, its traceback goes to the log."""
     try:
         return reward(answer)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return fault_of(error, f"a row of {answer.data_source}")
 
 
-def fault_of(error: Exception, place: str) -> Score:
+def fault_of(error: Exception | SystemExit, place: str) -> Score:
     """The fault that an exception of a reward function is."""
     if isinstance(error, OutOfTime):
         return Score(None, fault="timeout", detail=str(error))
@@ -174,8 +174,10 @@ def _as_float(number: Any) -> float | None:
         return None
 
 
-def _where_and_what(error: Exception) -> str:
+def _where_and_what(error: BaseException) -> str:
     message = " ".join(str(error).split())
+    if isinstance(error, SystemExit):
+        message = f"the reward function called exit({error.code!r:.40}); return a score instead"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {message:.200}{place}"

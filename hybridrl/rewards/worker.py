@@ -4,18 +4,20 @@ Imports nothing heavy itself. Ends no call of a plain function: whoever waits fo
 """
 
 import logging
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.guard import end_with_parent
 from hybridrl.rewards.load import Reward, load_reward
 from hybridrl.rewards.managers import calls_at_once, in_one_call, seconds_between_calls
+from hybridrl.rewards.messages import Messages
 from hybridrl.rewards.score import Answer, Score, fault_of, score_answer
 
 
@@ -27,8 +29,9 @@ def main(descriptor: int, driver: int) -> None:
     end_with_parent(driver, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process
     logging.basicConfig(format="%(asctime)s %(message)s")
-    connection = Connection(descriptor)
-    config, data_sources = connection.recv()
+    os.set_inheritable(descriptor, False)  # what the reward starts must not hold it open
+    connection = Messages(socket.socket(fileno=descriptor))
+    config, data_sources = connection.receive()
     try:
         reward = load_reward(config, data_sources, cpu_limited=True)
     except ConfigError as error:
@@ -38,7 +41,7 @@ def main(descriptor: int, driver: int) -> None:
     scoring = Scoring(reward, config)
     while True:
         try:
-            answers = connection.recv()
+            answers = connection.receive()
         except EOFError:
             return
         for score in scoring.scores(answers):
@@ -69,7 +72,7 @@ class Scoring:
     def _together(self, answers: list[Answer]) -> list[Score]:
         try:
             return self._reward.score_all(answers)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return [fault_of(error, f"{len(answers)} answers at once")] * len(answers)
 
 

@@ -39,6 +39,7 @@ def reward_config(tmp_path: Path) -> WriteReward:
         settings = RewardConfig(
             num_workers=num_workers,
             timeout=timeout,
+            memory_mb=None,
             retries=0,
             on_error="exclude",
             max_fault_rate=0.5,

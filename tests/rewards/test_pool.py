@@ -207,3 +207,86 @@ def test_a_killed_or_interrupted_driver_leaves_no_process_and_no_traceback_of_th
     driver.wait(timeout=10)
     assert wait_until(lambda: not any(exists(pid) for pid in pids))
     assert log.read_text() == ""
+
+
+UNRULY = """
+import os, socket, sys, threading, time
+
+def connection():
+    return next(fd for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")
+                and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"))
+
+def compute_score(solution_str, ground_truth):
+    match solution_str.split():
+        case ["half"]:
+            os.write(connection(), b"\\0hybridrl" + (1000).to_bytes(8) + b"not all of it")
+            time.sleep(60)
+        case ["garbage"]: os.write(connection(), b"a line of a library that writes where it should not\\n")
+        case ["exit", code]: sys.exit(int(code))
+        case ["linger"]:
+            threading.Thread(target=time.sleep, args=[0.2]).start()  # waited for when the interpreter ends
+            os.close(connection())
+            raise BaseException
+        case ["grow"]:
+            hoard = []
+            while True: hoard.append(b"x" * (1 << 24))
+        case ["child"]:
+            os.system(f"{sys.executable} -c 'x = b\\"x\\" * (1 << 30); import time; time.sleep(60)'")
+    return float(ground_truth)
+"""
+
+
+def judged(reward_config, *solutions: str, **more) -> list[Score]:
+    with ScorerPool(reward_config(UNRULY, **more)) as pool:
+        return results(pool.submit(answers(*solutions)))
+
+
+def test_half_a_reply_blocks_nothing_beyond_the_time_limit(reward_config):
+    scores = judged(reward_config, "fine", "half", "fine", timeout=0.5)
+    assert values(scores) == [0, None, 2] and scores[1].fault == "timeout"
+
+
+def test_what_is_written_to_the_connection_costs_one_answer_and_is_named(reward_config):
+    scores = judged(reward_config, "fine", "garbage", "fine")
+    assert values(scores) == [0, None, 2]
+    assert scores[1].fault == "died" and "wrote to its connection" in scores[1].detail
+
+
+@pytest.mark.parametrize("greedy", ["grow", "child"])
+def test_a_grader_above_the_memory_limit_costs_its_own_answer_and_is_named(reward_config, greedy):
+    scores = judged(reward_config, "fine", greedy, "fine", more={"memory_mb": 500})
+    assert values(scores) == [0, None, 2]
+    assert scores[1].fault == "memory" and "more than 500 MiB of memory (reward.memory_mb)" in scores[1].detail
+
+
+def test_a_reward_that_needs_more_memory_to_load_is_refused_at_the_start(reward_config):
+    source = "import time\nhoard = b'x' * (1 << 29)\ntime.sleep(1)\ndef compute_score(): ..."
+    with pytest.raises(ConfigError, match=r"more than 400 MiB of memory \(reward\.memory_mb\) while it was loaded"):
+        ScorerPool(reward_config(source, more={"memory_mb": 400}))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_grader_that_calls_exit_is_reported_so(reward_config, num_workers):
+    scores = judged(reward_config, "fine", "exit 0", "fine", num_workers=num_workers)
+    assert values(scores) == [0, None, 2]
+    assert scores[1].fault == "raised:SystemExit" and "called exit(0)" in scores[1].detail
+
+
+def test_a_coroutine_that_calls_exit_is_reported_so_and_the_next_one_runs(reward_config):
+    source = "import sys\nasync def compute_score(solution_str): return sys.exit(3) if solution_str == 'exit' else 1"
+    with ScorerPool(reward_config(source)) as pool:
+        scores = results(pool.submit(answers("exit", "fine")))
+    assert scores[0].fault == "raised:SystemExit" and "called exit(3)" in scores[0].detail and scores[1].value == 1
+
+
+def test_a_process_that_takes_its_time_to_end_is_reported_by_its_exit_code(reward_config):
+    (score,) = judged(reward_config, "linger")
+    assert score.fault == "died" and "SIGKILL" not in score.detail and "exit code 1" in score.detail
+
+
+def test_a_stopped_process_is_replaced(reward_config):
+    with ScorerPool(reward_config(OBEDIENT, timeout=0.5)) as pool:
+        victim = results(pool.submit(answers("fine")))[0].extras["pid"]
+        os.kill(victim, signal.SIGSTOP)
+        long = Answer("test", "fine", "1", {"text": "x" * 4_000_000})  # more than the connection holds
+        assert values(results(pool.submit([long]))) == [1]

@@ -38,8 +38,24 @@ def test_threads_are_a_programs_own_business():
     )
 
 
-def test_a_file_may_be_read():
-    assert outcome("print(len(open('/proc/self/status').read()) > 0)") == "True\n"
+def test_the_input_can_be_opened_as_a_file():
+    assert run("print(open(0).read())", ["x"], QUICK) == ["x\n"]
+    assert run("import sys\nsys.stdin = open('/dev/stdin')\nprint(input())", ["x"], QUICK) == ["x\n"]
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "import sqlite3, ssl, hashlib, lzma, zoneinfo, multiprocessing, asyncio, unittest, ctypes",
+        "import datetime; datetime.datetime.strptime('2020', '%Y')",
+        "'x'.encode('cp1252'), 'x'.encode('idna'), 'x'.encode('shift_jis')",
+        "import decimal, fractions, statistics, random; random.seed(1)",
+        "import concurrent.futures; list(concurrent.futures.ThreadPoolExecutor(2).map(str, range(9)))",
+        "exit()",
+    ],
+)
+def test_the_library_is_there_though_no_file_can_be_opened(attempt):
+    assert outcome(f"print('done')\n{attempt}") == "done\n"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ Every run is a process of its own whose system calls are filtered (`system_calls
 and holds in containers too. It is no virtual machine: docs/rewards.md says what it does not protect against.
 """
 
+import functools
 import json
 import math
+import os
 import secrets
 import subprocess
 import sys
@@ -14,12 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.config import ConfigError
+from hybridrl.rewards.sandbox.packing import pack
 from hybridrl.rewards.sandbox.system_calls import supported
 
 _HOUSE = str(Path(__file__).resolve().parents[3])
 # Neither the environment nor installed packages: only the standard library can be imported.
 _START = (
-    "import sys; sys.path.append({house!r}); from hybridrl.rewards.sandbox.inside import main; sys.path.pop(); main()"
+    "import sys; sys.path.append({house!r}); from hybridrl.rewards.sandbox.{module} import main; sys.path.pop(); "
+    "main{descriptors}"
 )
 
 
@@ -60,27 +64,33 @@ def run(
     output is empty.
     """
     check_sandbox()
-    mark = "" if kind == "stdin" else secrets.token_hex(16)
+    mark = secrets.token_hex(16) if kind == "call" else ""
     cpu = max(math.ceil(limits.seconds), 1)
     job = {
         "program": program,
-        "inputs": inputs,
+        "inputs": [] if kind == "asserts" else inputs,
         "kind": kind,
         "function": function,
         "mark": mark,
         "wall_seconds": 2 * limits.seconds + 1,  # a busy machine gives less CPU than time
         "limits": {"AS": limits.memory_mb << 20, "CPU": cpu, "FSIZE": limits.output, "CORE": 0, "NOFILE": 64},
     }
-    lines = _lines(json.dumps(job), limits.total_seconds)
+    with open(os.memfd_create("tests"), "w+") as tests:
+        json.dump(inputs, tests)
+        tests.seek(0)
+        module, descriptors = ("asserts", (pack(), tests.fileno())) if kind == "asserts" else ("inside", (pack(),))
+        lines = _lines(module, descriptors, json.dumps(job), limits.total_seconds)
     outputs = [_after(mark, json.loads(line)) for line in lines[: len(inputs)]]
     return outputs + [None] * (len(inputs) - len(outputs))
 
 
-def _lines(job: str, seconds: float) -> list[bytes]:
+def _lines(module: str, descriptors: tuple[int, ...], job: str, seconds: float) -> list[bytes]:
     """A line for each run that ended in time."""
-    command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _START.format(house=_HOUSE)]
+    start = _START.format(house=_HOUSE, module=module, descriptors=descriptors)
+    command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", start]
+    give = functools.partial(subprocess.run, capture_output=True, env={}, cwd="/", pass_fds=descriptors)
     try:
-        done = subprocess.run(command, input=job.encode(), capture_output=True, timeout=seconds, env={}, cwd="/")
+        done = give(command, input=job.encode(), timeout=seconds)
     except subprocess.TimeoutExpired as overrun:
         return (overrun.stdout or b"").split(b"\n")[:-1]  # the last may be half a line
     if done.returncode:

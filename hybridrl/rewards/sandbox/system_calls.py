@@ -1,55 +1,55 @@
 """Gives up, for this process and for good, every system call that computing does not need: seccomp, on Linux.
 
-Imports the standard library alone: it is loaded beside a stranger's program. What is not named here fails with
-"Operation not permitted": sockets, new processes, signals to others, files opened for writing, deleted or renamed.
+Imports the standard library alone: it is loaded into the process that runs a model's program. What is not named here
+fails with "Operation not permitted": opening a file, sockets, new processes, signals to others.
 """
 
 import ctypes
 import errno
-import os
 import platform
 import struct
 
 # With their numbers on x86_64 and on aarch64; a dash: that machine has no such call.
 _ALLOWED = """
     read 0 63  readv 19 65  pread64 17 67  write 1 64  writev 20 66  lseek 8 62  close 3 57
-    close_range 436 436  dup 32 23  dup2 33 -  dup3 292 24  stat 4 -  fstat 5 80  lstat 6 -  newfstatat 262 79
-    statx 332 291  access 21 -  faccessat 269 48  faccessat2 439 439  readlink 89 -  readlinkat 267 78
-    getcwd 79 17  getdents64 217 61  fcntl 72 25  pipe 22 -  pipe2 293 59  poll 7 -  ppoll 271 73  select 23 -
+    close_range 436 436  dup 32 23  dup2 33 -  dup3 292 24  fstat 5 80  getcwd 79 17
+    pipe 22 -  pipe2 293 59  poll 7 -  ppoll 271 73  select 23 -
     pselect6 270 72  epoll_create1 291 20  epoll_ctl 233 21  epoll_wait 232 -  epoll_pwait 281 22
     eventfd2 290 19  mmap 9 222  munmap 11 215  mprotect 10 226  mremap 25 216  madvise 28 233  brk 12 214
     membarrier 324 283  rt_sigaction 13 134  rt_sigprocmask 14 135  rt_sigreturn 15 139  sigaltstack 131 132
-    futex 202 98  set_robust_list 273 99  rseq 334 293  set_tid_address 218 96  arch_prctl 158 -
+    futex 202 98  set_robust_list 273 99  rseq 334 293
     sched_yield 24 124  sched_getaffinity 204 123  exit 60 93  exit_group 231 94  restart_syscall 219 128
     getpid 39 172  gettid 186 178  getppid 110 173  getuid 102 174  geteuid 107 175  getgid 104 176
     getegid 108 177  getrandom 318 278  getrusage 98 165  times 100 153  clock_gettime 228 113
     clock_getres 229 114  clock_nanosleep 230 115  nanosleep 35 101  gettimeofday 96 169  time 201 -
     uname 63 160  sysinfo 99 179  getrlimit 97 163
 """
-_OPEN, _OPENAT, _CLONE, _CLONE3 = (2, None), (257, 56), (56, 220), (435, 435)
+_CLONE, _CLONE3, _FCNTL, _NEWFSTATAT = (56, 220), (435, 435), (72, 25), (262, 79)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and audit architecture
 
 _LOAD, _JUMP_EQUAL, _JUMP_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _REFUSE, _ABSENT = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in what the filter is shown
-_CHANGES_FILES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_NO_THREAD = 0xFFFFFFFF ^ 0x007D0F00  # every flag of clone but those with which C libraries start a thread
 _THREAD = 0x00010000  # CLONE_THREAD
+_EMPTY_PATH = 0x1000  # AT_EMPTY_PATH: newer C libraries ask so about a descriptor
+_DUP, _GETFD, _SETFD, _GETFL, _SETFL, _DUP_CLOEXEC = 0, 1, 2, 3, 4, 1030
+_ASYNC = 0x2000  # O_ASYNC: a signal whenever the descriptor is ready
 _OTHER_ABI = 0x40000000  # x86_64's 32-bit numbers
-_SET_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
+_SET_SECCOMP, _FILTER = 22, 2
 
 
 def supported() -> bool:
     return platform.system() == "Linux" and platform.machine() in _MACHINES
 
 
-def give_up_system_calls() -> None:
-    """OSError where the kernel knows no such filters."""
-    libc = ctypes.CDLL(None, use_errno=True)
+def filter_system_calls(libc: ctypes.CDLL) -> None:
+    """For a process with no_new_privs. OSError where the kernel knows no such filters."""
     instructions = _instructions()
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code)
     program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(buffer))
-    if libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(_SET_SECCOMP, _FILTER, program, 0, 0):
+    if libc.prctl(_SET_SECCOMP, _FILTER, program, 0, 0):
         raise OSError(ctypes.get_errno(), "no filter for system calls (seccomp)")
 
 
@@ -61,9 +61,9 @@ def _instructions() -> list[tuple[int, int, int, int]]:
     words = _ALLOWED.split()
     for number in words[1 + column :: 3]:
         filter_ += _where(None if number == "-" else int(number), (_RETURN, 0, 0, _ALLOW))
-    for numbers, argument in ((_OPEN, 1), (_OPENAT, 2)):
-        filter_ += _where(numbers[column], *_if_any_bit(argument, _CHANGES_FILES, _REFUSE, _ALLOW))
-    filter_ += _where(_CLONE[column], *_if_any_bit(0, _THREAD, _ALLOW, _REFUSE))
+    filter_ += _where(_NEWFSTATAT[column], *_if_any_bit(3, _EMPTY_PATH, _ALLOW, _REFUSE))
+    filter_ += _where(_FCNTL[column], *_fcntl())
+    filter_ += _where(_CLONE[column], *_if_any_bit(0, _NO_THREAD, _REFUSE), *_if_any_bit(0, _THREAD, _ALLOW, _REFUSE))
     filter_ += _where(_CLONE3[column], (_RETURN, 0, 0, _ABSENT))  # the C library then uses clone
     return [*filter_, (_RETURN, 0, 0, _REFUSE)]
 
@@ -72,7 +72,16 @@ def _where(number: int | None, *then: tuple[int, int, int, int]) -> list[tuple[i
     return [] if number is None else [(_JUMP_EQUAL, 0, len(then), number), *then]
 
 
-def _if_any_bit(argument: int, bits: int, then: int, otherwise: int) -> list[tuple[int, int, int, int]]:
+def _if_any_bit(argument: int, bits: int, then: int, otherwise: int | None = None) -> list[tuple[int, int, int, int]]:
     """Of the lower half of an argument: both kinds of machine have it first."""
     load = (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
-    return [load, (_JUMP_ANY_BIT, 0, 1, bits), (_RETURN, 0, 0, then), (_RETURN, 0, 0, otherwise)]
+    test = [load, (_JUMP_ANY_BIT, 0, 1, bits), (_RETURN, 0, 0, then)]
+    return test if otherwise is None else [*test, (_RETURN, 0, 0, otherwise)]
+
+
+def _fcntl() -> list[tuple[int, int, int, int]]:
+    """Copies of descriptors and their flags: other commands name a process, and the signal it gets."""
+    filter_ = [(_LOAD, 0, 0, _ARGUMENTS + 8)]
+    for command in (_DUP, _GETFD, _SETFD, _GETFL, _DUP_CLOEXEC):
+        filter_ += _where(command, (_RETURN, 0, 0, _ALLOW))
+    return [*filter_, *_where(_SETFL, *_if_any_bit(2, _ASYNC, _REFUSE, _ALLOW)), (_RETURN, 0, 0, _REFUSE)]

@@ -1,0 +1,128 @@
+"""Confined processes: started to do some work, and ended with what they printed.
+
+Loaded into the process that runs a model's program: imports the standard library and this package alone.
+"""
+
+import builtins
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from hybridrl.rewards.sandbox.confinement import confine
+
+_PARENT_DEATH_SIGNAL = 1
+_READY = b"r"
+_MOST_THREADS, _MOST_DESCRIPTORS = 64, 256
+_SECONDS_BETWEEN_COUNTS = 0.02
+_REAL_OPEN = open
+
+Run = tuple[int, int, int]  # its process, and descriptors of its output and of whether it was confined
+
+
+def start(job: dict[str, Any], work: Callable[[], object], given: str = "", kept: int | None = None) -> Run:
+    """A confined process that does `work`, with `given` to read and one more descriptor if wanted."""
+    stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
+    ready, confined = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        end_with_parent(parent)
+        _live(job, work, given, (stdin, stdout, confined, kept))
+    os.close(confined)
+    os.close(stdin)
+    return child, stdout, ready
+
+
+def finish(run: Run, seconds: float, until: int | None = None) -> str | None:
+    """What the run printed; None where it failed. It is killed where something can be read from `until`."""
+    child, stdout, ready = run
+    try:
+        succeeded = _wait(child, seconds, [] if until is None else [until])
+        if os.read(ready, 1) != _READY:
+            raise RuntimeError("a run could not be confined")
+        return os.pread(stdout, os.fstat(stdout).st_size, 0).decode(errors="replace") if succeeded else None
+    finally:
+        os.close(stdout)
+        os.close(ready)
+
+
+def _wait(child: int, seconds: float, until: list[int]) -> bool:
+    """Whether the child ended by itself, in time and with status 0."""
+    descriptor, deadline = os.pidfd_open(child), time.monotonic() + seconds
+    try:
+        while not (ended := select.select([descriptor, *until], [], [], _SECONDS_BETWEEN_COUNTS)[0]):
+            if time.monotonic() > deadline or _threads(child) > _MOST_THREADS:
+                break
+        if descriptor not in ended:
+            os.kill(child, signal.SIGKILL)
+        return os.waitpid(child, 0)[1] == 0
+    finally:
+        os.close(descriptor)
+
+
+def _threads(process: int) -> int:
+    with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+        return int(file.read().rpartition(")")[2].split()[17])
+
+
+def _live(
+    job: dict[str, Any], work: Callable[[], object], given: str, descriptors: tuple[int, int, int, int | None]
+) -> NoReturn:
+    """The child's whole life: confine itself, do its work, end."""
+    status = 1
+    try:
+        _confine(job, given, *descriptors)
+        work()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        status = 0
+    except SystemExit as end:
+        status = 0 if end.code in (None, 0) and job["kind"] == "stdin" else 1
+    finally:
+        try:
+            sys.stdout.flush()
+        except BaseException:
+            status = 1
+        os._exit(status)
+
+
+def _confine(job: dict[str, Any], given: str, stdin: int, stdout: int, confined: int, kept: int | None) -> None:
+    os.write(stdin, given.encode(errors="replace"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    for source, target in ((stdin, 0), (stdout, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
+        os.dup2(source, target)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    builtins.open, builtins.exit, builtins.quit = _open, sys.exit, sys.exit
+    for name in [name for name in sys.modules if name.startswith("hybridrl")]:
+        del sys.modules[name]
+    first = 3
+    for spared in sorted({confined, kept or confined, _MOST_DESCRIPTORS}):
+        os.closerange(first, spared)
+        first = spared + 1
+    confine(job["limits"])
+    os.write(confined, _READY)
+    os.close(confined)
+
+
+def _open(file: Any, *arguments: Any, **named: Any) -> Any:
+    """What `open` is for a program: its own descriptors can be opened, also by the name of the first."""
+    return _REAL_OPEN(os.dup(0) if file == "/dev/stdin" else file, *arguments, **named)
+
+
+def execute(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the program as a script and return its names."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(job["program"], "<program>", "exec"), space)
+    return space
+
+
+def end_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
