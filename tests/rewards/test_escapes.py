@@ -202,6 +202,16 @@ def test_a_program_does_not_replace_what_the_test_compares_with(program, test):
             "    def get(self): return self.a\ndef f(ps): return max(ps).a",
             "a, b = P(1), P(2)\nb.a = 3\nassert f([a, b]) == 3 and a.get() == 1 and a < b and isinstance(a, P)",
         ),
+        ("def twice(f): return lambda x: f(f(x))", "assert twice(lambda x: x * 3)(2) == 18"),
+        (
+            "def f(keep, xs): return [x for x in xs if keep(x)]\ndef even(x): return x % 2 == 0",
+            "assert f(lambda x: even(x), [1, 2, 4]) == [2, 4]",
+        ),
+        ("def f(g):\n    try: g(0)\n    except ZeroDivisionError: return 'z'", "assert f(lambda x: 1 / x) == 'z'"),
+        (
+            "class P:\n    def __init__(self, x): self.x = x\ndef f(g, ps): return [g(p) for p in ps]",
+            "assert f(lambda p: p.x, [P(1), P(2)]) == [1, 2]",
+        ),
         ("def f(x): return x + 1", "def check(candidate):\n    assert abs(candidate(1) - 2) < 1e-6\ncheck(f)"),
     ],
 )

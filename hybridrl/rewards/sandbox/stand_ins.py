@@ -10,6 +10,7 @@ import collections
 import contextlib
 import decimal
 import fractions
+import functools
 import importlib
 import json
 import operator
@@ -47,22 +48,22 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def serve(space: dict[str, Any], descriptor: int) -> None:
     """The program's side: answer for the names in `space` until the test ends."""
-    line, objects = _Line(descriptor), []
-    line.send(None)
+    program = _Program(space, _Line(descriptor))
+    program.line.send(None)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            line.send(_answer(space, objects, *line.receive()))
+            program.line.send(program.answer(*program.line.receive()))
 
 
 def try_test(text: str, descriptor: int) -> None:
     """The tests' side: raises where the program does not pass, or has ended."""
     line = _Line(descriptor)
     line.receive()
-    exec(compile(text, "<tests>", "exec"), _Names(line, text))
+    exec(compile(text, "<tests>", "exec"), _Names(_Test(line), text))
 
 
 class _Line:
-    """Lines of JSON over a socket."""
+    """Lines of JSON over a socket. A list is a request and a dictionary a reply."""
 
     def __init__(self, descriptor: int) -> None:
         self._reader, self._writer = os.fdopen(descriptor, "rb", closefd=False), os.fdopen(descriptor, "wb")
@@ -78,34 +79,65 @@ class _Line:
             raise EOFError("the other side has ended")
         return json.loads(line)
 
+    def ask(self, request: list[Any], answer: Callable[..., Any]) -> Any:
+        """The reply to a request, after whatever the other side requests of this one before it replies."""
+        self.send(request)
+        while isinstance(message := self.receive(), list):
+            self.send(answer(*message))
+        return message
+
+
+class _Test:
+    """The tests' side: what they ask of the program, and their own functions, which the program may call."""
+
+    def __init__(self, line: _Line) -> None:
+        self._line, self._functions = line, []
+
     def ask(self, operation: str, of: Any, arguments: tuple, named: dict[str, Any]) -> Any:
         """The result of an operation in the program's process; lists and the like among the arguments change too."""
-        self.send([operation, *(_encoded(value, _number) for value in (of, list(arguments), named))])
-        reply = _decoded(self.receive(), lambda number: _StandIn(self, number))
-        if "raised" in reply:
-            kind = vars(builtins).get(reply["raised"])
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if known else RuntimeError)(reply["message"])
+        request = [operation, *(_encoded(value, self._refer) for value in (of, list(arguments), named))]
+        reply = _decoded(self._line.ask(request, self._call), self._object)
+        value = _value(reply)
         for given, after in zip(arguments, reply["after"], strict=True):
             _become(given, after)
-        return reply["value"]
+        return value
+
+    def _call(self, number: int, *sent: Any) -> Any:
+        """A reply to a program that calls a function of the tests."""
+        try:
+            arguments, named = (_decoded(value, self._object) for value in sent)
+            return _encoded({"value": self._functions[number](*arguments, **named)}, self._refer)
+        except Exception as error:
+            return _raised(error)
+
+    def _refer(self, value: Any) -> dict[str, int]:
+        if isinstance(value, _StandIn):
+            return {"object": value._number}
+        if not callable(value):
+            kind = type(value).__name__
+            raise TypeError(f"a test passes a {kind} to the program; plain values and functions can be passed")
+        self._functions.append(value)
+        return {"function": len(self._functions) - 1}
+
+    def _object(self, _: str, number: int) -> "_StandIn":
+        return _StandIn(self, number)
 
 
 class _StandIn:
     """An object of the program, of which the tests' process has the number only. No value is equal to it."""
 
-    def __init__(self, line: _Line, number: int) -> None:
-        vars(self).update(_line=line, _number=number)
+    def __init__(self, test: _Test, number: int) -> None:
+        vars(self).update(_test=test, _number=number)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _StandIn) and self._line.ask("__eq__", self, (other,), {})
+        return isinstance(other, _StandIn) and self._test.ask("__eq__", self, (other,), {})
 
     def __hash__(self) -> int:
         return self._number
 
 
 def _forwarded(operation: str) -> Callable[..., Any]:
-    return lambda self, *arguments, **named: self._line.ask(operation, self, arguments, named)
+    return lambda self, *arguments, **named: self._test.ask(operation, self, arguments, named)
 
 
 for _name in _OPERATIONS.keys() - {"__eq__"}:
@@ -115,7 +147,7 @@ for _name in _OPERATIONS.keys() - {"__eq__"}:
 class _Names(dict):
     """The tests' names; what they do not define is the program's, but for builtins and modules they would expect."""
 
-    def __init__(self, line: _Line, text: str) -> None:
+    def __init__(self, test: _Test, text: str) -> None:
         nodes = list(ast.walk(ast.parse(text)))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
         bases = {
@@ -123,74 +155,94 @@ class _Names(dict):
         }
         super().__init__({name: importlib.import_module(name) for name in bases & sys.stdlib_module_names})
         # Where nothing else is named, what is tested is a function with the name of a builtin.
-        self._line, self._builtins_first = line, not names <= vars(builtins).keys()
+        self._test, self._builtins_first = test, not names <= vars(builtins).keys()
 
     def __missing__(self, name: str) -> Any:
         if self._builtins_first and hasattr(builtins, name):
             raise KeyError(name)
         try:
-            self[name] = self._line.ask("name", name, (), {})
+            self[name] = self._test.ask("name", name, (), {})
         except NameError:
             raise KeyError(name) from None
         return self[name]
 
 
-def _answer(space: dict[str, Any], objects: list[Any], operation: str, *sent: Any) -> Any:
-    """A reply to `_Line.ask`. Whatever the program raises is raised in the test."""
+class _Program:
+    """The program's side: its names, and the objects that the tests have the numbers of."""
 
-    def number(value: Any) -> int:
-        objects.append(value)
-        return len(objects) - 1
+    def __init__(self, space: dict[str, Any], line: _Line) -> None:
+        self.line, self._space, self._objects = line, space, []
 
-    try:
-        of, arguments, named = (_decoded(value, objects.__getitem__) for value in sent)
-        if operation == "name":
-            if of not in space:
-                raise NameError(of)
-            value = space[of]
-        else:
-            value = _OPERATIONS[operation](of, *arguments, **named)
-        return _encoded({"value": value, "after": arguments}, number)
-    except BaseException as error:
-        return _encoded({"raised": type(error).__name__, "message": str(error)}, number)
+    def answer(self, operation: str, *sent: Any) -> Any:
+        """A reply to `_Test.ask`. Whatever the program raises is raised in the test."""
+        try:
+            of, arguments, named = (_decoded(value, self._object) for value in sent)
+            if operation == "name":
+                if of not in self._space:
+                    raise NameError(of)
+                value = self._space[of]
+            else:
+                value = _OPERATIONS[operation](of, *arguments, **named)
+            return _encoded({"value": value, "after": arguments}, self._refer)
+        except BaseException as error:
+            return _raised(error)
+
+    def _refer(self, value: Any) -> dict[str, int]:
+        self._objects.append(value)
+        return {"object": len(self._objects) - 1}
+
+    def _object(self, kind: str, number: int) -> Any:
+        return self._objects[number] if kind == "object" else functools.partial(self._call, number)
+
+    def _call(self, number: int, *arguments: Any, **named: Any) -> Any:
+        """Call a function of the tests."""
+        request = [number, *(_encoded(value, self._refer) for value in (list(arguments), named))]
+        return _value(_decoded(self.line.ask(request, self.answer), self._object))
 
 
-def _encoded(value: Any, number: Callable[[Any], int]) -> Any:
-    """As JSON; `number` says which object it is where it is no plain value."""
+def _raised(error: BaseException) -> dict[str, Any]:
+    return {"dict": [["raised", type(error).__name__], ["message", str(error)]]}
+
+
+def _value(reply: dict[str, Any]) -> Any:
+    """What a reply holds, or raises."""
+    if "raised" in reply:
+        kind = vars(builtins).get(reply["raised"])
+        known = isinstance(kind, type) and issubclass(kind, Exception)
+        raise (kind if known else RuntimeError)(reply["message"])
+    return reply["value"]
+
+
+def _encoded(value: Any, refer: Callable[[Any], dict[str, int]]) -> Any:
+    """As JSON; `refer` says which object or function it is where it is no plain value."""
     if value is None or isinstance(value, bool):
         return value
     for plain in (int, float, str):
         if isinstance(value, plain):
             return plain(value)
     if isinstance(value, list):
-        return [_encoded(item, number) for item in value]
+        return [_encoded(item, refer) for item in value]
     for name, (kind, parts, _) in _KINDS.items():
         if isinstance(value, kind):
-            return {name: [_encoded(list(part) if name == "dict" else part, number) for part in parts(value)]}
+            return {name: [_encoded(list(part) if name == "dict" else part, refer) for part in parts(value)]}
     if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
         return {"type": value.__name__}
-    return {"object": number(value)}
+    return refer(value)
 
 
-def _decoded(data: Any, object_of: Callable[[int], Any]) -> Any:
+def _decoded(data: Any, object_of: Callable[[str, int], Any]) -> Any:
     if isinstance(data, list):
         return [_decoded(item, object_of) for item in data]
     if not isinstance(data, dict):
         return data
     ((name, content),) = data.items()
-    if name == "object":
-        return object_of(content)
+    if name in ("object", "function"):
+        return object_of(name, content)
     if name == "type":
         return {value.__name__: value for value in vars(builtins).values() if isinstance(value, type)}[content]
     kind, _, spread = _KINDS[name]
     parts = _decoded(content, object_of)
     return kind(*parts) if spread else kind(parts)
-
-
-def _number(value: Any) -> int:
-    if not isinstance(value, _StandIn):
-        raise TypeError(f"a test passes a {type(value).__name__} to the program; only plain values can be passed")
-    return value._number
 
 
 def _become(given: Any, after: Any) -> None:
