@@ -69,6 +69,7 @@ class LearnerConfig:
     fsdp: FSDPConfig
     optimizer: OptimizerConfig
     total_updates: int
+    updates_per_step: int = 1
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class TrainWorker:
         sharded = self._load(model, settings, config.fsdp)
         if settings.lora_rank and settings.lora_adapter_path:
             load_adapter(sharded.model, Path(settings.lora_adapter_path))
-        optimizers = Optimizers(sharded, config.optimizer, config.total_updates, computed_in(config))
+        plan = (config.total_updates, computed_in(config), config.updates_per_step)
+        optimizers = Optimizers(sharded, config.optimizer, *plan)
         padded, evidence = not settings.use_remove_padding, Path(self.config.skipped_updates, name)
         group = sequence_group(config.fsdp.ulysses_sequence_parallel_size, self.config.collective_timeout)
         return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence, group=group)
