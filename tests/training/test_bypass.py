@@ -122,10 +122,10 @@ def test_the_gradient_is_that_of_tokens_rejected_beforehand(directory, ranks):
 
 def test_metrics_are_means_over_what_is_left_but_for_the_entropy(directory):
     on_each = on_ranks(2, metrics, directory)
-    told = {name: sum(shares[name] for shares, *_ in on_each) for name in on_each[0][0]}
+    summed = {name: sum(shares[name] for shares, *_ in on_each) for name in on_each[0][0]}
     _, clipped, entropy = on_each[0]
     assert 0 < clipped < 1
-    assert told["ppo_kl"] == pytest.approx(-0.1, abs=1e-4)
-    assert told["pg_clipfrac"] == pytest.approx(clipped)
-    assert told["rollout_rs_masked_fraction"] == pytest.approx(2 / 11)
-    assert told["entropy"] == pytest.approx(entropy, rel=1e-5)
+    assert summed["ppo_kl"] == pytest.approx(-0.1, abs=1e-4)
+    assert summed["pg_clipfrac"] == pytest.approx(clipped)
+    assert summed["rollout_rs_masked_fraction"] == pytest.approx(2 / 11)
+    assert summed["entropy"] == pytest.approx(entropy, rel=1e-5)
