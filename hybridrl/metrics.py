@@ -6,9 +6,14 @@ from torch import Tensor
 from hybridrl.batch import Batch
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Scores, rewards, advantages, values, lengths and groups of a step, without what its rows cannot tell."""
+def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, float]:
+    """Scores, rewards, advantages, values, lengths and groups of a step, without what its rows cannot tell.
+
+    The entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all else is of those
+    in the present one.
+    """
     written = batch.response_mask
+    sampled = written if sampled is None else sampled
     metrics = (
         _spread("critic/score", batch.rewards)
         | _spread("critic/rewards", batch.per_row(batch.token_rewards))
@@ -20,8 +25,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     )
     metrics["response_length/clip_ratio"] = _mean(batch.truncated)
     metrics["critic/zero_signal_groups"] = zero_signal_groups(batch)
-    if batch.entropies is not None and written.any():
-        metrics["actor/entropy"] = _mean(batch.entropies[written])
+    if batch.entropies is not None and sampled.any():
+        metrics["actor/entropy"] = _mean(batch.entropies[sampled])
     metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
     metrics["perf/response_tokens"] = int(batch.response_lengths.sum())
     return metrics

@@ -23,7 +23,6 @@ from hybridrl.training.workers import CriticPlan, PolicyPlan, UpdatePlan
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
     section, critic, prompts = config.actor_rollout_ref, config.critic, config.data.train_batch_size
     actor, ref = section.actor, section.ref
-    updates = (steps - max(config.trainer.critic_warmup - 1, 0)) * policy_updates(config).updates(prompts)
     reference = FrozenConfig(
         replace(section.model, path=ref.model.path, lora_rank=0),
         ref.fsdp_config.param_offload,
@@ -32,15 +31,18 @@ def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, 
     )
     # With LoRA the policy without its adapter is the reference, unless another model is named.
     apart = not section.model.lora_rank or ref.model.path != section.model.path
-    value_updates = steps * critic_updates(config).updates(prompts)
+    policy_steps = steps - max(config.trainer.critic_warmup - 1, 0)
+    per_step, critic_per_step = policy_updates(config).updates(prompts), critic_updates(config).updates(prompts)
+    policy = LearnerConfig(section.model, actor.fsdp_config, actor.optim, policy_steps * per_step, per_step)
+    values = LearnerConfig(critic.model, critic.fsdp, critic.optim, steps * critic_per_step, critic_per_step)
     return WorkerConfig(
         device=config.trainer.device,
-        policy=LearnerConfig(section.model, actor.fsdp_config, actor.optim, updates),
+        policy=policy,
         collective_timeout=section.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory.absolute() / SKIPPED_UPDATES),
         reference=reference if algorithm.uses_reference and apart else None,
-        critic=LearnerConfig(critic.model, critic.fsdp, critic.optim, value_updates) if algorithm.uses_critic else None,
+        critic=values if algorithm.uses_critic else None,
     )
 
 

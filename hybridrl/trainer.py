@@ -125,10 +125,11 @@ class Trainer:
         if algorithm.uses_reference and _due(step, self.schedule.refresh_reference_every):
             workers.refresh_reference()
         self.records.training_samples(step, collected.samples)
-        metrics |= collected.metrics | batch_metrics(batch)
+        sampled = collected.batch.response_mask
+        metrics |= collected.metrics | batch_metrics(batch, sampled)
         if algorithm.bypass:  # the old log-probs are the engine's own
             return metrics
-        return metrics | mismatch_metrics(replace(batch, response_mask=collected.batch.response_mask))
+        return metrics | mismatch_metrics(replace(batch, response_mask=sampled))
 
     def validate(self, step: int) -> dict[str, float]:
         """Validate the policy as it is after `step` steps."""

@@ -58,6 +58,14 @@ def test_a_step_is_told_by_mean_and_extremes_under_verls_names(step):
     }
 
 
+def test_the_entropy_is_of_all_that_was_sampled_also_where_a_rejection_left_some_out(step):
+    sampled = step.response_mask
+    step.response_mask = sampled & torch.tensor([True, False, True, True, False, True])
+    found = batch_metrics(step, sampled)
+    assert found["actor/entropy"] == (1 + 2 + 3 + 4 + 5) / 5
+    assert found["critic/advantages/mean"] == pytest.approx((1 - 3 + 0) / 3)
+
+
 def test_without_entropies_none_is_told(step):
     step.entropies = None
     assert "actor/entropy" not in batch_metrics(step)

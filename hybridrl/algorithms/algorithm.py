@@ -64,8 +64,13 @@ class Algorithm:
             self.kl_weight.update(kl, len(batch))
             batch = replace(batch, token_rewards=token_rewards)
             metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": weight}
+        corrected = batch
         if self.correction is not None and not self.bypass:
-            batch, corrected = self.correction.apply(batch)
-            metrics |= corrected
-        advantages, returns = self.estimator(batch, self.settings)
-        return replace(batch, advantages=advantages, returns=returns), metrics
+            corrected, of_correction = self.correction.apply(batch)
+            metrics |= of_correction
+        # A rejected token is not learnt from; its reward and its value still belong to the tokens before it.
+        written = replace(corrected, response_mask=batch.response_mask)
+        advantages, returns = self.estimator(written, self.settings)
+        rejected = batch.response_mask & ~corrected.response_mask
+        advantages, returns = advantages.masked_fill(rejected, 0), returns.masked_fill(rejected, 0)
+        return replace(corrected, advantages=advantages, returns=returns), metrics

@@ -17,8 +17,8 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, form: str) -> Tensor:
     """One of Schulman's estimators (Approximating KL divergence, 2020) a token; verl's names and ours are in FORMS.
 
     k1 is unbiased, k2 = d^2/2 has little variance, k3 = exp(d) - d - 1 has both and is clamped to [-10, 10] as in verl,
-    where d = reference - log_probs. A trailing "+" keeps the value and takes k2's gradient, whose expectation is the
-    gradient of the KL.
+    where d = reference - log_probs. Clamped it has no gradient, else in expectation that of KL(reference || policy).
+    A trailing "+" keeps the value and takes k2's gradient, whose expectation is the gradient of the KL.
     """
     if form.endswith("+"):
         value, through = kl_estimate(log_probs, reference, form[:-1]), kl_estimate(log_probs, reference, "k2")

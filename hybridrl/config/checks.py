@@ -15,7 +15,7 @@ from hybridrl.config.error import Refusals
 from hybridrl.config.lora_checks import check_hand_over, note_no_hand_over, settle_lora
 from hybridrl.config.machine import Machine, this_machine
 from hybridrl.config.micro_batches import settle_micro_batches
-from hybridrl.config.model_checks import absolute, check_model, check_sequence_parallel
+from hybridrl.config.model_checks import absolute, check_model, check_sequence_parallel, note_small_updates
 from hybridrl.config.read import show
 from hybridrl.config.reward_checks import check_reward
 from hybridrl.config.schema import (
@@ -48,6 +48,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _settle_actor(config, note)
     _settle_rollout(config, note, wrong)
     _settle_optimizer("actor_rollout_ref.actor.optim", section.actor.optim, wrong)
+    note_small_updates("actor_rollout_ref.actor.fsdp_config", section.actor.fsdp_config, section.actor.optim.lr, note)
     _settle_critic(config, note, wrong)
     _settle_retention(config, note)
     _settle_reference(config, note, wrong)
@@ -78,6 +79,7 @@ def settle_sft(config: SFTConfig, note: Note, machine: Machine | None = None) ->
     _settle_trainer(config.trainer, config.ray_kwargs.ray_init, wrong, machine)
     _settle_fsdp("engine.fsdp_config", config.engine.fsdp_config, config.trainer, wrong)
     _settle_optimizer("optim", config.optim, wrong)
+    note_small_updates("engine.fsdp_config", config.engine.fsdp_config, config.optim.lr, note)
     check_model("model", config.model, config.data.max_length, "lower data.max_length", note, wrong)
     settle_lora("model", config.model, note, wrong)
     note_no_hand_over("model", config.model, note)
@@ -230,6 +232,7 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
         return
     _settle_fsdp("critic.fsdp", critic.fsdp, config.trainer, wrong)
     _settle_optimizer("critic.optim", critic.optim, wrong)
+    note_small_updates("critic.fsdp", critic.fsdp, critic.optim.lr, note)
     for name, value in (
         ("tokenizer_path", critic.model.tokenizer_path),
         ("custom_chat_template", critic.model.custom_chat_template),

@@ -93,11 +93,10 @@ class OptimizerConfig:
     betas: Annotated[list[Decay], Length(2)]
     weight_decay: NonNegative
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
-    lr_warmup_steps: int
+    lr_warmup_steps: float | None
     lr_warmup_steps_ratio: Share
     min_lr_ratio: Share | None
     num_cycles: AboveZero
-    total_training_steps: int
     muon_lr: NonNegative
     muon_momentum: Decay
     override_optimizer_config: dict[str, Any]

@@ -23,7 +23,7 @@ UNITS = {
     ("train_batch_size", "mini_batch_size", "gen_batch_size"): "prompts",
     ("micro_batch_size", "micro_batch_size_per_gpu", "max_samples"): "rows",
     ("_megabytes",): "MB",
-    ("_freq", "total_training_steps", "critic_warmup", "fault_steps"): "steps",
+    ("_freq", "total_training_steps", "critic_warmup", "fault_steps", "lr_warmup_steps"): "steps",
     ("epochs",): "passes over the data",
     ("temperature", "top_p", "top_k"): "as vLLM has it",
 }

@@ -7,6 +7,7 @@ rows that made it are written to a file.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +38,14 @@ class MiniBatch:
 # the rows only stand in, to keep step with other ranks: the loss is 0, of whatever the model says.
 Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
+
+# Rows and mini-batch as they are trained on, and shares of metrics measured before the gradient.
+Prepared = tuple[Batch, MiniBatch, dict[str, Tensor]]
+Prepare = Callable[[Batch, MiniBatch], Prepared]
+
+
+def unchanged(batch: Batch, mini_batch: MiniBatch) -> Prepared:
+    return batch, mini_batch, {}
 
 
 class Learner:
@@ -69,27 +78,28 @@ class Learner:
         clip: float,
         step: int,
         repeats: Callable[[], object] = bool,
+        prepare: Prepare = unchanged,
     ) -> list[Shares]:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up over ranks,
         of a group's one). `repeats` is called before a mini-batch is gone through once more."""
         self.model.train()
         found, scale = [], self.optimizers.loss_scale
         ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up
-        for number, mini_batch in enumerate(mini_batches, 1):
+        for number, (part, mini_batch, more) in enumerate(map(partial(prepare, batch), mini_batches), 1):
             factor = scale.factor
-            shares, sound, all_sound, norm = self._gradient(batch, mini_batch, loss, clip)
+            shares, sound, all_sound, norm = self._gradient(part, mini_batch, loss, clip)
             while all_sound and not math.isfinite(norm) and scale.shrink():
                 self.optimizers.zero_grad()
                 repeats()
-                shares, sound, all_sound, norm = self._gradient(batch, mini_batch, loss, clip)
+                shares, sound, all_sound, norm = self._gradient(part, mini_batch, loss, clip)
             lr, applied = self.optimizers.lr, all_sound and math.isfinite(norm)
             if not applied:
                 scale.factor = factor  # it was not to blame
             self._step(applied)
             if applied:
-                shares["grad_norm"] = torch.tensor(norm / ranks)
+                shares |= more | {"grad_norm": torch.tensor(norm / ranks)}
             else:
-                self._write_rows(batch, mini_batch, sound, all_sound, f"step-{step}-update-{number}")
+                self._write_rows(part, mini_batch, sound, all_sound, f"step-{step}-update-{number}")
                 shares = {}
             found.append({name: float(value) for name, value in shares.items()})
             found[-1] |= {"lr": lr / ranks, "skipped_updates": (not applied) / ranks}
@@ -120,6 +130,18 @@ class Learner:
             for name, value in ({"loss": total} | found).items():
                 shares[name] = shares.get(name, 0.0) + value.detach()
         return total.detach()
+
+    def whole_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare) -> dict[str, Tensor]:
+        """The gradient of one mini-batch by parameter name, unsharded, without an update; for tests and diagnosis."""
+        self.model.train()
+        part, mini_batch, _ = prepare(batch, mini_batch)
+        for rows in mini_batch.passes:
+            self.backward(part, rows, mini_batch.totals, loss)
+        self.optimizers.loss_scale.undo(self.model)
+        named = self.model.named_parameters()
+        found = {name: p.grad.full_tensor().cpu() for name, p in named if p.grad is not None}
+        self.optimizers.zero_grad()
+        return found
 
     def _clip(self, limit: float) -> float:
         """Scale the gradient down to a norm. Returns the norm before, the same on every rank."""

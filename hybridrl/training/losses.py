@@ -30,7 +30,8 @@ class LossConfig:
     entropy_coeff: float = 0.0
     kl_coef: float = 0.0
     kl_form: str | None = None  # of the KL to the reference; None: there is none
-    correction: RolloutCorrection | None = None  # of the present log-probs against the rollout's, in bypass mode
+    # In bypass mode, of the present log-probs against the rollout's: its weights. Rejections come before (bypass.py).
+    correction: RolloutCorrection | None = None
     own_old_log_probs: bool = False  # the pass's own log-probs are the old ones: nothing has been updated since
     tell_entropy: bool = False  # where no pass before the update did
 
@@ -58,10 +59,10 @@ def policy_loss(found: TokenOutputs, part: Batch, totals: Totals, loss: LossConf
         part = replace(part, old_log_probs=found.log_probs.detach())
     aggregation = AGGREGATIONS.get(loss.policy_loss, loss.aggregation)
     policy_weights = token_weights(part, aggregation, totals, loss.scale)
-    learnt, importance = _corrected(found.log_probs, part, loss.correction)
-    log_probs, learnt_part = torch.where(learnt, found.log_probs, 0.0), _only_learnt(part, learnt)
-    per_token, statistics = find_policy_loss(loss.policy_loss)(log_probs, learnt_part, loss.settings)
-    shares = {"pg_loss": (torch.where(learnt, per_token, 0.0) * importance * policy_weights).sum()}
+    importance, written = _importance(found.log_probs, part, loss.correction), part.response_mask
+    log_probs = torch.where(written, found.log_probs, 0.0)
+    per_token, statistics = find_policy_loss(loss.policy_loss)(log_probs, _only_written(part), loss.settings)
+    shares = {"pg_loss": (torch.where(written, per_token, 0.0) * importance * policy_weights).sum()}
     total = shares["pg_loss"]
     weights = token_weights(part, loss.aggregation, totals, loss.scale)
     if loss.entropy_coeff:
@@ -72,8 +73,6 @@ def policy_loss(found: TokenOutputs, part: Batch, totals: Totals, loss: LossConf
         total = total + loss.kl_coef * shares["kl_loss"]
     if loss.tell_entropy:
         statistics["entropy"] = found.entropies.detach()
-    if loss.correction is not None:
-        statistics["rollout_rs_masked_fraction"] = (~learnt).float()
     return total, shares | _token_means(statistics, part, totals)
 
 
@@ -100,25 +99,21 @@ def critic_loss(values: Tensor, part: Batch, totals: Totals, loss: ValueLossConf
     return total, {"vf_loss": total} | _token_means(statistics, part, totals)
 
 
-def _corrected(
-    log_probs: Tensor, part: Batch, against_rollout: RolloutCorrection | None
-) -> tuple[Tensor, Tensor | float]:
-    """Which tokens are learnt from, and the factor on each one's loss for the difference to the rollout engine."""
-    if against_rollout is None:
-        return part.response_mask, 1.0 if part.importance_weights is None else part.importance_weights
-    log_ratio = log_probs.detach() - part.rollout_log_probs
-    kept, weights = against_rollout.kept(log_ratio, part), against_rollout.weights(log_ratio, part)
-    return kept, 1.0 if weights is None else torch.where(kept, weights, 0.0)
+def _importance(log_probs: Tensor, part: Batch, against_rollout: RolloutCorrection | None) -> Tensor | float:
+    """The factor on each token's loss for the difference to the rollout engine."""
+    weights = part.importance_weights
+    if against_rollout is not None:
+        weights = against_rollout.weights(log_probs.detach() - part.rollout_log_probs, part)
+    return 1.0 if weights is None else weights
 
 
-def _only_learnt(part: Batch, learnt: Tensor) -> Batch:
+def _only_written(part: Batch) -> Batch:
     """The rows as a policy loss may read them: no number elsewhere can spoil the sums, nor their gradient, by a NaN."""
-    old, advantages = part.old_log_probs, part.advantages
+    written, old, advantages = part.response_mask, part.old_log_probs, part.advantages
     return replace(
         part,
-        response_mask=learnt,
-        old_log_probs=None if old is None else torch.where(learnt, old, 0.0),
-        advantages=None if advantages is None else torch.where(learnt, advantages, 0.0),
+        old_log_probs=None if old is None else torch.where(written, old, 0.0),
+        advantages=None if advantages is None else torch.where(written, advantages, 0.0),
     )
 
 

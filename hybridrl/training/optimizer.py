@@ -20,11 +20,16 @@ class Optimizers:
     scale of the loss whose gradient they take, which depends on the type of the computation."""
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, total_steps: int, dtype: torch.dtype = torch.float32
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        total_updates: int,
+        dtype: torch.dtype = torch.float32,
+        updates_per_step: int = 1,
     ) -> None:
         self.loss_scale = LossScale(dtype)
         self.optimizers = build_optimizers(model, config)
-        self.factor = lambda update: schedule(update, total_steps, config)
+        self.factor = lambda update: schedule(update, total_updates, config, updates_per_step)
         self.go_on_after(0)
 
     def go_on_after(self, updates: int) -> None:
@@ -99,16 +104,21 @@ def _in_layer(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
-def schedule(step: int, total_steps: int, config: OptimizerConfig) -> float:
+def schedule(update: int, total_updates: int, config: OptimizerConfig, updates_per_step: int = 1) -> float:
     """The factor on the learning rate at an update, counted from 0: linear warm-up, then constant, linear or cosine."""
-    total = config.total_training_steps if config.total_training_steps > 0 else total_steps
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min((step - warmup) / max(total - warmup, 1), 1.0)
+    warmup = _warmup(total_updates, config, updates_per_step)
+    if update < warmup:
+        return (update + 1) / warmup
+    done = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
     if config.lr_scheduler_type == "constant":
         return 1.0
     if config.lr_scheduler_type == "linear":
         return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 - done)
     wave = 0.5 * (1 + math.cos(2 * math.pi * config.num_cycles * done))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * wave
+
+
+def _warmup(total_updates: int, config: OptimizerConfig, updates_per_step: int) -> int:
+    """Updates of the warm-up. Configured in steps of the trainer, as in verl, though the rate rises at every update."""
+    steps = config.lr_warmup_steps or 0.0
+    return round(steps * updates_per_step) if steps > 0 else int(config.lr_warmup_steps_ratio * total_updates)

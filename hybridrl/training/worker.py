@@ -27,8 +27,9 @@ from hybridrl.config.model_directory import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, WrapPolicyConfig
 from hybridrl.guard import redirect_output
 from hybridrl.training.adapted import adapter_off, pairs
+from hybridrl.training.bypass import apart
 from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole_tensors
-from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares
+from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares, unchanged
 from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, foresight, policy_loss
 from hybridrl.training.model import HOST, LanguageModel, blank_language_model, check_log_probs
@@ -69,6 +70,7 @@ class LearnerConfig:
     fsdp: FSDPConfig
     optimizer: OptimizerConfig
     total_updates: int
+    updates_per_step: int = 1
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ class TrainWorker:
         sharded = self._load(model, settings, config.fsdp)
         if settings.lora_rank and settings.lora_adapter_path:
             load_adapter(sharded.model, Path(settings.lora_adapter_path))
-        optimizers = Optimizers(sharded, config.optimizer, config.total_updates, computed_in(config))
+        plan = {"dtype": computed_in(config), "updates_per_step": config.updates_per_step}
+        optimizers = Optimizers(sharded, config.optimizer, config.total_updates, **plan)
         padded, evidence = not settings.use_remove_padding, Path(self.config.skipped_updates, name)
         group = sequence_group(config.fsdp.ulysses_sequence_parallel_size, self.config.collective_timeout)
         return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence, group=group)
@@ -230,9 +233,11 @@ class TrainWorker:
         what `log_probs` would have returned, where the loss made use of it."""
         self._seed(step)
         passed: list[TokenOutputs] = []
+        reject, loss = apart(self.policy, loss)
         # Where what was passed is of use, there is one mini-batch; it is gone through again as a whole.
+        options = {"repeats": passed.clear, "prepare": reject}
         compute = self._policy_loss(loss, passed)
-        shares = self.policy.update(batch, mini_batches, compute, loss.grad_clip, step, repeats=passed.clear)
+        shares = self.policy.update(batch, mini_batches, compute, loss.grad_clip, step, **options)
         return shares, joined(passed, [rows for mini_batch in mini_batches for rows in mini_batch.passes])
 
     def update_critic(
@@ -282,15 +287,9 @@ class TrainWorker:
         policy = isinstance(loss, LossConfig)
         learner = self.policy if policy else self.critic
         learner.padded = padded
-        learner.model.train()
+        reject, loss = apart(learner, loss) if policy else (unchanged, loss)
         function = self._policy_loss(loss, []) if policy else self._critic_loss(loss)
-        for rows in mini_batch.passes:
-            learner.backward(batch, rows, mini_batch.totals, function)
-        learner.optimizers.loss_scale.undo(learner.model)
-        named = learner.model.named_parameters()
-        found = {name: p.grad.full_tensor().cpu() for name, p in named if p.grad is not None}
-        learner.optimizers.zero_grad()
-        return found
+        return learner.whole_gradient(batch, mini_batch, function, reject)
 
     @torch.no_grad()
     def refresh_reference(self) -> None:

@@ -4,7 +4,7 @@ import torch
 from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.estimators import ESTIMATORS
 from hybridrl.algorithms.kl import KLWeight
-from hybridrl.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.algorithms.settings import AdvantageSettings
 
 grpo = ESTIMATORS["grpo"]
@@ -129,6 +129,43 @@ def test_in_bypass_mode_the_correction_is_left_to_the_loss(scored):
     batch, metrics = Algorithm(grpo, CENTRED, correction=correction(), bypass=True).advantages(scored)
     assert batch.importance_weights is None
     assert metrics == {}
+
+
+# Two answers of two tokens to one prompt, with scores 1 and 0: the returns are 1, 1, 0, 0. Less the critic's 0.5, or
+# their mean, whitening divides 0.5 by the deviation sqrt(1/3). The greedy answer's score is 0.25. Each token's W is the
+# same in both rows, so that the token baselines are 0.5, as is that of both rows' lengths.
+HIGH, LOW = 0.75**0.5, -(0.75**0.5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "advantages"),
+    [
+        ("gae", [HIGH, 0, LOW, LOW]),
+        ("reinforce_plus_plus", [HIGH, 0, LOW, LOW]),
+        ("reinforce_plus_plus_baseline", [HIGH, 0, LOW, LOW]),
+        ("remax", [0.75, 0, -0.25, -0.25]),
+        ("optimal_token_baseline", [0.5, 0, -0.5, -0.5]),
+        ("tir_optimal_token_baseline", [0.5, 0, -0.5, -0.5]),
+        ("opo", [0.5, 0, -0.5, -0.5]),
+    ],
+)
+def test_an_answer_whose_last_token_is_rejected_keeps_its_score(make_batch, estimator, advantages):
+    batch = make_batch(
+        [2, 2],
+        group=[0, 0],
+        rewards=[1.0, 0.0],
+        greedy_rewards=[0.25, 0.25],
+        values=[0.5] * 4,
+        old_log_probs=torch.full((4,), 0.5).log(),
+        rollout_log_probs=torch.tensor([0.5, 0.05, 0.5, 0.5]).log(),
+        sum_pi_squared=[0.5] * 4,
+    )
+    rejecting = RolloutCorrection(None, None, 2.0, False, parse_rejections("token_k2", 0.5))
+    learnt, _ = Algorithm(ESTIMATORS[estimator], correction=rejecting).advantages(batch)
+    assert learnt.response_mask.tolist() == [True, False, True, True]
+    assert learnt.advantages.tolist() == pytest.approx(advantages, abs=1e-6)
+    if estimator in ("gae", "reinforce_plus_plus", "remax"):
+        assert learnt.returns.tolist() == pytest.approx([1, 0, 0, 0], abs=1e-6)
 
 
 def test_an_own_estimator_is_a_function_of_the_batch_and_the_settings(scored):

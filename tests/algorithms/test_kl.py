@@ -89,6 +89,23 @@ def test_the_expected_gradient_of_k2_is_the_gradient_of_the_kl_divergence(form):
     assert estimated.tolist() == pytest.approx(exact.tolist(), abs=1e-6)
 
 
+def test_the_expected_gradient_of_k3_is_that_of_the_reverse_divergence():
+    logits = torch.tensor([0.1, -0.4, 0.9], requires_grad=True)
+    log_q = torch.tensor([0.4, 0.4, 0.2]).log()
+    log_p = logits.log_softmax(0)
+    (reverse,) = torch.autograd.grad((log_q.exp() * (log_q - log_p)).sum(), logits, retain_graph=True)
+    (estimated,) = torch.autograd.grad((log_p.exp().detach() * kl_estimate(log_p, log_q, "k3")).sum(), logits)
+    assert estimated.tolist() == pytest.approx(reverse.tolist(), abs=1e-6)
+
+
+def test_where_k3_is_cut_a_token_is_pulled_back_by_the_gradient_of_k2_alone():
+    # exp(d) - d - 1 reaches 10 at d = 2.6109, a ratio of 13.61, and at d = -11.
+    for cut, whole in ((-1.0 - math.log(13.7), -1.0 - math.log(13.5)), (-1.0 + 11.01, -1.0 + 10.99)):
+        assert value_and_slope("k3", cut, -1.0) == (10, 0)
+        assert value_and_slope("k3", whole, -1.0)[1] == pytest.approx(1 - math.exp(-1.0 - whole), rel=1e-4)
+        assert value_and_slope("k3+", cut, -1.0) == (10, pytest.approx(cut + 1.0, rel=1e-5))
+
+
 def test_a_fixed_weight_stays():
     weight = KLWeight(0.1)
     weight.update(kl=5.0, samples=100)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridrl.config import ConfigError
 
@@ -133,6 +134,24 @@ def test_parameters_in_float16_are_refused_and_a_computation_in_it_is_not(load: 
     with pytest.raises(ConfigError, match=r"model_dtype=fp16: small updates vanish .* set model_dtype=fp32"):
         load(f"{key}.model_dtype=fp16")
     assert load(f"{key}.dtype=fp16").config.actor_rollout_ref.actor.fsdp_config.dtype == "float16"
+
+
+def test_parameters_in_bfloat16_are_warned_of_at_a_learning_rate_that_they_lose(load: Load) -> None:
+    actor, critic = "actor_rollout_ref.actor", "critic"
+    lost = (f"{actor}.fsdp_config.model_dtype=bf16", f"{critic}.fsdp.model_dtype=bf16")
+    of_actor, of_critic = load(*lost, f"{actor}.optim.lr=1e-6", f"{critic}.optim.lr=1e-5").notes
+    assert of_actor.startswith(f"{lost[0]} with optim.lr=1e-06: ") and "each above 5.1e-04" in of_actor
+    assert of_actor.endswith(f"set {actor}.fsdp_config.model_dtype=fp32, float32 masters of a computation in float32")
+    assert of_critic.startswith(f"{lost[1]} with optim.lr=1e-05: ")
+    assert load(lost[0], f"{actor}.optim.lr=1e-3").notes == load().notes == []
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-4])
+def test_no_element_above_512_times_its_update_moves_in_bfloat16(lr: float) -> None:
+    """The warning's rule, by an update of the size of the learning rate of every positive bfloat16."""
+    weights = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    moved = (weights.double() - lr).to(torch.bfloat16) != weights
+    assert float(weights[moved].max()) <= 512 * lr < 4 * float(weights[moved].max())
 
 
 def test_the_reference_is_sharded_as_the_policy_unless_it_is_said(load: Load) -> None:

@@ -107,6 +107,15 @@ def test_the_reference_s_sequence_parallel_size_is_the_actor_s(load: Load) -> No
     assert note == f"{reference} has no effect: the reference's rows are shared by the same devices as the actor's"
 
 
+def test_a_schedule_s_length_is_the_run_s_and_another_one_is_said_to_be_ignored(load: Load) -> None:
+    key = f"{ACTOR}.optim.total_training_steps"
+    assert not load(*GRPO, "trainer.total_training_steps=100", f"{key}=100").notes
+    assert not load(*GRPO, f"{key}=-1").notes
+    (note,) = load(*GRPO, f"{key}=100").notes
+    assert note.startswith(f"{key} has no effect: a schedule spans the whole run, as in verl")
+    assert note.endswith("set trainer.total_training_steps")
+
+
 @pytest.mark.parametrize(
     "neutral",
     [

@@ -27,7 +27,7 @@ PYTHONUNBUFFERED=1 /usr/bin/python3 -m verl.trainer.main_ppo \\
     data.train_batch_size=$BATCH actor_rollout_ref.actor.ppo_mini_batch_size=$HALF \\
     actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
     rollout.n=5 trainer.device=$DEVICE trainer.n_gpus_per_node=8 \\
-    trainer.balance_batch=True \\
+    trainer.balance_batch=True actor_rollout_ref.actor.optim.total_training_steps=100 \\
     actor_rollout_ref.rollout.load_format=safetensors "$@" 2>&1 | tee train.log > /tmp/other.log
 """
 
@@ -61,6 +61,7 @@ def test_every_difference_is_said(doctor: Doctor, script: Path) -> None:
     told = doctor("migrate", str(script))[1]
     assert "# warning [old-name] rollout.n is now actor_rollout_ref.rollout.n" in told
     assert "# warning [ignored-key] actor_rollout_ref.rollout.load_format has no effect" in told
+    assert "[ignored-key] actor_rollout_ref.actor.optim.total_training_steps has no effect" in told
     assert "# information [default] trainer.save_freq=0 here, -1 in verl" in told
     assert "trainer.n_gpus_per_node=null here" not in told  # the script sets it
 

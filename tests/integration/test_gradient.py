@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.algorithms.policy_losses import POLICY_LOSSES
-from hybridrl.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.algorithms.settings import LossSettings
 from hybridrl.batch import Batch, as_tensor
 from hybridrl.checkpoint.store import Store
@@ -160,8 +160,9 @@ def test_nor_with_the_exact_kl_to_the_reference(groups):
     assert any((with_it[name] - without[name]).abs().max() > 1e-3 for name in without)
 
 
-def test_nor_where_the_loss_itself_corrects_for_the_rollout(groups):
-    correction = RolloutCorrection("sequence", None, 2.0, False, ())
+@pytest.mark.parametrize("rejections", [(), parse_rejections("token_k2", 0.5)])
+def test_nor_where_the_loss_itself_corrects_for_the_rollout(groups, rejections):
+    correction = RolloutCorrection("sequence", None, 2.0, False, rejections)
     cuts_agree(groups, replace(LOSS, policy_loss="reinforce", correction=correction), every=3)
 
 

@@ -18,7 +18,6 @@ def config(**changes: object) -> OptimizerConfig:
         "lr_warmup_steps_ratio": 0.0,
         "min_lr_ratio": 0.0,
         "num_cycles": 0.5,
-        "total_training_steps": -1,
         "muon_lr": 0.02,
         "muon_momentum": 0.95,
         "override_optimizer_config": {},
@@ -59,7 +58,8 @@ def fill_gradients(model: nn.Module) -> None:
         ({"lr_warmup_steps": 2}, [0.5, 1, 1, 1]),
         ({"lr_warmup_steps_ratio": 0.5}, [0.5, 1, 1, 1]),
         ({"lr_warmup_steps": 4, "lr_warmup_steps_ratio": 0.5}, [0.25, 0.5, 0.75, 1]),
-        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, [1, 1, 1, 1]),
+        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, [0.5, 1, 1, 1]),
+        ({"lr_warmup_steps": None, "lr_warmup_steps_ratio": 0.5}, [0.5, 1, 1, 1]),
         ({"lr_scheduler_type": "linear"}, [1, 0.75, 0.5, 0.25]),
         ({"lr_scheduler_type": "linear", "lr_warmup_steps": 2}, [0.5, 1, 1, 0.5]),
         ({"lr_scheduler_type": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4]),
@@ -67,11 +67,19 @@ def fill_gradients(model: nn.Module) -> None:
         ({"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}, [0.5, 1, 1, 0.5]),
         ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.2}, [1, 0.882843, 0.6, 0.317157]),
         ({"lr_scheduler_type": "cosine", "num_cycles": 1.0}, [1, 0.5, 0, 0.5]),
-        ({"lr_scheduler_type": "linear", "total_training_steps": 2}, [1, 0.5, 0, 0]),
     ],
 )
 def test_the_factor_of_each_of_four_updates(settings, expected):
     assert factors(4, **settings) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(2, [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1]), (0.5, [1 / 2, *[1] * 8]), (0, [1] * 9)],
+)
+def test_a_warm_up_lasts_for_steps_of_the_trainer_and_rises_at_each_of_their_updates(steps, expected):
+    settings = config(lr_warmup_steps=steps)
+    assert [schedule(update, 40, settings, updates_per_step=4) for update in range(9)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
@@ -102,7 +110,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 def test_a_step_moves_every_parameter_and_every_rate(name):
     model = Tiny()
-    optimizers = Optimizers(model, config(optimizer=name, lr_scheduler_type="linear"), total_steps=4)
+    optimizers = Optimizers(model, config(optimizer=name, lr_scheduler_type="linear"), total_updates=4)
     before = {key: value.clone() for key, value in model.named_parameters()}
     assert optimizers.lr == 0.1
     fill_gradients(model)
@@ -116,7 +124,7 @@ def test_a_step_moves_every_parameter_and_every_rate(name):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_skipped_update_leaves_the_model_alone_while_the_schedule_moves_on():
     model = Tiny()
-    optimizers = Optimizers(model, config(lr_scheduler_type="linear"), total_steps=4)
+    optimizers = Optimizers(model, config(lr_scheduler_type="linear"), total_updates=4)
     before = {key: value.clone() for key, value in model.named_parameters()}
     fill_gradients(model)
     optimizers.skip()
@@ -126,7 +134,7 @@ def test_a_skipped_update_leaves_the_model_alone_while_the_schedule_moves_on():
 
 def test_gradients_are_dropped_and_not_only_set_to_zero():
     model = Tiny()
-    optimizers = Optimizers(model, config(optimizer="Muon"), total_steps=4)
+    optimizers = Optimizers(model, config(optimizer="Muon"), total_updates=4)
     fill_gradients(model)
     optimizers.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -134,7 +142,7 @@ def test_gradients_are_dropped_and_not_only_set_to_zero():
 
 def test_the_moments_move_to_a_device_and_the_count_of_steps_stays():
     model = Tiny()
-    optimizers = Optimizers(model, config(optimizer="Muon"), total_steps=4)
+    optimizers = Optimizers(model, config(optimizer="Muon"), total_updates=4)
     fill_gradients(model)
     optimizers.step()
     optimizers.to(torch.device("meta"))
@@ -165,7 +173,7 @@ def test_moments_that_are_there_from_the_start_change_no_step(name):
 @pytest.mark.parametrize("updates", [0, 1, 3])
 def test_schedules_go_on_after_any_update_with_the_same_rates(name, updates):
     settings = config(optimizer=name, lr_scheduler_type="cosine", lr_warmup_steps=2, weight_decay=0.0)
-    ran, started = (Optimizers(Tiny(), settings, total_steps=6) for _ in range(2))
+    ran, started = (Optimizers(Tiny(), settings, total_updates=6) for _ in range(2))
     for _ in range(updates):
         ran.step()
     started.go_on_after(updates)
@@ -178,7 +186,7 @@ def test_schedules_go_on_after_any_update_with_the_same_rates(name, updates):
 
 
 def test_schedules_may_also_go_back():
-    optimizers = Optimizers(Tiny(), config(lr_scheduler_type="linear"), total_steps=4)
+    optimizers = Optimizers(Tiny(), config(lr_scheduler_type="linear"), total_updates=4)
     optimizers.step()
     optimizers.go_on_after(0)
     assert (optimizers.updates, optimizers.lr) == (0, 0.1)

@@ -17,7 +17,8 @@ def optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> tuple[T
 
     The weight of a token is the sum of 1 - 2 pi + (sum of pi^2) over its row's tokens up to it, a stand-in for the
     squared norm of their gradients; each term times `importance_weights` squared where these are filled. Only written
-    tokens are summed. As in verl the tail that one row of a group alone reaches has no baseline: it keeps its return.
+    tokens are summed. A position that one row of a group alone has written has no baseline: it keeps its return. In
+    verl that holds for the longest row's tail alone; the two agree where rows have no holes.
     """
     return _less_baseline(batch, _positions(batch.response_lengths)[batch.response_mask])
 

@@ -56,6 +56,14 @@ def test_with_a_baseline_distances_from_the_group_mean_are_whitened_token_by_tok
     assert advantages.tolist() == returns.tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5])
 
 
+def test_with_a_baseline_a_group_of_one_is_0_before_whitening_and_not_after(make_batch):
+    # Distances 0 and 1, 1, -1: mean 0.25, sample variance (0.0625 + 2 * 0.5625 + 1.5625) / 3 = 11 / 12.
+    batch = make_batch([1, 2, 1], group=[0, 1, 1], token_rewards=[7.0, 0.0, 5.0, 3.0])
+    advantages, _ = reinforce_plus_plus_baseline(batch, AdvantageSettings())
+    deviation = (11 / 12) ** 0.5
+    assert advantages.tolist() == pytest.approx([value / deviation for value in (-0.25, 0.75, 0.75, -1.25)])
+
+
 @given(SEEDS)
 def test_with_a_baseline_it_agrees_with_a_double_precision_reference(make_batch, seed):
     batch = drawn(make_batch, seed)
