@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,36 @@ def test_a_new_run_in_an_old_directory_starts_empty_and_the_old_metrics_stay_bes
         run.log(1, {"a": 2})
     assert lines(tmp_path) == [{"step": 1, "a": 2}]
     assert json.loads((tmp_path / "metrics.previous.jsonl").read_text()) == {"step": 1, "a": 1}
+
+
+@pytest.fixture
+def full_disk():
+    """Lets files grow to so many bytes; None: as far as they like."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def test_a_full_disk_costs_no_step_and_what_had_no_room_is_written_when_there_is_some(tmp_path, capsys, full_disk):
+    with tracker(tmp_path, ["tensorboard"]) as run:
+        run.log(1, {"a": 1.0})
+        full_disk((tmp_path / "metrics.jsonl").stat().st_size + 5)
+        for step in (2, 3):
+            run.log(step, {"a": 1.0})
+            assert run.state() == {}
+        full_disk(None)
+        run.log(4, {"a": 1.0})
+    assert lines(tmp_path) == [{"step": step, "a": 1.0} for step in (1, 2, 3, 4)]
+    first, second = capsys.readouterr().out.splitlines()
+    assert (
+        first
+        == f"warning: {tmp_path}, logger file: File too large; training continues, and metrics may be missing there"
+    )
+    assert "logger tensorboard" in second
 
 
 def test_without_a_terminal_a_step_is_one_plain_line_however_long(tmp_path, capsys):
