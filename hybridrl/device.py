@@ -1,6 +1,7 @@
 """The few facts in which a CPU and a CUDA device differ. The only module that names `torch.cuda`."""
 
 import os
+import socket
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,17 +46,25 @@ def current(device: str) -> torch.device:
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
 
-def join_group(device: str, address: str, rank: int, world_size: int, timeout_seconds: float) -> None:
-    """Enter the process group of all training ranks."""
+def listen(address: str) -> socket.socket:
+    """A socket that listens at an address of this machine, on a free port."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+def join_group(
+    device: str, address: str, listener: socket.socket | None, rank: int, world_size: int, timeout_seconds: float
+) -> None:
+    """Enter the process group of all training ranks; the first one has a socket that listens at the address.
+
+    With one of its own, torch would listen on every interface.
+    """
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group(
-        BACKENDS[device],
-        init_method=f"tcp://{address}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    host, _, port = address.rpartition(":")
+    timeout = timedelta(seconds=timeout_seconds)
+    owned = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    store = dist.TCPStore(host, int(port), world_size, timeout=timeout, **owned)
+    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def seed_everything(seed: int) -> None:

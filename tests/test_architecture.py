@@ -34,7 +34,7 @@ FLOORS = """
     training  rollout  rewards  data  tracking
     algorithms  weights  checkpoint  cluster  metrics
     batch  config  device  stopwatch  guard
-    out_of_memory
+    out_of_memory  keeper
 """
 FLOOR = {room: floor for floor, line in enumerate(reversed(FLOORS.split("\n"))) for room in line.split()}
 

@@ -23,5 +23,5 @@ def _say(text: Text) -> None:
     try:
         console.print(text, soft_wrap=True)
     except OSError as error:
-        if error.errno != errno.ENOSPC:  # a full disk ends no run; what it has no room for is printed with the next
+        if error.errno not in (errno.ENOSPC, errno.EIO):  # a full disk or a lost terminal ends no run
             raise

@@ -111,7 +111,7 @@ class Tracker:
 
     @contextmanager
     def _surviving(self, name: str) -> Iterator[None]:
-        """Let a full disk cost no more than metrics, with one warning: nothing that a run goes on from is among them."""
+        """Let a full disk cost no more than metrics, with one warning: a run is resumed without them."""
         try:
             yield
         except OSError as error:

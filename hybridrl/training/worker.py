@@ -4,7 +4,6 @@ Does what the driver planned, on the rows it is given. Knows nothing of prompts 
 """
 
 import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from hybridrl.checkpoint.export import export_model, export_settings
 from hybridrl.checkpoint.published import parts as parts_of
 from hybridrl.config.model_directory import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, WrapPolicyConfig
-from hybridrl.guard import redirect_output
+from hybridrl.guard import begin_actor
 from hybridrl.training.adapted import adapter_off, pairs
 from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole_tensors
 from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares
@@ -95,14 +94,15 @@ class Copied:
 class TrainWorker:
     def __init__(self, rank: int, ranks: int, log_file: str) -> None:
         self.rank, self.ranks = rank, ranks
-        redirect_output(log_file)
+        begin_actor(log_file)
 
     def place(self) -> dict[str, Any]:
-        """Where this rank runs: node address, a free port on it, and the GPU that Ray gave."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        return {"address": ray.util.get_node_ip_address(), "port": port, "gpus": ray.get_gpu_ids()}
+        """Where this rank runs: node address, the port where the first rank listens, and the GPU that Ray gave."""
+        address, port = ray.util.get_node_ip_address(), 0
+        if self.rank == 0:
+            self.listener = devices.listen(address)
+            port = self.listener.getsockname()[1]
+        return {"address": address, "port": port, "gpus": ray.get_gpu_ids()}
 
     def build(self, config: WorkerConfig, address: str) -> None:
         """Load and shard the models; collective."""
@@ -113,7 +113,8 @@ class TrainWorker:
         devices.seed_everything(config.seed)
         if any(learner.fsdp.full_determinism for learner in (config.policy, config.critic) if learner):
             devices.be_deterministic(config.device)
-        devices.join_group(config.device, address, self.rank, self.ranks, config.collective_timeout)
+        listener = self.listener if self.rank == 0 else None
+        devices.join_group(config.device, address, listener, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
         self.writer = StateWriter(config.device)
         blank = blank_language_model(config.policy.model, stored_type(config.policy))
