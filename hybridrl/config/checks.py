@@ -110,7 +110,9 @@ def _settle_trainer(
             )
     most = max(machine.memory_bytes // CPU_SLOT_BYTES, 1)
     if machine.here:
-        _check_writable("trainer.default_local_dir", trainer.default_local_dir, wrong)
+        for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+            if directory := vars(trainer).get(name):
+                _check_writable(f"trainer.{name}", directory, wrong)
     if trainer.device == "cpu" and trainer.n_gpus_per_node > most:
         wrong.add(f"{asked}: free memory is enough for {most} slots on CPU; set trainer.n_gpus_per_node={most}")
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
@@ -156,7 +158,10 @@ def _check_save_contents(key: str, contents: list[str], note: Note) -> None:
 
 def _check_writable(key: str, directory: str, wrong: Refusals) -> None:
     path = Path(directory).absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    try:
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
+    except OSError as error:
+        return wrong.add(f"{key}={directory}: {error.strerror}; name another directory")
     if not there.is_dir():
         wrong.add(f"{key}={directory}: {there} is a file; name a directory")
     elif not os.access(there, os.W_OK):

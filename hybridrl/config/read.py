@@ -149,7 +149,11 @@ def fit(value: Any, hint: Any, or_null: bool = False) -> Any:
 
 def _obeying(value: Any, rules: tuple[Rule, ...]) -> Any:
     for rule in rules:
-        if (fault := rule.fault(value)) is not None:
+        try:
+            fault = rule.fault(value)
+        except OSError as error:  # a name that is too long, a directory that may not be searched
+            raise Misfit(f"{error.strerror}; name another path") from error
+        if fault is not None:
             raise Absence(fault, value) if isinstance(fault, Absent) else Misfit(fault)
     return value
 

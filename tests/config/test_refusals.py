@@ -299,3 +299,25 @@ def test_arguments_of_the_optimizer_that_change_its_state_are_refused(load: Load
     assert refusal(load, f"+{key}.amsgrad=true", f"+{key}.eps=1e-6") == [
         f"{key}: only eps, foreach and fused can be set there; leave out amsgrad"
     ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.train_files",
+        "data.val_files",
+        "data.custom_cls.path",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.tokenizer_path",
+        "actor_rollout_ref.model.lora_adapter_path",
+        "reward.custom_reward_function.path",
+        "trainer.default_local_dir",
+        "trainer.rollout_data_dir",
+        "trainer.validation_data_dir",
+    ],
+)
+def test_a_name_longer_than_file_systems_take_is_refused_by_its_key(load: Load, key: str) -> None:
+    long = f"/tmp/{300 * 'x'}"
+    assert any(
+        line.startswith(f"{key}={long}: File name too long; name another") for line in refusal(load, f"{key}={long}")
+    )
