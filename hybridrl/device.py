@@ -51,19 +51,21 @@ def listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
+def open_store(address: str, listener: socket.socket | None, world_size: int, seconds: float) -> dist.TCPStore:
+    """What the ranks of a group meet in; the first one has a socket that listens at the address. With one that torch
+    makes by itself it would listen on every interface."""
+    host, _, port = address.rpartition(":")
+    held = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(host, int(port), world_size, timeout=timedelta(seconds=seconds), **held)
+
+
 def join_group(
     device: str, address: str, listener: socket.socket | None, rank: int, world_size: int, timeout_seconds: float
 ) -> None:
-    """Enter the process group of all training ranks; the first one has a socket that listens at the address.
-
-    With one of its own, torch would listen on every interface.
-    """
+    """Enter the process group of all training ranks."""
     if device == "cuda":
         torch.cuda.set_device(0)
-    host, _, port = address.rpartition(":")
-    timeout = timedelta(seconds=timeout_seconds)
-    owned = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
-    store = dist.TCPStore(host, int(port), world_size, timeout=timeout, **owned)
+    store, timeout = open_store(address, listener, world_size, timeout_seconds), timedelta(seconds=timeout_seconds)
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -19,6 +19,7 @@ from hybridrl.config import ConfigError
 from hybridrl.keeper import PrivateDirectory
 
 CONNECT_SECONDS = 10.0
+PARTS = ("raylet", "gcs_server")
 SLOT = 0.01  # CPUs that a slot on CPU asks Ray for: slots share cores, and Ray is not to ration them
 
 
@@ -45,6 +46,13 @@ def ask_cluster(ray_init: dict[str, Any]) -> Cluster:
         ray.shutdown()
 
 
+def lost_part() -> str | None:
+    """The part of the Ray that was started here which nothing works without and which has ended, if there is one."""
+    node = ray._private.worker._global_node
+    ended = {kind for kind, _ in node.dead_processes()} if node else set()
+    return next((part for part in PARTS if part in ended), None)
+
+
 class RaySession:
     """Ray for the time of a run, and the devices the run may use: one bundle each, machine by machine."""
 
@@ -67,8 +75,9 @@ class RaySession:
 
     def close(self) -> None:
         """Give the devices back, with every actor on them; stop the Ray that was started here."""
-        for group in self.groups:
-            remove_placement_group(group)
+        if self.joined:
+            for group in self.groups:
+                remove_placement_group(group)
         ray.shutdown()
         if self.directory:
             self.directory.close()
