@@ -5,6 +5,7 @@ import socket
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 
 import psutil
 import torch
@@ -19,7 +20,9 @@ def environment(device: str, slots: int) -> dict[str, str]:
     threads = str(cores if device == "cpu" else min(cores, 8))
     common = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if device == "cuda":
-        return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        # By default it would lie among the temporary files, which end with the run, and be compiled again in the next.
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
+        return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": compiled}
     # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing. Threads that wait for one
     # another spin for some microseconds: without it an update takes 1.16 times as long on two cores, and with OpenMP's
     # own millisecond of it 1.35 times as long where another program wants a core (scripts/benchmark/threads.py).
