@@ -48,7 +48,7 @@ class Guarded:
         directory, *pids = (place / "started").read_text().split()
         self.directory, self.started = Path(directory), [psutil.Process(int(pid)) for pid in pids]
         self.all = psutil.Process(self.process.pid).children(recursive=True)
-        self.driver = self.all[0]
+        self.driver = min(psutil.Process(self.process.pid).children(), key=psutil.Process.create_time)
 
     def signal_group(self, number: int) -> None:
         """As a terminal does, `timeout`, which signals its child first, and some schedulers."""

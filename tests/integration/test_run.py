@@ -217,6 +217,11 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+def driver_of(process: subprocess.Popen) -> psutil.Process:
+    """The first child of a run's guard."""
+    return min(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
+
+
 def temporary_directories(processes: list[psutil.Process]) -> set[Path]:
     """Where Ray, engines and their sockets are."""
     found = {Path(process.environ().get("TMPDIR", "/")) for process in processes}
@@ -232,7 +237,7 @@ def test_a_driver_killed_outright_leaves_nothing_running(overrides, tmp_path):
     assert any("EngineCore" in " ".join(p.cmdline()) for p in processes)
     directories = temporary_directories(processes)
     assert len(directories) == 3, "of Ray and of two engines"
-    psutil.Process(process.pid).children()[0].kill()
+    driver_of(process).kill()
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 137
     assert "the driver was killed (signal 9" in output
