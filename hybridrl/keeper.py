@@ -67,8 +67,10 @@ def keep(directory: Path, owner: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     for left in _abandoned():
         _clear(left)
-    with contextlib.suppress(ProcessLookupError):  # the owner has ended already
-        select.select([sys.stdin, os.pidfd_open(owner)], [], [])
+    watched = [sys.stdin.fileno()]  # it is closed by the owner, or with the last process that the owner has forked
+    with contextlib.suppress(OSError, AttributeError):  # on an old kernel, and where the owner has ended already
+        watched.append(os.pidfd_open(owner))
+    select.select(watched, [], [])
     _clear(directory)
 
 

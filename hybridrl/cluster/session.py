@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,17 +135,18 @@ def _alone(directory: PrivateDirectory | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    constants, before = ray._private.ray_constants, dict(os.environ)
+    tempfile.gettempdir()  # found once, before TMPDIR is changed: this process works where it did
+    constants, before = ray._private.ray_constants, {name: os.environ.get(name) for name in directory.environment}
     clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     os.environ.update(directory.environment)
     try:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER = clusters
-        for name in directory.environment:
+        for name, value in before.items():
             os.environ.pop(name)
-            if name in before:
-                os.environ[name] = before[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _knock(address: str) -> None:
