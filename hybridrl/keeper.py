@@ -32,8 +32,9 @@ class PrivateDirectory:
         self._lock = _locked(Path(self.path))
         command = [sys.executable, "-IS", __file__, self.path, str(os.getpid()), str(self._lock)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        elsewhere = os.environ | {"TMPDIR": ""}  # the keeper of the directory where its owner works must not end it
         # What is launched leaves the keeper behind, which ends when its input does, and its output with it.
-        launched = subprocess.Popen(command, pass_fds=[self._lock], start_new_session=True, **pipes)
+        launched = subprocess.Popen(command, env=elsewhere, pass_fds=[self._lock], start_new_session=True, **pipes)
         launched.wait()
         self._input, self._output = launched.stdin, launched.stdout
 
@@ -86,12 +87,15 @@ def working_in(directory: Path) -> list[int]:
 
 def _clear(directory: Path) -> None:
     deadline = time.monotonic() + END_SECONDS
-    while (found := working_in(directory)) and time.monotonic() < deadline:
+    while directory.exists() and time.monotonic() < deadline:
+        found = working_in(directory)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    shutil.rmtree(directory, ignore_errors=True)
+        if found:
+            time.sleep(0.02)
+        else:  # again, where a thread that was not yet dead has made a file meanwhile
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _locked(directory: Path) -> int:

@@ -12,8 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-# What it starts in its own process group and leaves behind is in the files `group` and `directory`.
-WORK = """
+# A stand-in for Ray is in its own process group; one for a rollout server works in the run's directory and has another.
+SERVER = """
+import os, time
+from pathlib import Path
+from hybridrl.keeper import work_in_private
+work_in_private()
+Path("work").write_text(os.environ["TMPDIR"])
+os.rename("work", "server")
+time.sleep(60)
+"""
+WORK = f"""
 import os, subprocess, sys, time
 from pathlib import Path
 from hybridrl.guard import guarded
@@ -23,14 +32,17 @@ from hybridrl.signals import StopRequest
 def work():
     directory = PrivateDirectory()
     ray = subprocess.Popen(["sleep", "60"])
-    orphan = subprocess.Popen(["setsid", "sleep", "60"], env=os.environ | directory.environment)
-    Path("work").write_text(f"{directory.path} {ray.pid} {orphan.pid}")
+    server = [sys.executable, "-c", {SERVER!r}]
+    server = subprocess.Popen(server, env=os.environ | directory.environment, start_new_session=True)
+    while not Path("server").exists():
+        time.sleep(0.01)
+    Path("work").write_text(f"{{directory.path}} {{ray.pid}} {{server.pid}}")
     os.rename("work", "started")
     with StopRequest(wait_for_step=True) as stop:
         while not stop.reason:
             time.sleep(0.01)
         time.sleep(0.1)  # the step ends
-        Path("saved").write_text(f"{stop.reason}, Ray is {'dead' if ray.poll() else 'alive'}")
+        Path("saved").write_text(f"{{stop.reason}}, Ray is {{'dead' if ray.poll() else 'alive'}}")
     ray.kill()
     directory.close()
     return 7
@@ -46,7 +58,8 @@ class Guarded:
         self.process = subprocess.Popen([sys.executable, "-c", WORK], cwd=place, start_new_session=True, **output)
         until((place / "started").exists)
         directory, *pids = (place / "started").read_text().split()
-        self.directory, self.started = Path(directory), [psutil.Process(int(pid)) for pid in pids]
+        self.directories = [Path(directory), Path((place / "server").read_text())]
+        self.server = psutil.Process(int(pids[1]))
         self.all = psutil.Process(self.process.pid).children(recursive=True)
         self.driver = min(psutil.Process(self.process.pid).children(), key=psutil.Process.create_time)
 
@@ -57,7 +70,7 @@ class Guarded:
 
     def is_gone(self, processes: list[psutil.Process] | None = None) -> bool:
         processes = self.all if processes is None else processes
-        return not self.directory.exists() and all(map(has_ended, processes))
+        return not any(map(Path.exists, self.directories)) and all(map(has_ended, processes))
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -135,23 +148,22 @@ def test_where_guard_and_driver_are_killed_together_nothing_is_left_that_works_i
     run.process.kill()
     run.driver.kill()
     run.process.wait()
-    until(lambda: run.is_gone(run.started[1:]))
+    until(lambda: run.is_gone([run.server]))
 
 
 def test_what_is_left_where_the_keeper_is_killed_too_goes_when_the_next_run_starts(start, tmp_path):
     run = start()
-    _, orphan = run.started
-    for process in {run.process, *run.all} - {orphan}:
+    for process in {run.process, *run.all} - {run.server}:
         process.kill()
     run.process.wait()
-    assert run.directory.exists() and not has_ended(orphan)
+    assert all(map(Path.exists, run.directories)) and not has_ended(run.server)
     (tmp_path / "next").mkdir()
     after = Guarded(tmp_path / "next")
-    until(lambda: run.is_gone([orphan]))
-    assert after.directory.exists()
+    until(lambda: run.is_gone([run.server]))
+    assert after.directories[0].exists()
     after.signal_group(signal.SIGTERM)
     assert after.process.wait(10) == 7
 
 
 def test_nobody_else_may_enter_the_directory(start):
-    assert start().directory.stat().st_mode & 0o777 == 0o700
+    assert start().directories[0].stat().st_mode & 0o777 == 0o700
