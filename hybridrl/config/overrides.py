@@ -17,6 +17,8 @@ from hybridrl.config.read import show
 from hybridrl.config.verl_keys import Entry, current_name, entry_of
 
 OWN = "own"  # the section of the user's own keys
+# verl's manager batch hands its own arguments to the reward function.
+_MANAGER_KWARGS, _FUNCTION_KWARGS = "reward.reward_kwargs.", "reward.custom_reward_function.reward_kwargs."
 
 
 @dataclass
@@ -50,6 +52,8 @@ def _take(text: str, override: Override, known: dict[str, Any], taken: Taken, fo
     """Raises LookupError for what is no key, ConfigError for what cannot be set in this way."""
     written, value = cast(str, override.key_or_group), text.partition("=")[2]
     key = written if written in known else current_name(written)
+    if key.startswith(_MANAGER_KWARGS) and key not in known and "overlong_buffer_cfg" not in key:
+        key = key.replace(_MANAGER_KWARGS, _FUNCTION_KWARGS)
     entry = None if key in known else entry_of(key)
     if key.startswith("hydra."):
         return found.warn("ignored-key", f"{key} has no effect: Hydra only reads the configuration here")
