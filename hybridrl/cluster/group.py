@@ -106,13 +106,23 @@ def gather(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[st
         if not done:
             late = ", ".join(str(refs.index(ref)) for ref in rest)
             answered = len(refs) - len(rest)
-            raise WorkerDied(f"{what}: no answer from rank {late} within {timeout:g} s ({answered} did answer)")
+            raise WorkerDied(
+                f"{what}: no answer from rank {late} within {timeout:g} s ({answered} did answer){_environment()}"
+            )
         try:
             found[done[0]] = ray.get(done[0])
         except (RayActorError, RayTaskError) as error:
             raise _root_failure(refs, what, error, refs.index(done[0]), logs) from None
         waiting = rest
     return [found[ref] for ref in refs]
+
+
+def _environment() -> str:
+    """What the user set for the processes of Ray: where that does not work, none of them starts, and Ray is silent."""
+    chosen = dict(ray.get_runtime_context().runtime_env)
+    return f"; is ray_kwargs.ray_init.runtime_env={chosen} in order? Processes that cannot start never answer" * bool(
+        chosen
+    )
 
 
 def _error(ref: Pending) -> RayActorError | RayTaskError | None:
