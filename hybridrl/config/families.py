@@ -3,12 +3,29 @@
 docs/models.md lists the families that were tried, these too.
 """
 
+import re
 from typing import Any
 
 # Model type -> why it was found to fail.
 FAILING = {
     "gpt_oss": "it has attention sinks, which the trainer's attention lacks",
 }
+
+
+# How families that read images or sounds are named, where there is no config.json to look into.
+SENSES = re.compile(
+    r"(?i)(?<![a-z])(vl|vision|omni|llava|pixtral|paligemma)(?![a-z])|internvl|minicpm-[vo]\b|-\d(\.\d)?v\b"
+)
+
+
+def why_name_unsupported(path: str) -> str | None:
+    """As `why_unsupported`, by the name alone."""
+    found = SENSES.search(path.rstrip("/").rpartition("/")[2])
+    return (
+        f"by its name ({found[0].strip('-')}) the model reads more than text, which is not trained yet"
+        if found
+        else None
+    )
 
 
 def why_unsupported(settings: dict[str, Any]) -> str | None:

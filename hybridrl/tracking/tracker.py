@@ -10,8 +10,6 @@ from hybridrl.tracking.console import PlainSink, TerminalSink
 from hybridrl.tracking.jsonl import JsonlSink
 from hybridrl.tracking.sink import SampleRow, Sink
 
-KNOWN_LOGGERS = ("console", "file", "tensorboard", "wandb")
-
 
 @dataclass(frozen=True)
 class Resume:
@@ -44,7 +42,6 @@ class Tracker:
         last_step, states = (resume.step, resume.sinks) if resume else (None, {})
         self._sinks: dict[str, Sink] = {}
         self._closing = ExitStack()
-        _warn_of_unknown(loggers)
         self._add("file", JsonlSink(run_dir / "metrics.jsonl", last_step))
         # The modules of the next two are imported only when chosen: they are heavy, and wandb is an extra.
         if "tensorboard" in loggers:
@@ -96,9 +93,3 @@ class Tracker:
     def _add(self, name: str, sink: Sink) -> None:
         self._sinks[name] = sink
         self._closing.callback(sink.close)
-
-
-def _warn_of_unknown(loggers: list[str]) -> None:
-    unknown = [name for name in loggers if name not in KNOWN_LOGGERS]
-    if unknown:
-        messages.warn(f"trainer.logger: {', '.join(unknown)} left out (there are {', '.join(KNOWN_LOGGERS)})")

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridrl.config.families import why_unsupported
+from hybridrl.config.families import why_name_unsupported, why_unsupported
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,20 @@ def test_a_model_that_cannot_be_trained_is_named_with_the_reason(settings, word)
 )
 def test_other_models_pass(settings):
     assert why_unsupported(settings) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen/Qwen2-VL-7B", "/models/Qwen3-VL-30B-A3B/", "zai-org/GLM-4.1V-9B-Thinking", "openbmb/MiniCPM-o-2_6",
+     "OpenGVLab/InternVL3-8B", "Qwen/Qwen2.5-Omni-7B", "llava-hf/llava-1.5-7b-hf", "meta-llama/Llama-3.2-11B-Vision"],
+)  # fmt: skip
+def test_models_that_read_images_are_known_by_name_where_there_is_no_file(name):
+    assert "the model reads more than text" in why_name_unsupported(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen/Qwen3-8B", "/data/VL/Qwen3-8B", "deepseek-ai/DeepSeek-V3", "org/evl-7b", "Qwen/Qwen2.5-Math-7B", "a/o1"],
+)
+def test_no_other_name_is_taken_for_one(name):
+    assert why_name_unsupported(name) is None

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError
+from hybridrl.config.model_checks import CPU_HEAD_SIZES
 
 from .conftest import Load
 
@@ -141,3 +142,34 @@ def test_the_reference_is_sharded_as_the_policy_unless_it_is_said(load: Load) ->
     assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["A"]
     section = load(f"actor_rollout_ref.actor.{key}=A", f"actor_rollout_ref.ref.{key}=B").config.actor_rollout_ref
     assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["B"]
+
+
+def test_code_of_a_model_that_is_not_trusted_is_told_before_it_is_wanted(load: Load) -> None:
+    write(model_type="nobodys_model", auto_map={"AutoConfig": "configuration.Nobody"})
+    assert refusals(load) == [
+        "actor_rollout_ref.model.path=model: its config.json names Python files of the model (auto_map), which run "
+        "only if they are trusted; read them, then set actor_rollout_ref.model.trust_remote_code=true"
+    ]
+    load("actor_rollout_ref.model.trust_remote_code=true")
+    write(model_type="phi3", auto_map={"AutoConfig": "configuration_phi3.Phi3Config"})
+    load()  # transformers has this family itself, and then reads no file of the model's
+
+
+@pytest.mark.parametrize("settings", [{"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16}])
+def test_a_head_size_that_the_engine_on_cpu_lacks_is_refused(load: Load, settings: dict) -> None:
+    write(**settings)
+    assert refusals(load, "trainer.device=cpu") == [
+        "actor_rollout_ref.model.path=model: its attention heads have size 16, and vLLM on CPU computes with 32, 64, "
+        "80, 96, 112, 128, 160, 192, 224, 256, 512; take another model, or a GPU"
+    ]
+    load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
+
+
+def test_head_sizes_on_cpu_are_those_of_vllm() -> None:
+    backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert list(CPU_HEAD_SIZES) == backend.get_supported_head_sizes()
+
+
+def test_latent_attention_has_no_heads_of_one_size(load: Load) -> None:
+    write(hidden_size=64, num_attention_heads=4, kv_lora_rank=16)
+    load("trainer.device=cpu")

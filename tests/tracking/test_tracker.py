@@ -69,14 +69,6 @@ def test_samples_are_shown_literally_and_without_escape_codes(tmp_path, capsys):
     assert "\x1b" not in shown
 
 
-def test_unknown_loggers_are_one_warning_line_and_the_run_goes_on(tmp_path, capsys):
-    with tracker(tmp_path, ["mlflow", "swanlab", "file"]) as run:
-        run.log(1, {"a": 1.0})
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: trainer.logger: mlflow, swanlab left out")
-    assert lines(tmp_path) == [{"step": 1, "a": 1.0}]
-
-
 def test_tensorboard_files_hold_the_scalars_and_the_samples(tmp_path):
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with tracker(tmp_path, ["tensorboard"]) as run:
