@@ -15,7 +15,13 @@ from hybridrl.config.error import Refusals
 from hybridrl.config.lora_checks import check_hand_over, note_no_hand_over, settle_lora
 from hybridrl.config.machine import Machine, this_machine
 from hybridrl.config.micro_batches import settle_micro_batches
-from hybridrl.config.model_checks import absolute, check_model, check_sequence_parallel
+from hybridrl.config.model_checks import (
+    absolute,
+    check_model,
+    check_sequence_parallel,
+    check_served,
+    settle_recurrence,
+)
 from hybridrl.config.read import show
 from hybridrl.config.reward_checks import check_reward
 from hybridrl.config.schema import (
@@ -53,6 +59,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _settle_reference(config, note, wrong)
     check_model("actor_rollout_ref.model", section.model, section.rollout.max_model_len or 0, LOWER, note, wrong)
     settle_lora("actor_rollout_ref.model", section.model, note, wrong)
+    check_served("actor_rollout_ref.model", section.model, wrong)
     check_hand_over(config, wrong)
     place, fsdp, devices = "actor_rollout_ref.actor", section.actor.fsdp_config, _devices(trainer)
     check_sequence_parallel(place, fsdp, "actor_rollout_ref.model", section.model, devices, wrong)
@@ -246,7 +253,9 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
 
 def _settle_rollout(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     rollout, trainer, key = config.actor_rollout_ref.rollout, config.trainer, "actor_rollout_ref.rollout"
-    rollout.dtype = _dtype(rollout.dtype, trainer.device)
+    asked, rollout.dtype = rollout.dtype, _dtype(rollout.dtype, trainer.device)
+    if trainer.device == "cpu":
+        settle_recurrence(key, config.actor_rollout_ref.model, rollout, asked, note, wrong)
     size, devices = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node or 1
     if size > devices and size % devices == 0 and size // devices <= trainer.nnodes:
         note(f"{key}.tensor_model_parallel_size={size}: an engine spans devices of one machine; {devices} is taken")

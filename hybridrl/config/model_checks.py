@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.error import Refusals
-from hybridrl.config.families import why_unsupported
+from hybridrl.config.families import (
+    disturbances,
+    has_delta_rule,
+    implied_values,
+    is_recurrent,
+    why_not_served,
+    why_unsupported,
+)
 from hybridrl.config.model_directory import resolve_model
-from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig, RolloutConfig
 
 Note = Callable[[str], None]
 
@@ -20,7 +27,10 @@ def check_model(key: str, model: ModelConfig, longest: int, way_out: str, note: 
     """Settle what `override_config` changes; judge whether a local model can be trained and takes the longest sequence.
     Paths are made absolute, as the workers of a Ray that was joined run elsewhere."""
     settings = _settings(model)
-    model.override_config = _overrides(key, model.override_config, settings, note, wrong)
+    model.override_config = implied_values(settings) | _overrides(key, model.override_config, settings, note, wrong)
+    for name, value in disturbances(settings).items():
+        if name not in model.override_config:
+            note(f"{key}: {name}={value} of config.json is off; to have it, set {key}.override_config.{name}={value}")
     settings |= model.override_config
     reason = why_unsupported(settings)
     if reason:
@@ -48,6 +58,33 @@ def check_sequence_parallel(
         wrong.add(f"{asked}: must divide the {devices} devices{also}; set {fitting}")
     if not model.use_remove_padding:
         wrong.add(f"{asked}: only rows that lie in one line can be shared; set {model_key}.use_remove_padding=true")
+
+
+def check_served(key: str, model: ModelConfig, wrong: Refusals) -> None:
+    """Refuse a policy whose weights an engine cannot take."""
+    if reason := why_not_served(_settings(model)):
+        wrong.add(f"{key}.path={model.path}: {reason}")
+
+
+def settle_recurrence(
+    key: str, model: ModelConfig, rollout: RolloutConfig, asked: str | None, note: Note, wrong: Refusals
+) -> None:
+    """Give an engine on CPU what vLLM's build needs for layers that carry a state along the text; `asked` is the type
+    that was set for it, if any."""
+    settings = _settings(model)
+    if is_recurrent(settings) and rollout.enable_prefix_caching:
+        rollout.enable_prefix_caching = False
+        note(f"{key}.enable_prefix_caching is off: on CPU no state is kept of the beginnings of prompts")
+    if not has_delta_rule(settings):
+        return
+    if asked is None:
+        rollout.dtype = "bfloat16"
+        note(f"{key}.dtype is bfloat16: in no other type vLLM computes this model's linear attention on CPU")
+    elif rollout.dtype != "bfloat16":
+        wrong.add(f"{key}.dtype={asked}: on CPU vLLM computes its linear attention in bfloat16 alone; set bf16")
+    if model.lora_rank and not model.lora.merge:
+        model.lora.merge = True
+        note("actor_rollout_ref.model.lora.merge is on: on CPU vLLM has no adapters for this model's linear attention")
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
