@@ -31,9 +31,9 @@ from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole_tensors
 from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares
 from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, foresight, policy_loss
-from hybridrl.training.model import HOST, LanguageModel, blank_language_model, check_log_probs
+from hybridrl.training.model import HOST, LanguageModel, blank_language_model, check_log_probs, rows_mix
 from hybridrl.training.optimizer import Optimizers
-from hybridrl.training.packing import ModelInputs, Passes
+from hybridrl.training.packing import ModelInputs, Passes, parts
 from hybridrl.training.sender import Sender
 from hybridrl.training.sequence_parallel import sequence_group
 from hybridrl.training.state import load_state, state_of
@@ -136,8 +136,10 @@ class TrainWorker:
         if settings.lora_rank and settings.lora_adapter_path:
             load_adapter(sharded.model, Path(settings.lora_adapter_path))
         optimizers = Optimizers(sharded, config.optimizer, config.total_updates, computed_in(config))
-        padded, evidence = not settings.use_remove_padding, Path(self.config.skipped_updates, name)
+        evidence = Path(self.config.skipped_updates, name)
         group = sequence_group(config.fsdp.ulysses_sequence_parallel_size, self.config.collective_timeout)
+        padded = not settings.use_remove_padding or (group is None and rows_mix(sharded, self.device))
+        reshard(sharded)
         return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence, group=group)
 
     def _frozen(self, config: FrozenConfig, policy: LearnerConfig) -> LanguageModel:
@@ -154,6 +156,10 @@ class TrainWorker:
         if config.model.path != policy.model.path:
             self._check(frozen, policy)
         return frozen
+
+    def padded(self) -> dict[str, bool]:
+        """Whether a learner's rows are laid out apart, as was asked for or as its layers need."""
+        return {name: made.padded for name, made in (("actor", self.policy), ("critic", self.critic)) if made}
 
     def _load(
         self, blank: LanguageModel | ValueModel, model: ModelConfig, fsdp: FSDPConfig, *, offloaded: bool = False
@@ -362,9 +368,9 @@ class TrainWorker:
         """Read parts of the state of actor, critic or reference from the folder of that name; collective. Returns how
         many updates each learner has had."""
         updates = {}
-        for name, parts in contents.items():
+        for name, kept in contents.items():
             model, optimizers = self._trained(name)
-            load_state(model, optimizers, parts, Path(directory, name), self.writer.group)
+            load_state(model, optimizers, kept, Path(directory, name), self.writer.group)
             if optimizers is not None:
                 updates[name] = optimizers.updates
         return updates
@@ -383,11 +389,6 @@ def computed_in(config: LearnerConfig) -> torch.dtype:
 def stored_type(config: LearnerConfig) -> torch.dtype:
     """Of a model's own parameters: beside an adapter they never change, and need no more than computing does."""
     return computed_in(config) if config.model.lora_rank else getattr(torch, config.fsdp.model_dtype)
-
-
-def parts(batch: Batch, passes: Passes) -> Iterator[Batch]:
-    """The rows of each pass; a pass without rows is made with one, to keep step with the other ranks."""
-    return (batch.select(rows or [0]) for rows in passes)
 
 
 def joined(found: Sequence[tuple[Tensor | None, ...]], passes: Passes) -> Columns:
