@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from rich.logging import RichHandler
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
@@ -27,7 +29,11 @@ from hybridrl.data.prompts import PromptDataset
 from hybridrl.saving import SaveTimes
 from hybridrl.tracking import Resume, Tracker
 from hybridrl.tracking.log import console, info
+from hybridrl.training.packing import Budget
 from hybridrl.training.worker import TrainWorker
+from hybridrl.training.workers import CriticPlan, PolicyPlan
+
+Plan = TypeVar("Plan", PolicyPlan, CriticPlan)
 
 
 def with_restarts(attempt: Callable[[], None], trainer: TrainerConfig | SFTTrainerConfig) -> None:
@@ -95,6 +101,26 @@ def start_train_workers(session: RaySession, logs: Path) -> Group:
         spawn(TrainWorker, session, rank, environment, rank, ranks, file, gpus=1) for rank, file in enumerate(files)
     ]
     return Group(actors, "train worker", files)
+
+
+def as_laid_out(
+    group: Group, policy: PolicyPlan, critic: CriticPlan | None, timeout: float
+) -> tuple[PolicyPlan, CriticPlan | None]:
+    """The plans of learners that are built: rows of a family that must not lie in one line are laid out apart."""
+    padded = group.broadcast(TrainWorker.padded, timeout=timeout)[0]
+    if padded["actor"] and not policy.updates.budget.padded:
+        policy = _padded(policy, "actor")
+    if critic is not None and padded["critic"] and not critic.updates.budget.padded:
+        critic = _padded(critic, "critic")
+    return policy, critic
+
+
+def _padded(plan: Plan, name: str) -> Plan:
+    info(
+        f"{name}: its layers let rows that lie in one line see one another, so rows are padded to the longest of a pass"
+    )
+    budgets = {key: replace(value, padded=True) for key, value in vars(plan).items() if isinstance(value, Budget)}
+    return replace(plan, updates=replace(plan.updates, budget=replace(plan.updates.budget, padded=True)), **budgets)
 
 
 def refuse_hub_model(model: ModelConfig, key: str) -> None:

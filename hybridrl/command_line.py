@@ -15,6 +15,7 @@ from rich.text import Text
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
 from hybridrl.config.help import changed_values, explain_keys
+from hybridrl.signals import REQUESTS, stop_at_once
 from hybridrl.tracking.log import info
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ def run_command(door: FrontDoor[T], argv: list[str] | None = None) -> int:
     if arguments.help:
         print(_help(door))
         return 0
-    signal.signal(signal.SIGTERM, _terminated)
+    stop_at_once()
     try:
         config = door.load(
             arguments.overrides,
@@ -61,8 +62,8 @@ def run_command(door: FrontDoor[T], argv: list[str] | None = None) -> int:
         if not arguments.overrides and arguments.config_path == CONF:
             _say("", "", f"for example: {_example(door)}\n(--help lists all keys)")
         return EXIT_REFUSED
-    except KeyboardInterrupt as stop:
-        info(f"stopped ({str(stop) or 'Ctrl-C'}); nothing is left running")
+    except KeyboardInterrupt:
+        info(f"stopped ({REQUESTS.last or 'Ctrl-C'}); nothing is left running")
         return EXIT_INTERRUPTED
     except Exception as error:
         _tell(error)
@@ -111,10 +112,6 @@ def _example(door: FrontDoor[T]) -> str:
 def _help(door: FrontDoor[T]) -> str:
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     return f"{_parser(door).format_help()}\n{explain_keys(door.config_name, door.first_keys, width)}"
-
-
-def _terminated(*_: object) -> None:
-    raise KeyboardInterrupt("SIGTERM")
 
 
 def _tell(error: Exception) -> None:

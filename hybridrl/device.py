@@ -1,9 +1,11 @@
 """The few facts in which a CPU and a CUDA device differ. The only module that names `torch.cuda`."""
 
 import os
+import socket
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 
 import psutil
 import torch
@@ -18,7 +20,9 @@ def environment(device: str, slots: int) -> dict[str, str]:
     threads = str(cores if device == "cpu" else min(cores, 8))
     common = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if device == "cuda":
-        return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        # By default it would lie among the temporary files, which end with the run, and be compiled again in the next.
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
+        return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": compiled}
     # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing. Threads that wait for one
     # another spin for some microseconds: without it an update takes 1.16 times as long on two cores, and with OpenMP's
     # own millisecond of it 1.35 times as long where another program wants a core (scripts/benchmark/threads.py).
@@ -45,17 +49,27 @@ def current(device: str) -> torch.device:
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
 
-def join_group(device: str, address: str, rank: int, world_size: int, timeout_seconds: float) -> None:
+def listen(address: str) -> socket.socket:
+    """A socket that listens at an address of this machine, on a free port."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+def open_store(address: str, listener: socket.socket | None, world_size: int, seconds: float) -> dist.TCPStore:
+    """What the ranks of a group meet in; the first one has a socket that listens at the address. With one that torch
+    makes by itself it would listen on every interface."""
+    host, _, port = address.rpartition(":")
+    held = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(host, int(port), world_size, timeout=timedelta(seconds=seconds), **held)
+
+
+def join_group(
+    device: str, address: str, listener: socket.socket | None, rank: int, world_size: int, timeout_seconds: float
+) -> None:
     """Enter the process group of all training ranks."""
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group(
-        BACKENDS[device],
-        init_method=f"tcp://{address}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    store, timeout = open_store(address, listener, world_size, timeout_seconds), timedelta(seconds=timeout_seconds)
+    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def seed_everything(seed: int) -> None:

@@ -1,9 +1,14 @@
 """A run in a process of its own, and a parent that clears up after it: however a run ends, nothing of it stays behind.
 
-Ray ends its processes with the driver in the ordinary cases. Where the driver is killed outright, some would go on for
-minutes; the parent is told of every process that its own children leave behind, and ends it.
+Ray ends its processes with the driver in the ordinary cases. Where the driver is killed outright, some would live for
+minutes; the parent adopts every process that its own children leave behind, and ends it. Where the parent is killed
+too, `keeper.py` does that for Ray's processes.
+
+The run is in a session of its own: a signal to the parent's process group, as a terminal or `timeout` sends it, must
+not end Ray, without which the step could not be saved. The parent passes the signal to the driver alone.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -12,10 +17,12 @@ from collections.abc import Callable
 
 import psutil
 
+from hybridrl.keeper import END_SECONDS, is_keeper
 from hybridrl.out_of_memory import killer
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_KILLED = 128 + signal.SIGKILL
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -26,13 +33,13 @@ def guarded(work: Callable[[], int]) -> int:
     guard, child = os.getpid(), os.fork()
     if child == 0:
         end_with_parent(guard, signal.SIGTERM)
+        os.setsid()
         return work()
-    # The terminal's Ctrl-C reaches the child by itself; what only this process is sent is handed on.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    for number in PASSED_ON:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+            signal.signal(number, lambda number, _: _send(child, number))
     status = _wait_for(child)
-    for process in psutil.Process().children(recursive=True):
-        process.kill()
+    _end_orphans()
     if status == -signal.SIGKILL:
         print(
             f"failed the driver was killed (signal 9, {killer()}); everything it had started is stopped",
@@ -49,12 +56,28 @@ def end_with_parent(parent: int, how: signal.Signals) -> None:
         os.kill(os.getpid(), how)
 
 
-def redirect_output(log_file: str) -> None:
-    """Send all that this process, its libraries and its children print to a file."""
+def begin_actor(log_file: str) -> None:
+    """Have an actor end with the Ray of its machine, which it does not see end while it waits in a collective, and send
+    all that it, its libraries and its children print to a file."""
+    end_with_parent(os.getppid(), signal.SIGKILL)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def _send(child: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.kill(child, number)
+
+
+def _end_orphans() -> None:
+    """End what the child has left; a keeper ends when it has cleared up."""
+    keepers = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            keepers.append(process) if is_keeper(process.cmdline()) else process.kill()
+    psutil.wait_procs(keepers, timeout=END_SECONDS)
 
 
 def _wait_for(child: int) -> int:

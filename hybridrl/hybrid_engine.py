@@ -7,6 +7,7 @@ Weights before cache, so that the trainer's parameters and the cache never have 
 are made in the same order; there they free nothing.
 """
 
+import logging
 from enum import Enum
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from hybridrl.rollout.server import ENVIRONMENT, RolloutServer
 from hybridrl.stopwatch import Stopwatch
 from hybridrl.training.worker import TrainWorker
 from hybridrl.weights.layout import Bucket
+
+logger = logging.getLogger(__name__)
 
 # The largest difference of a log-prob of the probe, engine against trainer, after a hand-over. In float32 1e-6 to 1e-5
 # were measured, and one update at the quickstart's rate makes more than 0.1. In bfloat16 rounding alone makes 0.04 to
@@ -225,13 +228,14 @@ class HybridEngine:
         if not dead:
             return
         self._move_trainers(to_host=True)
-        for index in dead:
+        for index, cause in dead.items():
+            logger.warning("rollout server %d was lost (%s); rebuilding it", index, cause)
             self._rebuild(index)
             self.pool.replace(index, self.servers.actors[index])
             self.servers.only([index]).broadcast(RolloutServer.sleep, timeout=self.timeout)
         self._move_trainers(to_host=False)
 
-    def _dead_servers(self) -> list[int]:
+    def _dead_servers(self) -> dict[int, str]:
         return self.servers.failures(RolloutServer.check, timeout=CHECK_SECONDS)
 
     def _rebuild(self, index: int) -> None:

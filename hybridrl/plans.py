@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from hybridrl.agreement import LIMITS, Agreement
 from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.estimators import ESTIMATORS, NEEDS
 from hybridrl.algorithms.kl import KLWeight
@@ -10,6 +11,7 @@ from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_reje
 from hybridrl.algorithms.settings import AdvantageSettings, LossSettings
 from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.config import ConfigError
+from hybridrl.config.families import disturbances
 from hybridrl.config.own_code import load_function
 from hybridrl.config.schema import FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
@@ -106,7 +108,26 @@ def build_policy_plan(config: PPOConfig) -> PolicyPlan:
             ref.log_prob_use_dynamic_bsz,
         ),
         with_sum_pi_squared=NEEDS.get(config.algorithm.adv_estimator) == "sum_pi_squared",
+        disturbed=_disturbed(section.model),
     )
+
+
+def build_agreement(config: PPOConfig) -> Agreement | None:
+    """How far engine and trainer may differ; None where they are asked for different things: the engine tells the
+    log-probs of what it samples from, which these settings cut or bend."""
+    section = config.actor_rollout_ref
+    rollout, limit = section.rollout, section.rollout.max_log_prob_gap
+    types = (section.actor.fsdp_config.dtype or "float32", rollout.dtype or "float32")
+    plain = (rollout.top_p, rollout.top_k, rollout.repetition_penalty, rollout.min_tokens) == (1.0, -1, 1.0, 0)
+    if not (plain and rollout.do_sample and rollout.temperature > 0):
+        return None
+    coarser = max(types, key=lambda name: LIMITS[name])
+    return Agreement(LIMITS[coarser] if limit is None else limit, coarser)
+
+
+def _disturbed(model: ModelConfig) -> bool:
+    """Whether activations are dropped at random in training, as only those who ask for it have it."""
+    return bool(model.lora_rank and model.lora.dropout) or bool(disturbances(model.override_config))
 
 
 def policy_loss_config(config: PPOConfig) -> LossConfig:

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.algorithms import Algorithm
 from hybridrl.assembly import (
+    as_laid_out,
     end_tokens,
     open_run_directory,
     open_store,
@@ -29,6 +30,7 @@ from hybridrl.dynamic_sampling import GroupFilter
 from hybridrl.experience import Experience
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.plans import (
+    build_agreement,
     ppo_worker_config,
     training_sampling,
     validation_sampling,
@@ -83,9 +85,8 @@ def _train(config: PPOConfig) -> None:
         stack.callback(session.close)
         worker = ppo_worker_config(config, algorithm, directory, steps)
         group, engine = start_devices(config, session, worker, directory / "logs", probe_ids(prompts[0].ids))
-        workers = TrainWorkers(
-            group, prepared.policy, prepared.critic, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout
-        )
+        plans = as_laid_out(group, prepared.policy, prepared.critic, trainer.step_timeout)
+        workers = TrainWorkers(group, *plans, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
         seed, shaping = config.actor_rollout_ref.rollout.seed, build_shaping(config.reward)
         respondent = Respondent(tokenizer, scorers, seed, shaping)
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
@@ -193,6 +194,7 @@ def build_schedule(config: PPOConfig, steps: int) -> Schedule:
         first_policy_update=trainer.critic_warmup,
         refresh_reference_every=config.actor_rollout_ref.ref.refresh_freq,
         most_skipped_updates=trainer.max_skipped_updates,
+        agreement=build_agreement(config),
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hybridrl.respondent import Sample
 from hybridrl.tracking import SampleRow, Tracker
+from hybridrl.tracking.log import warn
 
 
 class Records:
@@ -24,13 +25,22 @@ class Records:
 
     def training_samples(self, step: int, samples: Sequence[Sample]) -> None:
         if self.training_dir:
-            dump_samples(Path(self.training_dir) / f"{step}.jsonl", step, samples)
+            self._dump(Path(self.training_dir), step, samples)
 
     def validation_samples(self, step: int, samples: Sequence[Sample]) -> None:
         if self.validation_dir:
-            dump_samples(Path(self.validation_dir) / f"{step}.jsonl", step, samples)
+            self._dump(Path(self.validation_dir), step, samples)
         if self.shown > 0:
             self.tracker.samples(step, [_row(sample) for sample in samples[: self.shown]])
+
+    @staticmethod
+    def _dump(directory: Path, step: int, samples: Sequence[Sample]) -> None:
+        path = directory / f"{step}.jsonl"
+        try:
+            dump_samples(path, step, samples)
+        except OSError as error:  # a full disk ends no run
+            path.unlink(missing_ok=True)
+            warn(f"{path} could not be written: {error.strerror or error}; training continues")
 
     def forget_after(self, step: int) -> None:
         """Delete the samples of later steps: a run that goes on after this one makes those anew."""

@@ -10,6 +10,7 @@ import torch
 
 from hybridrl.algorithms.settings import LossSettings
 from hybridrl.assembly import (
+    as_laid_out,
     open_run_directory,
     open_store,
     open_tracker,
@@ -88,7 +89,8 @@ def _train(config: SFTConfig) -> None:
         stack.callback(session.close)
         group = start_train_workers(session, directory / "logs")
         _build(config, group, directory, steps)
-        workers = TrainWorkers(group, _policy_plan(config), None, config.engine.fsdp_config.dtype, trainer.step_timeout)
+        plans = as_laid_out(group, _policy_plan(config), None, trainer.step_timeout)
+        workers = TrainWorkers(group, *plans, config.engine.fsdp_config.dtype, trainer.step_timeout)
         resume = Resume(done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
         tracker = stack.enter_context(open_tracker(config, directory, steps, resume))
         if saved:

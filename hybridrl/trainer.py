@@ -5,7 +5,9 @@ Knows no configuration, no Ray and no engine's name.
 
 from dataclasses import dataclass, replace
 
+from hybridrl.agreement import Agreement
 from hybridrl.algorithms import Algorithm
+from hybridrl.batch import Batch
 from hybridrl.experience import Experience
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.metrics import batch_metrics, mismatch_metrics, throughput_metrics
@@ -29,6 +31,7 @@ class Schedule:
     first_policy_update: int = 1  # before this step the critic learns alone
     refresh_reference_every: int = -1
     most_skipped_updates: int = 3  # in a row
+    agreement: Agreement | None = None  # of engine and trainer; None: they are asked for different things
 
     def validates(self, step: int, last: bool) -> bool:
         return last or _due(step, self.validate_every)
@@ -108,6 +111,7 @@ class Trainer:
             updates_policy and not algorithm.bypass and workers.needs_old_log_probs(batch)
         ):
             batch = workers.log_probs(batch, reference_kl=algorithm.needs_reference_kl)
+            self._compare(batch)
         if algorithm.bypass:
             batch = replace(batch, old_log_probs=batch.rollout_log_probs)
         if algorithm.needs_reference_log_probs:
@@ -121,6 +125,7 @@ class Trainer:
         if updates_policy:
             batch, learnt = workers.update_policy(batch, step)
             metrics |= learnt
+            self._compare(batch)  # of an update that found the old log-probs itself, before it is saved
         workers.stop_if_broken(self.schedule.most_skipped_updates, self.saver.store)
         if algorithm.uses_reference and _due(step, self.schedule.refresh_reference_every):
             workers.refresh_reference()
@@ -130,6 +135,11 @@ class Trainer:
         if algorithm.bypass:  # the old log-probs are the engine's own
             return metrics
         return metrics | mismatch_metrics(replace(batch, response_mask=sampled))
+
+    def _compare(self, batch: Batch) -> None:
+        """Stop where engine and trainer disagree about the sampled tokens."""
+        if self.schedule.agreement is not None:
+            self.schedule.agreement.check(batch)
 
     def validate(self, step: int) -> dict[str, float]:
         """Validate the policy as it is after `step` steps."""

@@ -21,18 +21,24 @@ def tables() -> str:
     table = verl_keys()
     values = shipped("ppo_trainer").values
     parts = [
-        "\n## Old names\n",
-        _rows(("old name", "name here"), [(f"`{old}`", f"`{new}`") for old, new in table.moved.items()]),
+        "\n## Other names\n\nOlder ones of verl, and those of SkyRL and AReaL.\n",
+        _rows(
+            ("name there", "name here"),
+            [(f"`{old}`", f"`{new}`") for old, new in sorted(table.moved.items()) if old != new],
+        ),
         "\n## Keys that set others\n",
-        _rows(("key of verl", "sets here", "nothing at"), [_translated(entry) for entry in _of_kind("translated")]),
+        _rows(("key there", "sets here", "nothing at"), [_translated(entry) for entry in _of_kind("translated")]),
         "\n## Keys that have no effect\n\nThey cannot change what is learnt: one warning, none at the values named.\n",
-        _rows(("keys of verl", "why", "silent at"), [_judged(entry) for entry in _of_kind("ignored")]),
+        _rows(("keys there", "why", "silent at"), [_judged(entry) for entry in _of_kind("ignored")]),
         "\n## Keys that are refused\n",
-        _rows(("keys of verl", "why", "accepted at"), [_judged(entry) for entry in _of_kind("refused")]),
+        _rows(("keys there", "why", "accepted at"), [_judged(entry) for entry in _of_kind("refused")]),
         "\n## Defaults that are not verl's\n",
         _rows(
             ("key", "here", "in verl"),
-            [(f"`{key}`", _code(value_of(values, key)), _code(theirs)) for key, theirs in table.defaults.items()],
+            [
+                (f"`{key}`", _code(value_of(values, key)), _code(theirs))
+                for key, theirs in table.defaults["verl"].items()
+            ],
         ),
     ]
     return "".join(parts)
@@ -56,7 +62,8 @@ def _keys(entry: Entry) -> str:
 
 
 def _silent(entry: Entry) -> str:
-    return " ".join(f"`{show(value)}`" for value in ("null", *entry.silent))
+    limited = f" (concerns values like `{_cell(entry.when)}`)" if entry.when else ""
+    return " ".join(f"`{show(value)}`" for value in ("null", *entry.silent)) + limited
 
 
 def _code(value: object) -> str:

@@ -32,16 +32,16 @@ FLOORS = """
     groups
     respondent
     training  rollout  rewards  data  tracking
-    algorithms  weights  checkpoint  cluster  metrics
+    algorithms  weights  checkpoint  cluster  metrics  agreement
     batch  config  device  stopwatch  guard
-    out_of_memory
+    out_of_memory  keeper
 """
 FLOOR = {room: floor for floor, line in enumerate(reversed(FLOORS.split("\n"))) for room in line.split()}
 
 # Who may name a library, as beginnings of paths.
 KNOWN_TO = {
     "ray": ("cluster/", "training/worker.py", "rollout/pool.py"),
-    "vllm": ("rollout/vllm.py", "rollout/vllm_adapter.py", "model_merger/vllm_check.py"),
+    "vllm": ("rollout/vllm.py", "rollout/vllm_adapter.py", "rollout/vllm_repairs.py", "model_merger/vllm_check.py"),
     "hydra": ("config/compose.py", "config/overrides.py"),
     "omegaconf": ("config/compose.py",),
     "torch.cuda": ("device.py",),

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 from transformers import Qwen2Config
 
-from hybridrl.assembly import open_store, refuse_unknown_tokens, with_restarts
+from hybridrl.assembly import as_laid_out, open_store, refuse_unknown_tokens, with_restarts
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import WorkerDied
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.data.tokens import TokenRows
+from hybridrl.training.packing import Budget
+from hybridrl.training.workers import CriticPlan, PolicyPlan, UpdatePlan
 from tests.training.families import model_config
 
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
@@ -87,3 +89,27 @@ def test_the_largest_token_is_looked_for_in_all_rows() -> None:
     for row in ([3, 9], [], [4]):
         rows.append(row)
     assert rows.largest == 9
+
+
+class Ranks:
+    """Training ranks that say of their learners whether rows are laid out apart."""
+
+    def __init__(self, **padded: bool) -> None:
+        self.padded = padded
+
+    def broadcast(self, method: object, timeout: float) -> list[dict[str, bool]]:
+        return [self.padded, self.padded]
+
+
+def test_plans_follow_a_family_whose_rows_must_not_lie_in_one_line(capsys) -> None:
+    budget = Budget(tokens=64)
+    updates = UpdatePlan(prompts_per_update=1, epochs=1, shuffle=False, seed=0, budget=budget)
+    policy, critic = PolicyPlan(None, updates, budget, budget), CriticPlan(None, updates, budget)
+    assert as_laid_out(Ranks(actor=False, critic=False), policy, critic, 1) == (policy, critic)
+    assert not capsys.readouterr().out
+    actor, untouched = as_laid_out(Ranks(actor=True, critic=False), policy, critic, 1)
+    found = {plan.padded for plan in (actor.updates.budget, actor.log_prob_budget, actor.reference_budget)}
+    assert found == {True} and untouched == critic
+    assert capsys.readouterr().out.count("actor: its layers let rows that lie in one line see one another") == 1
+    assert as_laid_out(Ranks(actor=True), actor, None, 1) == (actor, None)
+    assert not capsys.readouterr().out

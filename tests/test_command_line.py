@@ -12,6 +12,7 @@ import yaml
 from hybridrl import main_ppo, main_sft
 from hybridrl.command_line import FrontDoor, run_command
 from hybridrl.config import ConfigError
+from hybridrl.signals import NAMES
 
 NEEDED = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=some/model", "actor_rollout_ref.rollout.n=8"]
 
@@ -22,7 +23,7 @@ def a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     Path("train.jsonl").touch()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGPIPE)}
+    handlers = {number: signal.getsignal(number) for number in (*NAMES, signal.SIGPIPE)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -97,13 +98,19 @@ def test_only_a_failure_that_is_not_ours_shows_a_traceback(capsys: pytest.Captur
     assert capsys.readouterr().err == "failed all is said\n"
 
 
-def test_a_terminated_run_ends_like_an_interrupted_one(capsys: pytest.CaptureFixture[str]) -> None:
-    class Terminated(Work):
+@pytest.mark.parametrize(("number", "name"), NAMES.items())
+def test_a_run_says_by_what_it_was_stopped(
+    capsys: pytest.CaptureFixture[str], number: signal.Signals, name: str
+) -> None:
+    class Stopped(Work):
         def __call__(self, config: object) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                os.kill(os.getpid(), number)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt from None  # as Ray makes one of its own
 
-    assert run_command(Terminated().door, NEEDED) == 130
-    assert "stopped (SIGTERM)" in capsys.readouterr().out
+    assert run_command(Stopped().door, NEEDED) == 130
+    assert f"stopped ({name})" in capsys.readouterr().out
 
 
 def test_cfg_prints_yaml_that_loads_again_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:

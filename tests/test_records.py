@@ -102,6 +102,14 @@ def test_a_run_that_goes_on_forgets_the_samples_of_later_steps_and_touches_nothi
     assert sorted(path.name for path in validation.iterdir()) == ["0.jsonl", "2.jsonl"]
 
 
+def test_a_full_disk_costs_the_samples_of_a_step_and_not_the_run(tracker, tmp_path, capsys):
+    (tmp_path / "3.jsonl").symlink_to("/dev/full")
+    Records(tracker, training_dir=str(tmp_path), validation_dir=None, shown=0).training_samples(3, [RIGHT])
+    assert list(tmp_path.iterdir()) == [], "no half of a file is left"
+    (warning,) = capsys.readouterr().out.splitlines()
+    assert warning == f"warning: {tmp_path}/3.jsonl could not be written: No space left on device; training continues"
+
+
 def test_without_directories_there_is_nothing_to_forget(tracker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "9.jsonl").touch()

@@ -1,6 +1,7 @@
 """Actors that work together: one call to all, or to each its part, with a deadline and one clear failure."""
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridrl.cluster.session import RaySession
+from hybridrl.cluster.session import RaySession, lost_part
 from hybridrl.out_of_memory import killer
+
+LOOK_SECONDS = 2.0  # between looks at whether Ray is still there
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
@@ -55,11 +58,13 @@ class Group:
         """The same call to every actor, without waiting for it."""
         return [getattr(actor, method.__name__).remote(*args, **kwargs) for actor in self.actors]
 
-    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> list[int]:
-        """The same call to every actor; the ranks in which it failed or gave no answer in time."""
+    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]:
+        """The same call to every actor; the ranks in which it failed or gave no answer in time, and why."""
         refs = self.start(method, *args)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
-        return [rank for rank, ref in enumerate(refs) if ref not in ready or _error(ref) is not None]
+        silent = {rank: f"no answer within {timeout:g} s" for rank, ref in enumerate(refs) if ref not in ready}
+        errors = {rank: _error(ref) for rank, ref in enumerate(refs) if ref in ready}
+        return silent | {rank: cause(error) for rank, error in errors.items() if error is not None}
 
     def only(self, ranks: Sequence[int]) -> "Group":
         return Group([self.actors[rank] for rank in ranks], self.role, [self.logs[rank] for rank in ranks])
@@ -78,6 +83,7 @@ def spawn(
     **options: Any,
 ) -> Actor:
     """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the device's user."""
+    _end_where_ray_is_lost()
     group, bundle = session.bundle(rank)
     on_cuda = session.device == "cuda"
     return (
@@ -102,17 +108,45 @@ def gather(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[st
     """Results of remote calls. The first failure is raised as soon as it is there; the others' echoes of it are not."""
     waiting, found = list(refs), {}
     while waiting:
-        done, rest = ray.wait(waiting, num_returns=1, timeout=timeout)
+        done, rest = wait(waiting, timeout)
         if not done:
             late = ", ".join(str(refs.index(ref)) for ref in rest)
             answered = len(refs) - len(rest)
-            raise WorkerDied(f"{what}: no answer from rank {late} within {timeout:g} s ({answered} did answer)")
+            raise WorkerDied(
+                f"{what}: no answer from rank {late} within {timeout:g} s ({answered} did answer){_environment()}"
+            )
         try:
             found[done[0]] = ray.get(done[0])
         except (RayActorError, RayTaskError) as error:
             raise _root_failure(refs, what, error, refs.index(done[0]), logs) from None
         waiting = rest
     return [found[ref] for ref in refs]
+
+
+def wait(refs: Sequence[Pending], timeout: float) -> tuple[list[Pending], list[Pending]]:
+    """A call that has ended, if one does in time, and the others. WorkerDied where Ray is lost, which it says late."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        done, rest = ray.wait(list(refs), num_returns=1, timeout=max(min(left, LOOK_SECONDS), 0))
+        if done or left <= LOOK_SECONDS:
+            return done, rest
+        _end_where_ray_is_lost()
+
+
+def _end_where_ray_is_lost() -> None:
+    if part := lost_part():
+        raise WorkerDied(
+            f"Ray's {part} ended without a word, as when it is killed {killer()}; the workers ended with it"
+        )
+
+
+def _environment() -> str:
+    """What the user set for the processes of Ray: where that does not work, none of them starts, and Ray is silent."""
+    chosen = dict(ray.get_runtime_context().runtime_env)
+    return f"; is ray_kwargs.ray_init.runtime_env={chosen} in order? Processes that cannot start never answer" * bool(
+        chosen
+    )
 
 
 def _error(ref: Pending) -> RayActorError | RayTaskError | None:
@@ -134,7 +168,8 @@ def _root_failure(
         rank, first = dead[0], errors[dead[0]]
     where = f"\n{logs[rank]} ends with:\n{_tail(logs[rank])}" if rank < len(logs) else ""
     if isinstance(first, RayActorError):
-        return WorkerDied(f"{what}: the process of rank {rank} died: {_cause(str(first))}{where}")
+        _end_where_ray_is_lost()
+        return WorkerDied(f"{what}: the process of rank {rank} died: {cause(first)}{where}")
     return RemoteFailure(f"{what}: rank {rank} failed: {_told(first)}")
 
 
@@ -145,8 +180,11 @@ def _told(error: RayTaskError) -> str:
     return f"{lines[-1]}\n{trace}"
 
 
-def _cause(message: str) -> str:
-    """Ray's page about a death in a line."""
+def cause(error: RayActorError | RayTaskError) -> str:
+    """What Ray says of a death or a failure, in a line."""
+    message = str(error)
+    if isinstance(error, RayTaskError):
+        return _told(error).splitlines()[0][:500]
     if "connection error code 2" in message:
         return f"it ended without a word, as when it is killed {killer()}"
     for line in message.splitlines():

@@ -2,20 +2,25 @@
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray._private.ray_constants
 import ray._private.worker
+from ray._raylet import Config
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hybridrl.config import ConfigError
+from hybridrl.keeper import PrivateDirectory
 
 CONNECT_SECONDS = 10.0
+PARTS = ("raylet", "gcs_server")
 SLOT = 0.01  # CPUs that a slot on CPU asks Ray for: slots share cores, and Ray is not to ration them
 
 
@@ -42,14 +47,20 @@ def ask_cluster(ray_init: dict[str, Any]) -> Cluster:
         ray.shutdown()
 
 
+def lost_part() -> str | None:
+    """The part of the Ray that was started here which nothing works without and which has ended, if there is one."""
+    node = ray._private.worker._global_node
+    ended = {kind for kind, _ in node.dead_processes()} if node else set()
+    return next((part for part in PARTS if part in ended), None)
+
+
 class RaySession:
     """Ray for the time of a run, and the devices the run may use: one bundle each, machine by machine."""
 
     def __init__(self, device: str, machines: int, devices_per_machine: int, ray_init: dict[str, Any], timeout: float):
         self.joined = joins(ray_init)
         self.device, self.per_machine = device, devices_per_machine
-        # Ray's sockets need a short path.
-        self.directory = None if self.joined else tempfile.mkdtemp(prefix="hybridrl-", dir="/tmp")
+        self.directory = None if self.joined else PrivateDirectory()
         self.groups: list[PlacementGroup] = []
         try:
             _start(ray_init, self.directory)
@@ -65,11 +76,12 @@ class RaySession:
 
     def close(self) -> None:
         """Give the devices back, with every actor on them; stop the Ray that was started here."""
-        for group in self.groups:
-            remove_placement_group(group)
+        if self.joined:
+            for group in self.groups:
+                remove_placement_group(group)
         ray.shutdown()
         if self.directory:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.close()
 
     def _await(self, machines: int, timeout: float) -> None:
         waiting = [group.ready() for group in self.groups]
@@ -84,12 +96,15 @@ class RaySession:
             )
 
 
-def _start(ray_init: dict[str, Any], directory: str | None) -> None:
+def _start(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None:
     """Join the Ray there is, or start one that keeps its files in `directory`."""
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if directory:
-        options |= {"address": "local", "include_dashboard": False, "_temp_dir": directory}
+        # Ray makes its own directory open to everyone, so that it is one within the private one.
+        options |= {"address": "local", "include_dashboard": False, "_temp_dir": f"{directory.path}/ray"}
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        Config.initialize("")  # Ray reads its environment again
     else:
         # From 2.60 on `ray start` asks for the token it made, and ray.init does not send it by itself.
         send_token = vars(ray._private.worker).get("maybe_enable_token_auth_if_token_available")
@@ -103,7 +118,8 @@ def _start(ray_init: dict[str, Any], directory: str | None) -> None:
     try:
         if not directory:
             _knock(where)
-        ray.init(**options | ray_init)
+        with _alone(directory):
+            ray.init(**options | ray_init)
     except ConnectionError as error:
         raise ConfigError(
             f"no Ray answers at {where} (RAY_ADDRESS or ray_kwargs.ray_init.address); start it with ray start --head, "
@@ -111,6 +127,26 @@ def _start(ray_init: dict[str, Any], directory: str | None) -> None:
         ) from error
     finally:
         signal.signal(signal.SIGTERM, on_termination)
+
+
+@contextmanager
+def _alone(directory: PrivateDirectory | None) -> Iterator[None]:
+    """Have the Ray that is started here, if one is, work in its directory and listen on this machine's loopback."""
+    if directory is None:
+        yield
+        return
+    tempfile.gettempdir()  # found once, before TMPDIR is changed: this process works where it did
+    constants, before = ray._private.ray_constants, {name: os.environ.get(name) for name in directory.environment}
+    clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    os.environ.update(directory.environment)
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = clusters
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _knock(address: str) -> None:

@@ -108,6 +108,9 @@ def _check_correction(config: PPOConfig, note: Note, wrong: Refusals) -> None:
             f"{key}.bypass_mode=true: with top_p, top_k or repetition_penalty the rollout's log-probs are of the cut "
             "distribution, so every ratio is off; set top_p=1, top_k=-1 and repetition_penalty=1"
         )
+    if chosen.rollout_is and chosen.rollout_is_threshold is None:
+        wrong.add(f"{key}.rollout_is_threshold=null: {key}.rollout_is={chosen.rollout_is} needs a bound; set 2.0")
+    chosen.rollout_is_threshold = chosen.rollout_is_threshold or "2.0"
     if chosen.loss_type == "reinforce" and not chosen.bypass_mode:
         note(f"{key}.loss_type=reinforce has no effect without {key}.bypass_mode=true")
     if chosen.bypass_mode and chosen.rollout_is_batch_normalize:

@@ -12,10 +12,19 @@ from typing import Any
 from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.data_checks import check_data
 from hybridrl.config.error import Refusals
+from hybridrl.config.logger_checks import settle_loggers
 from hybridrl.config.lora_checks import check_hand_over, note_no_hand_over, settle_lora
 from hybridrl.config.machine import Machine, this_machine
 from hybridrl.config.micro_batches import settle_micro_batches
-from hybridrl.config.model_checks import absolute, check_model, check_sequence_parallel, note_small_updates
+from hybridrl.config.model_checks import (
+    absolute,
+    check_head_size,
+    check_model,
+    check_sequence_parallel,
+    check_served,
+    note_small_updates,
+    settle_recurrence,
+)
 from hybridrl.config.read import show
 from hybridrl.config.reward_checks import check_reward
 from hybridrl.config.schema import (
@@ -41,6 +50,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     wrong = Refusals()
     section, trainer = config.actor_rollout_ref, config.trainer
     _settle_trainer(trainer, config.ray_kwargs.ray_init, wrong, machine)
+    settle_loggers(trainer, note, wrong)
     _settle_fsdp("actor_rollout_ref.actor.fsdp_config", section.actor.fsdp_config, trainer, wrong)
     config.data.seed = trainer.seed if config.data.seed is None else config.data.seed
     config.reward.custom_reward_function.name = config.reward.custom_reward_function.name or "compute_score"
@@ -52,8 +62,11 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     _settle_critic(config, note, wrong)
     _settle_retention(config, note)
     _settle_reference(config, note, wrong)
+    if trainer.device == "cpu":
+        check_head_size("actor_rollout_ref.model", section.model, wrong)
     check_model("actor_rollout_ref.model", section.model, section.rollout.max_model_len or 0, LOWER, note, wrong)
     settle_lora("actor_rollout_ref.model", section.model, note, wrong)
+    check_served("actor_rollout_ref.model", section.model, wrong)
     check_hand_over(config, wrong)
     place, fsdp, devices = "actor_rollout_ref.actor", section.actor.fsdp_config, _devices(trainer)
     check_sequence_parallel(place, fsdp, "actor_rollout_ref.model", section.model, devices, wrong)
@@ -77,6 +90,7 @@ def settle_sft(config: SFTConfig, note: Note, machine: Machine | None = None) ->
     """Fill in what follows from the machine and from other keys; raise ConfigError for what cannot work."""
     wrong = Refusals()
     _settle_trainer(config.trainer, config.ray_kwargs.ray_init, wrong, machine)
+    settle_loggers(config.trainer, note, wrong)
     _settle_fsdp("engine.fsdp_config", config.engine.fsdp_config, config.trainer, wrong)
     _settle_optimizer("optim", config.optim, wrong)
     note_small_updates("engine.fsdp_config", config.engine.fsdp_config, config.optim.lr, note)
@@ -112,7 +126,9 @@ def _settle_trainer(
             )
     most = max(machine.memory_bytes // CPU_SLOT_BYTES, 1)
     if machine.here:
-        _check_writable("trainer.default_local_dir", trainer.default_local_dir, wrong)
+        for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+            if directory := vars(trainer).get(name):
+                _check_writable(f"trainer.{name}", directory, wrong)
     if trainer.device == "cpu" and trainer.n_gpus_per_node > most:
         wrong.add(f"{asked}: free memory is enough for {most} slots on CPU; set trainer.n_gpus_per_node={most}")
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
@@ -158,7 +174,10 @@ def _check_save_contents(key: str, contents: list[str], note: Note) -> None:
 
 def _check_writable(key: str, directory: str, wrong: Refusals) -> None:
     path = Path(directory).absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    try:
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
+    except OSError as error:
+        return wrong.add(f"{key}={directory}: {error.strerror}; name another directory")
     if not there.is_dir():
         wrong.add(f"{key}={directory}: {there} is a file; name a directory")
     elif not os.access(there, os.W_OK):
@@ -249,7 +268,9 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
 
 def _settle_rollout(config: PPOConfig, note: Note, wrong: Refusals) -> None:
     rollout, trainer, key = config.actor_rollout_ref.rollout, config.trainer, "actor_rollout_ref.rollout"
-    rollout.dtype = _dtype(rollout.dtype, trainer.device)
+    asked, rollout.dtype = rollout.dtype, _dtype(rollout.dtype, trainer.device)
+    if trainer.device == "cpu":
+        settle_recurrence(key, config.actor_rollout_ref.model, rollout, asked, note, wrong)
     size, devices = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node or 1
     if size > devices and size % devices == 0 and size // devices <= trainer.nnodes:
         note(f"{key}.tensor_model_parallel_size={size}: an engine spans devices of one machine; {devices} is taken")
@@ -280,12 +301,15 @@ def _check_sampling(config: PPOConfig, note: Note, wrong: Refusals) -> None:
             f"{key}.{greedy}: all n={rollout.n} answers to a prompt would be equal; set {key}.do_sample=true and "
             f"{key}.temperature=1.0"
         )
-    _check_validation_sampling(f"{key}.val_kwargs", rollout.val_kwargs, note, wrong)
+    _check_validation_sampling(f"{key}.val_kwargs", rollout.val_kwargs, note)
 
 
-def _check_validation_sampling(key: str, chosen: ValidationSamplingConfig, note: Note, wrong: Refusals) -> None:
+def _check_validation_sampling(key: str, chosen: ValidationSamplingConfig, note: Note) -> None:
     if chosen.do_sample and chosen.temperature == 0:
-        wrong.add(f"{key}.do_sample=true: at {key}.temperature=0 nothing is sampled; set {key}.temperature=1.0")
+        note(
+            f"{key}.do_sample=true has no effect: at {key}.temperature=0 validation is greedy, as in verl; "
+            f"set {key}.temperature=1.0 to sample"
+        )
     if chosen.temperature == 0 and chosen.n > 1:
         note(f"{key}.n={chosen.n}: validation is greedy, so all answers are equal; set {key}.temperature=1.0")
     if not chosen.do_sample and chosen.temperature > 0:

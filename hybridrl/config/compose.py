@@ -75,6 +75,25 @@ def existing(name: str, directory: Path) -> Path:
     return file.resolve()
 
 
+def plain_values(composed: DictConfig) -> dict[str, Any]:
+    """Nested values with their ${references} as they are written."""
+    return cast(dict, OmegaConf.to_container(composed))
+
+
+def file_values(file: Path, overrides: list[str]) -> Plain:
+    """Another system's YAML file and those of its directory that it lists; `overrides` win. Raises ConfigError."""
+    try:
+        loaded = OmegaConf.load(file)
+        if not isinstance(loaded, DictConfig):
+            raise ConfigError(f"{file}: names and values are expected")
+        listed = [file.parent / f"{name}.yaml" for name in loaded.pop("defaults", []) if isinstance(name, str)]
+        loaded.pop("hydra", None)
+        first = [OmegaConf.create(file_values(other, []).values) for other in listed if other.is_file()]
+        return resolved(cast(DictConfig, OmegaConf.merge(*first, loaded, OmegaConf.from_dotlist(overrides))))
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+
+
 def resolved(composed: DictConfig) -> Plain:
     """Values with every ${reference} followed; those that lead nowhere are among the faults."""
     plain = Plain({}, {}, {})

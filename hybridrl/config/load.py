@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from hybridrl.config.checks import settle_ppo, settle_sft
-from hybridrl.config.compose import CONF, SHIPPED, composed, existing, resolved, shipped
+from hybridrl.config.compose import CONF, SHIPPED, composed, existing, plain_values, resolved, shipped
 from hybridrl.config.error import ConfigError
 from hybridrl.config.findings import Findings
 from hybridrl.config.machine import Machine, this_machine
-from hybridrl.config.names import hints, unknown_key, value_keys
-from hybridrl.config.overrides import take
-from hybridrl.config.read import Plain, Reading, read, show
+from hybridrl.config.names import hints, holds, tree, unknown_key, value_keys
+from hybridrl.config.overrides import as_override, take
+from hybridrl.config.read import MISSING, Plain, Reading, leaves, read, show
 from hybridrl.config.schema import PPOConfig
 from hybridrl.config.schema_sft import SFTConfig
 from hybridrl.config.verl_keys import Entry, current_name, entry_of
@@ -83,7 +83,8 @@ def judge(
     judgement.written = taken.written
     try:
         file = existing(name, directory)
-        plain = judgement.values = resolved(composed(file, taken.arguments))
+        arguments = [*_renamed(file, schema, findings), *taken.arguments]
+        plain = judgement.values = resolved(composed(file, arguments))
         if absent := [name for name in hints(schema) if name not in plain.values]:
             way_out = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
             raise ConfigError(f"{file} has no {', '.join(absent)}; {way_out}")
@@ -99,6 +100,23 @@ def judge(
     return judgement
 
 
+def _renamed(file: Path, schema: type, findings: Findings) -> list[str]:
+    """Overrides for what a file sets by names that have another one here, or that are left out: as on a command line,
+    which follows and wins."""
+    if file.parent == CONF:
+        return []
+    known, words, left_out = tree(schema), [], []
+    for key, value in leaves(plain_values(composed(file, []))).items():
+        new = current_name(key)
+        entry = None if new in known else entry_of(new, value)
+        renamed = (entry and entry.kind == "translated") or (new != key and holds(known, new))
+        idle = entry and new == key and holds(known, key) and entry.concerns(value)
+        if value != MISSING and (renamed or idle):
+            words.append(f"++{key}={as_override(value)}")
+            left_out += [f"~{key}"] * bool(idle)
+    return [*take(words, schema, findings).arguments, *left_out]
+
+
 def _tell(reading: Reading, findings: Findings) -> None:
     for line in filter(None, reading.refused.values()):
         findings.refuse("value", line)
@@ -112,16 +130,16 @@ def _judge_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: 
     """Keys that are none here, from the command line or a file, by what they would do in verl."""
     ignored: dict[Entry, list[str]] = {}
     refused: dict[Entry, list[str]] = {}
-    known = value_keys(schema)
+    known = tree(schema)
     for key, value in foreign.items():
         new = current_name(key)
-        entry = entry_of(new)
+        entry = entry_of(new, value)
         if key in plain.faults:
             continue
-        if new in known:
-            findings.refuse("old-name", f"{key} in {source} is now {new}; rename it")
-        elif entry is None or entry.kind == "translated":
-            findings.refuse("unknown-key", unknown_key(key, known, source))
+        if holds(known, new) or (entry and entry.kind == "translated"):
+            continue  # renamed before
+        elif entry is None:
+            findings.refuse("unknown-key", unknown_key(key, value_keys(schema), source))
         elif entry.is_silent(value) or (entry.follows and value == _value(plain, entry.follows)):
             continue
         elif entry.kind == "refused":

@@ -33,9 +33,13 @@ def settle_lora(key: str, model: ModelConfig, note: Note, wrong: Refusals) -> No
     if model.lora_adapter_path and Path(model.lora_adapter_path).is_dir():  # else it is on another machine
         _settle_adapter(key, model, note, wrong)
     if model.lora_rank:
+        if model.lora_alpha == 0:
+            wrong.add(
+                f"{key}.lora_alpha=0: the adapter would count for nothing; set {key}.lora_alpha={model.lora_rank}"
+            )
         return
     idle = {
-        "lora_alpha": model.lora_alpha != 16,
+        "lora_alpha": model.lora_alpha not in (0, 16),
         "target_modules": model.target_modules != ALL_LINEAR,
         "exclude_modules": bool(model.exclude_modules),
         "lora.merge": model.lora.merge,

@@ -2,18 +2,29 @@
 
 import json
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.error import Refusals
-from hybridrl.config.families import why_unsupported
+from hybridrl.config.families import (
+    disturbances,
+    has_delta_rule,
+    implied_values,
+    is_recurrent,
+    why_name_unsupported,
+    why_not_served,
+    why_unsupported,
+)
 from hybridrl.config.model_directory import resolve_model
-from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig, RolloutConfig
 
 Note = Callable[[str], None]
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% measured)
+# Head sizes that vLLM's attention on CPU computes with (CPUAttentionBackend.get_supported_head_sizes).
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
 
 
@@ -21,11 +32,19 @@ def check_model(key: str, model: ModelConfig, longest: int, way_out: str, note: 
     """Settle what `override_config` changes; judge whether a local model can be trained and takes the longest sequence.
     Paths are made absolute, as the workers of a Ray that was joined run elsewhere."""
     settings = _settings(model)
-    model.override_config = _overrides(key, model.override_config, settings, note, wrong)
+    model.override_config = implied_values(settings) | _overrides(key, model.override_config, settings, note, wrong)
+    for name, value in disturbances(settings).items():
+        if name not in model.override_config:
+            note(f"{key}: {name}={value} of config.json is off; to have it, set {key}.override_config.{name}={value}")
     settings |= model.override_config
-    reason = why_unsupported(settings)
+    reason = why_unsupported(settings) if settings else why_name_unsupported(model.path)
     if reason:
         wrong.add(f"{key}.path={model.path}: {reason}")
+    if settings.get("auto_map") and not model.trust_remote_code and not has_model_code(settings.get("model_type")):
+        wrong.add(
+            f"{key}.path={model.path}: its config.json names Python files of the model (auto_map), which run only if "
+            f"they are trusted; read them, then set {key}.trust_remote_code=true"
+        )
     limit = settings.get("max_position_embeddings")
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if limit is not None and "factor" not in rope and longest > limit:  # a factor stretches the limit
@@ -61,6 +80,52 @@ def check_sequence_parallel(
         wrong.add(f"{asked}: must divide the {devices} devices{also}; set {fitting}")
     if not model.use_remove_padding:
         wrong.add(f"{asked}: only rows that lie in one line can be shared; set {model_key}.use_remove_padding=true")
+
+
+def check_head_size(key: str, model: ModelConfig, wrong: Refusals) -> None:
+    """Judge whether vLLM on CPU can compute the model's attention; one with latent attention has another backend."""
+    settings = _settings(model) | model.override_config
+    heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
+    size = settings.get("head_dim") or (width // heads if heads and width else None)
+    if size and not settings.get("kv_lora_rank") and size not in CPU_HEAD_SIZES:
+        wrong.add(
+            f"{key}.path={model.path}: its attention heads have size {size}, and vLLM on CPU computes with "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; take another model, or a GPU"
+        )
+
+
+def has_model_code(kind: str | None) -> bool:
+    """Whether transformers itself has this type of model; found without importing it, which takes seconds."""
+    spec = find_spec("transformers")
+    root = Path(spec.origin).parent if spec and spec.origin else None
+    return bool(root and kind and (root / "models" / kind.replace("-", "_")).is_dir())
+
+
+def check_served(key: str, model: ModelConfig, wrong: Refusals) -> None:
+    """Refuse a policy whose weights an engine cannot take."""
+    if reason := why_not_served(_settings(model)):
+        wrong.add(f"{key}.path={model.path}: {reason}")
+
+
+def settle_recurrence(
+    key: str, model: ModelConfig, rollout: RolloutConfig, asked: str | None, note: Note, wrong: Refusals
+) -> None:
+    """Give an engine on CPU what vLLM's build needs for layers that carry a state along the text; `asked` is the type
+    that was set for it, if any."""
+    settings = _settings(model)
+    if is_recurrent(settings) and rollout.enable_prefix_caching:
+        rollout.enable_prefix_caching = False
+        note(f"{key}.enable_prefix_caching is off: on CPU no state is kept of the beginnings of prompts")
+    if not has_delta_rule(settings):
+        return
+    if asked is None:
+        rollout.dtype = "bfloat16"
+        note(f"{key}.dtype is bfloat16: in no other type vLLM computes this model's linear attention on CPU")
+    elif rollout.dtype != "bfloat16":
+        wrong.add(f"{key}.dtype={asked}: on CPU vLLM computes its linear attention in bfloat16 alone; set bf16")
+    if model.lora_rank and not model.lora.merge:
+        model.lora.merge = True
+        note("actor_rollout_ref.model.lora.merge is on: on CPU vLLM has no adapters for this model's linear attention")
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:

@@ -30,6 +30,13 @@ def value_keys(section: type) -> list[str]:
     return [key for key, hint in tree(section).items() if not dataclasses.is_dataclass(hint)]
 
 
+def holds(known: dict[str, Any], key: str) -> bool:
+    """Whether a key is one of ours, or lies in one that takes any names and values; `known` as `tree` returns it."""
+    parts = key.split(".")
+    above = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return key in known or any(typing.get_origin(known.get(name)) is dict for name in above)
+
+
 def unknown_key(key: str, known: list[str], source: str = "") -> str:
     """The refusal of a key, with the valid ones that may have been meant."""
     names = nearest(current_name(key), known)

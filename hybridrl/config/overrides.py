@@ -3,8 +3,9 @@
 Values are judged later (read.py); here only those that decide which key is meant.
 """
 
+import re
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args, get_origin
+from typing import Any, cast, get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -12,11 +13,16 @@ from hydra.errors import HydraException
 
 from hybridrl.config.error import ConfigError
 from hybridrl.config.findings import Findings
-from hybridrl.config.names import tree, unknown_key, value_keys
+from hybridrl.config.names import holds, tree, unknown_key, value_keys
 from hybridrl.config.read import show
 from hybridrl.config.verl_keys import Entry, current_name, entry_of
 
 OWN = "own"  # the section of the user's own keys
+# verl's manager batch hands its own arguments to the reward function.
+_MANAGER_KWARGS, _FUNCTION_KWARGS = "reward.reward_kwargs.", "reward.custom_reward_function.reward_kwargs."
+# Sections that verl chooses by name -> the choice that stands for what is here.
+VERL_CHOICES = {"engine": "fsdp", "optim": "fsdp", "model": "hf_model"}
+PLAIN = re.compile(r"[A-Za-z_/~][\w./~-]*")  # text that needs no quotes, and is not read as a number
 
 
 @dataclass
@@ -50,10 +56,12 @@ def _take(text: str, override: Override, known: dict[str, Any], taken: Taken, fo
     """Raises LookupError for what is no key, ConfigError for what cannot be set in this way."""
     written, value = cast(str, override.key_or_group), text.partition("=")[2]
     key = written if written in known else current_name(written)
-    entry = None if key in known else entry_of(key)
+    if key.startswith(_MANAGER_KWARGS) and key not in known and "overlong_buffer_cfg" not in key:
+        key = key.replace(_MANAGER_KWARGS, _FUNCTION_KWARGS)
+    entry = None if key in known else entry_of(key, override.value())
     if key.startswith("hydra."):
         return found.warn("ignored-key", f"{key} has no effect: Hydra only reads the configuration here")
-    if key != written and (entry or _holds(known, key)):
+    if key != written and holds(known, key):
         if value in ("", "null") and not override.is_delete():
             return None  # an old name that says nothing
         found.warn("old-name", f"{written} is now {key}")
@@ -61,12 +69,17 @@ def _take(text: str, override: Override, known: dict[str, Any], taken: Taken, fo
         taken.arguments.append(text)
     elif override.is_delete():
         _delete(text, key, known, taken)
-    elif entry and _holds(known, key):  # among names that any may join, but not this one
+    elif (
+        entry and holds(known, key) and entry.concerns(override.value())
+    ):  # among names that any may join, but this one
         if not entry.is_silent(override.value()):
             found.warn("ignored-key", f"{key} has no effect: {entry.why}")
-    elif entry:
+    elif entry and not holds(known, key):
         _take_entry(entry, key, value, override, taken, found, text)
-    elif _holds(known, key):
+    elif key in VERL_CHOICES and value != "default":
+        if value != VERL_CHOICES[key]:
+            found.refuse("unsupported", f"{text}: training runs on FSDP2; leave it out")
+    elif holds(known, key):
         if "." not in key and not isinstance(override.value(), str):
             raise ConfigError(f"{text}: {key} is a section; set the keys in it one by one: {key}.key=value")
         taken.set(key, value, text)
@@ -82,10 +95,16 @@ def _take_entry(
     entry: Entry, key: str, value: str, override: Override, taken: Taken, found: Findings, text: str
 ) -> None:
     """A key of verl's that is none here: what it stands for is set, or it goes along to be judged by its value."""
+    if entry.named and override.value() not in (None, ""):
+        return found.refuse("unsupported", f"{text}: {entry.why}")
     if entry.kind != "translated":
         taken.arguments.append(f"++{key}={value}")
         return None
-    if not entry.is_silent(override.value()):
+    if not entry.concerns(override.value()):
+        return found.refuse("unsupported", f"{text}: {entry.why}")
+    here = entry.value_of(value)
+    if here is not None or not entry.is_silent(override.value()):
+        value = show(value if here is None else here)
         sets = {name: show(item).replace("{value}", value) for name, item in entry.sets.items()}
         found.warn("old-name", f"{text} is now {' '.join(f'{name}={item}' for name, item in sets.items())}")
         for name, item in sets.items():
@@ -99,15 +118,22 @@ def _delete(text: str, key: str, known: dict[str, Any], taken: Taken) -> None:
         if type(None) not in get_args(known[key]):
             raise ConfigError(f"{text}: this key must have a value; set it to another one")
         taken.set(key, "null", text)
-    elif _holds(known, key):
+    elif holds(known, key):
         taken.arguments.append(f"~{key}")
 
 
-def _holds(known: dict[str, Any], key: str) -> bool:
-    """Whether the key is one of ours, or lies in one that takes any names and values."""
-    parts = key.split(".")
-    above = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return key in known or any(get_origin(known.get(name)) is dict for name in above)
+def as_override(value: Any) -> str:
+    """A value as the command line takes it, with quotes where they are needed."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_override, value))}]"
+    if not isinstance(value, str):
+        return show(value)
+    if PLAIN.fullmatch(value):
+        return value
+    escaped = re.sub(r"(\\*)(?='|$)", r"\1\1", value).replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _parse(text: str) -> Override:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 from hybridrl.config.error import ConfigError
 
 OWN_KEYS = "HYBRIDRL_OWN"
+# A file that does so may fail in verl's own imports, where a copy of verl lies in the working directory.
+IMPORTS_VERL = re.compile(r"^\s*(from|import)\s+verl\b", re.MULTILINE)
 
 
 def publish_own_keys(own: dict[str, Any]) -> None:
@@ -52,9 +55,10 @@ def load_class(path: str, name: str, key: str) -> type:
     try:
         members = vars(load_module(path, key))
     except ConfigError as error:
-        cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and (cause.name or "").split(".")[0] == "verl":
-            raise ConfigError(f"{error}; verl is not installed: let {name} stand by itself (docs/data.md)") from error
+        if isinstance(error.__cause__, ImportError) and IMPORTS_VERL.search(_text(path)):
+            raise ConfigError(
+                f"{error}; verl is not installed here: let {name} stand by itself (docs/data.md)"
+            ) from error
         raise
     if not isinstance(members.get(name), type):
         own = [
@@ -72,6 +76,10 @@ def import_libraries(names: list[str], key: str = "actor_rollout_ref.model.exter
 
 def _file(path: str) -> Path:
     return Path(path.removeprefix("file://")).expanduser().absolute()
+
+
+def _text(path: str) -> str:
+    return _file(path).read_text(encoding="utf-8") if _file(path).is_file() else ""
 
 
 def _run_file(file: Path) -> ModuleType:

@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from hybridrl.config.names import hints
-from hybridrl.config.values import Absent, FalseMeans, Rule
+from hybridrl.config.values import Absent, Means, Rule
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def _section(
             value = usual(key)
         found[name] = _section(cast(type, hint), value, f"{key}.", usual, reading, elsewhere)
     for name in [name for name in values if name not in found]:
-        reading.foreign |= _leaves(f"{place}{name}", values[name])
+        reading.foreign |= leaves({name: values[name]}, place)
     return schema(**found)
 
 
@@ -114,10 +114,13 @@ def _leaf(key: str, value: Any, hint: Any, usual: Usual, reading: Reading, elsew
     return shipped if shipped == MISSING else fit(shipped, hint)
 
 
-def _leaves(key: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        return {leaf: item for name, inner in value.items() for leaf, item in _leaves(f"{key}.{name}", inner).items()}
-    return {key: value}
+def leaves(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Nested values by full key; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found |= leaves(value, f"{place}{name}.") if inner else {f"{place}{name}": value}
+    return found
 
 
 def fit(value: Any, hint: Any, or_null: bool = False) -> Any:
@@ -127,8 +130,8 @@ def fit(value: Any, hint: Any, or_null: bool = False) -> Any:
     """
     origin, arguments, empty = get_origin(hint), get_args(hint), value is None or value == ""
     if origin is Annotated:
-        if value is False or str(value).lower() == "false":
-            value = next((rule.value for rule in arguments[1:] if isinstance(rule, FalseMeans)), value)
+        for rule in (rule for rule in arguments[1:] if isinstance(rule, Means)):
+            value = rule.values.get(show(value).lower(), value)
         return _obeying(fit(value, arguments[0], or_null), arguments[1:])
     if origin in (typing.Union, UnionType):
         (inner,) = (item for item in arguments if item is not NoneType)
@@ -149,7 +152,11 @@ def fit(value: Any, hint: Any, or_null: bool = False) -> Any:
 
 def _obeying(value: Any, rules: tuple[Rule, ...]) -> Any:
     for rule in rules:
-        if (fault := rule.fault(value)) is not None:
+        try:
+            fault = rule.fault(value)
+        except OSError as error:  # a name that is too long, a directory that may not be searched
+            raise Misfit(f"{error.strerror}; name another path") from error
+        if fault is not None:
             raise Absence(fault, value) if isinstance(fault, Absent) else Misfit(fault)
     return value
 

@@ -269,6 +269,7 @@ class RolloutConfig:
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: Positive
+    max_log_prob_gap: AboveZero | None
     request_timeout: Seconds
     request_retries: Natural
     checkpoint_engine: WeightTransferConfig

@@ -24,7 +24,7 @@ class FilterGroupsConfig:
 @dataclass
 class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence", "geometric"] | None
-    rollout_is_threshold: str
+    rollout_is_threshold: str | None
     rollout_is_batch_normalize: bool
     rollout_rs: list[str]
     rollout_rs_threshold: list[str]

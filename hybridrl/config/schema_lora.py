@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from hybridrl.config.values import AdapterPath, Decay, Natural, Positive
+from hybridrl.config.values import AdapterPath, Decay, Natural
 
 
 @dataclass
@@ -17,7 +17,7 @@ class LoRAConfig:
     """Once settled, `lora_rank` is above 0 exactly where the model is trained through an adapter."""
 
     lora_rank: Natural
-    lora_alpha: Positive
+    lora_alpha: Natural
     target_modules: list[str]
     exclude_modules: list[str]
     lora_adapter_path: Annotated[str, AdapterPath()] | None

@@ -52,10 +52,10 @@ class Length:
 
 
 @dataclass(frozen=True)
-class FalseMeans:
-    """`false` may stand for a number: trainer.test_freq=false is never."""
+class Means:
+    """Texts that stand for another value: trainer.test_freq=false is never."""
 
-    value: int
+    values: dict[str, Any]
 
     def fault(self, value: Any) -> str | None:
         return None
@@ -153,9 +153,11 @@ Share = Annotated[float, Range(least=0, most=1)]
 ShareAboveZero = Annotated[float, Range(above=0, most=1)]
 Decay = Annotated[float, Range(least=0, below=1)]
 TopK = Annotated[int, Range(least=-1)]
-Frequency = Annotated[int, FalseMeans(-1)]
+Frequency = Annotated[int, Means({"false": -1})]
 
 REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
+
+LOGGERS = ("console", "file", "tensorboard", "wandb")
 
 # The tables of algorithms/ in words, as this room knows no torch; a test holds them equal.
 ESTIMATORS = (
@@ -191,7 +193,11 @@ POLICY_LOSSES = (
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
-ResumeMode = Literal["auto", "disable", "resume_path"]
+# The last four are SkyRL's.
+ResumeMode = Annotated[
+    Literal["auto", "disable", "resume_path"],
+    Means({"latest": "auto", "none": "disable", "null": "disable", "from_path": "resume_path"}),
+]
 
 DType = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 # A trailing + takes k2's gradient; full sums over the whole vocabulary.

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config.error import ConfigError
 from hybridrl.config.schema_sft import SFTDataConfig
 from hybridrl.data.chat import Message, as_chat, as_messages, encode, render
+from hybridrl.data.forms import more_than_text
 from hybridrl.data.rows import Faults, Row, Rows, load_rows, long_rows, with_progress
 from hybridrl.data.tokens import TokenRows, cut
 
@@ -160,6 +161,8 @@ def _answers(chat: list[Message]) -> list[int]:
 def _chat(row: Row, config: SFTDataConfig, faults: Faults) -> list[Message] | None:
     """The row's conversation, or None with its fault noted."""
     values = row.values
+    if fault := more_than_text(values, values.get(config.messages_key)):
+        return faults.add(row.place, fault[0])
     if values.get(config.messages_key) is not None:
         chat = as_messages(values[config.messages_key])
         if chat is None or chat[-1]["role"] != "assistant":
@@ -186,6 +189,8 @@ def _chat(row: Row, config: SFTDataConfig, faults: Faults) -> list[Message] | No
 def _texts(row: Row, config: SFTDataConfig, faults: Faults) -> tuple[str, str] | None:
     """The row's prompt and response, or None with its fault noted."""
     prompt, response = row.values.get(config.prompt_key), row.values.get(config.response_key)
+    if fault := more_than_text(row.values, None):
+        return faults.add(row.place, fault[0])
     if isinstance(prompt, str) and prompt and isinstance(response, str):
         return prompt, response
     faults.add(

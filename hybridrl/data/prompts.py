@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config.error import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.chat import Message, as_chat, as_messages, encode, render
-from hybridrl.data.forms import SKYRL, VERL, in_form_of_verl
+from hybridrl.data.forms import SKYRL, VERL, in_form_of_verl, more_than_text
 from hybridrl.data.own_dataset import own_rows
 from hybridrl.data.rows import Faults, Row, Rows, load_rows, long_rows, with_progress
 from hybridrl.data.tokens import TokenRows, cut
@@ -142,6 +142,7 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
     if ground_truth is None:
         wrong.append('no ground truth: the column reward_model is to hold {"style": "rule", "ground_truth": ...}')
+    wrong += more_than_text(row.values, messages)
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         wrong.append("extra_info is no object ({...})")

@@ -7,6 +7,7 @@ all others, and turns the text "1" into the number 1 where another row of the co
 import gzip
 import json
 import pickle
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ SHOWN_FAULTS = 5
 MOST_FAULTS = 1000
 SILENT_ROWS = 20_000
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PLACE = re.compile(r"(.*?(?:line|row)) (\d+): ")
 BATCH = 1000  # rows of a columnar file made into Python values at a time
 
 
@@ -106,9 +108,15 @@ class Faults:
             return
         count, more = len(self._lines), len(self._lines) - SHOWN_FAULTS
         lines = [f"{self._key}: {count}{' or more' * (count == MOST_FAULTS)} bad row{'s' * (count > 1)}"]
-        lines += self._lines[:SHOWN_FAULTS]
+        lines += sorted(self._lines, key=_in_file_order)[:SHOWN_FAULTS]
         lines += [f"... and {more} more"] if more > 0 else []
         raise ConfigError("\n  ".join(lines))
+
+
+def _in_file_order(line: str) -> tuple[str, int]:
+    """A fault's file and number in it: rows may be looked into in a shuffled order."""
+    place = PLACE.match(line)
+    return (place[1], int(place[2])) if place else (line, 0)
 
 
 def load_rows(entries: list[str], faults: Faults, *, key: str, max_samples: int, shuffle: bool, seed: int) -> Rows:

@@ -87,7 +87,8 @@ class Run:
         else:
             name = VICTIMS[kill.victim]
             victims = [process for process in self.seen if name and name in _command_line(process)][:1]
-        for process in victims or guard.children()[:1]:
+        # The driver is the first of the guard's children; keepers come later.
+        for process in victims or sorted(guard.children(), key=psutil.Process.create_time)[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself in this moment
                 process.kill()
 

@@ -1,26 +1,49 @@
 """The commands that a launch script would run, found by letting bash read it with every program out of reach.
 
-Variables, arrays, conditions and arithmetic are bash's own, so they come out as they would; what a program would have
-answered ($(date), $(nproc)) comes out empty. The shell is a restricted one with an empty path: it starts no program,
-opens no file for writing and changes no directory.
+Variables, arrays, conditions and arithmetic are bash's own, so they come out as they would. In place of what programs
+of SOURCES would have answered ($(date), $(hostname)) a word has a mark, from which `readable` and `quoted` make the
+$(...) again; what any other would have answered comes out empty, as where it is not installed. The shell is a
+restricted one with an empty path: it starts no program, opens no file for writing and changes no directory.
 """
 
 import os
 import re
+import shlex
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 SECONDS = 10  # a script that waits for something would wait for ever
 NOWHERE = "/dev/null"  # for a path: an empty one would be the current directory
 END = "\n"  # a word of its own after each command: no argument is a line's end alone
+# A program's output: its command in hexadecimal. It begins with a digit, so that arithmetic with it is an error.
+MARK = re.compile(r"9q([0-9a-f]+)q")
+SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat"  # whose output is part of a name or a number
 # Every program is recorded instead of run; builtins that would end the reading or touch anything do nothing.
 PRELUDE = r"""
+__mark() {
+    local text="$*" code i LC_ALL=C
+    printf 9q
+    for ((i = 0; i < ${#text}; i++)); do printf -v code %d "'${text:i:1}"; printf %02x "$((code & 255))"; done
+    printf q
+}
 command_not_found_handle() {
+    local input="" command="" called
     printf '%s\0' "$@" >&"$RECORD"
     printf '\n\0' >&"$RECORD"
-    [[ "$*" == *main_ppo* ]]  # all others fail, as where they are not installed
+    [[ -p /dev/stdin ]] && IFS= read -r -d '' input
+    printf -v called '%q ' "$@"
+    if [[ $input =~ ^9q[0-9a-f]+q$ ]]; then command="$input | $called"
+    elif [[ -n $input ]]; then command="echo \"${input%$'\n'}\" | $called"
+    elif [[ $1 =~ ^($SOURCES)$ ]]; then command=$called; fi
+    [[ -n $command ]] && __mark "${command% }"
+    [[ "$*" == *main_* || "$*" == *sft_trainer* || "$*" == *areal* ]]  # all others fail, as if they were not installed
 }
+basename() { local name="${1%/}"; name="${name##*/}"; printf '%s\n' "${name%"${2-}"}"; }
+dirname() { [[ $1 == */* ]] && printf '%s\n' "${1%/*}" || printf '.\n'; }
+realpath() { printf '%s\n' "${@: -1}"; }
+readlink() { printf '%s\n' "${@: -1}"; }
 for name in python python3 python3.10 python3.11 python3.12; do
     eval "$name() { command_not_found_handle $name \"\$@\"; }"
 done
@@ -31,7 +54,29 @@ TO_A_FILE = re.compile(r"(?<![<>=\-\w])(?:&|[012])?>>?\s*(?![&>(])[^\s;|&]+")
 PROGRAM = re.compile(r"(?<![\w=:])[^\s=\"']*/(python[\d.]*)(?=\s)")
 
 
-def commands_of(script: Path) -> tuple[list[list[str]], str]:
+def readable(text: str) -> str:
+    """A text with each mark as the $(command) that it stands for."""
+    while (marked := MARK.search(text)) is not None:
+        text = text.replace(marked[0], f"$({_command(marked)})")
+    return text
+
+
+def quoted(word: str) -> str:
+    """A word for a shell: as it is, but for each mark its $(command), which runs when the shell reads it."""
+    parts, end = [], 0
+    for marked in MARK.finditer(word):
+        parts += [shlex.quote(word[end : marked.start()]) if marked.start() > end else "", f'"{readable(marked[0])}"']
+        end = marked.end()
+    return "".join(parts) + (shlex.quote(word[end:]) if word[end:] or not parts else "")
+
+
+def _command(marked: re.Match[str]) -> str:
+    text = bytes.fromhex(marked[1]).decode(errors="replace")
+    piped = MARK.match(text)  # the command whose output goes into this one
+    return f"{_command(piped)}{text[piped.end() :]}" if piped else text
+
+
+def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[str]], str]:
     """Each command that bash comes to, as its words; and where it stopped before the end, why.
 
     Raises ValueError for a script that does not come to an end.
@@ -40,8 +85,8 @@ def commands_of(script: Path) -> tuple[list[list[str]], str]:
     with tempfile.TemporaryFile() as record:
         try:
             shell = subprocess.run(
-                ["/bin/bash", "-r", "-c", PRELUDE + text, str(script)],
-                env=os.environ | {"PATH": NOWHERE, "RECORD": str(record.fileno())},
+                ["/bin/bash", "-r", "-c", PRELUDE + text, str(script), *arguments],
+                env=os.environ | {"PATH": NOWHERE, "RECORD": str(record.fileno()), "SOURCES": SOURCES},
                 pass_fds=[record.fileno()],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -53,5 +98,5 @@ def commands_of(script: Path) -> tuple[list[list[str]], str]:
         words = record.read().decode().split("\0")
     ends = [place for place, word in enumerate(words) if word == END]
     commands = [words[start:end] for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
-    said = shell.stderr.decode().strip().splitlines()
+    said = readable(shell.stderr.decode(errors="replace")).strip().splitlines()
     return commands, said[-1] if shell.returncode and said else ""

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import ConfigError, PPOConfig
@@ -25,6 +25,7 @@ _SHOWN = 5  # rows of a kind
 _ANSWER_COLUMNS = ("output", "solution_str", "response", "prediction")
 _TRUTH_COLUMNS = ("gts", "ground_truth")
 _MOST_VALUES = 8
+_CUSTOM = "reward.custom_reward_function"
 # Keys that a run must have.
 _NOT_READ = ("data.train_files=rows.jsonl", "actor_rollout_ref.model.path=model")
 
@@ -76,15 +77,18 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
     for override in overrides:
         if not override.lstrip("+").startswith("reward."):
             raise ConfigError(f"{override}: give keys of rewards, as in reward.timeout=5")
-    judgement = judge(PPOConfig, [*_NOT_READ, *overrides], SHIPPED[PPOConfig], elsewhere=True)
-    judgement.findings.close()
-    config = judgement.config.reward
     if file is not None:
         path, colon, name = file.rpartition(":")
-        custom = replace(config.custom_reward_function, path=path if colon else file)
-        custom = replace(custom, name=name if colon else custom.name)
-        config = replace(config, custom_reward_function=custom)
-    return config
+        path, name = (path, name) if colon and not name.startswith("//") else (file, "")
+        overrides = [*overrides, f"{_CUSTOM}.path={_quoted(path)}", *([f"{_CUSTOM}.name={name}"] if name else [])]
+    judgement = judge(PPOConfig, [*_NOT_READ, *overrides], SHIPPED[PPOConfig], elsewhere=True)
+    judgement.findings.close()
+    return judgement.config.reward
+
+
+def _quoted(text: str) -> str:
+    """A text as a value for Hydra, whatever is in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def load(file: str, data_source: str) -> list[Stored]:

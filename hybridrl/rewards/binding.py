@@ -24,13 +24,13 @@ _ROLLOUT_FACTS = {"num_turns": 2, "rollout_reward_scores": {}}
 
 @dataclass(frozen=True)
 class Bound:
-    """`function` with the keywords that it takes of an answer, and fixed ones, which win.
+    """`function` with the keywords that it takes of an answer (its name for each -> ours), and fixed ones, which win.
 
     A coroutine is given up after `timeout` seconds: OutOfTime. Any other call must be ended from outside.
     """
 
     function: Callable[..., Any]
-    taken: tuple[str, ...]
+    taken: dict[str, str]
     fixed: dict[str, Any]
     timeout: float
 
@@ -51,7 +51,7 @@ class Bound:
         return self._call(columns)
 
     def _call(self, values: Mapping[str, Any]) -> Any:
-        returned = self.function(**{name: values[name] for name in self.taken} | self.fixed)
+        returned = self.function(**{name: values[ours] for name, ours in self.taken.items()} | self.fixed)
         return _finish(returned, self.timeout) if inspect.iscoroutine(returned) else returned
 
 
@@ -61,8 +61,9 @@ def bind(
     """`function` bound to those of `keywords` that it takes; ConfigError where it cannot be called so."""
     signature = inspect.signature(function)
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    taken = [name for name in keywords if takes_any or name in signature.parameters]
-    taken += [TOKENS] if TOKENS in signature.parameters and keywords is ANSWER_KEYWORDS else []
+    taken = {name: name for name in keywords if takes_any or name in signature.parameters}
+    taken |= _by_place(signature, keywords, fixed)
+    taken |= {TOKENS: TOKENS} if TOKENS in signature.parameters and keywords is ANSWER_KEYWORDS else {}
     try:
         signature.bind(**dict.fromkeys(taken) | fixed)
     except TypeError as error:
@@ -72,7 +73,18 @@ def bind(
             f"reward_kwargs={options} as keywords: {error}; name its parameters like these, "
             "or give the others a default or a value in reward_kwargs"
         ) from error
-    return Bound(function, tuple(taken), fixed, timeout)
+    return Bound(function, taken, fixed, timeout)
+
+
+def _by_place(signature: inspect.Signature, keywords: tuple[str, ...], fixed: dict[str, Any]) -> dict[str, str]:
+    """Required parameters under other names, as in (data_source, response, ground_truth): verl's manager prime and its
+    evaluation call by position. Only where the known names, two or more, stand in their own places."""
+    names = list(signature.parameters)
+    known = [name for name in names if name in keywords]
+    if len(known) < 2 or any(names.index(name) != keywords.index(name) for name in known):
+        return {}
+    pairs = [pair for pair in zip(names, keywords, strict=False) if pair[0] not in {*known, *fixed}]
+    return {name: ours for name, ours in pairs if signature.parameters[name].default is Parameter.empty}
 
 
 def is_async(function: Callable[..., Any]) -> bool:

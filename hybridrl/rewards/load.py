@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ from hybridrl.rewards import built_in
 from hybridrl.rewards.binding import ANSWER_KEYWORDS, BATCH_KEYWORDS, Bound, bind
 from hybridrl.rewards.managers import in_one_call
 from hybridrl.rewards.score import Answer, Score, combined, to_score
-from hybridrl.rewards.verl_names import refuse_verl_imports
+from hybridrl.rewards.verl_names import answer_verl_imports
 
 _CUSTOM = "reward.custom_reward_function"
 _MANAGER = "reward.reward_manager"
@@ -143,9 +142,7 @@ def _own_manager(config: RewardConfig) -> Callable[..., Any]:
 
 
 def _module(path: str, key: str) -> ModuleType:
-    file = Path(path.removeprefix("file://")).expanduser()
-    if file.is_file():
-        refuse_verl_imports(file.read_text(encoding="utf-8", errors="replace"), path, key)
+    answer_verl_imports()
     return load_module(path, key)
 
 

@@ -1,59 +1,181 @@
-"""What a reward file that imports from verl is told: the modules here that do the same."""
+"""`import verl...` in reward files: counterparts of verl's graders and helpers where verl itself is not installed."""
 
-import ast
-import importlib.util
-from collections.abc import Iterator
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
-from hybridrl.config import ConfigError
+from hybridrl.rewards.verl_stand_ins import stand_in
 
-_PACKAGE = "verl.utils.reward_score"
-_HERE = "hybridrl.rewards.scorers"
-EQUIVALENTS = {
-    f"{_PACKAGE}.gsm8k": f"{_HERE}.gsm8k",
-    f"{_PACKAGE}.math": f"{_HERE}.math",
-    f"{_PACKAGE}.math_reward": f"{_HERE}.math",
-    f"{_PACKAGE}.math_verify": f"{_HERE}.math",
-    f"{_PACKAGE}.math_batch": f"{_HERE}.math",
-    f"{_PACKAGE}.prime_math": f"{_HERE}.math",
-    f"{_PACKAGE}.math_dapo": f"{_HERE}.math_dapo",
-    f"{_PACKAGE}.prime_code": f"{_HERE}.code",
-    f"{_PACKAGE}.sandbox_fusion": f"{_HERE}.code",
-    f"{_PACKAGE}.search_r1_like_qa_em": f"{_HERE}.search_qa",
-    f"{_PACKAGE}.default_compute_score": "hybridrl.rewards.built_in.compute_score",
-    _PACKAGE: "hybridrl.rewards.built_in",
+logger = logging.getLogger(__name__)
+
+_GRADERS, _TEXTS = "hybridrl.rewards.verl_graders", "hybridrl.rewards.scorers.texts"
+_STAND_INS = "hybridrl.rewards.verl_stand_ins"
+_SCORE = "verl.utils.reward_score"
+
+_DEFAULT = {name: f"{_GRADERS}.default_compute_score" for name in ("default_compute_score", "_default_compute_score")}
+_MATH = {
+    "compute_score": f"{_GRADERS}.math_score",
+    "is_equiv": f"{_TEXTS}.same_in_math",
+    "last_boxed_only_string": f"{_TEXTS}.math_box",
+    "remove_boxed": f"{_TEXTS}.math_unboxed",
+    "strip_string": f"{_TEXTS}.math_spelling",
 }
+_REWARD_MANAGERS = {"register": f"{_STAND_INS}.leaves_unchanged", "RawRewardFn": ""}
+# By verl's modules: each name there, and the function here; empty: a stand-in for a class.
+NAMES: dict[str, dict[str, str]] = {
+    "verl": {"DataProto": ""},
+    "verl.protocol": {"DataProto": ""},
+    _SCORE: _DEFAULT | {"get_default_compute_score": f"{_GRADERS}.get_default_compute_score"},
+    f"{_SCORE}.gsm8k": {
+        "compute_score": f"{_GRADERS}.gsm8k_score",
+        "extract_solution": f"{_GRADERS}.gsm8k_number",
+    },
+    f"{_SCORE}.math": _MATH,
+    f"{_SCORE}.math_reward": _MATH,
+    f"{_SCORE}.math_batch": {"compute_score_batched": f"{_GRADERS}.math_scores"},
+    f"{_SCORE}.math_dapo": {
+        "compute_score": f"{_GRADERS}.dapo_score",
+        "is_correct_minerva": f"{_GRADERS}.minerva_verdict",
+        "is_correct_strict_box": f"{_GRADERS}.strict_box_verdict",
+        "last_boxed_only_string": f"{_TEXTS}.last_box",
+        "normalize_final_answer": f"{_TEXTS}.minerva_spelling",
+        "remove_boxed": f"{_TEXTS}.unboxed",
+        "verify": f"{_GRADERS}.dapo_verdict",
+    },
+    f"{_SCORE}.math_verify": {"compute_score": f"{_GRADERS}.symbolic_score"},
+    f"{_SCORE}.prime_math": {
+        "compute_score": f"{_GRADERS}.prime_score",
+        "grade_answer": f"{_GRADERS}.grade_answer",
+    },
+    f"{_SCORE}.geo3k": {
+        "acc_reward": f"{_GRADERS}.geo3k_accuracy",
+        "compute_score": f"{_GRADERS}.geo3k_score",
+        "format_reward": f"{_GRADERS}.geo3k_format",
+    },
+    f"{_SCORE}.search_r1_like_qa_em": {
+        "compute_score": f"{_GRADERS}.search_score",
+        "compute_score_subem": f"{_GRADERS}.search_part_score",
+        "em_check": f"{_GRADERS}.exact_match",
+        "extract_solution": "hybridrl.rewards.scorers.boxed.last_tagged",
+        "normalize_answer": "hybridrl.rewards.scorers.search_qa.normalised",
+        "subem_check": f"{_GRADERS}.part_match",
+    },
+    f"{_SCORE}.prime_code": {"compute_score": f"{_GRADERS}.code_score"},
+    f"{_SCORE}.prime_code.testing_util": {"run_test": f"{_GRADERS}.run_test"},
+    f"{_SCORE}.prime_code.utils": {"check_correctness": f"{_GRADERS}.check_correctness"},
+    f"{_SCORE}.sandbox_fusion": {"compute_score": f"{_GRADERS}.sandbox_score"},
+    "verl.experimental.reward_loop.reward_manager": _REWARD_MANAGERS,
+    "verl.experimental.reward_loop.reward_manager.base": _REWARD_MANAGERS | {"RewardManagerBase": ""},
+    "verl.tools.base_tool": {"BaseTool": "", "OpenAIFunctionToolSchema": ""},
+    "verl.tools.sandbox_fusion_tools": {"SandboxFusionTool": ""},
+    "verl.tools.schemas": {"OpenAIFunctionToolSchema": "", "ToolResponse": ""},
+    "verl.utils.dataset": {"RLHFDataset": ""},
+    "verl.utils.dataset.rl_dataset": {"RLHFDataset": ""},
+    "verl.utils.import_utils": {"deprecated": f"{_STAND_INS}.leaves_unchanged"},
+    "verl.utils.model": {"compute_position_id_with_mask": ""},
+    "verl.utils.py_functional": {"timeout_limit": f"{_STAND_INS}.timeout_limit"},
+    "verl.utils.ray_utils": {"get_event_loop": f"{_STAND_INS}.get_event_loop"},
+    "verl.utils.rollout_trace": {"rollout_trace_op": f"{_STAND_INS}.unchanged"},
+    "verl.utils.torch_functional": {},
+    "verl.workers.reward_manager": _REWARD_MANAGERS | {"AbstractRewardManager": "", "NaiveRewardManager": ""},
+    "verl.workers.reward_manager.abstract": {"AbstractRewardManager": "", "RawRewardFn": ""},
+}
+_MODULES = {".".join(name.split(".")[:count]) for name in NAMES for count in range(1, name.count(".") + 2)}
 
 
-def refuse_verl_imports(source: str, path: str, key: str) -> None:
-    """ConfigError where the file needs a verl that is not installed; an import within `try` may fail."""
-    if importlib.util.find_spec("verl") is not None:
-        return
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # importing it will say so
-        return
-    found = [(line, name) for line, name in _imports(tree) if name == "verl" or name.startswith("verl.")]
-    if found:
-        told = "; ".join(f"line {line} imports {name}, {_advice(name)}" for line, name in found)
-        raise ConfigError(f"{key}={path}: verl is not installed, and {told}")
+def answer_verl_imports() -> None:
+    """From now on `import verl...` in this process gives a verl that can be imported, else the counterparts here."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
-def _advice(name: str) -> str:
-    """By the longest beginning that has an equivalent."""
+class _Counterparts(MetaPathFinder, Loader):
+    """Finds verl and what is below it. The first import of verl decides whether that is the real one."""
+
+    def __init__(self) -> None:
+        self.cause: str | None = None  # why the real one is not used, once that is known
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name == "verl":
+            real = self._real(name, path, target)
+            self.cause = None if real else "verl is not installed"
+            return real or ModuleSpec(name, self, is_package=True)
+        if not name.startswith("verl.") or self.cause is None:
+            return None
+        if name not in _MODULES:
+            raise ModuleNotFoundError(self._missing(name), name=name)
+        return ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = partial(self._member, module.__name__)  # type: ignore[method-assign]
+
+    def replace(self, module: ModuleType, cause: str) -> None:
+        """Turn the package of a verl that does not import into the counterpart."""
+        for name in [name for name in sys.modules if name.startswith("verl.")]:
+            del sys.modules[name]
+        self.cause, module.__path__ = cause, []
+        self.exec_module(module)
+
+    def _real(self, *wanted: Any) -> ModuleSpec | None:
+        """The spec of a verl package with an __init__.py, whose failure to import is tolerated."""
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(*wanted)
+            if spec is not None and spec.origin is not None and spec.loader is not None:
+                spec.loader = _OrCounterpart(spec.loader, self)
+                return spec
+        return None
+
+    def _member(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        target = NAMES.get(module, {}).get(name)
+        if target is None and full in _MODULES:
+            return importlib.import_module(full)
+        if target is None and name.startswith("__"):
+            raise AttributeError(f"module {module} has no attribute {name}")
+        if target is None:
+            raise ImportError(self._missing(full), name=full)
+        home, _, function = target.rpartition(".")
+        return vars(importlib.import_module(home))[function] if target else stand_in(full)
+
+    def _missing(self, name: str) -> str:
+        above = next(parent for parent in _parents(name) if parent in _MODULES)
+        below = {
+            other.removeprefix(f"{above}.").partition(".")[0] for other in _MODULES if other.startswith(f"{above}.")
+        }
+        return (
+            f"{self.cause}, and {name} has no counterpart here; of {above} there are "
+            f"{', '.join(sorted({*NAMES.get(above, {}), *below}))}: take what else the file needs into it"
+        )
+
+
+class _OrCounterpart(Loader):
+    """Executes the real package, or puts the counterpart in its place where that fails, as for a clone without its
+    libraries."""
+
+    def __init__(self, real: Loader, counterparts: _Counterparts) -> None:
+        self._real, self._counterparts = real, counterparts
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            self._real.exec_module(module)
+        except Exception as error:
+            cause = f"the verl in {module.__file__} does not import ({type(error).__name__}: {error})"
+            logger.warning("%s; its counterparts here are used", cause)
+            self._counterparts.replace(module, cause)
+
+
+def _parents(name: str) -> Sequence[str]:
     parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        here = EQUIVALENTS.get(".".join(parts[:count]))
-        if here is not None:
-            return f"which is {here} here"
-    return "which has no equivalent here: take what it needs into the file"
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
-def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and full name of all that is imported outside of `try`: `from a import b` is a.b."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from ((child.lineno, alias.name) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom) and not child.level:
-            yield from ((child.lineno, f"{child.module}.{alias.name}") for alias in child.names)
-        elif not isinstance(child, ast.Try):
-            yield from _imports(child)
+_FINDER = _Counterparts()

@@ -13,6 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from hybridrl.cluster import cause, wait
 from hybridrl.rollout.requests import Completion, Request, Sampling
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class RolloutPool:
                 try:
                     completions = ray.get(lane.taking)
                 except (RayActorError, RayTaskError) as error:
-                    waiting.extendleft(self._replace(lane, attempts, str(error)))
+                    waiting.extendleft(self._replace(lane, attempts, error))
                     continue
                 lane.taking = None
                 for completion in completions:
@@ -111,7 +112,7 @@ class RolloutPool:
     def _ready(self) -> list[Lane]:
         """Servers with something to fetch; where all are silent for too long, the hung ones are made to fail."""
         taking = {lane.taking: lane for lane in self.lanes if lane.taking is not None}
-        done, _ = ray.wait(list(taking), num_returns=1, timeout=self.timeout)
+        done, _ = wait(list(taking), self.timeout)
         if not done:
             logger.warning("no answer finished within %g s on any of %d servers", self.timeout, len(taking))
             for lane in taking.values():
@@ -120,11 +121,11 @@ class RolloutPool:
         more, _ = ray.wait(list(taking), num_returns=len(taking), timeout=0)
         return [taking[ref] for ref in {*done, *more}]
 
-    def _replace(self, lane: Lane, attempts: dict[Key, int], reason: str) -> list[Request]:
+    def _replace(self, lane: Lane, attempts: dict[Key, int], error: RayActorError | RayTaskError) -> list[Request]:
         """Rebuild a lost server; returns what it had not finished, last first."""
         index = self.lanes.index(lane)
         if _is_well(lane.server):
-            raise RolloutFailure(f"rollout server {index} is well but refused a request:\n{reason}")
+            raise RolloutFailure(f"rollout server {index} is well but refused a request:\n{error}")
         lost = lane.given if self.fixed else list(lane.running.values())
         for request in lost:
             key = (request.prompt, request.sample)
@@ -133,9 +134,10 @@ class RolloutPool:
         if most > self.retries:
             raise RolloutFailure(
                 f"rollout server {index} was lost {most} times over the same answers "
-                f"(actor_rollout_ref.rollout.request_retries={self.retries}); the last reason:\n{reason}"
+                f"(actor_rollout_ref.rollout.request_retries={self.retries}); the last reason:\n{error}"
             )
-        logger.warning("rollout server %d was lost; rebuilding it, %d answers are asked for again", index, len(lost))
+        again = f"rebuilding it, {len(lost)} answers are asked for again"
+        logger.warning("rollout server %d was lost (%s); %s", index, cause(error), again)
         self.restarts += 1
         self.retried += len(lost)
         lane.server, lane.running, lane.given, lane.taking = self.revive(index), {}, [], None

@@ -8,7 +8,8 @@ import os
 from importlib import import_module
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.guard import redirect_output
+from hybridrl.guard import begin_actor
+from hybridrl.keeper import work_in_private
 from hybridrl.rollout.requests import Completion, Request, Sampling
 from hybridrl.weights.handles import Handle
 from hybridrl.weights.layout import Bucket
@@ -33,7 +34,8 @@ COALESCE_SECONDS = 0.02
 
 class RolloutServer:
     def __init__(self, log_file: str) -> None:
-        redirect_output(log_file)
+        begin_actor(log_file)
+        work_in_private()  # an engine leaves its sockets behind, and itself where this process is killed
         self.finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self.running: set[asyncio.Task] = set()
 

@@ -37,6 +37,7 @@ from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.own_code import import_libraries
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.guard import end_with_parent
+from hybridrl.rollout import vllm_repairs
 from hybridrl.rollout.cpu_cache import cache_bytes_of_token, cpu_cache_bytes
 from hybridrl.rollout.requests import Completion, Request, Sampling
 from hybridrl.rollout.vllm_adapter import adapter_arguments, adapter_request, load_adapter
@@ -55,6 +56,7 @@ class VllmEngine:
     def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> None:
         os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read where this module is imported by an engine
         import_libraries(model.external_lib)
+        vllm_repairs.prepare_for(resolve_model(model.path))
         arguments = engine_arguments(device, model, rollout, slots)
         self.sleeps, self.model = rollout.free_cache_engine, model
         self.adapted = bool(model.lora_rank) and not model.lora.merge

@@ -1,11 +1,10 @@
 """What a finished run leaves for its reader, made from `metrics.jsonl` alone."""
 
-import json
 import math
 from pathlib import Path
 
 from hybridrl.tracking import names
-from hybridrl.tracking.jsonl import finished_lines
+from hybridrl.tracking.jsonl import logged
 
 Metrics = dict[str, float]
 Series = dict[int, float]  # step -> value
@@ -26,8 +25,8 @@ CONTENTS = {
 def read_metrics(run_dir: Path) -> dict[int, Metrics]:
     """Metrics by step, in order; of a name logged twice for a step the later value stands. null is NaN."""
     steps: dict[int, Metrics] = {}
-    for line in finished_lines(run_dir / "metrics.jsonl"):
-        values = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+    for _, record in logged(run_dir / "metrics.jsonl"):
+        values = {name: math.nan if value is None else value for name, value in record.items()}
         steps.setdefault(int(values.pop("step")), {}).update(values)
     return dict(sorted(steps.items()))
 

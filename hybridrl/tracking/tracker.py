@@ -1,6 +1,7 @@
 """Hands the metrics of a run to every sink that `trainer.logger` names; knows neither trainer nor workers."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -9,8 +10,6 @@ from hybridrl.tracking import log as messages
 from hybridrl.tracking.console import PlainSink, TerminalSink
 from hybridrl.tracking.jsonl import JsonlSink
 from hybridrl.tracking.sink import SampleRow, Sink
-
-KNOWN_LOGGERS = ("console", "file", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,10 @@ class Tracker:
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         last_step, states = (resume.step, resume.sinks) if resume else (None, {})
+        self._run_dir = run_dir
         self._sinks: dict[str, Sink] = {}
+        self._failed: set[str] = set()  # that have been warned of
         self._closing = ExitStack()
-        _warn_of_unknown(loggers)
         self._add("file", JsonlSink(run_dir / "metrics.jsonl", last_step))
         # The modules of the next two are imported only when chosen: they are heavy, and wandb is an extra.
         if "tensorboard" in loggers:
@@ -66,17 +66,22 @@ class Tracker:
             self._add("console", TerminalSink(console, total_steps, last_step or 0) if terminal else PlainSink(console))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        for sink in self._sinks.values():
-            sink.log(step, metrics)
+        for name, sink in self._sinks.items():
+            with self._surviving(name):
+                sink.log(step, metrics)
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         """Show validation answers on the console and in the sinks that have tables."""
-        for sink in self._sinks.values():
-            sink.samples(step, rows)
+        for name, sink in self._sinks.items():
+            with self._surviving(name):
+                sink.samples(step, rows)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """What is saved with a step, for `Resume`; what was logged to files has reached the disk when this returns."""
-        states = {name: sink.state() for name, sink in self._sinks.items()}
+        states = {}
+        for name, sink in self._sinks.items():
+            with self._surviving(name):
+                states[name] = sink.state()
         return {name: state for name, state in states.items() if state}
 
     def print(self, text: str) -> None:
@@ -95,10 +100,21 @@ class Tracker:
 
     def _add(self, name: str, sink: Sink) -> None:
         self._sinks[name] = sink
-        self._closing.callback(sink.close)
+        self._closing.callback(self._close, name)
 
+    def _close(self, name: str) -> None:
+        with self._surviving(name):
+            self._sinks[name].close()
 
-def _warn_of_unknown(loggers: list[str]) -> None:
-    unknown = [name for name in loggers if name not in KNOWN_LOGGERS]
-    if unknown:
-        messages.warn(f"trainer.logger: {', '.join(unknown)} left out (there are {', '.join(KNOWN_LOGGERS)})")
+    @contextmanager
+    def _surviving(self, name: str) -> Iterator[None]:
+        """Let a full disk cost no more than metrics, with one warning: a run is resumed without them."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                where = f"{self._run_dir}, logger {name}"
+                messages.warn(
+                    f"{where}: {error.strerror or error}; training continues, and metrics may be missing there"
+                )

@@ -26,6 +26,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,  # how many tokens, its own included, a token sees; None: all before it
     softcap: float | None = None,  # bends scores so that none exceeds it (Gemma 2)
+    s_aux: Tensor | None = None,  # [heads], a score a head that takes its share and brings nothing (GPT-OSS's sinks)
     boundaries: Tensor | None = None,  # [B + 1] int32; None: a right-padded rectangle: causality hides the padding
     longest: int = 0,
     sequence_group: ProcessGroup | None = None,  # whose ranks hold the line in slices
@@ -34,43 +35,67 @@ def attend(
     """Attention output [B, T, heads, width], as transformers expects it of an attention function."""
     if sequence_group is not None:
         line, options = to_heads(query, key, value, sequence_group), (scaling, dropout, sliding_window, softcap)
-        output, _ = attend(module, *line, attention_mask, *options, boundaries, longest)
+        if s_aux is not None:
+            s_aux = s_aux.chunk(sequence_group.size())[sequence_group.rank()]
+        output, _ = attend(module, *line, attention_mask, *options, s_aux, boundaries, longest)
         return to_tokens(output, sequence_group), None
     if boundaries is None:
-        return _causal(query, key, value, scaling, sliding_window, softcap).transpose(1, 2), None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+        return _causal(query, key, value, scaling, dropout, sliding_window, softcap, s_aux).transpose(1, 2), None
+    plain = softcap is None and s_aux is None and not dropout
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain:
         line = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
         return _varlen_kernel(*line, boundaries, longest, scaling, sliding_window)[None], None
     lengths = boundaries.diff().tolist()
     rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    outputs = [_causal(*row, scaling, sliding_window, softcap).transpose(1, 2) for row in rows]
+    outputs = [_causal(*row, scaling, dropout, sliding_window, softcap, s_aux).transpose(1, 2) for row in rows]
     return torch.cat(outputs, dim=1), None
 
 
 def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     length, seen = query.shape[2], None
-    if softcap is not None or (window is not None and length > window):
+    written_out = softcap is not None or sinks is not None
+    if written_out or (window is not None and length > window):
         seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     if seen is not None and window is not None:
         seen = seen.triu(1 - window)
-    if softcap is not None:
-        return _capped(query, key, value, scaling, seen, softcap)
+    if written_out:
+        return _written_out(query, key, value, scaling, dropout, seen, softcap, sinks)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=grouped
+        query, key, value, attn_mask=seen, dropout_p=dropout, is_causal=seen is None, scale=scaling, enable_gqa=grouped
     )
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, seen: Tensor, softcap: float) -> Tensor:
-    """Written out, as no kernel of torch bends scores: it holds scores [rows, heads, longest, longest]."""
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    seen: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """No kernel of torch bends scores or has sinks: this holds scores [rows, heads, longest, longest]."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.float().masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1).to(value.dtype) @ value
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    shares = scores.softmax(-1)[..., : value.shape[2]].to(value.dtype)
+    return F.dropout(shares, dropout) @ value
 
 
 def _varlen_kernel(

@@ -52,8 +52,8 @@ def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool
     for layer in layers:
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    if isinstance(model, LanguageModel):  # these gather its parameters as forward() does
-        register_fsdp_forward_method(model, "hidden_states")
+    register_fsdp_forward_method(model, "hidden_states")  # gathers its parameters as forward() does
+    if isinstance(model, LanguageModel):
         register_fsdp_forward_method(model, "own_log_probs")
     if config.forward_prefetch:
         for layer, following in pairwise(layers):

@@ -22,7 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import reading
-from hybridrl.config.families import why_unsupported
+from hybridrl.config.families import disturbances, why_unsupported
 from hybridrl.config.model_directory import is_sharded, resolve_model
 from hybridrl.config.own_code import import_libraries
 from hybridrl.config.schema import ModelConfig
@@ -47,10 +47,15 @@ class Weight:
 
 
 def load_settings(config: ModelConfig, **changes: object) -> PreTrainedConfig:
-    """The model's own configuration; ValueError where the trainer would compute such a model wrongly."""
+    """The model's own configuration, without dropout that was not asked for: it would make noise of the ratio between
+    the present and the old policy. ValueError where the trainer would compute such a model wrongly."""
     import_libraries(config.external_lib)
     overrides = {"trust_remote_code": config.trust_remote_code, **config.override_config, **changes}
-    settings = AutoConfig.from_pretrained(str(resolve_model(config.path)), **overrides)
+    path = str(resolve_model(config.path))
+    settings, further = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **overrides)
+    settings.update(further)  # what only an engine reads is saved with the model too
+    for part in {id(part): part for part in (settings, settings.get_text_config())}.values():
+        part.update(dict.fromkeys(disturbances(vars(part)).keys() - config.override_config.keys(), 0.0))
     reason = why_unsupported(settings.to_dict())
     if reason:
         raise ValueError(f"{config.path}: {reason}")

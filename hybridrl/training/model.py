@@ -16,10 +16,12 @@ from hybridrl.training import attention
 from hybridrl.training.linear_log_probs import token_outputs
 from hybridrl.training.loading import blank_model, fill, load_settings
 from hybridrl.training.packing import ModelInputs, lay_out
+from hybridrl.training.rows_apart import take_rows_apart
 from hybridrl.training.sequence_parallel import of_all_slices, slice_of
 from hybridrl.training.token_outputs import Asked, Foresight, Head, LogitRule, ReferenceOutputs, TokenOutputs
 
 HOST = torch.device("cpu")
+MIXED = 0.1  # of a hidden state: by so much at least a row that sees another differs, and rounding makes less
 # The largest difference of a log-prob, our way against the model's own, by the type of the computation.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
@@ -38,6 +40,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
         self.rule = logit_rule(model.config)
+        take_rows_apart(model)
 
     def forward(
         self,
@@ -101,6 +104,18 @@ def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageMode
 
 
 @torch.no_grad()
+def rows_mix(model: nn.Module, device: torch.device = HOST) -> bool:
+    """Whether rows that lie in one line see one another, as with attention that takes no boundaries; collective, of a
+    sharded model. Of hidden states, since a new value head makes zeros of all."""
+    settings, training = model.model.config, model.training
+    batch = _two_rows(_some_tokens(settings))
+    model.eval()
+    in_line, apart = (model.hidden_states(lay_out(batch, padded).to(device)).float() for padded in (False, True))
+    model.train(training)
+    return bool(((in_line - apart).norm(dim=-1) > MIXED * apart.norm(dim=-1)).any())
+
+
+@torch.no_grad()
 def check_log_probs(
     language_model: LanguageModel,
     dtype: torch.dtype,
@@ -112,11 +127,11 @@ def check_log_probs(
     """Refuse a model that computes in this type and whose log-probs come out otherwise here than in its own forward
     pass, one row at a time; collective, of a sharded one.
 
-    So it is with families that do to their logits what no `LogitRule` knows, with attention that takes more than masks,
-    windows and caps, and with layers that let rows which lie in one line see one another.
+    So it is with families that do to their logits what no `LogitRule` knows, and with attention that takes more than
+    masks, windows, caps and sinks.
     """
     model = language_model.model
-    ids = torch.arange(14) * 37 % min(model.config.vocab_size, 4096)
+    ids = _some_tokens(model.config)
     batch = _two_rows(ids)
     training = model.training
     language_model.eval()
@@ -127,13 +142,17 @@ def check_log_probs(
     language_model.train(training)
     gap = float((ours - torch.cat(theirs)).abs().max())
     if not gap <= TOLERANCE[dtype]:
-        way_out = "" if padded else "; set model.use_remove_padding=false, which lays rows out apart"
+        together = ""
         if group is not None:
-            way_out = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1"
+            together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1"
         raise ValueError(
             f"{model.config.model_type}: the trainer's log-probs differ by {gap:.2g} from the model's own, so this "
-            f"family cannot be trained here{way_out}"
+            f"family cannot be trained here{together}"
         )
+
+
+def _some_tokens(settings: PreTrainedConfig) -> Tensor:
+    return torch.arange(14) * 37 % min(settings.get_text_config().vocab_size, 4096)
 
 
 def _two_rows(ids: Tensor) -> Batch:

@@ -4,7 +4,7 @@ The driver plans everything, so that every rank makes the same number of passes 
 of the loss are known before the first one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +94,11 @@ def _even(rows: np.ndarray, lengths: np.ndarray, tokens: int, least: int) -> Pas
         if largest <= tokens:
             return [rows[share].tolist() for share in shares]
         count += max(1, count // 50)
+
+
+def parts(batch: Batch, passes: Passes) -> Iterator[Batch]:
+    """The rows of each pass; a pass without rows is made with one, to keep step with the other ranks."""
+    return (batch.select(rows or [0]) for rows in passes)
 
 
 @dataclass(frozen=True)

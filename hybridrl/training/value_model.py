@@ -13,6 +13,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.training.loading import blank_model, fill, load_settings
 from hybridrl.training.model import HOST, hidden_states
 from hybridrl.training.packing import ModelInputs
+from hybridrl.training.rows_apart import take_rows_apart
 from hybridrl.training.sequence_parallel import of_all_slices
 
 
@@ -22,15 +23,20 @@ class ValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        take_rows_apart(model)
         self.head_name = next(name for name, child in model.named_children() if isinstance(child, nn.Linear))
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        hidden = hidden_states(self.model, inputs)
+        hidden = self.hidden_states(inputs)
         head = self.model.get_submodule(self.head_name)
         # Past transformers' dropout, which would make values noise; in float32, as bfloat16 rounds 0.9 by up to 0.002.
         values = hidden.float() @ head.weight[0].float()
         values = values if head.bias is None else values + head.bias.float()
         return of_all_slices(values, inputs.shared)
+
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """What the head sees of a slice's or all rows' states [response tokens, width]."""
+        return hidden_states(self.model, inputs)
 
 
 def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:

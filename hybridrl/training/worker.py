@@ -4,7 +4,6 @@ Does what the driver planned, on the rows it is given. Knows nothing of prompts 
 """
 
 import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,16 +24,16 @@ from hybridrl.checkpoint.export import export_model, export_settings
 from hybridrl.checkpoint.published import parts as parts_of
 from hybridrl.config.model_directory import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, WrapPolicyConfig
-from hybridrl.guard import redirect_output
+from hybridrl.guard import begin_actor
 from hybridrl.training.adapted import adapter_off, pairs
 from hybridrl.training.bypass import apart
 from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole_tensors
 from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares, unchanged
 from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, foresight, policy_loss
-from hybridrl.training.model import HOST, LanguageModel, blank_language_model, check_log_probs
+from hybridrl.training.model import HOST, LanguageModel, blank_language_model, check_log_probs, rows_mix
 from hybridrl.training.optimizer import Optimizers
-from hybridrl.training.packing import ModelInputs, Passes
+from hybridrl.training.packing import ModelInputs, Passes, parts
 from hybridrl.training.sender import Sender
 from hybridrl.training.sequence_parallel import sequence_group
 from hybridrl.training.state import load_state, state_of
@@ -97,14 +96,15 @@ class Copied:
 class TrainWorker:
     def __init__(self, rank: int, ranks: int, log_file: str) -> None:
         self.rank, self.ranks = rank, ranks
-        redirect_output(log_file)
+        begin_actor(log_file)
 
     def place(self) -> dict[str, Any]:
-        """Where this rank runs: node address, a free port on it, and the GPU that Ray gave."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        return {"address": ray.util.get_node_ip_address(), "port": port, "gpus": ray.get_gpu_ids()}
+        """Where this rank runs: node address, the port where the first rank listens, and the GPU that Ray gave."""
+        address, port = ray.util.get_node_ip_address(), 0
+        if self.rank == 0:
+            self.listener = devices.listen(address)
+            port = self.listener.getsockname()[1]
+        return {"address": address, "port": port, "gpus": ray.get_gpu_ids()}
 
     def build(self, config: WorkerConfig, address: str) -> None:
         """Load and shard the models; collective."""
@@ -115,7 +115,8 @@ class TrainWorker:
         devices.seed_everything(config.seed)
         if any(learner.fsdp.full_determinism for learner in (config.policy, config.critic) if learner):
             devices.be_deterministic(config.device)
-        devices.join_group(config.device, address, self.rank, self.ranks, config.collective_timeout)
+        listener = self.listener if self.rank == 0 else None
+        devices.join_group(config.device, address, listener, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
         self.writer = StateWriter(config.device)
         blank = blank_language_model(config.policy.model, stored_type(config.policy))
@@ -139,8 +140,10 @@ class TrainWorker:
             load_adapter(sharded.model, Path(settings.lora_adapter_path))
         plan = {"dtype": computed_in(config), "updates_per_step": config.updates_per_step}
         optimizers = Optimizers(sharded, config.optimizer, config.total_updates, **plan)
-        padded, evidence = not settings.use_remove_padding, Path(self.config.skipped_updates, name)
+        evidence = Path(self.config.skipped_updates, name)
         group = sequence_group(config.fsdp.ulysses_sequence_parallel_size, self.config.collective_timeout)
+        padded = not settings.use_remove_padding or (group is None and rows_mix(sharded, self.device))
+        reshard(sharded)
         return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence, group=group)
 
     def _frozen(self, config: FrozenConfig, policy: LearnerConfig) -> LanguageModel:
@@ -157,6 +160,10 @@ class TrainWorker:
         if config.model.path != policy.model.path:
             self._check(frozen, policy)
         return frozen
+
+    def padded(self) -> dict[str, bool]:
+        """Whether a learner's rows are laid out apart, as was asked for or as its layers need."""
+        return {name: made.padded for name, made in (("actor", self.policy), ("critic", self.critic)) if made}
 
     def _load(
         self, blank: LanguageModel | ValueModel, model: ModelConfig, fsdp: FSDPConfig, *, offloaded: bool = False
@@ -361,9 +368,9 @@ class TrainWorker:
         """Read parts of the state of actor, critic or reference from the folder of that name; collective. Returns how
         many updates each learner has had."""
         updates = {}
-        for name, parts in contents.items():
+        for name, kept in contents.items():
             model, optimizers = self._trained(name)
-            load_state(model, optimizers, parts, Path(directory, name), self.writer.group)
+            load_state(model, optimizers, kept, Path(directory, name), self.writer.group)
             if optimizers is not None:
                 updates[name] = optimizers.updates
         return updates
@@ -382,11 +389,6 @@ def computed_in(config: LearnerConfig) -> torch.dtype:
 def stored_type(config: LearnerConfig) -> torch.dtype:
     """Of a model's own parameters: beside an adapter they never change, and need no more than computing does."""
     return computed_in(config) if config.model.lora_rank else getattr(torch, config.fsdp.model_dtype)
-
-
-def parts(batch: Batch, passes: Passes) -> Iterator[Batch]:
-    """The rows of each pass; a pass without rows is made with one, to keep step with the other ranks."""
-    return (batch.select(rows or [0]) for rows in passes)
 
 
 def joined(found: Sequence[tuple[Tensor | None, ...]], passes: Passes) -> Columns:

@@ -71,6 +71,7 @@ class PolicyPlan:
     log_prob_budget: Budget
     reference_budget: Budget
     with_sum_pi_squared: bool = False
+    disturbed: bool = False  # the pass of an update drops activations at random
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,10 @@ class TrainWorkers:
         self.most_skipped_in_a_row = 0
 
     def needs_old_log_probs(self, batch: Batch) -> bool:
-        """With a single update a step its own log-probs are the old ones: another forward pass would repeat it."""
+        """With a single update a step its own log-probs are the old ones: another forward pass would repeat it, unless
+        the update's drops activations."""
         updates = self.policy.updates.updates(len(batch.group.unique()))
-        return updates > 1 or self.policy.loss.policy_loss in CHOOSERS
+        return updates > 1 or self.policy.disturbed or self.policy.loss.policy_loss in CHOOSERS
 
     # -- forward passes --------------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """Proves families of models, each with a small random one, and writes the table in docs/models.md:
 
-python scripts/benchmark/families.py [NAME ...] [--docs FILE] [--out DIR]
+python scripts/benchmark/families.py [NAME ...] [--docs FILE]
 
-Each is trained on two ranks beside two vLLM engines, in float32: weights are handed over and log-probs of sampled
-answers compared, once more after an update; the model is saved, merged, and the merged one's answers compared with the
-saved tensors', in transformers and in vLLM. The last line is a JSON object. Ends with status 1 where a family that the
-checks let pass fails, or one that they refuse does not.
+Each is trained on two ranks with two vLLM engines, in float32 (but engines that take bfloat16 alone): weights are
+handed over and log-probs of sampled answers compared, once more after an update; the model is saved, merged, and the
+merged one's answers compared with the saved tensors', in transformers and in vLLM. The last line is a JSON object. Ends
+with status 1 where a family that the checks let pass fails, or one that they refuse does not.
 """
 
 import argparse
@@ -23,11 +23,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging
 
-from hybridrl.assembly import probe_ids, start_session
+from hybridrl.assembly import as_laid_out, probe_ids, start_session
 from hybridrl.batch import Batch
 from hybridrl.cluster import RaySession, kill
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.config.families import why_unsupported
+from hybridrl.config.families import why_not_served, why_unsupported
 from hybridrl.data.prompts import Prompt
 from hybridrl.groups import in_groups, to_batch
 from hybridrl.hybrid_engine import HybridEngine
@@ -40,7 +40,8 @@ from hybridrl.training.workers import TrainWorkers
 
 TOP = Path(__file__).absolute().parents[2]
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
-TOLERANCE = 1e-4  # of a log-prob, in float32
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}  # of a log-prob, by the engine's type
+IN_BFLOAT16 = "not checked: on CPU vLLM computes this family in bfloat16 alone"
 SHAPES = {
     "vocab_size": 384,
     "hidden_size": 64,
@@ -56,6 +57,37 @@ SHAPES = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Experts of DeepSeek's kind, chosen with a buffer's help, after one dense layer.
+ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Attention by way of narrow latents; its heads have 32 + 32 numbers in queries and keys.
+LATENT = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+# Three layers that carry a state along the text to one of attention.
+LINEAR = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "initializer_range": 0.1,  # in bfloat16, with which larger weights make a gap of their own
+}
+# A token goes to every expert: in bfloat16 engine and trainer would choose others where two score alike.
+ALL_EXPERTS = {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 64}
 # A name, the model type, and what differs from SHAPES.
 FAMILIES = {
     "Qwen2": ("qwen2", {}),
@@ -90,22 +122,15 @@ FAMILIES = {
     "Mixtral": ("mixtral", EXPERTS),
     "GLM-4-MoE": (
         "glm4_moe",
-        {
-            "head_dim": 32,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        {"head_dim": 32, **ROUTED},
     ),
+    "DeepSeek-V3": ("deepseek_v3", {**LATENT, **ROUTED}),
+    "Qwen3-Next": ("qwen3_next", {**LINEAR, **EXPERTS, **ALL_EXPERTS}),
+    "Qwen3.5": ("qwen3_5_text", LINEAR),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", {**LINEAR, **EXPERTS, **ALL_EXPERTS}),
     "GPT-OSS": ("gpt_oss", {"head_dim": 32, **EXPERTS}),
-    "StableLM, rows laid out apart": ("stablelm", {}),
+    "StableLM": ("stablelm", {}),
 }
-# What has to be set for a family.
-KEYS = {"StableLM, rows laid out apart": ["actor_rollout_ref.model.use_remove_padding=false"]}
 SAMPLING = Sampling(max_tokens=24, stop_ids=(2,))
 
 
@@ -133,6 +158,9 @@ def make_model(family: str, directory: Path) -> int:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros: stale ones would not be seen
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
+    for buffer in model.buffers():
+        if buffer.dim() and not buffer.any():  # a router's corrections, which begin as zeros
+            torch.nn.init.normal_(buffer, 0.0, 0.1)
     model.save_pretrained(directory)
     return model.num_parameters()
 
@@ -163,7 +191,7 @@ def devices(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[tupl
     worker = ppo_worker_config(config, build_algorithm(config), logs, steps=1)
     group, engine = start_devices(config, session, worker, logs, probe_ids([1, 20, 30, 40, 50]))
     try:
-        yield engine, TrainWorkers(group, build_policy_plan(config), None, "float32", 300)
+        yield engine, TrainWorkers(group, *as_laid_out(group, build_policy_plan(config), None, 300), "float32", 300)
     finally:
         for actor in [*group.actors, *engine.servers.actors]:
             kill(actor)
@@ -199,10 +227,11 @@ def prove(row: Row, config: PPOConfig, session: RaySession, directory: Path) -> 
         workers.start_save(directory / "saved", {"actor": ["model"]})
         while not workers.finished_save():
             time.sleep(0.05)
-    if not max(row.gap_before, row.gap_after) < TOLERANCE < row.moved:
+    dtype = config.actor_rollout_ref.rollout.dtype
+    if not max(row.gap_before, row.gap_after) < TOLERANCE[dtype] < row.moved:
         raise RuntimeError("log-probs of engine and trainer differ, or the update changed nothing")
     row.in_transformers = merge(directory, "transformers")
-    row.in_vllm = merge(directory, "vllm")
+    row.in_vllm = merge(directory, "vllm") if dtype == "float32" else IN_BFLOAT16
 
 
 def merge(directory: Path, check: str) -> str:
@@ -219,10 +248,10 @@ def prove_family(family: str, session: RaySession, directory: Path, more: list[s
     row = Row(family)
     row.parameters = make_model(family, directory / "model")
     settings = json.loads((directory / "model" / "config.json").read_text())
-    row.refused = why_unsupported(settings) or ""
+    row.refused = why_unsupported(settings) or why_not_served(settings) or ""
     try:
         if not row.refused:
-            config = load_config(directory / "model", directory, KEYS.get(family, []) + more)
+            config = load_config(directory / "model", directory, more)
             prove(row, config, session, directory)
     except Exception as error:
         row.failed = f"{type(error).__name__}: {error}".splitlines()[0][:300]

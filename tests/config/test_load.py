@@ -143,6 +143,12 @@ def test_all_spellings_of_the_reward_function_mean_the_same(load: Load, tmp_path
     assert [note for note in loaded.notes if "custom_reward_function.path" in note] == moved
 
 
+def test_what_verls_manager_batch_hands_to_the_function_is_handed_to_it_here(load: Load) -> None:
+    reward = load("+reward_model.reward_kwargs.bonus=2", "+reward_model.reward_kwargs.max_resp_len=99").config.reward
+    assert reward.custom_reward_function.reward_kwargs == {"bonus": 2}
+    assert reward.reward_kwargs.max_resp_len == 99
+
+
 def test_other_old_names_are_moved(load: Load) -> None:
     config = load("reward_model.reward_manager=naive", "rollout.val_kwargs.n=2", "reward_model.num_workers=3").config
     assert config.reward.reward_manager.name == "naive"

@@ -17,6 +17,11 @@ def refusal(load: Load, *overrides: str) -> str:
     return str(caught.value)
 
 
+def test_an_adapter_that_counts_for_nothing_is_refused(load: Load) -> None:
+    message = f"{MODEL}.lora_alpha=0: the adapter would count for nothing; set {MODEL}.lora_alpha=8"
+    assert refusal(load, f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=0") == message
+
+
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     """A saved step that was trained through an adapter of rank 4."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from hybridrl.config import ConfigError
+from hybridrl.config.model_checks import CPU_HEAD_SIZES
+from hybridrl.plans import build_agreement, build_policy_plan
 
 from .conftest import Load
 
@@ -160,3 +162,111 @@ def test_the_reference_is_sharded_as_the_policy_unless_it_is_said(load: Load) ->
     assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["A"]
     section = load(f"actor_rollout_ref.actor.{key}=A", f"actor_rollout_ref.ref.{key}=B").config.actor_rollout_ref
     assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["B"]
+
+
+def test_code_of_a_model_that_is_not_trusted_is_told_before_it_is_wanted(load: Load) -> None:
+    write(model_type="nobodys_model", auto_map={"AutoConfig": "configuration.Nobody"})
+    assert refusals(load) == [
+        "actor_rollout_ref.model.path=model: its config.json names Python files of the model (auto_map), which run "
+        "only if they are trusted; read them, then set actor_rollout_ref.model.trust_remote_code=true"
+    ]
+    load("actor_rollout_ref.model.trust_remote_code=true")
+    write(model_type="phi3", auto_map={"AutoConfig": "configuration_phi3.Phi3Config"})
+    load()  # transformers has this family itself, and then reads no file of the model's
+
+
+@pytest.mark.parametrize("settings", [{"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16}])
+def test_a_head_size_that_the_engine_on_cpu_lacks_is_refused(load: Load, settings: dict) -> None:
+    write(**settings)
+    assert refusals(load, "trainer.device=cpu") == [
+        "actor_rollout_ref.model.path=model: its attention heads have size 16, and vLLM on CPU computes with 32, 64, "
+        "80, 96, 112, 128, 160, 192, 224, 256, 512; take another model, or a GPU"
+    ]
+    load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
+
+
+def test_head_sizes_on_cpu_are_those_of_vllm() -> None:
+    backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert list(CPU_HEAD_SIZES) == backend.get_supported_head_sizes()
+
+
+def test_latent_attention_has_no_heads_of_one_size(load: Load) -> None:
+    write(hidden_size=64, num_attention_heads=4, kv_lora_rank=16)
+    load("trainer.device=cpu")
+
+
+DELTA = {"architectures": ["Qwen3_5ForCausalLM"], "linear_num_value_heads": 4}
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_an_engine_on_cpu_gets_what_a_recurrence_along_the_text_needs(load: Load) -> None:
+    write(**DELTA)
+    loaded = load("trainer.device=cpu", "actor_rollout_ref.model.lora_rank=4")
+    section = loaded.config.actor_rollout_ref
+    assert (section.rollout.dtype, section.rollout.enable_prefix_caching) == ("bfloat16", False)
+    assert section.model.lora.merge
+    for word in ("dtype is bfloat16", "enable_prefix_caching is off", "lora.merge is on"):
+        assert len([note for note in loaded.notes if word in note]) == 1
+    write(mamba_d_state=8)
+    section = load("trainer.device=cpu").config.actor_rollout_ref
+    assert (section.rollout.dtype, section.rollout.enable_prefix_caching) == ("float32", False)
+
+
+def test_a_type_that_a_recurrence_on_cpu_does_not_take_is_refused(load: Load) -> None:
+    write(**DELTA)
+    (line,) = refusals(load, "trainer.device=cpu", f"{ROLLOUT}.dtype=fp32")
+    assert line.startswith(f"{ROLLOUT}.dtype=fp32") and line.endswith("set bf16")
+
+
+def test_what_transformers_leaves_out_of_a_deepseek_s_settings_is_put_where_an_engine_reads_it(load: Load) -> None:
+    write(model_type="deepseek_v3", scoring_func=None)
+    assert load().config.actor_rollout_ref.model.override_config == {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
+    write(model_type="deepseek_v3", topk_method="noaux_tc", scoring_func="sigmoid")
+    assert load().config.actor_rollout_ref.model.override_config == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit"),
+    [
+        (["fp32", "fp32"], 0.01),
+        (["fp32", "bf16"], 0.2),
+        (["fp32", "fp32", "max_log_prob_gap=0.5", "temperature=0.7"], 0.5),
+        (["fp32", "fp32", "top_p=0.9"], None),
+        (["fp32", "fp32", "top_k=5"], None),
+        (["fp32", "fp32", "repetition_penalty=1.1"], None),
+        (["fp32", "fp32", "min_tokens=2"], None),
+        (["fp32", "fp32", "do_sample=false"], None),
+    ],
+)
+def test_engine_and_trainer_are_compared_where_they_are_asked_for_the_same(load: Load, keys: list, limit) -> None:
+    trainer, engine, *more = keys
+    types = [f"actor_rollout_ref.actor.fsdp_config.dtype={trainer}", f"{ROLLOUT}.dtype={engine}"]
+    found = build_agreement(load("trainer.device=cpu", *types, *(f"{ROLLOUT}.{key}" for key in more)).config)
+    assert (found and found.limit) == limit
+
+
+@pytest.mark.parametrize(
+    ("keys", "disturbed"),
+    [
+        ([], False),
+        (["lora_rank=4"], False),
+        (["lora_rank=4", "lora.dropout=0.1"], True),
+        (["override_config.residual_dropout=0.1"], True),
+        (["override_config.residual_dropout=0.0"], False),
+    ],
+)
+def test_dropout_that_is_asked_for_has_old_log_probs_in_a_pass_of_their_own(load: Load, keys, disturbed) -> None:
+    write(residual_dropout=0.1)
+    loaded = load("trainer.device=cpu", *(f"actor_rollout_ref.model.{key}" for key in keys))
+    assert build_policy_plan(loaded.config).disturbed is disturbed
+    said = [note for note in loaded.notes if "residual_dropout=0.1 of config.json is off" in note]
+    assert len(said) == ("residual_dropout" not in str(keys))
+
+
+def test_a_policy_whose_weights_an_engine_cannot_take_is_refused(load: Load) -> None:
+    write(model_type="gpt_oss")
+    (line,) = refusals(load)
+    assert "model_type=gpt_oss: vLLM copies its experts past the reload" in line and line.endswith("(main_sft)")

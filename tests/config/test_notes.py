@@ -129,6 +129,30 @@ def test_validation_at_a_temperature_samples_and_it_is_said_where_do_sample_is_n
     assert load(*QUIET, f"{key}.temperature=0.6", f"{key}.do_sample=true").notes == []
 
 
+def test_do_sample_alone_samples_nothing_and_is_a_warning(load: Load) -> None:
+    key = f"{ROLLOUT}.val_kwargs"
+    assert load(*QUIET, f"{key}.do_sample=true").notes == [
+        f"{key}.do_sample=true has no effect: at {key}.temperature=0 validation is greedy, as in verl; "
+        f"set {key}.temperature=1.0 to sample"
+    ]
+
+
+def test_values_of_what_is_switched_off_are_accepted_without_a_word(load: Load) -> None:
+    off = ("actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0")
+    loaded = load(*QUIET, *off, "algorithm.rollout_correction.rollout_is_threshold=null")
+    assert loaded.notes == []
+    assert loaded.config.algorithm.rollout_correction.rollout_is_threshold == "2.0"
+
+
+def test_sinks_of_other_systems_are_left_out_and_never_all_of_them(load: Load) -> None:
+    loaded = load(*QUIET, "trainer.logger=[swanlab,mlflow]")
+    assert loaded.config.trainer.logger == ["console"]
+    assert loaded.notes == [
+        "trainer.logger: swanlab, mlflow are not supported and left out; metrics go to console and metrics.jsonl"
+    ]
+    assert load(*QUIET, "trainer.logger=[swanlab,file]").config.trainer.logger == ["file"]
+
+
 def test_an_engine_wider_than_a_machine_takes_that_machine_s_devices(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,9 +117,18 @@ def test_all_that_is_wrong_is_in_one_message_with_key_value_and_way_out(load: Lo
         (f"{ROLLOUT}.min_tokens=513", f"{ROLLOUT}.min_tokens=513: an answer has at most 512 tokens"),
         ("trainer.val_only=true", "trainer.val_only=true: there is nothing to validate; set data.val_files"),
         (
-            f"{ROLLOUT}.val_kwargs.do_sample=true",
-            f"{ROLLOUT}.val_kwargs.do_sample=true: at {ROLLOUT}.val_kwargs.temperature=0 nothing is sampled; "
-            f"set {ROLLOUT}.val_kwargs.temperature=1.0",
+            "algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: null}",
+            "algorithm.rollout_correction.rollout_is_threshold=null: algorithm.rollout_correction.rollout_is=token "
+            "needs a bound; set 2.0",
+        ),
+        (
+            "trainer.logger=[console,tensorbord]",
+            "trainer.logger=tensorbord: choose among console, file, tensorboard, wandb; did you mean tensorboard?",
+        ),
+        (
+            "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
+            "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct: by its name (VL) the model reads more than "
+            "text, which is not trained yet",
         ),
         (
             "trainer.device=cuda",
@@ -245,10 +254,6 @@ def test_shards_must_divide_the_devices(load: Load) -> None:
                 "unknown key data.train_bach_size in {here}/mine.yaml; nearest: data.train_batch_size",
             ],
         ),
-        (
-            "custom_reward_function: {path: r.py}",
-            ["custom_reward_function.path in {here}/mine.yaml is now reward.custom_reward_function.path; rename it"],
-        ),
         ("reward: null", ["reward=null: is a section; set the keys in it, such as reward.num_workers=..."]),
         ("trainer: {nnodes: 1, nnodes: 2}", ["found duplicate key nnodes"]),
         ("trainer: [", ["{here}/mine.yaml, or a file it lists, is not YAML"]),
@@ -299,3 +304,25 @@ def test_arguments_of_the_optimizer_that_change_its_state_are_refused(load: Load
     assert refusal(load, f"+{key}.amsgrad=true", f"+{key}.eps=1e-6") == [
         f"{key}: only eps, foreach and fused can be set there; leave out amsgrad"
     ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.train_files",
+        "data.val_files",
+        "data.custom_cls.path",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.tokenizer_path",
+        "actor_rollout_ref.model.lora_adapter_path",
+        "reward.custom_reward_function.path",
+        "trainer.default_local_dir",
+        "trainer.rollout_data_dir",
+        "trainer.validation_data_dir",
+    ],
+)
+def test_a_name_longer_than_file_systems_take_is_refused_by_its_key(load: Load, key: str) -> None:
+    long = f"/tmp/{300 * 'x'}"
+    assert any(
+        line.startswith(f"{key}={long}: File name too long; name another") for line in refusal(load, f"{key}={long}")
+    )

@@ -55,7 +55,10 @@ def test_old_names_lead_to_keys_that_are_known_or_judged() -> None:
 
 def test_what_is_set_instead_is_a_key_here() -> None:
     sets = [key for entry in verl_keys().entries for key in entry.sets]
-    assert not [key for key in [*sets, *verl_keys().defaults] if key not in value_keys(PPOConfig)]
+    defaults = [key for system in ("verl", "SkyRL", "AReaL") for key in verl_keys().defaults[system]]
+    assert not [key for key in [*sets, *defaults] if key not in value_keys(PPOConfig)]
+    supervised = [key for name in ("fsdp_sft_trainer", "sft_trainer") for key in verl_keys().defaults[name]]
+    assert not [key for key in supervised if key not in value_keys(SFTConfig)]
 
 
 @at_hand
@@ -67,11 +70,11 @@ def test_every_key_of_verl_is_judged() -> None:
 def test_verl_s_own_defaults_are_accepted_and_are_not_warned_of_without_reason() -> None:
     plain = {key: value for key, value in verl_defaults().items() if value != "???" and "${" not in str(value)}
     plain |= {"actor_rollout_ref.rollout.name": "vllm"}
+    for key in ("data.image_key", "data.video_key", "data.audio_key"):
+        del plain[key]  # a command that names them has such rows; a file may, as verl's own
     overrides = [f"++{key}={as_override(value)}" for key, value in plain.items()]
     found = judge(PPOConfig, overrides, "ppo_trainer", elsewhere=True).findings
-    assert not found.refused
-    ignored = [finding.cause for finding in found.found if finding.code == "ignored-key"]
-    assert [cause.split(" have")[0] for cause in ignored] == ["data.image_key, data.video_key, data.audio_key"]
+    assert not [finding for finding in found.found if finding.severity == "refused" or finding.code == "ignored-key"]
 
 
 @at_hand
@@ -83,6 +86,120 @@ def test_real_command_lines_are_accepted_unless_they_use_what_is_not_supported(f
         refused = {} if line["unset_vars"] else {finding.code: finding.text for finding in findings.refused}
         remote = any("remote sandboxes are" in text for text in refused.values())
         assert not refused or "unsupported" in refused or remote, line["script"]
+
+
+@at_hand
+def test_skyrl_s_command_lines_are_accepted_unless_they_use_what_is_not_supported() -> None:
+    """Others are rejected for functions of their own by a name that is none here, or train on nothing."""
+    for line in command_lines("skyrl_cmdlines.jsonl"):
+        findings = judge(PPOConfig, line["overrides"], "ppo_trainer", elsewhere=True).findings
+        codes, text = {finding.code for finding in findings.refused}, str(findings.refused)
+        own = "loss_mode=" in text or "adv_estimator=" in text or "data.train_files is not set" in text
+        assert not codes or "unsupported" in codes or (codes == {"value"} and own), line["script"]
+
+
+SKYRL = (
+    "data.train_data=['train.jsonl']",
+    "trainer.algorithm.advantage_estimator=reinforce++",
+    "trainer.policy.model.path=model",
+    "trainer.policy.optimizer_config.lr=2e-6",
+    "trainer.policy.fsdp_config.cpu_offload=true",
+    "trainer.placement.policy_num_gpus_per_node=2",
+    "trainer.placement.ref_num_gpus_per_node=2",
+    "trainer.train_batch_size=64",
+    "trainer.policy_mini_batch_size=32",
+    "trainer.micro_train_batch_size_per_gpu=4",
+    "trainer.resume_mode=null",
+    "trainer.strategy=fsdp",
+    "generator.inference_engine.backend=vllm",
+    "generator.inference_engine.gpu_memory_utilization=0.8",
+    "generator.num_inference_engines=1",
+    "generator.n_samples_per_prompt=5",
+    "generator.sampling_params.max_generate_length=256",
+    "environment.env_class=gsm8k",
+)
+
+
+def test_a_command_of_skyrl_is_translated(load: Load) -> None:
+    loaded = load(*SKYRL, "trainer.device=cpu")
+    config, section = loaded.config, loaded.config.actor_rollout_ref
+    assert config.algorithm.adv_estimator == "reinforce_plus_plus"
+    assert (section.rollout.n, config.data.max_response_length, config.trainer.n_gpus_per_node) == (5, 256, 2)
+    assert (section.actor.optim.lr, section.actor.ppo_mini_batch_size) == (2e-6, 32)
+    assert section.actor.fsdp_config.param_offload and section.actor.fsdp_config.optimizer_offload
+    assert section.rollout.gpu_memory_utilization == 0.8
+    assert config.trainer.resume_mode == "disable"
+    assert all(" is now " in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("generator.max_turns=4", "responses of several turns are not supported yet; set 1"),
+        ("trainer.strategy=megatron", "training runs on FSDP2; set fsdp2"),
+        ("environment.env_class=search", "this environment is not supported"),
+        ("generator.no_such_key=1", "it has no counterpart here; leave it out"),
+        ("trainer.algorithm.dynamic_sampling.type=replace", "replacing prompts is not supported"),
+        ("data.image_key=images", "rows with images, videos or sounds are not supported yet"),
+        ("actor.init_from_scratch=true", "training starts from a model's weights; set false"),
+    ],
+)
+def test_what_skyrl_and_areal_have_and_is_not_here_is_refused_in_a_line(
+    load: Load, override: str, message: str
+) -> None:
+    (line,) = refusal(load, override)
+    assert line.startswith(f"{override}: {message}")
+
+
+def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name(load: Load) -> None:
+    loaded = load(
+        "actor.path=model", "actor.eps_clip=0.4", "actor.kl_ctl=0.1", "actor.reward_norm.std_level=null", "rollout.n=2"
+    )
+    assert loaded.config.actor_rollout_ref.actor.clip_ratio_high == 0.4
+    assert loaded.config.algorithm.use_kl_in_reward and loaded.config.algorithm.kl_ctrl.kl_coef == 0.1
+    assert loaded.config.algorithm.norm_adv_by_std_in_grpo is False
+    assert loaded.config.actor_rollout_ref.rollout.n == 2  # verl's older name
+
+
+UV = "uv -v run --frozen --all-packages --extra vllm --extra fsdp"
+ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.py_executable"
+
+
+def test_verl_s_environment_by_uv_is_left_out_with_one_warning(load: Load, tmp_path: Path) -> None:
+    words = (*GRPO, f"{ENVIRONMENT}='{UV}'", "ray_kwargs.ray_init.runtime_env.env_vars.A=b")
+    loaded = load(*words)
+    assert loaded.config.ray_kwargs.ray_init == {"runtime_env": {"env_vars": {"A": "b"}}}
+    (note,) = loaded.notes
+    assert note.startswith(f"{ENVIRONMENT} has no effect: it starts workers in verl's environment through uv")
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [ppo_trainer, _self_]\nray_kwargs: {{ray_init: {{runtime_env: {{py_executable: '{UV}'}}}}}}\n"
+    )
+    loaded = load(*GRPO, config_dir=tmp_path, config_name="mine")
+    assert loaded.notes == [note]
+    assert not loaded.config.ray_kwargs.ray_init["runtime_env"]
+
+
+def test_a_python_that_the_user_names_reaches_ray(load: Load) -> None:
+    loaded = load(*GRPO, f"{ENVIRONMENT}=/opt/python")
+    assert loaded.config.ray_kwargs.ray_init == {"runtime_env": {"py_executable": "/opt/python"}}
+
+
+def test_a_file_s_old_names_move_as_on_the_command_line_which_wins(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\n"
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "data: {image_key: images}\n"
+        "actor_rollout_ref: {actor: {optim: {warmup_style: cosine}, tis_imp_ratio_cap: 3.0}}\n"
+        "reward_model: {reward_kwargs: {overlong_buffer_cfg: {len: 64}}}\n"
+        "trainer: {remove_previous_ckpt_in_save: true}\n"
+    )
+    loaded = load(*GRPO, "trainer.max_actor_ckpt_to_keep=3", config_dir=tmp_path, config_name="mine")
+    config = loaded.config
+    assert config.actor_rollout_ref.actor.optim.lr_scheduler_type == "cosine"
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "3.0"
+    assert config.reward.reward_kwargs.overlong_buffer_cfg.len == 64
+    assert config.trainer.max_actor_ckpt_to_keep == 3
+    assert len(loaded.notes) == 4 and all(" is now " in note for note in loaded.notes)
 
 
 def refusal(load: Load, *overrides: str) -> list[str]:

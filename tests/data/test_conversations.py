@@ -34,6 +34,13 @@ def learnt(conversation: Conversation, tokenizer: Qwen2Tokenizer) -> str:
     return tokenizer.decode([token for token, mask in pairs if mask])
 
 
+def test_a_conversation_with_an_image_is_refused(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    message = refusal(write(chat("<image>what is it?", "a cat") | {"images": ["cat.png"]}), sft_config, tokenizer)
+    assert "line 1: more than text: the column images; leave such rows out" in message
+
+
 def test_the_loss_is_on_the_answer_and_the_end_of_its_turn(
     write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:

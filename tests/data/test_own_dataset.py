@@ -82,6 +82,16 @@ def test_what_cannot_be_used_is_refused_with_the_users_own_line(load: Load, sour
     assert str(error.value).startswith("data.custom_cls.path=")
 
 
+def test_a_copy_of_verl_that_does_not_import_does_not_hide_the_advice(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("import tensordict_of_another_version\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"No module named 'tensordict_of.*let Sums stand by itself"):
+        load("from verl.utils.dataset import RLHFDataset\nclass Sums(RLHFDataset): pass")
+
+
 def test_the_class_is_part_of_what_a_run_is_recognised_by(tmp_path: Path, config: DataConfig) -> None:
     (tmp_path / "own.py").touch()
     own = OwnDatasetConfig(f"file://{tmp_path / 'own.py'}", "Sums")

@@ -120,6 +120,40 @@ def test_all_bad_rows_are_told_at_once_with_line_and_reason(
     assert "and 1 more" in message
 
 
+def test_bad_rows_are_listed_in_the_order_of_the_file_however_they_are_shuffled(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    file = write(*(row([]) for _ in range(40)))
+    with pytest.raises(ConfigError) as error:
+        load_prompts([file], config, tokenizer, max_samples=-1, shuffle=True, key="data.train_files")
+    assert [line.partition(": ")[0] for line in str(error.value).splitlines()[1:6]] == [
+        f"  {file}, line {number}" for number in (1, 2, 3, 4, 5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"images": [{"bytes": "x"}]}, "the column images"),
+        ({"videos": ["a.mp4"]}, "the column videos"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]},
+            "a part of type image",
+        ),
+    ],
+)
+def test_a_row_of_more_than_text_is_refused(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, more: dict[str, Any], fault: str
+) -> None:
+    message = refusal(write(row("fine"), row("<image>what is it?") | more), config, tokenizer)
+    assert f"line 2: more than text: {fault}; leave such rows out, as training is on text" in message
+
+
+def test_the_word_image_in_a_text_is_text(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    (prompt,) = load(write(row("what does <image> mean?") | {"images": [], "videos": None}), config, tokenizer)
+    assert "<image>" in tokenizer.decode(prompt.ids)
+
+
 def test_a_conversation_that_the_template_refuses_is_named(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:

@@ -46,7 +46,7 @@ def model(tokenizer: Qwen2Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
     """A directory with a model of some thousand random parameters and its tokenizer."""
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen2Config(vocab_size=320, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=1, **sizes)
     Qwen2ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)

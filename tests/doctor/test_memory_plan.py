@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hybridrl.config import PPOConfig
+from hybridrl.config import PPOConfig, model_checks
 from hybridrl.config.findings import Findings
 from hybridrl.config.load import judge
 from hybridrl.doctor import memory_plan as plan_of
@@ -49,6 +49,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model" / "model.safetensors").touch()
+
+    # Heads of 4: small enough to count by hand, and smaller than any engine's.
+    monkeypatch.setattr(model_checks, "CPU_HEAD_SIZES", (4,))
 
     def run(*overrides: str) -> PPOConfig:
         words = [

@@ -1,9 +1,13 @@
 """Launch scripts are read as bash would, and nothing of them happens."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from hybridrl.config import PPOConfig
+from hybridrl.config.load import judge
+from hybridrl.config.schema_sft import SFTConfig
 from hybridrl.doctor import launch_script
 from hybridrl.doctor.launch_script import commands_of
 
@@ -71,7 +75,8 @@ def test_what_is_refused_is_said_and_left_out(doctor: Doctor, script: Path) -> N
     status, told = doctor("migrate", str(script))
     assert status == 1
     assert "# refused [unsupported] distillation.enabled=true: " in told
-    assert told.rstrip().endswith("data.train_files=x")
+    assert "# refused [value] actor_rollout_ref.model.path is not set" in told
+    assert told.rstrip().endswith("data.train_files=x \\\n    actor_rollout_ref.model.path=path/to/model")
 
 
 def test_variables_of_the_environment_count(doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +114,193 @@ def test_a_script_that_waits_for_ever_is_given_up(script: Path, monkeypatch: pyt
     script.write_text("while true; do :; done\n")
     with pytest.raises(ValueError, match=r"did not come to the end of .*run\.sh within 0\.5 s"):
         commands_of(script)
+
+
+def printed(told: str, module: str = "main_ppo") -> list[str]:
+    """The words of the command that was printed, which must be accepted as it stands."""
+    command = told[told.index(f"python -m hybridrl.{module}") :].partition("hybridrl.")[2].partition(" ")[2]
+    made = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
+    words = made.stdout.split("\0")[:-1]
+    schema, name = (PPOConfig, "ppo_trainer") if module == "main_ppo" else (SFTConfig, "sft_trainer")
+    assert not judge(schema, words, name, elsewhere=True).findings.refused
+    return words
+
+
+MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=a.parquet"
+
+
+def test_a_name_made_by_a_program_is_made_when_the_command_runs(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        "NAME=grpo_$(date +%m%d-%H:%M)\nSIZE=$(basename /models/Qwen3-8B)\n"
+        f"python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name=${{SIZE}}_$NAME "
+        "trainer.default_local_dir=$(cat root | tr a b)/x trainer.nnodes=$(nproc) "
+        "trainer.project_name=$(echo $(hostname)-x | tr a-z A-Z)\n"
+    )
+    status, told = doctor("migrate", str(script))
+    assert 'trainer.experiment_name=Qwen3-8B_grpo_"$(date +%m%d-%H:%M)"' in told
+    assert 'trainer.default_local_dir="$(cat root | tr a b)"/x' in told
+    assert 'trainer.project_name="$(echo "$(hostname)-x" | tr a-z A-Z)"' in told
+    assert "# refused [value] trainer.nnodes=$(nproc): expected an integer" in told
+    assert (status, [word for word in printed(told) if "nnodes" in word]) == (1, [])
+
+
+def test_a_program_that_is_only_tried_says_nothing(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        "DEVICE=$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo cuda)\n"
+        'GPUS="$(nvidia-smi -L | wc -l)"\n'
+        f"python3 -m verl.trainer.main_ppo {MODEL} trainer.device=$DEVICE trainer.n_gpus_per_node=$GPUS\n"
+    )
+    told = doctor("migrate", str(script))[1]
+    assert "trainer.device=cuda" in printed(told)
+    assert "# warning [empty-value] trainer.n_gpus_per_node is empty: a variable that is not set here" in told
+
+
+def test_verl_s_switch_to_uv_is_left_out(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        "LAUNCH=(uv run --frozen --all-packages --extra vllm python3)\n"
+        'RAY=(ray_kwargs.ray_init.runtime_env.py_executable="uv -v run --frozen --all-packages --extra vllm")\n'
+        f'"${{LAUNCH[@]}}" -m verl.trainer.main_ppo {MODEL} "${{RAY[@]}}"\n'
+    )
+    status, told = doctor("migrate", str(script))
+    assert status == 0
+    assert "# warning [ignored-key] ray_kwargs.ray_init.runtime_env.py_executable has no effect: it starts" in told
+    assert not [word for word in printed(told) if "uv" in word]
+
+
+def test_a_file_of_settings_is_read_and_the_command_wins(doctor: Doctor, script: Path, tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "multi.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\n"
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "data: {train_files: rows.parquet, max_response_length: 64, unheard_of: 1}\n"
+        "actor_rollout_ref: {rollout: {n: 4, name: sglang, response_length: '${data.max_response_length}'}}\n"
+        "reward_model: {reward_manager: dapo}\n"
+    )
+    script.write_text(
+        'python3 -m verl.trainer.main_ppo --config-path="$(dirname "$0")/config" --config-name=multi '
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.rollout.n=8\n"
+    )
+    status, told = doctor("migrate", str(script))
+    assert printed(told) == [
+        "data.train_files=rows.parquet",
+        "data.max_response_length=64",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.rollout.response_length='${data.max_response_length}'",
+        "reward.reward_manager.name=dapo",
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+    ]
+    assert status == 1
+    assert "# refused [unknown-key] unknown key data.unheard_of" in told
+    assert "# refused [value] actor_rollout_ref.rollout.name=sglang: choose vllm" in told
+
+
+def test_a_file_of_settings_that_is_not_found_is_said(doctor: Doctor, script: Path) -> None:
+    script.write_text(f"python3 -m verl.trainer.main_ppo --config-name multi {MODEL}\n")
+    status, told = doctor("migrate", str(script))
+    assert status == 1
+    assert (
+        "# refused [config-file] multi: this file of settings was not found, so nothing of it is in the command" in told
+    )
+    script.write_text(f"python3 -m verl.trainer.main_ppo --config-name=ppo_trainer {MODEL}\n")
+    assert doctor("migrate", str(script))[0] == 0
+
+
+def test_what_cannot_be_is_left_out_until_the_command_is_accepted(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo --config-path=c {MODEL} actor_rollout_ref.actor.strategy=megatron "
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
+        "actor_rollout_ref.ref.megatron.param_offload=True actor_rollout_ref.actor.megatron.a=1 "
+        "actor_rollout_ref.actor.megatron.b=1 actor_rollout_ref.actor.megatron.c=1 "
+        "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True trainer.device=npu\n"
+    )
+    status, told = doctor("migrate", str(script))
+    assert printed(told) == ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
+    assert status == 1
+    assert told.count(".megatron.") == 4  # named in one line, and not again
+
+
+@pytest.mark.parametrize("module", ["recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo", "dapo.main_dapo"])
+def test_dapo_s_program_is_known(doctor: Doctor, script: Path, module: str) -> None:
+    script.write_text(f"python3 -m {module} {MODEL} +algorithm.filter_groups.enable=True\n")
+    status, told = doctor("migrate", str(script))
+    assert status == 0
+    assert "reward.reward_manager.name=dapo" in printed(told)
+
+
+def test_supervised_training_becomes_a_command_of_main_sft(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        "torchrun --standalone --nnodes=1 --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer "
+        "data.train_files=a.parquet model.partial_pretrain=Qwen/Qwen3-8B optim.clip_grad=0.5 "
+        "ulysses_sequence_parallel_size=2 use_remove_padding=true data.micro_batch_size_per_gpu=4\n"
+    )
+    status, told = doctor("migrate", str(script), "4")
+    assert printed(told, "main_sft") == [
+        "trainer.n_gpus_per_node=4",
+        "data.train_files=a.parquet",
+        "model.path=Qwen/Qwen3-8B",
+        "engine.grad_clip=0.5",
+        "engine.ulysses_sequence_parallel_size=2",
+        "model.use_remove_padding=true",
+    ]
+    assert status == 0
+    assert "# information [default] trainer.total_epochs=" in told
+
+
+def test_a_program_with_code_of_its_own_is_said(doctor: Doctor, script: Path) -> None:
+    script.write_text(f"python3 -m recipe.spin.main_spin {MODEL}\n")
+    assert "# warning [program] recipe.spin.main_spin has code of its own" in doctor("migrate", str(script))[1]
+
+
+def test_a_script_of_skyrl_becomes_a_command_of_here(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        "uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base data.train_data=\"['$HOME/a.parquet']\" "
+        "trainer.policy.model.path=Qwen/Qwen3-8B trainer.algorithm.use_kl_loss=false generator.max_turns=3 "
+        "generator.n_samples_per_prompt=8 trainer.logger=wandb trainer.fully_async.enabled=true\n"
+    )
+    status, told = doctor("migrate", str(script))
+    words = printed(told)
+    assert {"actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.use_kl_loss=false"} <= set(words)
+    assert "algorithm.adv_estimator=grpo" in words  # SkyRL's default, which is not the one here
+    assert "# information [default] algorithm.adv_estimator=grpo is added: it is the default of SkyRL, and gae" in told
+    assert status == 1 and told.count("# refused") == 2
+
+
+AREAL = """
+experiment_name: gsm8k
+trial_name: trial0
+total_train_epochs: 10
+allocation_mode: sglang:d4p1t2+d4p1t1
+cluster: {n_gpus_per_node: 8, name_resolve: {type: nfs}}
+gconfig: {n_samples: 4, max_new_tokens: 1024}
+actor:
+  path: Qwen/Qwen3-8B
+  ppo_n_minibatches: 1
+  group_size: ${gconfig.n_samples}
+  optimizer: {lr: 1.7e-5, type: adam}
+  reward_norm: {mean_level: group, std_level: group}
+ref: {path: '${actor.path}', dtype: bfloat16}
+train_dataset: {path: openai/gsm8k, batch_size: 256, type: rl}
+saver: {freq_epochs: 1, freq_steps: null}
+"""
+
+
+def test_areal_s_yaml_is_read_with_and_without_its_script(doctor: Doctor, script: Path, tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text(AREAL)
+    script.write_text(
+        "python3 examples/gsm8k_rl.py --config grpo.yaml scheduler.type=local actor.path=Qwen/Qwen3-0.6B\n"
+    )
+    status, told = doctor("migrate", str(script))
+    words = printed(told)
+    assert status == 0
+    assert {
+        "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B",
+        "actor_rollout_ref.ref.model.path=Qwen/Qwen3-0.6B",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
+        "algorithm.adv_estimator=grpo",
+        "trainer.save_freq_epochs=1",
+    } <= set(words)
+    assert "# warning [program] examples/gsm8k_rl.py has code of its own (rewards, rollouts)" in told
+    alone = printed(doctor("migrate", str(tmp_path / "grpo.yaml"))[1])
+    assert [word.replace("8B", "0.6B") for word in alone] == words

@@ -54,6 +54,22 @@ def test_two_reward_files_are_compared_and_faults_are_told(files, capsys):
     assert causes(findings, "reward.agreement")[-1] == f"0 of 2 scores agree with {other}"
 
 
+BATCH = (
+    "def many(data_sources, solution_strs, ground_truths, extra_infos, bonus=0): return [bonus] * len(solution_strs)"
+)
+
+
+def test_a_batch_function_is_tried_as_a_run_calls_it(files, capsys):
+    directory = files / "it's, =odd"
+    directory.mkdir()
+    (directory / "my batch.py").write_text(BATCH)
+    overrides = ["reward.reward_manager.name=batch", "+reward.reward_kwargs.bonus=3"]
+    file = f"{directory / 'my batch.py'}:many"
+    status, findings = found(capsys, "--rows", str(files / "rows.jsonl"), "--reward", file, *overrides)
+    assert status == 0
+    assert causes(findings, "reward.scores")[0].endswith("mean 3.0000; 3: 3")
+
+
 def test_keys_of_rewards_may_be_set(files, capsys):
     key = "reward.custom_reward_function.reward_kwargs.score=5"
     _, findings = found(capsys, "--rows", str(files / "rows.jsonl"), "--data-source", "gsm8k", key)

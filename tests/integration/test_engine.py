@@ -104,9 +104,14 @@ def test_an_engine_waits_for_its_threads_longer_than_a_trainer(parts):
 
 
 @pytest.mark.parametrize(
-    ("victim", "how"), [("engine", signal.SIGKILL), ("server", signal.SIGKILL), ("engine", signal.SIGSTOP)]
+    ("victim", "how", "cause"),
+    [
+        ("engine", signal.SIGKILL, "the engine failed: EngineDeadError"),
+        ("server", signal.SIGKILL, "killed by hand or by a scheduler"),
+        ("engine", signal.SIGSTOP, "ray.kill"),
+    ],
 )
-def test_a_server_lost_while_generating_costs_no_answer(parts, monkeypatch, victim, how):
+def test_a_server_lost_while_generating_costs_no_answer(parts, monkeypatch, caplog, victim, how, cause):
     engine, _ = parts
     wanted = requests(8, 4)
     engine.to_rollout(6)
@@ -124,6 +129,8 @@ def test_a_server_lost_while_generating_costs_no_answer(parts, monkeypatch, vict
     again = tokens(generate(engine, wanted))
     assert tokens({(c.prompt, c.sample): c for c in found}) == undisturbed == again
     assert engine.pool.restarts == restarts + 1
+    (warning,) = (line for line in caplog.messages if "was lost" in line)
+    assert cause in warning
     assert len(engine_processes()) == 2
     engine.to_training()
 

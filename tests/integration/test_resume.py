@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridrl.checkpoint.read import read_shards
-from tests.integration.test_run import assert_gone, finish, metrics, start, wait_for_step
+from tests.integration.test_run import assert_gone, driver_of, finish, metrics, start, wait_for_step
 
 STEPS = 6
 
@@ -51,7 +51,7 @@ def weights_and_moments(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def victim(process, kind: str) -> psutil.Process:
-    driver = psutil.Process(process.pid).children()[0]
+    driver = driver_of(process)
     if kind == "driver":
         return driver
     return next(p for p in driver.parent().children(recursive=True) if kind in " ".join(p.cmdline()))

@@ -34,6 +34,7 @@ def start(module: str, arguments: list[str], **environment: str) -> subprocess.P
         text=True,
         env=os.environ | environment,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
+        start_new_session=True,
     )
 
 
@@ -216,16 +217,32 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+def driver_of(process: subprocess.Popen) -> psutil.Process:
+    """The first child of a run's guard."""
+    return min(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
+
+
+def temporary_directories(processes: list[psutil.Process]) -> set[Path]:
+    """Where Ray, engines and their sockets are."""
+    found = {Path(process.environ().get("TMPDIR", "/")) for process in processes}
+    directories = {directory for directory in found if directory.name.startswith("hybridrl-")}
+    assert all(map(Path.exists, directories))
+    return directories
+
+
 def test_a_driver_killed_outright_leaves_nothing_running(overrides, tmp_path):
     process = start("main_ppo", overrides(tmp_path, {"trainer.total_training_steps": 50}))
     wait_for_step(process, tmp_path, 1)
     processes = psutil.Process(process.pid).children(recursive=True)
     assert any("EngineCore" in " ".join(p.cmdline()) for p in processes)
-    psutil.Process(process.pid).children()[0].kill()
+    directories = temporary_directories(processes)
+    assert len(directories) == 3, "of Ray and of two engines"
+    driver_of(process).kill()
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 137
     assert "the driver was killed (signal 9" in output
     assert_gone(processes)
+    assert not any(map(Path.exists, directories))
 
 
 def sft_arguments(tiny: Path, directory: Path, **more: object) -> list[str]:
@@ -262,25 +279,27 @@ def test_supervised_training_lowers_the_loss_and_saves(tiny, tmp_path):
     assert "the run is complete: 20 of 20 steps" in finish(start("main_sft", sft_arguments(tiny, tmp_path)))
 
 
-@pytest.mark.parametrize("how", ["interrupt", "worker"])
-def test_ctrl_c_and_a_dead_worker_end_a_run_in_seconds_with_one_message(tiny, tmp_path, how):
+@pytest.mark.parametrize("how", ["signal", "worker"])
+def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_message(tiny, tmp_path, how):
     process = start("main_sft", sft_arguments(tiny, tmp_path, **{"trainer.total_training_steps": 5000}))
     wait_for_step(process, tmp_path, 3)
     processes = psutil.Process(process.pid).children(recursive=True)
-    if how == "interrupt":
-        psutil.Process(process.pid).children()[0].send_signal(signal.SIGINT)
+    directories = temporary_directories(processes)
+    if how == "signal":
+        os.killpg(process.pid, signal.SIGTERM)
     else:
         next(p for p in processes if "TrainWorker" in " ".join(p.cmdline())).kill()
     output, _ = process.communicate(timeout=30)
-    if how == "interrupt":
+    if how == "signal":
         assert process.returncode == 130
-        assert "stopped (Ctrl-C)" in output
+        assert "stopped (SIGTERM)" in output
         assert list(tmp_path.glob("global_step_*")), "the step it was in is saved"
     else:
         assert process.returncode == 1
         assert "train worker.update_policy: the process of rank" in output
         assert "Traceback" not in output
     assert_gone(processes)
+    assert len(directories) == 1 and not any(map(Path.exists, directories))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ CONTENTS = {"actor": ALL, "critic": ALL, "reference": ["model"]}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A small random model; GPT-2 drops a tenth of its activations in training."""
+    """A small random model, of which a tenth of its activations is dropped in training."""
     torch.manual_seed(0)
     path = str(tmp_path_factory.mktemp("model"))
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
@@ -47,7 +47,7 @@ def start(config, session, model, tmp_path_factory):
         worker = ppo_worker_config(config, build_algorithm(config), logs, steps=8)
         policy = replace(
             worker.policy,
-            model=replace(worker.policy.model, path=path),
+            model=replace(worker.policy.model, path=path, override_config={"resid_pdrop": 0.1}),
             fsdp=replace(worker.policy.fsdp, fsdp_size=count),
             optimizer=replace(worker.policy.optimizer, lr_scheduler_type="linear"),
         )

@@ -10,6 +10,7 @@ from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards.built_in import CPU_SECONDS, FAMILIES, SCORERS
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Answer
+from hybridrl.rewards.verl_names import NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"```python\n# (\w+\.py).*?\n(.*?)```", PAGE, re.DOTALL))
@@ -24,6 +25,12 @@ SCORES = {
     "together.py": 1.0,
     "manager.py": 2.0,
 }
+
+
+def test_every_grader_of_verl_that_has_a_counterpart_is_listed():
+    table = PAGE.partition("**A file made for verl**")[2].partition("\n## ")[0]
+    graders = {name for module, names in NAMES.items() if "reward_score" in module for name in names}
+    assert sorted(name for name in graders if f"{name}`" not in table and name[0] != "_") == []
 
 
 def test_every_example_is_run():

@@ -65,6 +65,18 @@ def test_a_line_that_was_half_written_is_dropped(tmp_path):
     assert lines(tmp_path) == WHOLE
 
 
+@pytest.mark.parametrize("bad", ["\0" * 50, "", "nonsense", "[1]", '{"a": 1}', '{"step": 1, "a": "b"}', "\udcff"])
+def test_a_line_that_cannot_be_read_is_left_out_with_one_warning(tmp_path, capsys, bad):
+    resume = killed_run(tmp_path, [], saved=2, last=1)
+    with (tmp_path / "metrics.jsonl").open("a", errors="surrogateescape") as file:
+        file.write(f'{bad}\n{{"step": 2, "{REWARD}": 0.2}}\n')
+    finish(tmp_path, [], Resume(2, resume.sinks))
+    assert lines(tmp_path) == WHOLE
+    (warning,) = capsys.readouterr().out.splitlines()
+    assert warning.startswith(f"warning: {tmp_path}/metrics.jsonl, line 2 cannot be read")
+    assert [*read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_all_lines_of_the_saved_step_and_of_the_one_before_the_first_stay(tmp_path):
     with tracker(tmp_path, []) as run:
         for step, value in [(0, 0.0), (0, 0.01), (1, 0.1), (1, 0.11), (2, 0.2)]:

@@ -2,16 +2,20 @@
 
 from transformers import (
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     Glm4MoeConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from hybridrl.config.schema import ModelConfig
@@ -40,6 +44,15 @@ FAMILIES = {
     "a sliding window in the second layer": Qwen2Config(
         **SMALL, num_key_value_heads=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
     ),
+}
+LINEAR = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 # Those that do something to their logits or scores, and mixtures of experts.
 SPECIAL = {
@@ -71,6 +84,34 @@ SPECIAL = {
         first_k_dense_replace=1,
         n_group=1,
         topk_group=1,
+    ),
+    "attention by way of latents": DeepseekV3Config(
+        **SMALL,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=24,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
+    "a recurrence along the text": Qwen3_5TextConfig(**SMALL, **LINEAR),
+    "a recurrence along the text, experts": Qwen3NextConfig(
+        **SMALL,
+        **LINEAR,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+    ),
+    "attention sinks": GptOssConfig(
+        **SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=3
     ),
 }
 

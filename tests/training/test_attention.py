@@ -7,7 +7,16 @@ from torch import Tensor
 from hybridrl.training.attention import attend
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
-OPTIONS = st.sampled_from([{}, {"sliding_window": 5}, {"softcap": 1.5}, {"softcap": 1.5, "sliding_window": 5}])
+OPTIONS = st.sampled_from(
+    [
+        {},
+        {"sliding_window": 5},
+        {"softcap": 1.5},
+        {"softcap": 1.5, "sliding_window": 5},
+        {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+        {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0]), "sliding_window": 5},
+    ]
+)
 HEADS = st.sampled_from([(4, 4), (4, 2), (3, 1)])
 WIDTH = 8
 
@@ -27,8 +36,8 @@ def in_one_line(inputs: list[Tensor], lengths: list[int], **options: object) -> 
     return attend(torch.nn.Identity(), *inputs, None, boundaries=boundaries, longest=max(lengths), **options)[0][0]
 
 
-def by_the_formula(inputs: list[Tensor], lengths: list[int], sliding_window=10**6, softcap=None) -> Tensor:
-    """Softmax of the scores of what each token sees, over the whole line in float64."""
+def by_the_formula(inputs: list[Tensor], lengths: list[int], sliding_window=10**6, softcap=None, s_aux=None) -> Tensor:
+    """Softmax of the scores of what each token sees, over the whole line in float64; a sink adds to its divisor."""
     query, key, value = (tensor[0].double() for tensor in inputs)
     key, value = (tensor.repeat_interleave(len(query) // len(key), dim=0) for tensor in (key, value))
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -37,12 +46,16 @@ def by_the_formula(inputs: list[Tensor], lengths: list[int], sliding_window=10**
     scores = query @ key.mT / WIDTH**0.5
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(0, 1)
+    exponentials = scores.exp() * seen
+    divisor = exponentials.sum(-1, keepdim=True) + (0 if s_aux is None else s_aux.double().exp()[:, None, None])
+    return (exponentials / divisor @ value).transpose(0, 1)
 
 
 @given(LENGTHS, HEADS, OPTIONS, st.integers(0, 99))
 def test_output_and_gradient_are_those_of_the_formula(lengths, heads, options, seed):
     inputs = drawn(lengths, heads, seed)
+    if "s_aux" in options:
+        options = options | {"s_aux": options["s_aux"][: heads[0]]}
     found, expected = in_one_line(inputs, lengths, **options), by_the_formula(inputs, lengths, **options)
     torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-5)
     weights = torch.linspace(-1, 1, found.numel()).view_as(found)

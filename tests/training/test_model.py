@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen2Config, StableLmConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, SeedOssConfig, StableLmConfig
 
 from hybridrl.batch import Batch
 from hybridrl.training import attention, linear_log_probs
 from hybridrl.training.loading import layer_classes
-from hybridrl.training.model import LanguageModel, check_log_probs, load_language_model
+from hybridrl.training.model import LanguageModel, check_log_probs, load_language_model, rows_mix
 from hybridrl.training.packing import lay_out
 from hybridrl.training.token_outputs import ReferenceOutputs, TokenOutputs
+from hybridrl.training.value_model import load_value_model
 from tests.training.families import FAMILIES, SMALL, SPECIAL, VOCABULARY, model_config
 
 
@@ -251,12 +252,31 @@ def test_a_directory_that_lacks_weights_is_refused_by_their_names(directory, tmp
         load(str(tmp_path))
 
 
-def test_a_family_whose_rows_see_one_another_in_one_line_is_refused_with_the_way_out():
+def test_a_family_whose_rows_see_one_another_in_one_line_is_found_out():
     config = StableLmConfig(**SMALL, num_key_value_heads=4)
     model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
-    with pytest.raises(ValueError, match=r"stablelm: .* differ by .*; set model.use_remove_padding=false"):
+    with pytest.raises(ValueError, match=r"stablelm: .* differ by"):
         check_log_probs(model, torch.float32, padded=False)
+    assert rows_mix(model)
     check_log_probs(model, torch.float32, padded=True)
+
+
+@pytest.mark.parametrize("family", ["a recurrence along the text", "two heads a key"])
+def test_rows_of_other_families_lie_in_one_line(directories, family):
+    assert not rows_mix(load(directories[family]))
+    assert not rows_mix(load_value_model(model_config(directories[family]), torch.float32))
+
+
+def test_dropout_that_was_not_asked_for_is_off(rows, tmp_path):
+    torch.manual_seed(0)
+    config = SeedOssConfig(**SMALL, num_key_value_heads=2, head_dim=8, residual_dropout=0.5, attention_dropout=0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    inputs, asked = lay_out(rows, padded=False), {"residual_dropout": 0.5}
+    model, noisy = load(str(tmp_path)), load(str(tmp_path), override_config=asked)
+    expected = model.eval()(inputs, 1.0).log_probs
+    assert torch.equal(model.train()(inputs, 1.0).log_probs, expected)
+    assert torch.equal(noisy.eval()(inputs, 1.0).log_probs, expected)
+    assert (noisy.train()(inputs, 1.0).log_probs - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -12,10 +12,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     Gemma3TextConfig,
-    GptOssConfig,
     Olmo2Config,
     OPTConfig,
     PreTrainedModel,
+    Qwen2Config,
     TrOCRConfig,
 )
 
@@ -156,9 +156,9 @@ def test_layers_to_shard_are_those_that_the_model_says(directory, critic):
         assert layer_classes(load(path).model, None) == {"Qwen2DecoderLayer"}
 
 
-def test_a_model_that_the_trainer_would_compute_wrongly_is_refused(tmp_path):
-    GptOssConfig(**SMALL, num_key_value_heads=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="attention sinks"):
+def test_a_model_that_cannot_be_trained_is_refused(tmp_path):
+    Qwen2Config(**SMALL, num_key_value_heads=2, is_encoder_decoder=True).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="an encoder and a decoder"):
         load(tmp_path)
 
 

@@ -5,11 +5,13 @@ import re
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace goes with its backslash
 _BETWEEN = re.compile(r"(?:[\s$,;]|\\quad|\\[()\[\]]|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b)*")
 _LONGEST_BETWEEN = 60
-_ANSWER_LINE = re.compile(r"answer\**\s*:\**\s*(\S[^\n]*)", re.IGNORECASE)
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox) +([^\s{$][^$\n]*)")
+_ANSWER = re.compile(r"answer\**\s*:", re.IGNORECASE)
+_SAYS_SOMETHING = re.compile(r"[^\W_]")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} or \fbox{...} that closes, or None.
+    r"""What stands in the last \boxed{...} or \fbox{...} that closes, else after "\boxed " in its line, or None.
 
     Boxes with no more than a comma or an "and" between them are one result: their contents, with commas.
     """
@@ -21,7 +23,22 @@ def last_boxed(text: str) -> str | None:
             break
         found.append(text[opening : end - 1])
         before = start
-    return ", ".join(reversed(found)) if found else None
+    if found:
+        return ", ".join(reversed(found))
+    bare = _BARE_BOX.findall(text)
+    return bare[-1].strip() if bare else None
+
+
+def last_answer_line(text: str) -> str | None:
+    """The first line with a letter or a digit after the last "Answer:", or None; where it only announces a box, the
+    content of that box."""
+    marks = list(_ANSWER.finditer(text))
+    if not marks:
+        return None
+    after = text[marks[-1].end() :].strip(" *\n")
+    line = next(filter(_SAYS_SOMETHING.search, after.splitlines()), after.partition("\n")[0]).strip(" *")
+    announces = line.endswith(":") or line.startswith(r"\begin")
+    return (last_boxed(after) if announces else None) or line or None
 
 
 def last_tagged(text: str) -> str | None:
@@ -29,12 +46,6 @@ def last_tagged(text: str) -> str | None:
     before, closing, _ = text.rpartition("</answer>")
     _, opening, content = before.rpartition("<answer>")
     return content.strip() if closing and opening else None
-
-
-def last_answer_line(text: str) -> str | None:
-    """What follows the last "Answer:" up to the end of its line, or None."""
-    found = _ANSWER_LINE.findall(text)
-    return found[-1].strip() if found else None
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:

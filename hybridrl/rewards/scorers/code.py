@@ -31,9 +31,9 @@ def compute_score(
     "functional" or "test" (with "entry_point", as in HumanEval). ValueError for anything else.
     """
     program, limits = last_program(solution_str), Limits(seconds, memory_mb, _SPARE_OUTPUT, total_seconds)
-    passed = _passed(program, _as_tests(ground_truth), limits)
-    whole = float(all(passed))
-    share = sum(passed) / len(passed)
+    results = passed(program, ground_truth, limits)
+    whole = float(all(results))
+    share = sum(results) / len(results)
     return {"score": share if continuous else whole, "acc": whole, "passed": share}
 
 
@@ -49,7 +49,9 @@ def same_output(printed: str, expected: str) -> bool:
     return len(words) == len(wanted) and all(map(_same_word, words, wanted))
 
 
-def _passed(program: str, tests: Mapping[str, Any], limits: Limits) -> list[bool]:
+def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
+    """Whether the program passes, test by test."""
+    tests = _as_tests(ground_truth)
     if "asserts" in tests:
         return [output is not None for output in run(program, tests["asserts"], limits, "asserts")]
     inputs, outputs = tests["inputs"], tests["outputs"]

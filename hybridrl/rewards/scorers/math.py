@@ -13,6 +13,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from hybridrl.config import ConfigError
 from hybridrl.rewards.scorers.boxed import last_boxed
+from hybridrl.rewards.scorers.plain import POWERS, notations_differ, plain
 
 # It warns that no time limit is set.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -21,11 +22,10 @@ _LONGEST = 500  # characters of a result; the longest of MATH-500 has 159, and t
 _TAIL = 2000  # characters of an answer in which a result outside of a box is looked for
 _METHODS = ("strict", "flexible")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,400}")
-_DELIMITED = re.compile(r"\$|\\\[|\\\(")
-_ENCLOSED = re.compile(r"\$\$?([^$]*)\$\$?")
-# 42; .5; 1,234.5; (3/4)*2^10
-_NUMBERS = re.compile(r"(?<![A-Za-z0-9.])[-+(]*\.?[0-9][-+*/^(). 0-9,]*")
-_PERCENT = re.compile(r"\s*(?:\\?%|\bpercent(?:age)?\b)")
+_DELIMITED = re.compile(r"(?<!\\)(?:\$\$(.*?)\$\$|\$([^\n]+?)(?<!\\)\$|\\\((.*?)\\\)|\\\[(.*?)\\\])", re.DOTALL)
+# 42; .5; 1,234.5; (3/4)*2^10; [1, 2); 5 million
+_NUMBERS = re.compile(rf"(?<![A-Za-z0-9.])[-+(\[]*\.?[0-9][-+*/^()\[\]. 0-9,]*(?:(?:{'|'.join(POWERS)})\b)?")
+_STATED = re.compile(r".*(?:\b(?:is|are|get|be)\b|[:=])\s*")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _LATEX = [LatexExtractionConfig()]
 
@@ -45,10 +45,9 @@ def compute_score(solution_str: str, ground_truth: Any, method: str = "strict") 
     result, truth = last_boxed(solution_str), str(ground_truth)
     if result is not None or method == "strict":
         return verdict(result or "", is_equal(result or "", truth))
-    found = _unboxed(_PERCENT.sub("", solution_str[-_TAIL:]))
-    right = bool(found) and verify(_truth(_PERCENT.sub("", truth)), found, timeout_seconds=None)
-    result = str(found[-1]) if found else ""
-    return verdict(result, right or _right_side_is(result, truth))
+    results = _unboxed(solution_str[-_TAIL:])
+    right = next((result for result in results if is_equal(result, truth)), None)
+    return verdict(right or "".join(results[:1]), right is not None)
 
 
 def verdict(result: str, right: bool) -> dict[str, Any]:
@@ -56,15 +55,22 @@ def verdict(result: str, right: bool) -> dict[str, Any]:
 
 
 def is_equal(result: str, truth: str) -> bool:
-    """Whether two results are the same number, expression, equation, set, interval, matrix or text; 28% is 28."""
+    """Whether two results are the same number, expression, equation, set, interval, matrix or text.
+
+    Units, signs of money and thousands separators say nothing: $1,250.00 is 1250, and 28% is 28.
+    """
     result, truth = result.strip(), truth.strip()
     if not result or result == truth:
         return result != ""
     if len(result) > _LONGEST:
         return False
-    result, truth = _PERCENT.sub("", result), _PERCENT.sub("", truth)
+    result, truth = plain(result), plain(truth)
+    if not result or result == truth:
+        return result != ""
     if _INTEGER.fullmatch(result) and _INTEGER.fullmatch(truth):
         return int(result) == int(truth)
+    if notations_differ(_EQUALS.split(result)[-1], _EQUALS.split(truth)[-1]):
+        return False
     return verify(_truth(truth), _boxed(result), timeout_seconds=None) or _right_side_is(result, truth)
 
 
@@ -76,23 +82,24 @@ def _right_side_is(equation: str, truth: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _truth(truth: str) -> list[Any]:
-    boxed, enclosed = last_boxed(truth), _ENCLOSED.fullmatch(truth.strip())
-    if boxed is None and not enclosed and _DELIMITED.search(truth):
-        return parse(truth, _LATEX, parsing_timeout=None)
-    return _boxed(boxed if boxed is not None else enclosed[1] if enclosed else truth)
+    return parse(truth, _LATEX, parsing_timeout=None) if _DELIMITED.search(truth) else _boxed(truth)
 
 
 def _boxed(latex: str) -> list[Any]:
     return parse(f"\\boxed{{{latex}}}", _LATEX, parsing_timeout=None)
 
 
-def _unboxed(text: str) -> list[Any]:
-    """What the text says last: a LaTeX expression, or numbers where none follows them."""
-    delimiters = [match.start() for match in _DELIMITED.finditer(text)]
-    if not delimiters and "\\" in text:
-        return _boxed(text.strip().rpartition("\n")[2][:_LONGEST])
-    last = delimiters[-1] if delimiters else -1
-    numbers = [match[0] for match in _NUMBERS.finditer(text, last + 1)]
-    if numbers:
-        return _boxed(numbers[-1].rstrip(" ,."))
-    return parse(text, _LATEX, parsing_timeout=None) if delimiters else []
+def _unboxed(text: str) -> list[str]:
+    """What the text may give as its result: its last LaTeX between delimiters, or numbers where they follow it.
+
+    Without delimiters also what its last line states: "... is x^2 + 1."
+    """
+    enclosed = list(_DELIMITED.finditer(text))
+    numbers = _NUMBERS.findall(text, max(enclosed[-1].end() if enclosed else 0, text.rfind("$") + 1))
+    number = [numbers[-1].rstrip(" ,.")] if numbers else []
+    number = [found if "," in found else found.strip("[] ") for found in number]
+    if enclosed:
+        return number or [next(filter(None, enclosed[-1].groups()), "")]
+    line = text.strip().rpartition("\n")[2]
+    stated = [line[found.end() :].rstrip(" .")] if (found := _STATED.match(line)) else []
+    return (stated or [line]) if "\\" in text else [*stated, *number]

@@ -12,6 +12,6 @@ def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool 
     verl compares texts after rewriting them; here 1/2 and 0.5 are the same. With `strict_box_verify` only a box counts.
     """
     line, boxed = last_answer_line(solution_str), last_boxed(solution_str)
-    result = boxed if strict_box_verify or line is None else last_boxed(line) or line.strip("*$. ")
+    result = boxed if strict_box_verify or line is None else last_boxed(line) or line.strip("*$ ").rstrip("*$. ")
     found = verdict(result or "", is_equal(result or "", str(ground_truth)))
     return found | {"score": 1.0 if found["acc"] else -1.0}

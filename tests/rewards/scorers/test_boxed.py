@@ -19,7 +19,8 @@ from hybridrl.rewards.scorers.boxed import last_answer_line, last_boxed, last_ta
         (r"\[ \boxed{x = 1} \quad \text{and} \quad \boxed{y = 2} \]", "x = 1, y = 2"),
         (r"\boxed{1}, which we double: \boxed{2}", "2"),
         (r"\boxed{}", ""),
-        (r"\boxed 4", None),
+        (r"so $\boxed 4$.", "4"),
+        (r"\boxed 5, so \boxed{6}", "6"),
         ("42", None),
         ("", None),
     ],
@@ -48,10 +49,15 @@ def test_the_last_tag_that_closes_is_the_result(text, content):
         ("Answer: 1\nAnswer: 2 apples \nbye", "2 apples"),
         ("the ANSWER :\n 3", "3"),
         ("**Answer:** 4", "4"),
+        ("**Final Answer:**\n\n$$\n\\boxed{6}\n$$", "\\boxed{6}"),
+        ("Final Answer:\n\\[\n\\boxed{7}\n\\]", "\\boxed{7}"),
+        ("Final Answer: it is as follows:\n\\boxed{8}", "8"),
+        ("Answer: \u221e", "\u221e"),
+        ("Answer: ", None),
         ("the answer is 5", None),
     ],
 )
-def test_the_last_line_that_says_answer_is_the_result(text, content):
+def test_what_follows_the_last_answer_mark_is_the_result(text, content):
     assert last_answer_line(text) == content
 
 

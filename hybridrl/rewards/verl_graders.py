@@ -1,0 +1,207 @@
+"""verl's graders under their own signatures, for reward files that call them (verl_names.py says under which names).
+
+gsm8k, MATH, DAPO and search questions get verl's verdicts. What verl compares symbolically is compared by `math.py`,
+and programs run in the sandbox.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.rewards import built_in
+from hybridrl.rewards.scorers import code, search_qa
+from hybridrl.rewards.scorers.boxed import last_tagged
+from hybridrl.rewards.scorers.texts import last_box, math_box, math_unboxed, minerva_spelling, same_in_math, unboxed
+
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_MARKED_NUMBER, _ANY_NUMBER = re.compile(r"#### (-?[0-9.,]+)"), re.compile(r"-?[0-9.,]+")
+_TAIL, _STRICT_TAIL = 300, 100  # characters that verl reads
+_ABSENT = "[INVALID]"
+_THOUGHT_THEN_BOX = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *_: Any, **options: Any
+) -> float | dict[str, Any]:
+    """By data_source: a dict for DAPO's data, else a number. NotImplementedError where there is no grader."""
+    module = "geo3k" if data_source == "hiyouga/geometry3k" else built_in.module_of(data_source)
+    if module is None:
+        raise NotImplementedError(f"no reward is built in for data_source {data_source}")
+    if module == "gsm8k":
+        return gsm8k_score(solution_str, ground_truth)
+    if module == "math_dapo":
+        return dapo_score(solution_str, ground_truth)
+    if module == "math":
+        symbolic = data_source.startswith(tuple(built_in.FAMILIES))
+        return float((symbolic_score if symbolic else math_score)(solution_str, ground_truth))
+    if module == "code":
+        return float(code_score(solution_str, ground_truth, True, memory_mb=options.get("memory_limit_mb"))[0])
+    if module == "geo3k":
+        return geo3k_score(solution_str, ground_truth)
+    returned = built_in.compute_score(data_source, solution_str, ground_truth)
+    return returned if isinstance(returned, dict) else float(returned)
+
+
+def gsm8k_score(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    number = gsm8k_number(solution_str, method)
+    return 0.0 if number is None else score if number == ground_truth else format_score
+
+
+def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:
+    """The last number after "#### " without separators, or the last one of all as it is written."""
+    assert method in ("strict", "flexible"), f"method={method}: strict or flexible"
+    if method == "strict":
+        marked = _MARKED_NUMBER.findall(solution_str[-_TAIL:])
+        return marked[-1].replace(",", "") if marked else None
+    numbers = _ANY_NUMBER.findall(solution_str[-_TAIL:])
+    return next((number for number in reversed(numbers) if number != "."), numbers[0] if numbers else None)
+
+
+def math_score(solution_str: str, ground_truth: str) -> float:
+    box = math_box(solution_str)
+    try:
+        return float(box is not None and same_in_math(math_unboxed(box), ground_truth))
+    except AssertionError:  # \fbox
+        return 0.0
+
+
+def get_default_compute_score(reward_name: str | None = None) -> Callable[..., Any]:
+    return default_compute_score
+
+
+def math_scores(
+    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[str], extra_infos: Sequence[Any]
+) -> list[float]:
+    return [math_score(*pair) for pair in zip(solution_strs, ground_truths, strict=True)]
+
+
+def dapo_score(
+    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+) -> dict[str, Any]:
+    right, result = dapo_verdict(solution_str[-_TAIL:], ground_truth, strict_box_verify, pause_tokens_index)
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": result}
+
+
+def dapo_verdict(
+    solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+) -> tuple[bool, str | None]:
+    """Whether the line "Answer: ..." is right, and what it says; the box where there is no such line, or strictly."""
+    right, said = minerva_verdict(solution_str, answer)
+    if said != _ABSENT and not strict_box_verify:
+        return right, said
+    score, boxed = strict_box_verdict(solution_str, answer, pause_tokens_index)
+    return (right, said) if boxed is None and not strict_box_verify else (score == 1, boxed)
+
+
+def minerva_verdict(
+    solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str | re.Pattern[str] = _ANSWER
+) -> tuple[bool, str]:
+    said = re.findall(answer_pattern, solution_str)
+    result = minerva_spelling(said[-1] if said else _ABSENT)
+    return result == minerva_spelling(unboxed(last_box(gt) or "") if gt_need_extract else gt), result
+
+
+def strict_box_verdict(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
+    box = last_box(pred[pause_tokens_index[-1] - _STRICT_TAIL :] if pause_tokens_index else pred[-_STRICT_TAIL:])
+    result = None if box is None else unboxed(box)
+    return 1 if result == gt else -1, result
+
+
+def symbolic_score(model_output: str, ground_truth: str, timeout_score: float = 0.0, timeout: float = 30.0) -> float:
+    """No time limit but that of the scoring process."""
+    return float(_symbolic(str(model_output), ground_truth)["acc"])
+
+
+def prime_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
+    verdict = _symbolic(str(model_output), ground_truth)
+    return verdict["acc"] == 1, "Step 2:" in model_output and r"\box" in model_output, verdict["pred"]
+
+
+def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
+    return given_answer is not None and geo3k_accuracy(given_answer, ground_truth, use_boxed=False) == 1
+
+
+def geo3k_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+    accuracy = geo3k_accuracy(predict_str, ground_truth, use_boxed)
+    return (1 - format_score) * accuracy + format_score * geo3k_format(predict_str)
+
+
+def geo3k_format(predict_str: str) -> float:
+    return float(_THOUGHT_THEN_BOX.fullmatch(predict_str) is not None)
+
+
+def geo3k_accuracy(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
+    result = predict_str if use_boxed else f"\\boxed{{{predict_str}}}"
+    return built_in.compute_score("lighteval/MATH", result, ground_truth)["acc"]
+
+
+def code_score(
+    completion: str, test_cases: Any, continuous: bool = False, memory_mb: int | None = None
+) -> tuple[float | bool, list[dict[str, Any]]]:
+    """verl's share is of the first ten tests, this one of all."""
+    results = code.passed(code.last_program(completion), test_cases, _limits(10.0, memory_mb))
+    share = sum(results) / len(results)
+    return share if continuous else all(results), [{"res": str(result)} for result in results]
+
+
+def sandbox_score(
+    sandbox_fusion_url: str | None,
+    concurrent_semaphore: Any,
+    memory_limit_mb: int | None,
+    completion: str,
+    test_cases: Any,
+    continuous: bool = False,
+    timeout: float = 10,
+) -> tuple[float, list[dict[str, Any]]]:
+    """Here, in the sandbox, whatever the service's address."""
+    share, details = code_score(completion, test_cases, True, memory_limit_mb)
+    return float(share), details
+
+
+def run_test(
+    in_outs: Mapping[str, Any], test: str = "", debug: bool = False, timeout: float = 15
+) -> tuple[list[bool], dict[str, Any]]:
+    """Whether the program `test` passes, test by test."""
+    return code.passed(test, in_outs, _limits(timeout)), {}
+
+
+def check_correctness(
+    in_outs: Mapping[str, Any] | None, generation: str, timeout: float = 10, debug: bool = True
+) -> tuple[list[bool], list[dict[str, Any]]]:
+    results = run_test(in_outs or {}, generation, debug, timeout)[0]
+    return results, [{} for _ in results]
+
+
+def search_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    return search_qa.compute_score(solution_str, ground_truth, format_score, score)
+
+
+def search_part_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    answer = last_tagged(solution_str)
+    return 0.0 if answer is None else score if part_match(answer, ground_truth["target"]) else format_score
+
+
+def exact_match(prediction: str, golden_answers: str | Sequence[str]) -> int:
+    accepted = [golden_answers] if isinstance(golden_answers, str) else golden_answers
+    return int(search_qa.normalised(prediction) in map(search_qa.normalised, accepted))
+
+
+def part_match(prediction: str, golden_answers: str | Sequence[str]) -> int:
+    accepted = [golden_answers] if isinstance(golden_answers, str) else golden_answers
+    return int(any(search_qa.normalised(answer) in search_qa.normalised(prediction) for answer in accepted))
+
+
+def _symbolic(solution: str, truth: str) -> dict[str, Any]:
+    return built_in.compute_score("numina_", solution, truth, method="flexible")
+
+
+def _limits(seconds: float, memory_mb: int | None = None) -> code.Limits:
+    limits = code.Limits(seconds)
+    return limits if memory_mb is None else replace(limits, memory_mb=memory_mb)

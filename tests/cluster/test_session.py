@@ -1,0 +1,84 @@
+"""A Ray of a run's own: who can reach it, what happens when a part of it is lost, and what a killed driver leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from hybridrl import device as devices
+from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
+from hybridrl.guard import begin_actor
+from hybridrl.keeper import working_in
+
+KILLED = """
+import os, signal
+from hybridrl.cluster import RaySession
+print(RaySession("cpu", 1, 2, {}, 60).directory.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Worker:
+    def __init__(self, log_file: str) -> None:
+        begin_actor(log_file)
+
+    def listen(self) -> int:
+        address = ray.util.get_node_ip_address()
+        listener = devices.listen(address)
+        self.store = devices.open_store(f"{address}:{listener.getsockname()[1]}", listener, 1, 60)
+        return os.getpid()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@pytest.fixture
+def session():
+    session = RaySession("cpu", 1, 2, {}, 60)
+    yield session
+    session.close()
+    assert not Path(session.directory.path).exists()
+
+
+def test_a_ray_is_within_reach_of_its_owner_alone_and_its_loss_ends_what_waits_for_it(session, tmp_path):
+    workers = Group([spawn(Worker, session, 0, {}, str(tmp_path / "log"))], "worker", [])
+    (worker,) = workers.broadcast(Worker.listen, timeout=60)
+    directory = Path(session.directory.path)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    listening = [address for pid in (*working_in(directory), os.getpid()) for address in listens(pid)]
+    assert len(listening) > 5
+    assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    raylet = psutil.Process(worker).parent()
+    calls = workers.start(Worker.sleep, 60)
+    raylet.kill()
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match="Ray's raylet ended without a word, as when it is killed by hand"):
+        workers.broadcast(Worker.sleep, 60, timeout=100)
+    with pytest.raises(WorkerDied, match="Ray's raylet ended"):
+        spawn(Worker, session, 0, {}, str(tmp_path / "log"))
+    assert time.monotonic() - began < 20
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+    del calls
+
+
+def listens(pid: int) -> list[str]:
+    connections = psutil.Process(pid).net_connections("tcp")
+    return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
+
+
+def test_a_driver_that_is_killed_leaves_no_process_of_rays_and_no_file():
+    top = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", KILLED], env=os.environ | {"PYTHONPATH": str(top)}, capture_output=True)
+    assert run.returncode == -signal.SIGKILL
+    directory = Path(run.stdout.decode().split()[-1])
+    deadline = time.monotonic() + 20
+    while directory.exists() or working_in(directory):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
