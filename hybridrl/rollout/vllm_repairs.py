@@ -43,9 +43,7 @@ def prepare_for(directory: Path) -> None:
 def _import_without_torchvision() -> None:
     """Import the image processor with empty modules in the place of torchvision, and register the text models as
     classes: by their names vLLM would look at them in a process of its own, without what is imported here."""
-    if (
-        is_torchvision_available()
-    ):  # which transformers remembers, so that it does not take the stand-ins for the library
+    if is_torchvision_available():  # transformers remembers the answer: it never takes the stand-ins for the library
         return
     stand_ins = {name: ModuleType(name) for name in STAND_INS}
     stand_ins["torchvision.transforms.v2"].functional = stand_ins["torchvision.transforms.v2.functional"]

@@ -44,8 +44,8 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_script_becomes_a_command_of_here(doctor: Doctor, script: Path) -> None:
-    status, told = doctor("migrate", str(script))
-    command = told[told.index("python -m hybridrl.main_ppo") :]
+    status, output = doctor("migrate", str(script))
+    command = output[output.index("python -m hybridrl.main_ppo") :]
     assert status == 0
     assert [line.strip(" \\") for line in command.strip().splitlines()] == [
         "python -m hybridrl.main_ppo",
@@ -62,21 +62,21 @@ def test_a_script_becomes_a_command_of_here(doctor: Doctor, script: Path) -> Non
 
 
 def test_every_difference_is_said(doctor: Doctor, script: Path) -> None:
-    told = doctor("migrate", str(script))[1]
-    assert "# warning [old-name] rollout.n is now actor_rollout_ref.rollout.n" in told
-    assert "# warning [ignored-key] actor_rollout_ref.rollout.load_format has no effect" in told
-    assert "[ignored-key] actor_rollout_ref.actor.optim.total_training_steps has no effect" in told
-    assert "# information [default] trainer.save_freq=0 here, -1 in verl" in told
-    assert "trainer.n_gpus_per_node=null here" not in told  # the script sets it
+    output = doctor("migrate", str(script))[1]
+    assert "# warning [old-name] rollout.n is now actor_rollout_ref.rollout.n" in output
+    assert "# warning [ignored-key] actor_rollout_ref.rollout.load_format has no effect" in output
+    assert "[ignored-key] actor_rollout_ref.actor.optim.total_training_steps has no effect" in output
+    assert "# information [default] trainer.save_freq=0 here, -1 in verl" in output
+    assert "trainer.n_gpus_per_node=null here" not in output  # the script sets it
 
 
 def test_what_is_refused_is_said_and_left_out(doctor: Doctor, script: Path) -> None:
     script.write_text("python -m verl.trainer.main_ppo data.train_files=x distillation.enabled=true model_engine=dp\n")
-    status, told = doctor("migrate", str(script))
+    status, output = doctor("migrate", str(script))
     assert status == 1
-    assert "# refused [unsupported] distillation.enabled=true: " in told
-    assert "# refused [value] actor_rollout_ref.model.path is not set" in told
-    assert told.rstrip().endswith("data.train_files=x \\\n    actor_rollout_ref.model.path=path/to/model")
+    assert "# refused [unsupported] distillation.enabled=true: " in output
+    assert "# refused [value] actor_rollout_ref.model.path is not set" in output
+    assert output.rstrip().endswith("data.train_files=x \\\n    actor_rollout_ref.model.path=path/to/model")
 
 
 def test_variables_of_the_environment_count(doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +88,9 @@ def test_where_bash_stops_the_reason_is_told(doctor: Doctor, script: Path) -> No
     script.write_text(
         "M=${MODEL_PATH:?must be set}\npython3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=$M\n"
     )
-    status, told = doctor("migrate", str(script))
+    status, output = doctor("migrate", str(script))
     assert status == 2
-    assert "MODEL_PATH: must be set" in told
+    assert "MODEL_PATH: must be set" in output
 
 
 def test_no_program_is_started_and_no_file_is_written(
@@ -116,9 +116,9 @@ def test_a_script_that_waits_for_ever_is_given_up(script: Path, monkeypatch: pyt
         commands_of(script)
 
 
-def printed(told: str, module: str = "main_ppo") -> list[str]:
+def printed(output: str, module: str = "main_ppo") -> list[str]:
     """The words of the command that was printed, which must be accepted as it stands."""
-    command = told[told.index(f"python -m hybridrl.{module}") :].partition("hybridrl.")[2].partition(" ")[2]
+    command = output[output.index(f"python -m hybridrl.{module}") :].partition("hybridrl.")[2].partition(" ")[2]
     made = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
     words = made.stdout.split("\0")[:-1]
     schema, name = (PPOConfig, "ppo_trainer") if module == "main_ppo" else (SFTConfig, "sft_trainer")
@@ -136,12 +136,12 @@ def test_a_name_made_by_a_program_is_made_when_the_command_runs(doctor: Doctor, 
         "trainer.default_local_dir=$(cat root | tr a b)/x trainer.nnodes=$(nproc) "
         "trainer.project_name=$(echo $(hostname)-x | tr a-z A-Z)\n"
     )
-    status, told = doctor("migrate", str(script))
-    assert 'trainer.experiment_name=Qwen3-8B_grpo_"$(date +%m%d-%H:%M)"' in told
-    assert 'trainer.default_local_dir="$(cat root | tr a b)"/x' in told
-    assert 'trainer.project_name="$(echo "$(hostname)-x" | tr a-z A-Z)"' in told
-    assert "# refused [value] trainer.nnodes=$(nproc): expected an integer" in told
-    assert (status, [word for word in printed(told) if "nnodes" in word]) == (1, [])
+    status, output = doctor("migrate", str(script))
+    assert 'trainer.experiment_name=Qwen3-8B_grpo_"$(date +%m%d-%H:%M)"' in output
+    assert 'trainer.default_local_dir="$(cat root | tr a b)"/x' in output
+    assert 'trainer.project_name="$(echo "$(hostname)-x" | tr a-z A-Z)"' in output
+    assert "# refused [value] trainer.nnodes=$(nproc): expected an integer" in output
+    assert (status, [word for word in printed(output) if "nnodes" in word]) == (1, [])
 
 
 def test_a_program_that_is_only_tried_says_nothing(doctor: Doctor, script: Path) -> None:
@@ -150,9 +150,9 @@ def test_a_program_that_is_only_tried_says_nothing(doctor: Doctor, script: Path)
         'GPUS="$(nvidia-smi -L | wc -l)"\n'
         f"python3 -m verl.trainer.main_ppo {MODEL} trainer.device=$DEVICE trainer.n_gpus_per_node=$GPUS\n"
     )
-    told = doctor("migrate", str(script))[1]
-    assert "trainer.device=cuda" in printed(told)
-    assert "# warning [empty-value] trainer.n_gpus_per_node is empty: a variable that is not set here" in told
+    output = doctor("migrate", str(script))[1]
+    assert "trainer.device=cuda" in printed(output)
+    assert "# warning [empty-value] trainer.n_gpus_per_node is empty: a variable that is not set here" in output
 
 
 def test_verl_s_switch_to_uv_is_left_out(doctor: Doctor, script: Path) -> None:
@@ -161,10 +161,10 @@ def test_verl_s_switch_to_uv_is_left_out(doctor: Doctor, script: Path) -> None:
         'RAY=(ray_kwargs.ray_init.runtime_env.py_executable="uv -v run --frozen --all-packages --extra vllm")\n'
         f'"${{LAUNCH[@]}}" -m verl.trainer.main_ppo {MODEL} "${{RAY[@]}}"\n'
     )
-    status, told = doctor("migrate", str(script))
+    status, output = doctor("migrate", str(script))
     assert status == 0
-    assert "# warning [ignored-key] ray_kwargs.ray_init.runtime_env.py_executable has no effect: it starts" in told
-    assert not [word for word in printed(told) if "uv" in word]
+    assert "# warning [ignored-key] ray_kwargs.ray_init.runtime_env.py_executable has no effect: it starts" in output
+    assert not [word for word in printed(output) if "uv" in word]
 
 
 def test_a_file_of_settings_is_read_and_the_command_wins(doctor: Doctor, script: Path, tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_a_file_of_settings_is_read_and_the_command_wins(doctor: Doctor, script:
         'python3 -m verl.trainer.main_ppo --config-path="$(dirname "$0")/config" --config-name=multi '
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.rollout.n=8\n"
     )
-    status, told = doctor("migrate", str(script))
-    assert printed(told) == [
+    status, output = doctor("migrate", str(script))
+    assert printed(output) == [
         "data.train_files=rows.parquet",
         "data.max_response_length=64",
         "actor_rollout_ref.rollout.n=8",
@@ -190,16 +190,17 @@ def test_a_file_of_settings_is_read_and_the_command_wins(doctor: Doctor, script:
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
     ]
     assert status == 1
-    assert "# refused [unknown-key] unknown key data.unheard_of" in told
-    assert "# refused [value] actor_rollout_ref.rollout.name=sglang: choose vllm" in told
+    assert "# refused [unknown-key] unknown key data.unheard_of" in output
+    assert "# refused [value] actor_rollout_ref.rollout.name=sglang: choose vllm" in output
 
 
 def test_a_file_of_settings_that_is_not_found_is_said(doctor: Doctor, script: Path) -> None:
     script.write_text(f"python3 -m verl.trainer.main_ppo --config-name multi {MODEL}\n")
-    status, told = doctor("migrate", str(script))
+    status, output = doctor("migrate", str(script))
     assert status == 1
     assert (
-        "# refused [config-file] multi: this file of settings was not found, so nothing of it is in the command" in told
+        "# refused [config-file] multi: this file of settings was not found, so nothing of it is in the command"
+        in output
     )
     script.write_text(f"python3 -m verl.trainer.main_ppo --config-name=ppo_trainer {MODEL}\n")
     assert doctor("migrate", str(script))[0] == 0
@@ -213,18 +214,18 @@ def test_what_cannot_be_is_left_out_until_the_command_is_accepted(doctor: Doctor
         "actor_rollout_ref.actor.megatron.b=1 actor_rollout_ref.actor.megatron.c=1 "
         "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True trainer.device=npu\n"
     )
-    status, told = doctor("migrate", str(script))
-    assert printed(told) == ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
+    status, output = doctor("migrate", str(script))
+    assert printed(output) == ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
     assert status == 1
-    assert told.count(".megatron.") == 4  # named in one line, and not again
+    assert output.count(".megatron.") == 4  # named in one line, and not again
 
 
 @pytest.mark.parametrize("module", ["recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo", "dapo.main_dapo"])
 def test_dapo_s_program_is_known(doctor: Doctor, script: Path, module: str) -> None:
     script.write_text(f"python3 -m {module} {MODEL} +algorithm.filter_groups.enable=True\n")
-    status, told = doctor("migrate", str(script))
+    status, output = doctor("migrate", str(script))
     assert status == 0
-    assert "reward.reward_manager.name=dapo" in printed(told)
+    assert "reward.reward_manager.name=dapo" in printed(output)
 
 
 def test_supervised_training_becomes_a_command_of_main_sft(doctor: Doctor, script: Path) -> None:
@@ -233,8 +234,8 @@ def test_supervised_training_becomes_a_command_of_main_sft(doctor: Doctor, scrip
         "data.train_files=a.parquet model.partial_pretrain=Qwen/Qwen3-8B optim.clip_grad=0.5 "
         "ulysses_sequence_parallel_size=2 use_remove_padding=true data.micro_batch_size_per_gpu=4\n"
     )
-    status, told = doctor("migrate", str(script), "4")
-    assert printed(told, "main_sft") == [
+    status, output = doctor("migrate", str(script), "4")
+    assert printed(output, "main_sft") == [
         "trainer.n_gpus_per_node=4",
         "data.train_files=a.parquet",
         "model.path=Qwen/Qwen3-8B",
@@ -243,7 +244,7 @@ def test_supervised_training_becomes_a_command_of_main_sft(doctor: Doctor, scrip
         "model.use_remove_padding=true",
     ]
     assert status == 0
-    assert "# information [default] trainer.total_epochs=" in told
+    assert "# information [default] trainer.total_epochs=" in output
 
 
 def test_a_program_with_code_of_its_own_is_said(doctor: Doctor, script: Path) -> None:
@@ -257,12 +258,14 @@ def test_a_script_of_skyrl_becomes_a_command_of_here(doctor: Doctor, script: Pat
         "trainer.policy.model.path=Qwen/Qwen3-8B trainer.algorithm.use_kl_loss=false generator.max_turns=3 "
         "generator.n_samples_per_prompt=8 trainer.logger=wandb trainer.fully_async.enabled=true\n"
     )
-    status, told = doctor("migrate", str(script))
-    words = printed(told)
+    status, output = doctor("migrate", str(script))
+    words = printed(output)
     assert {"actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.use_kl_loss=false"} <= set(words)
     assert "algorithm.adv_estimator=grpo" in words  # SkyRL's default, which is not the one here
-    assert "# information [default] algorithm.adv_estimator=grpo is added: it is the default of SkyRL, and gae" in told
-    assert status == 1 and told.count("# refused") == 2
+    assert (
+        "# information [default] algorithm.adv_estimator=grpo is added: it is the default of SkyRL, and gae" in output
+    )
+    assert status == 1 and output.count("# refused") == 2
 
 
 AREAL = """
@@ -289,8 +292,8 @@ def test_areal_s_yaml_is_read_with_and_without_its_script(doctor: Doctor, script
     script.write_text(
         "python3 examples/gsm8k_rl.py --config grpo.yaml scheduler.type=local actor.path=Qwen/Qwen3-0.6B\n"
     )
-    status, told = doctor("migrate", str(script))
-    words = printed(told)
+    status, output = doctor("migrate", str(script))
+    words = printed(output)
     assert status == 0
     assert {
         "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B",
@@ -301,6 +304,6 @@ def test_areal_s_yaml_is_read_with_and_without_its_script(doctor: Doctor, script
         "algorithm.adv_estimator=grpo",
         "trainer.save_freq_epochs=1",
     } <= set(words)
-    assert "# warning [program] examples/gsm8k_rl.py has code of its own (rewards, rollouts)" in told
+    assert "# warning [program] examples/gsm8k_rl.py has code of its own (rewards, rollouts)" in output
     alone = printed(doctor("migrate", str(tmp_path / "grpo.yaml"))[1])
     assert [word.replace("8B", "0.6B") for word in alone] == words
