@@ -83,6 +83,18 @@ def release_cached_memory(device: str) -> None:
         torch.cuda.ipc_collect()
 
 
+def host_buffer(size: int, device: str) -> torch.Tensor:
+    """Host memory of so many bytes, uninitialised; page-locked on CUDA, which copies need to be fast and asynchronous.
+
+    Memory that torch page-locks itself is rounded up to a power of two, for each tensor: nearly twice as much for a
+    model of 7 B.
+    """
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if device == "cuda" and size:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)))
+    return buffer
+
+
 def memory(device: str) -> dict[str, float]:
     """Memory of this process, and on CUDA of its device, in GiB."""
     used = {"cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30}

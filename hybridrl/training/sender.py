@@ -8,9 +8,10 @@ import torch
 from hybridrl import device as devices
 from hybridrl.checkpoint.published import parts
 from hybridrl.training.adapted import adapter_parameters, pairs, without_pairs
-from hybridrl.training.fsdp import reshard, whole, whole_tensors
+from hybridrl.training.fsdp import reshard, whole_tensors
 from hybridrl.training.lora import merged
 from hybridrl.training.model import LanguageModel
+from hybridrl.training.shards import whole
 from hybridrl.weights.handles import Handle, SharedBuffer, digest
 from hybridrl.weights.layout import Bucket, HandOver, plan_buckets
 

@@ -135,7 +135,9 @@ class TrainWorker:
         sharded = self._load(model, settings, config.fsdp)
         if settings.lora_rank and settings.lora_adapter_path:
             load_adapter(sharded.model, Path(settings.lora_adapter_path))
-        optimizers = Optimizers(sharded, config.optimizer, config.total_updates, computed_in(config))
+        offloaded = config.fsdp.optimizer_offload and self.device.type == "cuda"
+        computed = computed_in(config)
+        optimizers = Optimizers(sharded, config.optimizer, config.total_updates, computed, offloaded=offloaded)
         padded, evidence = not settings.use_remove_padding, Path(self.config.skipped_updates, name)
         group = sequence_group(config.fsdp.ulysses_sequence_parallel_size, self.config.collective_timeout)
         return Learner(sharded, optimizers, config.fsdp, self.device, padded=padded, evidence=evidence, group=group)

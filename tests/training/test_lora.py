@@ -9,7 +9,8 @@ from hybridrl.batch import Batch
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_lora import FurtherLoRAConfig
 from hybridrl.training.adapted import adapter_off, adapter_parameters, pairs, without_pairs
-from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole
+from hybridrl.training.fsdp import mesh, reshard, shard_and_fill
+from hybridrl.training.shards import whole
 from hybridrl.training.lora import add_adapter, check_adapter, export_adapter, load_adapter
 from hybridrl.training.model import HOST, LanguageModel, blank_language_model, load_language_model
 from hybridrl.training.optimizer import Optimizers
