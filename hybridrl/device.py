@@ -9,6 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -18,11 +19,21 @@ def environment(device: str, slots: int) -> dict[str, str]:
     threads = str(cores if device == "cpu" else min(cores, 8))
     common = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if device == "cuda":
-        return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} | without_expandable_segments()
     # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing. Threads that wait for one
     # another spin for some microseconds: without it an update takes 1.16 times as long on two cores, and with OpenMP's
     # own millisecond of it 1.35 times as long where another program wants a core (scripts/benchmark/threads.py).
     return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "5000"} | _allocator()
+
+
+def without_expandable_segments() -> dict[str, str]:
+    """The settings of torch's CUDA allocator that ask for expandable segments, without these: other processes can open
+    memory in such segments by a file descriptor of the sender only, which containers refuse."""
+    set_ = {name: os.environ[name] for name in ALLOCATOR_SETTINGS if "expandable_segments" in os.environ.get(name, "")}
+    return {
+        name: ",".join(item for item in value.split(",") if not item.strip().startswith("expandable_segments"))
+        for name, value in set_.items()
+    }
 
 
 def _allocator() -> dict[str, str]:
@@ -79,8 +90,8 @@ def release_cached_memory(device: str) -> None:
     """Give the allocator's unused blocks back: an engine on the same GPU cannot see them."""
     if device == "cuda":
         torch.cuda.synchronize()
+        torch.cuda.ipc_collect()  # before: it frees blocks that another process has read to the end
         torch.cuda.empty_cache()
-        torch.cuda.ipc_collect()
 
 
 def host_buffer(size: int, device: str) -> torch.Tensor:
