@@ -50,7 +50,7 @@ class Sender:
         return self.buffer.handle, digest(self.buffer.tensor[: bucket.bytes])
 
     def _make_room(self, bucket: Bucket) -> None:
-        """Have a buffer for this bucket and those that come with it: an adapter alone needs none as large as the base."""
+        """Have a buffer for this bucket and those that come with it. An adapter alone needs none of the base's size."""
         buckets = self.plan.adapter if bucket in self.plan.adapter else self.plan.model
         largest = max(one.bytes for one in buckets)
         if self.buffer is None or len(self.buffer.tensor) < largest:
