@@ -28,7 +28,7 @@ from hybridrl.data.conversations import ConversationDataset
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.saving import SaveTimes
 from hybridrl.tracking import Resume, Tracker
-from hybridrl.tracking.log import console, info
+from hybridrl.tracking.log import console, info, warn
 from hybridrl.training.packing import Budget
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.workers import CriticPlan, PolicyPlan
@@ -89,6 +89,9 @@ def open_tracker(config: PPOConfig | SFTConfig, directory: Path, steps: int, res
 
 def start_session(trainer: TrainerConfig | SFTTrainerConfig, ray_init: dict) -> RaySession:
     assert trainer.n_gpus_per_node is not None
+    if trainer.device == "cuda":
+        for name in devices.without_expandable_segments():
+            warn(f"{name}: workers run without expandable_segments, as engines could not open the trainer's memory")
     return RaySession(trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, trainer.startup_timeout)
 
 

@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -22,11 +23,22 @@ def environment(device: str, slots: int) -> dict[str, str]:
     if device == "cuda":
         # By default it would lie among the temporary files, which end with the run, and be compiled again in the next.
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
-        return common | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": compiled}
+        more = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": compiled}
+        return common | more | without_expandable_segments()
     # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing. Threads that wait for one
     # another spin for some microseconds: without it an update takes 1.16 times as long on two cores, and with OpenMP's
     # own millisecond of it 1.35 times as long where another program wants a core (scripts/benchmark/threads.py).
     return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "5000"} | _allocator()
+
+
+def without_expandable_segments() -> dict[str, str]:
+    """The settings of torch's CUDA allocator that ask for expandable segments, without these: other processes can open
+    memory in such segments by a file descriptor of the sender only, which containers refuse."""
+    set_ = {name: os.environ[name] for name in ALLOCATOR_SETTINGS if "expandable_segments" in os.environ.get(name, "")}
+    return {
+        name: ",".join(item for item in value.split(",") if not item.strip().startswith("expandable_segments"))
+        for name, value in set_.items()
+    }
 
 
 def _allocator() -> dict[str, str]:
@@ -93,8 +105,20 @@ def release_cached_memory(device: str) -> None:
     """Give the allocator's unused blocks back: an engine on the same GPU cannot see them."""
     if device == "cuda":
         torch.cuda.synchronize()
+        torch.cuda.ipc_collect()  # before: it frees blocks that another process has read to the end
         torch.cuda.empty_cache()
-        torch.cuda.ipc_collect()
+
+
+def host_buffer(size: int, device: str) -> torch.Tensor:
+    """Host memory of so many bytes, uninitialised; page-locked on CUDA, which copies need to be fast and asynchronous.
+
+    Memory that torch page-locks itself is rounded up to a power of two, for each tensor: nearly twice as much for a
+    model of 7 B.
+    """
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if device == "cuda" and size:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)))
+    return buffer
 
 
 def memory(device: str) -> dict[str, float]:

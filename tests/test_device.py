@@ -57,6 +57,15 @@ def test_on_cuda_the_allocator_is_the_systems() -> None:
     assert "LD_PRELOAD" not in devices.environment("cuda", slots=1)
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_on_cuda_segments_that_other_processes_cannot_open_are_not_used(monkeypatch: pytest.MonkeyPatch, name) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    assert devices.environment("cuda", slots=1)[name] == "max_split_size_mb:64"
+    assert name not in devices.environment("cpu", slots=1)
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert name not in devices.environment("cuda", slots=1)
+
+
 def test_slots_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert devices.environment("cpu", slots=2)["OMP_NUM_THREADS"] == "4"

@@ -280,7 +280,11 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._refresh_tied_heads()
-        else:
+        self.close_bucket()
+
+    def close_bucket(self) -> None:
+        """Let go of the trainer's memory, which it frees on CUDA; on CPU both keep it for the next time."""
+        if self.device.type != "cpu":
             self.opened = None
 
     def _forget_experts(self) -> None:
@@ -316,6 +320,7 @@ class EngineProcess:
 
     def finish_adapter(self, number: int, settings: dict[str, Any]) -> None:
         arrived, self.adapter = self.adapter or {}, None
+        self.weight_transfer_engine.close_bucket()
         load_adapter(self.model_runner.lora_manager, arrived, number, settings)
 
 

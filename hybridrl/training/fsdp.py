@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.published import Part, own_tensors
@@ -24,6 +23,7 @@ from hybridrl.config.schema import FSDPConfig
 from hybridrl.training.adapted import without_pairs
 from hybridrl.training.loading import fill, layer_classes
 from hybridrl.training.model import LanguageModel
+from hybridrl.training.shards import host_places, local, whole
 from hybridrl.training.value_model import ValueModel, new_head
 
 
@@ -78,6 +78,26 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def host_parameters(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """A place in host memory for each parameter's shard, in one allocation (`host_places`)."""
+    parameters = list(model.parameters())
+    return dict(zip(parameters, host_places(parameters, parameters[0].device.type), strict=True))
+
+
+@torch.no_grad()
+def move_parameters(model: nn.Module, places: Mapping[nn.Parameter, Tensor]) -> None:
+    """Have a sharded model's parameters in these places from now on; buffers stay where they are."""
+
+    def move(tensor: Tensor) -> Tensor:
+        place = places.get(tensor)
+        if place is None or local(place).data_ptr() == local(tensor).data_ptr():  # a tied parameter comes twice
+            return tensor
+        local(place).copy_(local(tensor), non_blocking=True)
+        return place
+
+    model._apply(move)  # of FSDP2, which notes where its parameters are
+
+
 @torch.no_grad()
 def whole_tensors(
     model: PreTrainedModel, parts: Iterable[Part], made: Mapping[str, Callable[[], Tensor]] | None = None
@@ -89,9 +109,3 @@ def whole_tensors(
         dtype = next(iter(part.published.values())).dtype
         found = {n: made[n]().to(dtype) if n in made else whole(own[n].detach(), dtype) for n in part.names}
         yield from part.publish(model, found).items()
-
-
-def whole(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor's values unsharded, in this type; collective."""
-    value = value if dtype is None else value.to(dtype)
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
 from hybridrl.config.schema import FSDPConfig
+from hybridrl.training.fsdp import host_parameters, move_parameters
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, lay_out
 from hybridrl.training.sequence_parallel import slice_of
@@ -65,6 +66,7 @@ class Learner:
     ) -> None:
         self.model, self.optimizers, self.fsdp, self.device = model, optimizers, fsdp, device
         self.padded, self.evidence, self.group = padded, evidence, group
+        self.places: dict[nn.Parameter, Tensor] = {}  # in host memory, once the parameters have been there
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """What this rank's model sees of rows."""
@@ -155,14 +157,10 @@ class Learner:
         return not broken
 
     def _step(self, applied: bool) -> None:
-        if self.fsdp.optimizer_offload:
-            self.optimizers.to(self.device)
         self.optimizers.step() if applied else self.optimizers.skip()
         if applied:
             self.optimizers.loss_scale.grow()
         self.optimizers.zero_grad()
-        if self.fsdp.optimizer_offload:
-            self.optimizers.to(torch.device("cpu"))
 
     def _write_rows(self, batch: Batch, mini_batch: MiniBatch, sound: Tensor, all_sound: bool, name: str) -> None:
         """Keep the passes whose loss is not finite for whoever looks for the fault: `torch.load` of a dictionary.
@@ -183,9 +181,11 @@ class Learner:
         torch.save(values, directory / f"{self.evidence.name}-{name}-{rank}")
 
     def offload(self, *, to_host: bool) -> None:
-        """Move to or from host memory what the configuration says may leave the device."""
-        target = torch.device("cpu") if to_host else self.device
-        if self.fsdp.param_offload:
-            self.model.to(target)
-        if self.fsdp.optimizer_offload and to_host:
-            self.optimizers.to(target)
+        """Move the parameters to or from host memory, if the configuration says that they may leave the device."""
+        if not self.fsdp.param_offload or self.device.type == "cpu":
+            return
+        if not to_host:
+            self.model.to(self.device, non_blocking=True)
+            return
+        self.places = self.places or host_parameters(self.model)
+        move_parameters(self.model, self.places)

@@ -22,9 +22,9 @@ from hybridrl.config.lora_checks import ALL_LINEAR
 from hybridrl.config.names import nearest
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training.adapted import adapter_parameters, pairs
-from hybridrl.training.fsdp import whole
 from hybridrl.training.loading import load_settings
 from hybridrl.training.model import HOST
+from hybridrl.training.shards import whole
 
 
 def check_adapter(config: ModelConfig, key: str) -> str:

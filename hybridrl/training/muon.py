@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+
+from hybridrl.training.shards import local, own_shard, whole
 
 # Coefficients of the quintic iteration, from the author's description: steepest at zero, not exact at one.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -50,18 +51,3 @@ def orthogonalise(matrix: Tensor) -> Tensor:
         gram = wide @ wide.mT
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=B, alpha=C), wide, beta=A)
     return (wide.mT if tall else wide).to(matrix.dtype)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def own_shard(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has whole."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()

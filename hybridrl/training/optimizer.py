@@ -1,7 +1,8 @@
 """Optimizers and learning-rate schedules from their configuration."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -11,13 +12,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.training.loss_scale import LossScale
 from hybridrl.training.muon import Muon
+from hybridrl.training.shards import host_places
 
 MOMENTS: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
 
 
 class Optimizers:
     """One or two optimizers that step together, each with the same schedule relative to its own learning rate, and the
-    scale of the loss whose gradient they take, which depends on the type of the computation."""
+    scale of the loss whose gradient they take, which depends on the type of the computation. With `offloaded` the
+    moments are in host memory from the start, and on the parameters' device only while `step` runs."""
 
     def __init__(
         self,
@@ -26,9 +29,12 @@ class Optimizers:
         total_updates: int,
         dtype: torch.dtype = torch.float32,
         updates_per_step: int = 1,
+        *,
+        offloaded: bool = False,
     ) -> None:
         self.loss_scale = LossScale(dtype)
-        self.optimizers = build_optimizers(model, config)
+        self.offloaded = offloaded
+        self.optimizers = build_optimizers(model, config, offloaded=offloaded)
         self.factor = lambda update: schedule(update, total_updates, config, updates_per_step)
         self.go_on_after(0)
 
@@ -47,7 +53,8 @@ class Optimizers:
 
     def step(self) -> None:
         for optimizer, schedule_ in zip(self.optimizers, self.schedules, strict=True):
-            optimizer.step()
+            with _moments_on_device(optimizer) if self.offloaded else nullcontext():
+                optimizer.step()
             schedule_.step()
 
     def skip(self) -> None:
@@ -59,16 +66,23 @@ class Optimizers:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def to(self, device: torch.device) -> None:
-        """Move the moments."""
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        state[key] = value.to(device, non_blocking=True)
+
+@contextmanager
+def _moments_on_device(optimizer: Optimizer) -> Iterator[None]:
+    """Copies of the moments on the parameters' device, whose values return to host memory in the end. Copies run in the
+    order of the device's stream; who reads the host's side has to synchronise with it."""
+    hosts = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    for parameter, state in hosts.items():
+        moved = {name: state[name].to(parameter.device, non_blocking=True) for name in MOMENTS[type(optimizer)]}
+        optimizer.state[parameter].update(moved)
+    yield
+    for parameter, state in hosts.items():
+        for name in MOMENTS[type(optimizer)]:
+            state[name].copy_(optimizer.state[parameter][name], non_blocking=True)
+        optimizer.state[parameter].update({name: state[name] for name in MOMENTS[type(optimizer)]})
 
 
-def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
+def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bool = False) -> list[Optimizer]:
     """AdamW for everything, or Muon for the layers' matrices and AdamW for the rest (Jordan et al. 2024)."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     matrices = [p for name, p in named if p.ndim == 2 and _in_layer(name)] if config.optimizer == "Muon" else []
@@ -79,24 +93,30 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimize
             Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
         )
     for optimizer in optimizers:
-        _set_moments_to_zero(optimizer)
+        _set_moments_to_zero(optimizer, offloaded=offloaded)
     return optimizers
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AdamW:
     parameters, betas, more = list(parameters), (config.betas[0], config.betas[1]), config.override_optimizer_config
-    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-    # On CPU torch does not choose its one kernel a parameter by itself, which is five times as fast.
-    fused = True if on_cpu and not more.get("foreach") else None
+    # One kernel per parameter: five times as fast on a CPU as torch's own choice there, and on CUDA without the further
+    # copy of a moment that torch's choice there (foreach) makes in each step.
+    fused = None if more.get("foreach") else True
     return AdamW(parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, **{"fused": fused} | more)
 
 
-def _set_moments_to_zero(optimizer: Optimizer) -> None:
-    """As its first step would: so the state has the same names and shapes at any time, saved or read."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        state = {name: torch.zeros_like(parameter) for name in MOMENTS[type(optimizer)]}
+def _set_moments_to_zero(optimizer: Optimizer, *, offloaded: bool) -> None:
+    """Make the moments as the first step would, so that the state has the same names and shapes at any time."""
+    parameters, names = optimizer.param_groups[0]["params"], MOMENTS[type(optimizer)]
+    every = [parameter for parameter in parameters for _ in names]
+    device = parameters[0].device.type if parameters else "cpu"
+    moments = iter(host_places(every, device) if offloaded else [torch.empty_like(parameter) for parameter in every])
+    for parameter in parameters:
+        state = {name: next(moments).detach().zero_() for name in names}
         if isinstance(optimizer, AdamW):
-            state["step"] = torch.tensor(0.0)
+            # The fused kernel counts on the parameters' device.
+            where = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
+            state["step"] = torch.zeros((), device=where)
         optimizer.state[parameter] = state
 
 

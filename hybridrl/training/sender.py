@@ -8,9 +8,10 @@ import torch
 from hybridrl import device as devices
 from hybridrl.checkpoint.published import parts
 from hybridrl.training.adapted import adapter_parameters, pairs, without_pairs
-from hybridrl.training.fsdp import reshard, whole, whole_tensors
+from hybridrl.training.fsdp import reshard, whole_tensors
 from hybridrl.training.lora import merged
 from hybridrl.training.model import LanguageModel
+from hybridrl.training.shards import whole
 from hybridrl.weights.handles import Handle, SharedBuffer, digest
 from hybridrl.weights.layout import Bucket, HandOver, plan_buckets
 
@@ -36,10 +37,7 @@ class Sender:
     @torch.no_grad()
     def fill(self, bucket: Bucket) -> tuple[Handle, int]:
         """Gather one bucket's weights; collective. Returns handle and digest."""
-        if self.buffer is None:
-            reshard(self.model)
-            largest = max(bucket.bytes for bucket in (*self.plan.model, *self.plan.adapter))
-            self.buffer = SharedBuffer(largest, self.device)
+        self._make_room(bucket)
         places = {place.name: place for place in bucket.tensors}
         for name, value in adapter_parameters(self.model.model).items():
             if name in places:
@@ -51,9 +49,22 @@ class Sender:
         devices.synchronize(self.device.type)
         return self.buffer.handle, digest(self.buffer.tensor[: bucket.bytes])
 
+    def _make_room(self, bucket: Bucket) -> None:
+        """Have a buffer for this bucket and those that come with it. An adapter alone needs none of the base's size."""
+        buckets = self.plan.adapter if bucket in self.plan.adapter else self.plan.model
+        largest = max(one.bytes for one in buckets)
+        if self.buffer is None or len(self.buffer.tensor) < largest:
+            self._free()
+            reshard(self.model)
+            self.buffer = SharedBuffer(largest, self.device)
+
     def release(self) -> None:
-        """Free the device's memory; host memory is kept, as touching it anew costs more than it saves."""
-        if self.device.type == "cuda" and self.buffer is not None:
+        """Free the device's memory; host memory is kept, as touching new pages costs more than it saves."""
+        if self.device.type == "cuda":
+            self._free()
+
+    def _free(self) -> None:
+        if self.buffer is not None:
             self.buffer.close()
             self.buffer = None
             devices.release_cached_memory(self.device.type)

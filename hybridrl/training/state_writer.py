@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridrl import device as devices
-from hybridrl.training.muon import local
+from hybridrl.training.shards import host_places, local
 from hybridrl.training.state import State, tensors, told
 
 
@@ -27,7 +27,7 @@ class StateWriter:
         self.device = device
         self.group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state-writer")
-        self.copies: dict[tuple[str, ...], Tensor] = {}
+        self.copies: dict[str, dict[tuple[str, ...], Tensor]] = {}  # by model, and the keys that lead to each tensor
         self.writing: list[Future[None]] = []
 
     def start(self, states: Mapping[Path, State]) -> int:
@@ -40,7 +40,7 @@ class StateWriter:
         every_rank = torch.zeros(())
         try:
             devices.synchronize(self.device)  # offloaded moments may be on their way to the host still
-            copied = {directory: self._copy(state, (directory.name,)) for directory, state in states.items()}
+            copied = {directory: self._copy(state, directory.name) for directory, state in states.items()}
             devices.synchronize(self.device)
             every_rank += 1
         finally:
@@ -59,17 +59,22 @@ class StateWriter:
             future.result()
         return True
 
-    def _copy(self, value: Any, path: tuple[str, ...]) -> Any:
-        """The same with tensors in host memory. Memory is found by name: torch's own stager finds it by the original's,
-        which is another after every step where parameters or moments are offloaded."""
-        if isinstance(value, dict):
-            return {key: self._copy(item, (*path, key)) for key, item in value.items()}
-        if not isinstance(value, Tensor):
-            return value
-        if path not in self.copies:
-            self.copies[path] = torch.empty_like(value, device="cpu", pin_memory=self.device == "cuda")
-        local(self.copies[path]).copy_(local(value), non_blocking=True)
-        return self.copies[path]
+    def _copy(self, state: State, name: str) -> State:
+        """The same with tensors in host memory, which is kept for the next time. torch's own stager finds it by the
+        original's address, which is another after every step where parameters or moments are offloaded."""
+        present = dict(tensors(state))
+        if self.copies.get(name, {}).keys() != present.keys():
+            self.copies[name] = dict(zip(present, host_places(list(present.values()), self.device), strict=True))
+        for path, tensor in present.items():
+            local(self.copies[name][path]).copy_(local(tensor), non_blocking=True)
+        return _replaced(state, self.copies[name])
+
+
+def _replaced(value: Any, by: dict[tuple[str, ...], Tensor], path: tuple[str, ...] = ()) -> Any:
+    """A state with other tensors in the places of its own."""
+    if isinstance(value, dict):
+        return {key: _replaced(item, by, (*path, key)) for key, item in value.items()}
+    return by.get(path, value)
 
 
 def _write(directory: Path, state: State, group: ProcessGroup) -> None:

@@ -139,7 +139,8 @@ class TrainWorker:
         if settings.lora_rank and settings.lora_adapter_path:
             load_adapter(sharded.model, Path(settings.lora_adapter_path))
         plan = {"dtype": computed_in(config), "updates_per_step": config.updates_per_step}
-        optimizers = Optimizers(sharded, config.optimizer, config.total_updates, **plan)
+        offloaded = config.fsdp.optimizer_offload and self.device.type == "cuda"
+        optimizers = Optimizers(sharded, config.optimizer, config.total_updates, **plan, offloaded=offloaded)
         evidence = Path(self.config.skipped_updates, name)
         group = sequence_group(config.fsdp.ulysses_sequence_parallel_size, self.config.collective_timeout)
         padded = not settings.use_remove_padding or (group is None and rows_mix(sharded, self.device))

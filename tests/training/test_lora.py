@@ -9,12 +9,13 @@ from hybridrl.batch import Batch
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_lora import FurtherLoRAConfig
 from hybridrl.training.adapted import adapter_off, adapter_parameters, pairs, without_pairs
-from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole
+from hybridrl.training.fsdp import mesh, reshard, shard_and_fill
 from hybridrl.training.lora import add_adapter, check_adapter, export_adapter, load_adapter
 from hybridrl.training.model import HOST, LanguageModel, blank_language_model, load_language_model
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import lay_out
 from hybridrl.training.sender import Sender
+from hybridrl.training.shards import whole
 from hybridrl.training.state import state_of
 from hybridrl.training.value_model import blank_value_model, load_value_model
 from tests.training.families import model_config
@@ -210,7 +211,16 @@ def trained_on_ranks(directory: str, rows: Batch, dtype: str) -> dict:
         for bucket in (*sender.plan.model, *sender.plan.adapter):
             sender.fill(bucket)
             found[f"sent {merge}"] |= {t.name: t.view(sender.buffer.tensor).clone() for t in bucket.tensors}
+    found["buffer of an adapter alone"] = buffer_of_an_adapter_alone(model)
     return found
+
+
+def buffer_of_an_adapter_alone(model: LanguageModel) -> tuple[int, int]:
+    """Its bytes, and those of the largest bucket of adapters."""
+    sender = Sender(model, torch.device("cpu"), FLOAT, 1 << 12, False)
+    for bucket in sender.plan.adapter:
+        sender.fill(bucket)
+    return len(sender.buffer.tensor), max(bucket.bytes for bucket in sender.plan.adapter)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -218,6 +228,11 @@ def trained(request, directories, rows):
     return [
         on_ranks(ranks, trained_on_ranks, directories["two heads a key"], rows, request.param)[0] for ranks in (1, 2)
     ]
+
+
+def test_an_adapter_that_is_sent_alone_needs_no_buffer_of_the_base_s_size(trained):
+    for size, largest in (found["buffer of an adapter alone"] for found in trained):
+        assert size == largest
 
 
 def test_a_sharded_adapter_learns_as_an_unsharded_one_and_the_base_stays(trained, rows):

@@ -13,10 +13,11 @@ from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_reje
 from hybridrl.algorithms.settings import LossSettings
 from hybridrl.batch import Batch
 from hybridrl.training import linear_log_probs
-from hybridrl.training.fsdp import mesh, shard, whole
+from hybridrl.training.fsdp import mesh, shard
 from hybridrl.training.losses import LossConfig, foresight, policy_loss
 from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.packing import lay_out
+from hybridrl.training.shards import whole
 from hybridrl.training.token_outputs import ReferenceOutputs
 from tests.training.families import model_config
 from tests.training.on_ranks import on_ranks

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from hybridrl.config.schema import OptimizerConfig
@@ -140,16 +140,35 @@ def test_gradients_are_dropped_and_not_only_set_to_zero():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_moments_move_to_a_device_and_the_count_of_steps_stays():
-    model = Tiny()
-    optimizers = Optimizers(model, config(optimizer="Muon"), total_updates=4)
-    fill_gradients(model)
-    optimizers.step()
-    optimizers.to(torch.device("meta"))
-    states = [value for item in optimizers.optimizers for state in item.state.values() for value in state.values()]
-    tensors = [value for value in states if isinstance(value, torch.Tensor)]
-    assert {value.is_meta for value in tensors if value.dim() > 0} == {True}
-    assert {value.is_meta for value in tensors if value.dim() == 0} == {False}
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_offloaded_moments_keep_their_place_in_one_allocation_per_optimizer_and_change_no_step(name):
+    torch.manual_seed(0)
+    models = [Tiny(), Tiny()]
+    models[1].load_state_dict(models[0].state_dict())
+    offloaded, kept = (
+        Optimizers(model, config(optimizer=name), total_updates=4, offloaded=where)
+        for model, where in zip(models, (True, False), strict=True)
+    )
+    places = [value.data_ptr() for value in moments(offloaded)]
+    for _ in range(2):
+        for model, optimizers in zip(models, (offloaded, kept), strict=True):
+            fill_gradients(model)
+            optimizers.step()
+    assert [value.data_ptr() for value in moments(offloaded)] == places
+    assert len({value.untyped_storage().data_ptr() for value in moments(offloaded)}) == len(offloaded.optimizers)
+    values = zip(*(model.parameters() for model in models), strict=True)
+    assert all(torch.equal(*pair) for pair in values)
+
+
+def moments(optimizers: Optimizers) -> list[Tensor]:
+    states = [state for item in optimizers.optimizers for state in item.state.values()]
+    return [value for state in states for name, value in state.items() if name != "step"]
+
+
+@pytest.mark.parametrize(("more", "where"), [({}, "meta"), ({"fused": True}, "meta"), ({"foreach": True}, "cpu")])
+def test_the_fused_kernel_s_count_of_steps_is_on_the_device_of_its_parameters(more, where):
+    (adamw,) = build_optimizers(Tiny().to("meta"), config(override_optimizer_config=more))
+    assert {state["step"].device.type for state in adamw.state.values()} == {where}
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])

@@ -20,7 +20,7 @@ from hybridrl.checkpoint.export import export_settings
 from hybridrl.config import ConfigError
 from hybridrl.config.model_directory import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
-from hybridrl.training.fsdp import mesh, shard
+from hybridrl.training.fsdp import host_parameters, mesh, move_parameters, shard
 from hybridrl.training.learner import Learner, MiniBatch
 from hybridrl.training.model import load_language_model
 from hybridrl.training.optimizer import Optimizers
@@ -165,6 +165,23 @@ def gone_on(path: str, directory: Path, contents: Collection[str] = ALL, **optio
     return Run(then, rates=train(learner, range(UPDATES // 2, UPDATES)), at_last=whole(learner))
 
 
+def moved(path: str) -> list[dict[str, Tensor]]:
+    """The state after some updates, of a model that stays and of one that is put into host memory after each."""
+    stays, moves = build(path), build(path)
+    places = host_parameters(moves.model)
+    assert len({place.to_local().untyped_storage().data_ptr() for place in places.values()}) == 1
+    for number in range(3):
+        for learner in (stays, moves):
+            train(learner, range(number, number + 1))
+        move_parameters(moves.model, places)
+        addresses = {name: value.to_local().data_ptr() for name, value in moves.model.named_parameters()}
+        assert addresses == {
+            name: places[value].to_local().data_ptr() for name, value in moves.model.named_parameters()
+        }
+        moves.model._apply(lambda value: value.clone())  # as a device's memory would be
+    return [whole(stays), whole(moves)]
+
+
 def told_of_failures(path: str, directory: Path) -> list[str]:
     """What this rank says where rank 1 cannot write, where it cannot copy, and then of a save that succeeds."""
     learner, writer, said = build(path), StateWriter("cpu"), []
@@ -212,6 +229,11 @@ def test_saved_on_two_ranks_it_is_read_on_one_and_on_three(directory, tmp_path):
     for ranks in (1, 3):
         found = on_ranks(ranks, gone_on, directory, tmp_path, critic=True, optimizer="Muon")
         assert_equal(found[-1].then, saved.then)
+
+
+def test_parameters_that_were_put_into_host_memory_train_as_those_that_were_not(directories):
+    for stays, moves in on_ranks(2, moved, directories["all heads one key, tied head"]):
+        assert_equal(moves, stays)
 
 
 def test_saved_of_replicas_it_is_read_as_shards(directory, tmp_path):
@@ -273,7 +295,7 @@ def test_copies_take_the_same_memory_every_time_also_where_moments_are_moved(gro
         for state in learner.optimizers.optimizers[0].state.values():
             state["exp_avg"] = state["exp_avg"].clone()
         copied = writer.start({tmp_path / str(number) / "actor": state_of(learner.model, learner.optimizers, ALL)})
-        places.append({path: copy.to_local().data_ptr() for path, copy in writer.copies.items() if copy.dim()})
+        places.append({path: copy.to_local().data_ptr() for path, copy in writer.copies["actor"].items() if copy.dim()})
         wait_for(writer)
     assert places[0] == places[1] == places[2]
     parameters = list(learner.model.parameters())
