@@ -3,6 +3,7 @@
 import os
 import socket
 from datetime import timedelta
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
@@ -59,6 +60,12 @@ def _allocator() -> dict[str, str]:
 def current(device: str) -> torch.device:
     """This process's device: workers see exactly one."""
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+
+
+@cache
+def has_varlen_attention(device: torch.device) -> bool:
+    """Whether torch's attention for rows of different lengths runs there: on CUDA from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def listen(address: str) -> socket.socket:

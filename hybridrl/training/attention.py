@@ -4,6 +4,9 @@ CUDA uses torch's variable-length kernel where the type allows; everything else 
 what comes of a row does not depend on those beside it.
 """
 
+from collections.abc import Callable
+from inspect import signature
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,8 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from hybridrl import device as devices
 from hybridrl.training.sequence_parallel import to_heads, to_tokens
 
+WIDEST_HEAD = 256  # that FlashAttention 2, which torch's kernel is made of, computes with
 NAME = "hybridrl_packed"
 
 
@@ -42,13 +47,20 @@ def attend(
     if boundaries is None:
         return _causal(query, key, value, scaling, dropout, sliding_window, softcap, s_aux).transpose(1, 2), None
     plain = softcap is None and s_aux is None and not dropout
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain:
+    if plain and devices.has_varlen_attention(query.device) and kernel_takes(query, value):
         line = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
         return _varlen_kernel(*line, boundaries, longest, scaling, sliding_window)[None], None
     lengths = boundaries.diff().tolist()
     rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [_causal(*row, scaling, dropout, sliding_window, softcap, s_aux).transpose(1, 2) for row in rows]
     return torch.cat(outputs, dim=1), None
+
+
+def kernel_takes(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's variable-length kernel computes these types and widths; others go row by row."""
+    width = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and width == value.shape[-1] and width % 8 == 0 and width <= WIDEST_HEAD
 
 
 def _causal(
@@ -107,7 +119,7 @@ def _varlen_kernel(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    grouped = grouped_option(varlen_attn) if query.shape[1] != key.shape[1] else {}
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -120,6 +132,11 @@ def _varlen_kernel(
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
+
+
+def grouped_option(kernel: Callable[..., Tensor]) -> dict[str, bool]:
+    """What lets several query heads share a key: torch 2.11 has no such argument, and takes fewer keys as they are."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
 
 
 AttentionInterface.register(NAME, attend)

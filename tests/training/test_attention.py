@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.training.attention import attend
+from hybridrl.training.attention import attend, grouped_option, kernel_takes
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 OPTIONS = st.sampled_from(
@@ -74,3 +74,24 @@ def test_a_row_comes_out_with_the_same_bits_whatever_lies_beside_it(length, neig
     gradients = (torch.autograd.grad(output.square().sum(), of) for output, of in ((beside, inputs), (single, alone)))
     for whole, own in zip(*gradients, strict=True):
         assert torch.equal(whole[:, :, neighbour:], own)
+
+
+def test_the_option_for_groups_is_passed_only_to_a_kernel_that_has_it():
+    assert grouped_option(lambda query, key, *, enable_gqa=False: query) == {"enable_gqa": True}
+    assert grouped_option(lambda query, key, *, scale=None: query) == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "taken"),
+    [
+        (torch.bfloat16, (128, 128), True),
+        (torch.float16, (64, 64), True),
+        (torch.float32, (64, 64), False),
+        (torch.bfloat16, (512, 512), False),
+        (torch.bfloat16, (20, 20), False),
+        (torch.bfloat16, (192, 128), False),  # as DeepSeek's latent attention has them
+    ],
+)
+def test_the_kernel_is_given_the_types_and_widths_that_it_computes(dtype, widths, taken):
+    query, value = (torch.empty(1, 2, 3, width, dtype=dtype) for width in widths)
+    assert kernel_takes(query, value) == taken
