@@ -25,10 +25,11 @@ from hybridrl.weights.layout import Bucket
 
 logger = logging.getLogger(__name__)
 
-# The largest difference of a log-prob of the probe, engine against trainer, after a hand-over. In float32 1e-6 to 1e-5
-# were measured, and one update at the quickstart's rate makes more than 0.1. In bfloat16 rounding alone makes 0.04 to
-# 0.07, so there the proof catches gross faults; the digests prove that the bytes arrived. The coarser type counts.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
+# Differences of the probe's log-probs, engine against trainer, after a hand-over: on average, and at most. In float32
+# 1e-6 to 1e-5 were measured, and one update at the quickstart's rate makes more than 0.1. In bfloat16 rounding alone
+# makes 0.04 to 0.07, and 0.5 at a token whose expert it changes, so there the proof catches gross faults; the digests
+# prove that the bytes arrived. The coarser type counts.
+TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (0.02, 0.5), "bfloat16": (0.1, 2.0)}
 CHECK_SECONDS = 30.0
 
 
@@ -103,6 +104,8 @@ class HybridEngine:
 
     def _spawn(self, index: int) -> Actor:
         environment = devices.environment(self.session.device, self.session.per_machine) | ENVIRONMENT
+        if self.rollout.dtype == "float32":
+            environment |= {"TRITON_F32_DEFAULT": "ieee"}  # by default Triton rounds the factors of products to TF32
         # Control calls must get through while requests run: an asynchronous actor takes as many as come.
         first = index * self.width
         return spawn(RolloutServer, self.session, first, environment, self._log(index), max_concurrency=1000)
@@ -213,13 +216,15 @@ class HybridEngine:
                 )
         refs = [self.servers.actors[index].score.remote(self.probe.tolist()) for index in indices]
         for index, found in zip(indices, gather(refs, "rollout server.score", self.timeout), strict=True):
-            gap = float((torch.tensor(found) - expected).abs().max())
-            self.gaps.append(gap)
-            if not gap <= self.tolerance:
+            gaps = (torch.tensor(found) - expected).abs()
+            mean, largest = float(gaps.mean()), float(gaps.max())
+            self.gaps.append(largest)
+            if not (mean <= self.tolerance[0] and largest <= self.tolerance[1]):
+                allowed = "{:g} and {:g}".format(*self.tolerance)
                 raise StaleWeights(
-                    f"after the hand-over, rollout server {index} differs from the trainer by {gap:.3g} in the "
-                    f"log-prob of a fixed sequence (at most {self.tolerance:g}): it does not compute with the "
-                    "trainer's weights, so no answers are sampled"
+                    f"after the hand-over, rollout server {index} differs from the trainer by {mean:.3g} on average "
+                    f"and {largest:.3g} at most in the log-probs of a fixed sequence ({allowed} are allowed): it does "
+                    "not compute with the trainer's weights, so no answers are sampled"
                 )
 
     def _replace_dead_servers(self) -> None:
