@@ -1,5 +1,6 @@
 """Rows to test with, property tests that draw the same examples every time, and which tests go together."""
 
+import signal
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from hybridrl.batch import Batch
 
+# Tests send it, and what they start inherits that it is ignored where the suite was started by nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("hybridrl", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("hybridrl")
 

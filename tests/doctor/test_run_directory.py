@@ -27,7 +27,7 @@ def found(command: list[str]):
 def test_steps_are_counted_and_room_for_them_is_asked(found, tmp_path: Path):
     told = found()
     assert told["run.steps"].cause == "2 prompts, 3 steps: begins anew"
-    assert told["run.disk"].cause.startswith("a saved step takes about 0 MiB, and ")
+    assert told["run.disk"].cause.startswith("a saved step takes about 1 MiB, and ")
     assert set(told) == {"run.steps", "run.disk"}
     assert not (tmp_path / "run").exists()
 
@@ -38,8 +38,8 @@ def test_nothing_is_said_of_room_where_nothing_is_saved(found):
 
 def test_a_disk_that_cannot_hold_the_steps_is_a_warning(found, monkeypatch: pytest.MonkeyPatch):
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=500_000))
-    # 2 x 320 x 16 + 4 x 16 x 16 + 3 x 16 + 3 x 16 x 32 + 3 x 16 = 12,896 parameters of 12 bytes: 154,752 bytes a step
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2_500_000))
+    # 2 x 320 x 64 + 4 x 64 x 64 + 3 x 64 + 3 x 64 x 32 + 3 x 64 = 63,872 parameters of 12 bytes: 766,464 bytes a step
     told = found("trainer.save_freq=1")["run.disk"]
     assert told.severity == "warning" and "not room for 3 and one that is being written" in told.cause
     assert told.fix == "set trainer.max_actor_ckpt_to_keep=2"
