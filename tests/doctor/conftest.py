@@ -1,4 +1,5 @@
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,12 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor keeps the log of a reward's trial that a finding names: here, with the test's own files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
 
 
 @pytest.fixture
