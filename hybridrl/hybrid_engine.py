@@ -200,7 +200,8 @@ class HybridEngine:
     def _trainer_log_probs(self) -> torch.Tensor:
         """The trainer's log-probs of the probe; every rank computes them, the first one's count."""
         row = probe_row(self.probe)
-        return self.trainers.broadcast(TrainWorker.log_probs, row, [[0]], 1.0, timeout=self.timeout)[0][0]
+        columns = self.trainers.broadcast(TrainWorker.log_probs, row, [[0]], 1.0, timeout=self.timeout)[0]
+        return torch.tensor(columns[0])
 
     def _prove(self, expected: torch.Tensor, indices: range) -> None:
         """Refuse engines without the last hand-over, and compare each one's log-probs of the probe with the trainer's.

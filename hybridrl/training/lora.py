@@ -26,6 +26,8 @@ from hybridrl.training.loading import load_settings
 from hybridrl.training.model import HOST
 from hybridrl.training.shards import whole
 
+PATTERN = re.compile(r"[^\w.-]")  # what stands in a regular expression and in no name
+
 
 def check_adapter(config: ModelConfig, key: str) -> str:
     """What is trained of how much, in words, from the configuration alone: no weights are read.
@@ -96,7 +98,10 @@ def _targets(model: PreTrainedModel, config: ModelConfig, heads: list[str], key:
 
 
 def _named(option: str, config: ModelConfig, linear: list[str], key: str) -> list[str]:
-    """The layers that an option names, each by the end of its name or by a regular expression of all of it."""
+    """The layers that an option names, each by the end of its name or by a regular expression of all of it.
+
+    A name without a layer is refused. An expression may exclude none: one list serves models with and without a part.
+    """
     wanted: list[str] = vars(config)[option]
     found: dict[str, None] = {}
     for text in wanted:
@@ -105,7 +110,7 @@ def _named(option: str, config: ModelConfig, linear: list[str], key: str) -> lis
         except re.error as error:
             raise ConfigError(f"{key}.{option}: {text} is no regular expression ({error})") from error
         matching = [name for name in linear if pattern.fullmatch(name)]
-        if not matching:
+        if not matching and not (option == "exclude_modules" and PATTERN.search(text)):
             ends = sorted({_end(name) for name in linear})
             near = nearest(text.rsplit(".", 1)[-1], ends) if ends else []
             hint = f"nearest: {', '.join(near)}" if near else f"those that it has: {', '.join(ends) or 'none'}"

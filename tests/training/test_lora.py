@@ -90,6 +90,7 @@ def test_all_linear_leaves_out_embedding_and_head(directory):
         (["q_proj", "1.self_attn.k_proj"], [], ["0.self_attn.q_proj", "1.self_attn.k_proj", "1.self_attn.q_proj"]),
         (["0.self_attn.q_proj"], [], ["0.self_attn.q_proj"]),
         ([r".*\.1\.mlp\..*"], [], ["1.mlp.gate_proj", "1.mlp.up_proj", "1.mlp.down_proj"]),
+        (["q_proj"], [r".*visual.*"], ["0.self_attn.q_proj", "1.self_attn.q_proj"]),
         (["all-linear"], [".*mlp.*", "k_proj", "o_proj", "v_proj"], ["0.self_attn.q_proj", "1.self_attn.q_proj"]),
     ],
 )  # fmt: skip
