@@ -53,6 +53,7 @@ LATE = {
     "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
+    "training/linear_log_probs.py": "Triton comes with torch's builds for CUDA, and is used there only",
     "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",
     "tracking/tracker.py": "sinks whose libraries are heavy, or an extra, come only where they are chosen",
 }

@@ -41,14 +41,18 @@ class Head(NamedTuple):
     bias: Tensor | None = None  # [vocabulary]
     rule: LogitRule = LogitRule()
 
+    def linear(self, hidden: Tensor, room: Tensor) -> Tensor:
+        """Before the rule, in the head's type, written into `room` [tokens, vocabulary]; without a gradient."""
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.t(), out=room)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=room)
+
     def logits(self, hidden: Tensor, room: Tensor) -> Tensor:
-        """In float32, laid into `room` [tokens, vocabulary]; without a gradient."""
-        if self.weight.dtype != torch.float32:
-            room.copy_(F.linear(hidden, self.weight, self.bias))
-        elif self.bias is None:
-            torch.mm(hidden, self.weight.t(), out=room)
+        """In float32, written into `room` [tokens, vocabulary]; without a gradient."""
+        if self.weight.dtype == torch.float32:
+            self.linear(hidden, room)
         else:
-            torch.addmm(self.bias, hidden, self.weight.t(), out=room)
+            room.copy_(F.linear(hidden, self.weight, self.bias))
         return self.rule.apply_(room)
 
 

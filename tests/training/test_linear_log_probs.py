@@ -1,7 +1,6 @@
-"""Outputs and gradients against logits that are formed whole, in float64, and differentiated by autograd."""
+"""Log-probs, entropies and KL chunk by chunk, against logits that are formed whole."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,85 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.training import linear_log_probs
-from hybridrl.training.linear_log_probs import token_outputs, tokens_at_once
-from hybridrl.training.token_outputs import Asked, Head, LogitRule, ReferenceOutputs, TokenOutputs
-
-TOKENS, WIDTH, VOCABULARY = 9, 5, 13
-PLAIN = LogitRule()
-
-
-class Case(NamedTuple):
-    hidden: Tensor
-    head: Head
-    targets: Tensor
-    asked: Asked
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        return [value for value in (self.hidden, self.head.weight, self.head.bias) if value is not None]
-
-    def found(self) -> TokenOutputs:
-        return token_outputs(self.hidden, self.head, self.targets, self.asked)
-
-
-def case(seed: int = 0, *, bias: bool = False, against: bool = False, rule: LogitRule = PLAIN, **asked) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).requires_grad_()
-
-    head, other = (Head(draw(VOCABULARY, WIDTH), draw(VOCABULARY) if bias else None, r) for r in (rule, LogitRule(0.5)))
-    reference = ReferenceOutputs(draw(TOKENS, WIDTH), other) if against else None
-    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-    return Case(draw(TOKENS, WIDTH), head, targets, Asked(against=reference, **asked))
-
-
-def whole(of: Case) -> TokenOutputs:
-    """By the formulas."""
-
-    def log_softmax(hidden: Tensor, head: Head) -> Tensor:
-        logits = hidden.double() @ head.weight.double().T * head.rule.scale
-        if head.bias is not None:
-            logits = logits + head.bias.double() * head.rule.scale
-        if head.rule.cap is not None:
-            logits = head.rule.cap * torch.tanh(logits / head.rule.cap)
-        return (logits / of.asked.temperature).log_softmax(-1)
-
-    log_p, against = log_softmax(of.hidden, of.head), of.asked.against
-    p = log_p.exp()
-    kl = None if against is None else (p * (log_p - log_softmax(against.hidden, against.head).detach())).sum(-1)
-    entropies, squares = -(p * log_p).sum(-1), p.square().sum(-1).detach()
-    return TokenOutputs(
-        log_p.gather(-1, of.targets[:, None]).squeeze(-1),
-        entropies if of.asked.entropies else None,
-        squares if of.asked.sum_pi_squared else None,
-        kl,
-    )
-
-
-def loss(said: TokenOutputs) -> Tensor:
-    """A sum over tokens of what is said of each, none of it linear, each token with a weight of its own."""
-    weights = torch.linspace(-1, 2, TOKENS)
-    terms = [(0.1 * value).exp() * weights.roll(k) for k, value in enumerate(said) if value is not None]
-    return sum(terms).sum()
-
-
-def foresight(said: TokenOutputs) -> TokenOutputs:
-    with torch.enable_grad():
-        leaves = [value if value is None else value.detach().requires_grad_() for value in said]
-        present = [value for value in leaves if value is not None]
-        gradients = iter(torch.autograd.grad(loss(TokenOutputs(*leaves)), present))
-    return TokenOutputs(*(value if value is None else next(gradients) for value in leaves))
-
-
-def gradients(of: Case, of_loss: Callable[[TokenOutputs], Tensor] = loss) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(of_loss(of.found()), of.inputs)
-
-
-def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linear_log_probs.CHUNK_BYTES, "cpu", 0)
-    monkeypatch.setattr(linear_log_probs, "FEWEST_TOKENS", tokens)
+from hybridrl.training.linear_log_probs import tokens_at_once
+from hybridrl.training.token_outputs import Asked, Head, LogitRule, TokenOutputs
+from tests.training.head_cases import TOKENS, VOCABULARY, Case, case, check, chunks_of, foresight, gradients, loss
 
 
 class Products(TorchDispatchMode):
@@ -126,16 +49,7 @@ def products(of: Case, of_loss: Callable[[TokenOutputs], Tensor] = loss) -> list
 def test_outputs_and_gradients_are_those_of_whole_logits(foreseen, tokens, seed, **options):
     with pytest.MonkeyPatch.context() as patch:
         chunks_of(tokens, patch)
-        made = case(seed, entropy_gradient=True, foresight=foreseen, **options)
-        found, right = made.found(), whole(made)
-        for value, expected in zip(found, right, strict=True):
-            assert (value is None) == (expected is None)
-            if value is not None:
-                torch.testing.assert_close(value, expected.float(), atol=1e-5, rtol=1e-5)
-        expected = torch.autograd.grad(loss(right), made.inputs)
-        torch.testing.assert_close(torch.autograd.grad(loss(found), made.inputs), expected, atol=1e-5, rtol=1e-5)
-        with torch.no_grad():
-            assert all(a is b or torch.equal(a, b) for a, b in zip(made.found(), found, strict=True))
+        check(case(seed, entropy_gradient=True, foresight=foreseen, **options))
 
 
 def test_logits_are_formed_once_where_the_gradient_was_foreseen_and_else_twice(monkeypatch):
