@@ -20,6 +20,7 @@ from hybridrl.config.model_checks import (
     absolute,
     check_head_size,
     check_model,
+    check_recomputation,
     check_sequence_parallel,
     check_served,
     note_small_updates,
@@ -65,6 +66,8 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     if trainer.device == "cpu":
         check_head_size("actor_rollout_ref.model", section.model, wrong)
     check_model("actor_rollout_ref.model", section.model, section.rollout.max_model_len or 0, LOWER, note, wrong)
+    fsdp_key, fsdp = "actor_rollout_ref.actor.fsdp_config", section.actor.fsdp_config
+    check_recomputation("actor_rollout_ref.model", section.model, fsdp_key, fsdp, trainer.device, note, wrong)
     settle_lora("actor_rollout_ref.model", section.model, note, wrong)
     check_served("actor_rollout_ref.model", section.model, wrong)
     check_hand_over(config, wrong)
@@ -95,6 +98,8 @@ def settle_sft(config: SFTConfig, note: Note, machine: Machine | None = None) ->
     _settle_optimizer("optim", config.optim, wrong)
     note_small_updates("engine.fsdp_config", config.engine.fsdp_config, config.optim.lr, note)
     check_model("model", config.model, config.data.max_length, "lower data.max_length", note, wrong)
+    device, fsdp = config.trainer.device, config.engine.fsdp_config
+    check_recomputation("model", config.model, "engine.fsdp_config", fsdp, device, note, wrong)
     settle_lora("model", config.model, note, wrong)
     note_no_hand_over("model", config.model, note)
     devices = _devices(config.trainer)
@@ -259,6 +264,7 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
         if value is not None:
             note(f"critic.model.{name} has no effect: the critic reads the policy's tokens")
     _check_other_model("critic.model", critic.model, config, note, wrong)
+    check_recomputation("critic.model", critic.model, "critic.fsdp", critic.fsdp, config.trainer.device, note, wrong)
     settle_lora("critic.model", critic.model, note, wrong)
     note_no_hand_over("critic.model", critic.model, note)
     check_sequence_parallel("critic", critic.fsdp, "critic.model", critic.model, _devices(config.trainer), wrong)

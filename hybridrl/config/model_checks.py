@@ -53,6 +53,24 @@ def check_model(key: str, model: ModelConfig, longest: int, way_out: str, note: 
     model.external_lib = [absolute(name) for name in model.external_lib]
 
 
+def check_recomputation(
+    key: str, model: ModelConfig, fsdp_key: str, fsdp: FSDPConfig, device: str, note: Note, wrong: Refusals
+) -> None:
+    """Judge together what a layer recomputes and whether it is compiled."""
+    if fsdp.compile_layers and device == "cpu":
+        note(f"{fsdp_key}.compile_layers=true has no effect on CPU, where compiled layers make updates no faster")
+        fsdp.compile_layers = False
+    selective = model.selective_checkpointing
+    if selective and not model.enable_gradient_checkpointing:
+        note(f"{key}.selective_checkpointing=true has no effect with enable_gradient_checkpointing=false")
+    elif selective and fsdp.compile_layers:
+        wrong.add(
+            f"{key}.selective_checkpointing=true: the operations of compiled layers cannot be chosen one by one; set "
+            f"{key}.enable_gradient_checkpointing=false (compiled layers recompute what is cheap by themselves), or "
+            f"{fsdp_key}.compile_layers=false"
+        )
+
+
 def note_small_updates(key: str, fsdp: FSDPConfig, lr: float, note: Note) -> None:
     """bfloat16 has 8 significant bits: an update below a 512th of an element never changes it. Shares of elements that
     still move: scripts/benchmark/bfloat16_updates.py."""

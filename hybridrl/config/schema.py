@@ -83,6 +83,7 @@ class ModelConfig(LoRAConfig):
     custom_chat_template: str | None
     override_config: dict[str, Any]
     enable_gradient_checkpointing: bool
+    selective_checkpointing: bool
     use_remove_padding: bool
 
 
@@ -113,8 +114,9 @@ class FSDPConfig:
     ulysses_sequence_parallel_size: Positive
     param_offload: bool
     optimizer_offload: bool
-    reshard_after_forward: bool
+    reshard_after_forward: bool | None
     forward_prefetch: bool
+    compile_layers: bool
     model_dtype: DType
     dtype: DType | None
     full_determinism: bool

@@ -5,16 +5,17 @@ what comes of a row does not depend on those beside it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from hybridrl import device as devices
+from hybridrl.training.packing import Line
 from hybridrl.training.sequence_parallel import to_heads, to_tokens
 
 WIDEST_HEAD = 256  # that FlashAttention 2, which torch's kernel is made of, computes with
@@ -32,26 +33,23 @@ def attend(
     sliding_window: int | None = None,  # how many tokens, its own included, a token sees; None: all before it
     softcap: float | None = None,  # bends scores so that none exceeds it (Gemma 2)
     s_aux: Tensor | None = None,  # [heads], a score a head that takes its share and brings nothing (GPT-OSS's sinks)
-    boundaries: Tensor | None = None,  # [B + 1] int32; None: a right-padded rectangle: causality hides the padding
-    longest: int = 0,
-    sequence_group: ProcessGroup | None = None,  # whose ranks hold the line in slices
+    line: Line | None = None,  # None: a right-padded rectangle: causality hides the padding
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, heads, width], as transformers expects it of an attention function."""
-    if sequence_group is not None:
-        line, options = to_heads(query, key, value, sequence_group), (scaling, dropout, sliding_window, softcap)
-        if s_aux is not None:
-            s_aux = s_aux.chunk(sequence_group.size())[sequence_group.rank()]
-        output, _ = attend(module, *line, attention_mask, *options, s_aux, boundaries, longest)
-        return to_tokens(output, sequence_group), None
-    if boundaries is None:
+    if line is None:
         return _causal(query, key, value, scaling, dropout, sliding_window, softcap, s_aux).transpose(1, 2), None
+    if line.group is not None:
+        of_all, options = to_heads(query, key, value, line.group), (scaling, dropout, sliding_window, softcap)
+        if s_aux is not None:
+            s_aux = s_aux.chunk(line.group.size())[line.group.rank()]
+        output, _ = attend(module, *of_all, attention_mask, *options, s_aux, replace(line, group=None))
+        return to_tokens(output, line.group), None
     plain = softcap is None and s_aux is None and not dropout
     if plain and devices.has_varlen_attention(query.device) and kernel_takes(query, value):
-        line = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
-        return _varlen_kernel(*line, boundaries, longest, scaling, sliding_window)[None], None
-    lengths = boundaries.diff().tolist()
-    rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, width]
+        return _varlen_kernel(*tokens, line, scaling, sliding_window)[None], None
+    rows = zip(*(tensor.split(line.lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [_causal(*row, scaling, dropout, sliding_window, softcap, s_aux).transpose(1, 2) for row in rows]
     return torch.cat(outputs, dim=1), None
 
@@ -114,18 +112,18 @@ def _varlen_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
-    longest: int,
+    line: Line,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
+    longest = max(line.lengths)
     grouped = grouped_option(varlen_attn) if query.shape[1] != key.shape[1] else {}
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        boundaries,
-        boundaries,
+        line.boundaries,
+        line.boundaries,
         longest,
         longest,
         scale=scaling,
@@ -139,4 +137,5 @@ def grouped_option(kernel: Callable[..., Tensor]) -> dict[str, bool]:
     return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
 
 
-AttentionInterface.register(NAME, attend)
+# Not compiled with the layers around it: rows' lengths, which change with every pass, would be part of the program.
+AttentionInterface.register(NAME, torch.compiler.disable(attend))

@@ -23,6 +23,7 @@ from hybridrl.config.schema import FSDPConfig
 from hybridrl.training.adapted import without_pairs
 from hybridrl.training.loading import fill, layer_classes
 from hybridrl.training.model import LanguageModel
+from hybridrl.training.recompute import compile_layers
 from hybridrl.training.shards import host_places, local, whole
 from hybridrl.training.value_model import ValueModel, new_head
 
@@ -49,8 +50,13 @@ def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool
     names = layer_classes(model.model, config.wrap_policy.transformer_layer_cls_to_wrap)
     layers = [module for module in model.modules() if type(module).__name__ in names]
     options = {"mesh": grid, "mp_policy": policy, "offload_policy": offload}
+    again = config.reshard_after_forward
+    if again is None:
+        again = grid.size(-1) > 1  # with one shard there is no memory of other ranks to spare, only copies
+    if config.compile_layers:
+        compile_layers(layers)
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(layer, reshard_after_forward=again, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     register_fsdp_forward_method(model, "hidden_states")  # gathers its parameters as forward() does
     if isinstance(model, LanguageModel):

@@ -27,6 +27,7 @@ from hybridrl.config.model_directory import is_sharded, resolve_model
 from hybridrl.config.own_code import import_libraries
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
+from hybridrl.training.recompute import recompute_layers
 
 FROM_HUB = ["model*.safetensors", "*.json", "*.py"]
 PICKLED = ["pytorch_model*.bin", "*.json", "*.py"]
@@ -81,7 +82,7 @@ def blank_model(
         model.generation_config = GenerationConfig.from_pretrained(directory)
     if config.enable_gradient_checkpointing:
         try:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_layers(model, selective=config.selective_checkpointing)
         except ValueError as error:
             raise ValueError(f"{config.path}: {error}; set model.enable_gradient_checkpointing=false") from error
     return model

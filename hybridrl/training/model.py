@@ -81,9 +81,7 @@ def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
     hidden = model.base_model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,
-        boundaries=inputs.boundaries,
-        longest=inputs.longest,
-        sequence_group=inputs.shared and inputs.shared.group,
+        line=inputs.line,
         use_cache=False,
     ).last_hidden_state
     return hidden.flatten(0, 1)[inputs.predictors]

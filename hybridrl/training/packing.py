@@ -5,7 +5,7 @@ of the loss are known before the first one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -102,6 +102,23 @@ def parts(batch: Batch, passes: Passes) -> Iterator[Batch]:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Rows that lie end to end, as attention has to know them. The lengths are numbers of the host: to read them from
+    a GPU would let the host wait for it in every layer."""
+
+    lengths: tuple[int, ...]
+    boundaries: Tensor  # [rows + 1] int32, where rows begin and end
+    group: ProcessGroup | None = None  # whose ranks hold the line in slices
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], group: ProcessGroup | None = None) -> "Line":
+        return cls(tuple(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), group)
+
+    def to(self, device: torch.device) -> "Line":
+        return replace(self, boundaries=self.boundaries.to(device))
+
+
+@dataclass(frozen=True)
 class SharedLine:
     """A line that the ranks of a group hold in slices: of its response tokens this rank's begin at `start`."""
 
@@ -121,12 +138,11 @@ class ModelInputs:
     position_ids: Tensor  # the same shape
     predictors: Tensor  # [response tokens]
     targets: Tensor  # [response tokens]
-    boundaries: Tensor | None  # [B + 1] int32, where rows begin and end in one line; None: a rectangle
-    longest: int
-    shared: SharedLine | None = None  # the tokens are a slice; boundaries and longest are those of the whole line
+    line: Line | None  # None: a rectangle
+    shared: SharedLine | None = None  # the tokens are a slice of the line
 
     def to(self, device: torch.device) -> "ModelInputs":
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | Line)}
         return ModelInputs(**{**vars(self), **moved})
 
 
@@ -142,13 +158,11 @@ def lay_out(batch: Batch, padded: bool) -> ModelInputs:
     responses = places(starts + batch.prompt_lengths, batch.response_lengths)
     ids[responses] = targets = batch.response_ids.long()
     if padded:
-        positions = torch.arange(longest).repeat(len(batch))
-        boundaries = None
+        positions, line = torch.arange(longest).repeat(len(batch)), None
     else:
-        positions = places(torch.zeros_like(lengths), lengths)
-        boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        positions, line = places(torch.zeros_like(lengths), lengths), Line.of(lengths.tolist())
     shape = (len(batch), longest) if padded else (1, size)
-    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, boundaries, longest)
+    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, line)
 
 
 def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+
+from hybridrl.training.packing import Line
 
 
 def take_rows_apart(model: nn.Module) -> None:
@@ -21,11 +22,11 @@ def _row_by_row(
     forward: Callable[..., Tensor],
     hidden_states: Tensor,  # [1, T, width] in one line, or [B, T, width]
     *arguments: object,
-    boundaries: Tensor | None = None,
-    sequence_group: ProcessGroup | None = None,  # whose ranks hold slices, of which no rows can be made
+    line: Line | None = None,
     **options: object,
 ) -> Tensor:
-    if boundaries is None or sequence_group is not None or any(isinstance(value, Tensor) for value in arguments):
+    in_slices = line is not None and line.group is not None  # of which no rows can be made
+    if line is None or in_slices or any(isinstance(value, Tensor) for value in arguments):
         return forward(hidden_states, *arguments, **options)
-    rows = hidden_states.split(boundaries.diff().tolist(), dim=1)
+    rows = hidden_states.split(line.lengths, dim=1)
     return torch.cat([forward(row, *arguments, **options) for row in rows], dim=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from hybridrl.training.packing import ModelInputs, SharedLine
+from hybridrl.training.packing import Line, ModelInputs, SharedLine
 
 
 @cache
@@ -29,16 +29,14 @@ def sequence_group(size: int, timeout_seconds: float) -> ProcessGroup | None:
 
 
 def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
-    """This rank's slice of rows that lie in one line, with the boundaries of the whole; as it is without a group.
+    """This rank's slice of rows that lie in one line, with the lengths of all of them; as it is without a group.
 
     So that slices are equally long, tokens that nothing reads follow as a further row."""
     if group is None:
         return inputs
-    assert inputs.boundaries is not None, "rows laid out apart are in no line"
-    tokens, boundaries = inputs.input_ids.shape[1], inputs.boundaries
+    assert inputs.line is not None, "rows laid out apart are in no line"
+    tokens = inputs.input_ids.shape[1]
     padding = -tokens % group.size()
-    if padding:
-        boundaries = torch.cat([boundaries, boundaries[-1:] + padding])
     width = (tokens + padding) // group.size()
     first = group.rank() * width
     start, end = torch.searchsorted(inputs.predictors, torch.tensor([first, first + width])).tolist()
@@ -48,8 +46,7 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
         position_ids=F.pad(inputs.position_ids, (0, padding))[:, first : first + width],
         predictors=inputs.predictors[start:end] - first,
         targets=inputs.targets[start:end],
-        boundaries=boundaries,
-        longest=max(inputs.longest, padding),
+        line=Line.of([*inputs.line.lengths, *[padding] * bool(padding)], group),
         shared=SharedLine(group, start, len(inputs.targets)),
     )
 

@@ -67,6 +67,7 @@ FSDP = FSDPConfig(
     optimizer_offload=False,
     reshard_after_forward=True,
     forward_prefetch=False,
+    compile_layers=False,
     model_dtype="float32",
     dtype="float32",
     full_determinism=False,

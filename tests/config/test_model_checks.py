@@ -138,6 +138,21 @@ def test_parameters_in_float16_are_refused_and_a_computation_in_it_is_not(load: 
     assert load(f"{key}.dtype=fp16").config.actor_rollout_ref.actor.fsdp_config.dtype == "float16"
 
 
+ELSEWHERE = ("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")  # GPUs of other machines
+
+
+def test_recomputation_that_is_selective_is_refused_for_compiled_layers(load: Load) -> None:
+    key, fsdp = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
+    chosen = (f"{key}.selective_checkpointing=true", f"{fsdp}.compile_layers=true", *ELSEWHERE)
+    with pytest.raises(ConfigError, match=f"set {key}.enable_gradient_checkpointing=false .* or {fsdp}.compile_layers"):
+        load(*chosen)
+    config = load(*chosen, f"{key}.enable_gradient_checkpointing=false").config
+    assert config.actor_rollout_ref.actor.fsdp_config.compile_layers
+    on_cpu = load(f"{fsdp}.compile_layers=true")
+    assert not on_cpu.config.actor_rollout_ref.actor.fsdp_config.compile_layers
+    assert any("compile_layers=true has no effect on CPU" in note for note in on_cpu.notes)
+
+
 def test_parameters_in_bfloat16_are_warned_of_at_a_learning_rate_that_they_lose(load: Load) -> None:
     actor, critic = "actor_rollout_ref.actor", "critic"
     lost = (f"{actor}.fsdp_config.model_dtype=bf16", f"{critic}.fsdp.model_dtype=bf16")

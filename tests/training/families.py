@@ -126,6 +126,7 @@ def model_config(path: str, **changes: object) -> ModelConfig:
         "custom_chat_template": None,
         "override_config": {},
         "enable_gradient_checkpointing": False,
+        "selective_checkpointing": False,
         "use_remove_padding": True,
         "lora_rank": 0,
         "lora_alpha": 16,

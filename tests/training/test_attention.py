@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.training.attention import attend, grouped_option, kernel_takes
+from hybridrl.training.packing import Line
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 OPTIONS = st.sampled_from(
@@ -32,8 +33,7 @@ def drawn(lengths: list[int], heads: tuple[int, int], seed: int) -> list[Tensor]
 
 def in_one_line(inputs: list[Tensor], lengths: list[int], **options: object) -> Tensor:
     """Attention output [T, heads, width]."""
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return attend(torch.nn.Identity(), *inputs, None, boundaries=boundaries, longest=max(lengths), **options)[0][0]
+    return attend(torch.nn.Identity(), *inputs, None, line=Line.of(lengths), **options)[0][0]
 
 
 def by_the_formula(inputs: list[Tensor], lengths: list[int], sliding_window=10**6, softcap=None, s_aux=None) -> Tensor:

@@ -128,16 +128,16 @@ def test_rows_lie_end_to_end_in_one_line(two_rows):
     inputs = lay_out(two_rows, padded=False)
     assert inputs.input_ids.tolist() == [[100, 0, 1, 101, 102, 103, 2]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
-    assert inputs.boundaries.tolist() == [0, 3, 7]
-    assert inputs.boundaries.dtype == torch.int32
-    assert inputs.longest == 4
+    assert inputs.line.boundaries.tolist() == [0, 3, 7]
+    assert inputs.line.boundaries.dtype == torch.int32
+    assert inputs.line.lengths == (3, 4)
 
 
 def test_or_one_a_line_padded_on_the_right(two_rows):
     inputs = lay_out(two_rows, padded=True)
     assert inputs.input_ids.tolist() == [[100, 0, 1, 0], [101, 102, 103, 2]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert inputs.boundaries is None
+    assert inputs.line is None
 
 
 @pytest.mark.parametrize(("padded", "predictors"), [(False, [0, 1, 5]), (True, [0, 1, 6])])
@@ -151,7 +151,7 @@ def test_moving_inputs_moves_every_tensor(two_rows):
     for padded in (False, True):
         moved = lay_out(two_rows, padded).to(torch.device("meta"))
         assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
-        assert moved.longest == 4
+        assert padded or moved.line.boundaries.is_meta
 
 
 @given(LENGTHS, RANKS, BUDGETS)

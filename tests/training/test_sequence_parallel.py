@@ -95,7 +95,7 @@ def test_a_slice_has_its_tokens_and_what_they_predict_and_the_boundaries_of_the_
     assert second.position_ids.tolist() == [[1, 2, 3, 0]]
     assert (first.predictors.tolist(), second.predictors.tolist()) == ([0, 1], [1])
     assert (first.targets.tolist(), second.targets.tolist()) == ([0, 1], [2])
-    assert first.boundaries.tolist() == second.boundaries.tolist() == [0, 3, 7, 8]
+    assert first.line.boundaries.tolist() == second.line.boundaries.tolist() == [0, 3, 7, 8]
     assert [(part.shared.start, part.shared.total) for part in (first, second)] == [(0, 3), (2, 3)]
 
 

@@ -52,6 +52,7 @@ def fsdp_config(**changes: object) -> FSDPConfig:
         "optimizer_offload": True,
         "reshard_after_forward": True,
         "forward_prefetch": False,
+        "compile_layers": False,
         "full_determinism": False,
         "model_dtype": "float32",
         "dtype": "float32",

@@ -1,0 +1,90 @@
+"""Recomputation, compilation and resharding change what a pass costs, and nothing of what it computes."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridrl.training.fsdp import mesh, shard
+from hybridrl.training.model import LanguageModel, load_language_model
+from hybridrl.training.packing import lay_out
+from hybridrl.training.recompute import compile_layers
+from tests.training.families import model_config
+from tests.training.on_ranks import on_ranks
+from tests.training.test_state import fsdp_config
+
+RECOMPUTED = {"enable_gradient_checkpointing": True}
+SELECTIVELY = RECOMPUTED | {"selective_checkpointing": True}
+
+
+class Operations(TorchDispatchMode):
+    """Counts matrix products, and multiplications as an example of what costs little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = {"mm": 0, "mul": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (name := func.overloadpacket.__name__) in self.count:
+            self.count[name] += 1
+        return func(*args, **kwargs or {})
+
+
+def load(directory: str, **changes: bool) -> LanguageModel:
+    return load_language_model(model_config(directory, **changes), torch.float32).train()
+
+
+def gradients(model: LanguageModel, rows) -> tuple[Tensor, ...]:
+    log_probs = model(lay_out(rows, padded=False), 1.0).log_probs
+    return torch.autograd.grad(log_probs.square().sum(), tuple(model.parameters()))
+
+
+def counted(directory: str, rows, **changes: bool) -> tuple[tuple[Tensor, ...], dict[str, int]]:
+    with Operations() as made:
+        found = gradients(load(directory, **changes), rows)
+    return found, made.count
+
+
+def test_selective_recomputation_repeats_cheap_operations_and_no_matrix_product(directory, rows):
+    kept, none = counted(directory, rows)
+    recomputed, every = counted(directory, rows, **RECOMPUTED)
+    selected, cheap = counted(directory, rows, **SELECTIVELY)
+    torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)
+    torch.testing.assert_close(selected, kept, rtol=0, atol=0)
+    assert none["mm"] == cheap["mm"] < every["mm"]
+    assert none["mul"] < cheap["mul"] == every["mul"]
+
+
+@pytest.mark.parametrize("options", [{}, RECOMPUTED], ids=["kept", "recomputed"])
+def test_compiled_layers_compute_the_same_and_are_compiled_for_any_lengths(directory, rows, options, monkeypatch):
+    expected = [gradients(load(directory, **options), rows.select(chosen)) for chosen in ([0, 1], [0], [1])]
+    # Traced and differentiated as ever, but not turned into C++ or Triton, which takes half a minute.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model = load(directory, **options)
+    compile_layers(list(model.model.model.layers))
+    found = []
+    for chosen in ([0, 1], [0], [1]):
+        counters["stats"].clear()
+        found.append(gradients(model, rows.select(chosen)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 0  # at the third number of tokens
+
+
+def layers_gathered(path: str, rows, reshard_after_forward: bool | None) -> bool:
+    """Whether a layer's parameters are whole between the forward and the backward pass."""
+    ranks = torch.distributed.get_world_size()
+    config = fsdp_config(reshard_after_forward=reshard_after_forward)
+    model = shard(load(path), config, mesh("cpu", ranks, ranks))
+    model(lay_out(rows, padded=False), 1.0)
+    return not any(isinstance(parameter, DTensor) for parameter in model.model.model.layers[0].parameters())
+
+
+@pytest.mark.parametrize(("ranks", "set_to", "expected"), [(1, None, True), (1, True, False), (2, None, False)])
+def test_a_layer_stays_gathered_for_the_backward_pass_where_there_is_one_shard(
+    directory, rows, ranks, set_to, expected
+):
+    assert on_ranks(ranks, layers_gathered, directory, rows, set_to) == [expected] * ranks
