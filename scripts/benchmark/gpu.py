@@ -1,213 +1,298 @@
-"""What only a GPU can tell: `python scripts/benchmark/gpu.py [--shape 0.5b 1.5b]`
+"""What only a GPU can show: `python scripts/benchmark/gpu.py [--shape 0.5b] [--gpus 1] [--json FILE] [-- key=value]`
 
-For each shape a run with random weights on one GPU, in bfloat16: hand-over by CUDA IPC, sleep and wake, the memory that
-an engine keeps asleep, rollout beside vLLM's own `generate`, the update's share of the GPU's peak with and without
-recomputation, the peak memory of log-probs, and the log-probs' difference between engine and trainer. `--device cpu`
-tries the script itself.
+One shape with random weights in bfloat16. Each row is printed, and written with --json, as soon as it is measured, in
+this order: start-up, weight sync by CUDA IPC, the switch, one update of 16k tokens per GPU as a share of the GPU's
+peak, memory of log-probs, rollout, difference of log-probs between engine and trainer, memory that a sleeping engine
+keeps, the update under each of --variants (all of VARIANTS by default), and vLLM's own `generate`. What --seconds leave
+no time for is listed as not measured. Status 1 means that a row failed; the logs of the workers are then printed.
+`--device cpu` runs the script itself with few tokens; its figures mean nothing.
 """
 
 import json
 import sys
+import time
+from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from child import Child
+from gpu_work import GROUP, LOADS, cuts, operations, peak_of, sampled
 from hand_over import count_calls
+from limited import Report, cell, measure
 from memory_plan import make_model, overrides
 from models import SHAPES
-from side_by_side import Row, Seconds, arguments, in_turn, report, told
+from side_by_side import ROUNDS, Row, arguments, in_turn
 
-from hybridrl import ppo
+from hybridrl.assembly import as_laid_out, probe_ids, start_session, start_train_workers
 from hybridrl.batch import Batch
-from hybridrl.config import load_ppo_config
-from hybridrl.rollout import Request, Sampling, request_seed
-from hybridrl.trainer import Trainer
+from hybridrl.cluster import Group, RemoteFailure, gather, kill
+from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.guard import guarded
+from hybridrl.hybrid_engine import Mode
+from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.ppo import start_devices
+from hybridrl.rollout import Sampling
+from hybridrl.rollout.server import ENVIRONMENT
+from hybridrl.training.worker import TrainWorker
+from hybridrl.training.workers import TrainWorkers
 
-HERE = Path(__file__).absolute().parent
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bfloat16 without sparsity, operations a second
-ROWS, WIDTH = 32, 512  # 16k tokens in a pass
-ANSWERS, TOKENS = 256, 256
 GIB = 2**30
+# Bars by shape: of a weight sync in seconds, and of an update as a share of the GPU's peak.
+SYNC_SECONDS = {"0.5b": 0.3, "7b": 1.5}
+SHARES = {"0.5b": 0.28, "1.5b": 0.40, "7b": 0.48}
+BASE = "with recomputation"
+# Settings under which the update is measured too, in training ranks of their own without an engine on the device.
+VARIANTS = {
+    "without recomputation": ["actor_rollout_ref.model.enable_gradient_checkpointing=false"],
+    "without resharding": ["actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"],
+}
 
 
-@dataclass
-class Run:
-    """One shape's run, and what it is measured by."""
+@dataclass(frozen=True)
+class Memory:
+    """GiB of a device: what a rank's tensors take, at most since the peak was reset, and what all else takes."""
 
-    hall: Trainer
-    shape: dict[str, int]
-    parameters: int
-    directory: Path
-    config: Any
-    number: int = 0
+    gpu: str
+    allocated: float
+    peak: float
+    others: float
 
-    def rows(self) -> Batch:
-        generator = torch.Generator().manual_seed(0)
-        lengths = torch.full((ROWS,), WIDTH - 1)
-        ids = torch.randint(5, 250, (int(lengths.sum()),), generator=generator, dtype=torch.int32)
-        numbers = torch.arange(ROWS)
-        rows = Batch(
-            prompt_lengths=torch.ones(ROWS, dtype=torch.int64),
-            response_lengths=lengths,
-            prompt_ids=torch.full((ROWS,), 5, dtype=torch.int32),
-            response_ids=ids,
-            group=numbers // 4,
-            position=numbers // 4,
-            sample=numbers % 4,
-            rewards=(numbers % 3).float(),
-            truncated=torch.zeros(ROWS, dtype=torch.bool),
-            response_mask=torch.ones(len(ids), dtype=torch.bool),
-        )
-        return self.hall.algorithm.advantages(rows)[0]
+
+def look(worker: TrainWorker, reset: bool) -> tuple[str, float, float, float]:
+    """Memory's fields, found in a training rank, the only process that may use the device without adding to it."""
+    if worker.config.device != "cuda":
+        return "", 0.0, 0.0, 0.0
+    torch.cuda.synchronize()
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    held = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), others)
+    return torch.cuda.get_device_name(), *(size / GIB for size in held)
+
+
+def memory(group: Group, *, reset: bool = False) -> list[Memory]:
+    """Of each rank."""
+    found = gather([actor.__ray_call__.remote(look, reset) for actor in group.actors], "train worker.look", 60)
+    return [Memory(*rank) for rank in found]
+
+
+class Bench:
+    """A run of one shape on the devices, without data, and the rows that are measured on it."""
+
+    def __init__(self, given: Namespace, directory: Path, stack: ExitStack) -> None:
+        self.given, self.directory, self.stack = given, directory, stack
+        self.name, self.shape, self.load = given.shape, SHAPES[given.shape], LOADS[given.device]
+        self.number, self.calls = 0, Counter()
+
+    def tasks(self) -> dict[str, Callable[[], list[Row]]]:
+        found = {
+            "start-up": self.start,
+            "weight sync and switch": self.sync_and_switch,
+            f"update, {BASE}": lambda: [self.update(BASE)],
+            "log-probs": self.log_probs,
+            "rollout": self.rollout,
+            "difference of log-probs": self.agreement,
+            "memory of a sleeping engine": self.asleep,
+        }
+        for name in self.given.variants:
+            found[f"update, {name}"] = lambda name=name: [self.variant(name)]
+        return found | {"rollout against vLLM's generate": self.bare}
+
+    def start(self) -> list[Row]:
+        began = time.monotonic()
+        self.parameters = make_model(self.shape, self.directory / "model")
+        made, self.config = time.monotonic(), self.configured()
+        self.session = start_session(self.config.trainer, self.config.ray_kwargs.ray_init)
+        self.stack.callback(self.session.close)
+        count_calls(self.calls)
+        self.algorithm = build_algorithm(self.config)
+        worker = ppo_worker_config(self.config, self.algorithm, self.directory, 1)
+        probe = probe_ids(list(range(5, 12)))
+        self.group, self.engine = start_devices(self.config, self.session, worker, self.directory, probe)
+        self.workers, self.gpu = self.with_plans(self.config), memory(self.group)[0].gpu
+        devices = f"{len(self.group)} x {self.gpu or 'CPU'}"
+        took = f"{time.monotonic() - made:.1f} s, model written in {made - began:.1f} s; {devices}"
+        return [Row(f"start-up, {self.name}", took, "")]
+
+    def configured(self, *more: str, tokens: int | None = None) -> PPOConfig:
+        """One update of all rows, in one micro-batch where `tokens` leave it at that."""
+        load, prompts = self.load, self.load.rows * self.given.gpus // GROUP
+        options = [
+            f"trainer.device={self.given.device}",
+            f"trainer.n_gpus_per_node={self.given.gpus}",
+            "trainer.save_freq=-1",
+            f"data.train_batch_size={prompts}",
+            f"data.max_response_length={load.width}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens or load.rows * load.width}",
+            "actor_rollout_ref.rollout.max_num_seqs=256",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        ]
+        command = [*options, *self.given.overrides, *more]
+        return load_ppo_config(overrides(self.directory / "model", self.directory, False, command))
+
+    def with_plans(self, config: PPOConfig) -> TrainWorkers:
+        timeout = config.trainer.step_timeout
+        plans = as_laid_out(self.group, build_policy_plan(config), None, timeout)
+        return TrainWorkers(self.group, *plans, config.actor_rollout_ref.rollout.dtype, timeout)
 
     def there(self) -> None:
         self.number += 1
-        self.hall.engine.to_rollout(version=self.number)
+        try:
+            self.engine.to_rollout(version=self.number)
+        except Exception:
+            self.engine.mode = Mode.ROLLOUT  # the engine may be awake, and other rows need the device
+            self.engine.to_training()
+            raise
 
-    def back(self) -> None:
-        self.hall.engine.to_training()
-
-    # -- one row each ----------------------------------------------------------------------------------------------
-
-    def switch(self, name: str) -> list[Row]:
-        calls: Counter[str] = Counter()
-        count_calls(calls)
-        seconds = in_turn({"there": self.there, "back": self.back})
-        rounds = len(seconds["there"].wall) + 1
-        billions = self.parameters / 1e9
-        copies = calls["train.fill_bucket"] + calls["rollout.load_bucket"] + calls["rollout.finish_weights"]
-        asleep = calls["rollout.sleep"] + calls["rollout.wake"]
-        parts = ", ".join(f"{call} {1e3 * value / rounds:.1f}" for call, value in calls.most_common(8))
-        held = self.hall.engine.memory
-        left = held.get("perf/device_used_gb", 0.0) - held.get("perf/max_memory_reserved_gb", 0.0)
+    def sync_and_switch(self) -> list[Row]:
+        rounds = []
+        for number in range(ROUNDS + 1):
+            if number == 1:  # the first round warms up
+                self.calls.clear()
+            self.there()
+            self.engine.to_training()
+            rounds.append(self.engine.watch.take())
+        sync, switch = ([one[f"timing_s/{name}"] for one in rounds[1:]] for name in ("update_weights", "switch"))
+        parts = {call: value / ROUNDS for call, value in self.calls.most_common()}
+        listed = ", ".join(f"{call} {1e3 * value:.1f}" for call, value in parts.items())
+        bar = f"at most {SYNC_SECONDS[self.name]}" if self.name in SYNC_SECONDS else ""
+        asleep = parts["rollout.sleep"] + parts["rollout.wake"]
         return [
-            Row(f"hand-over, {name}", f"{told(seconds['there'], 'ms')}; {parts} ms", "", None, ""),
-            Row(f"hand-over, ms a billion parameters, {name}", "", "", 1e3 * copies / rounds / billions, "at most 5"),
-            Row(f"sleep and wake, seconds, {name}", "", "", asleep / rounds, "at most 0.2"),
-            Row(f"GiB on the device beyond the trainer's, {name}", str(held), "", left, "at most 1.5"),
+            Row(f"weight sync, seconds, {self.name}", f"{cell(sync)}; {listed} ms", "", median(sync), bar),
+            Row(f"switch there and back, seconds, {self.name}", cell(switch), "", median(switch)),
+            Row(f"sleep and wake, seconds, {self.name}", "", "", asleep, "at most 0.2"),
         ]
 
-    def rollout(self) -> Seconds:
-        engine, number = self.hall.engine, self.number + 1
-        asked = [Request(n // 8, n % 8, list(range(5, 69)), request_seed(0, number, n)) for n in range(ANSWERS)]
-        self.there()
-        work = {"here": lambda: list(engine.pool.generate(asked, Sampling(TOKENS, (), ignore_eos=True)))}
-        here = in_turn(work)["here"]
-        self.back()
-        return here
+    def batch(self) -> Batch:
+        return self.algorithm.advantages(self.load.batch(self.given.gpus))[0]
 
-    def update(self, name: str, bar: float) -> Row:
-        batch, workers = self.rows(), self.hall.workers
-        seconds = in_turn({"update": lambda: workers.update_policy(batch, 1)})["update"]
-        tokens = int(batch.lengths.sum())
-        width, layers = self.shape["hidden_size"], self.shape["num_hidden_layers"]
-        work = tokens * (6 * self.parameters + 6 * layers * width * WIDTH)
-        peak = next((value for gpu, value in PEAK.items() if gpu in _gpu()), None)
-        share = work / seconds.median / peak if peak else None
+    def update(self, variant: str) -> Row:
+        batch = self.batch()
+        memory(self.group, reset=True)
+        seconds = in_turn({"update": lambda: self.workers.update_policy(batch, 1)})["update"]
+        peak = max(rank.peak for rank in memory(self.group))
+        updates, micro_batches = cuts(self.workers, batch)
+        tokens, gpus = int(batch.lengths.sum()), len(self.group)
+        speed = operations(self.shape, self.parameters, tokens, self.load.width) / seconds.median / gpus
+        most = peak_of(self.gpu)
+        size = tokens // gpus // micro_batches
+        cut = f"{updates} update in {micro_batches} micro-batch(es) of {size:,} tokens per rank"
         return Row(
-            f"update of {tokens:,} tokens, share of the peak, {name}", told(seconds), "", share, f"at least {bar}"
-        )
-
-    def log_probs(self, name: str) -> Row:
-        batch, workers = self.rows(), self.hall.workers
-        before = self.memory()
-        seconds = in_turn({"pass": partial(workers.log_probs, batch)})["pass"]
-        plain = 2 * 4 * int(batch.response_lengths.sum()) * self.shape["vocab_size"] / GIB
-        peak = self.memory() - before
-        return Row(
-            f"log-probs, peak GiB, {name}",
-            f"{peak:.2f}; {told(seconds)}",
-            f"plain {plain:.1f}",
-            peak / plain,
-            "at most 0.1",
-        )
-
-    def memory(self) -> float:
-        self.hall.engine._move_trainers(to_host=False)
-        return self.hall.engine.memory.get("perf/max_memory_allocated_gb", 0.0)
-
-    def agreement(self, name: str) -> Row:
-        metrics = self.hall.train_step(self.number + 1)
-        return Row(
-            f"difference of probabilities, mean, {name}",
+            f"update, share of the peak, {variant}, {self.name}",
+            f"{cell(seconds.wall)}; {cut}; {speed / 1e12:.3g} TFLOP/s per rank; peak {peak:.1f} GiB",
             "",
-            "",
-            metrics["training/rollout_probs_diff_mean"],
-            "at most 0.01",
+            speed / most if most else None,
+            f"at least {SHARES[self.name]}" if self.name in SHARES else "",
         )
 
+    def log_probs(self) -> list[Row]:
+        batch, before = self.batch(), memory(self.group, reset=True)
+        seconds = in_turn({"log-probs": lambda: self.workers.log_probs(batch)})["log-probs"]
+        peak = max(after.peak - rank.allocated for after, rank in zip(memory(self.group), before, strict=True))
+        plain = 2 * 4 * self.load.rows * (self.load.width - 1) * self.shape["vocab_size"] / GIB
+        what = f"log-probs, peak beyond what is kept, over that of whole logits, {self.name}"
+        ours, other = f"{peak:.2f} GiB; {cell(seconds.wall)}", f"float32 logits and their softmax {plain:.2f} GiB"
+        return [Row(what, ours, other, peak / plain if self.gpu else None, "at most 0.1")]
 
-def _gpu() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    def rollout(self) -> list[Row]:
+        """Each round after a weight sync, which is not counted, as in a run."""
+        asked, sampling = self.load.requests(self.given.gpus), Sampling(self.load.tokens, (), ignore_eos=True)
+
+        def generate() -> None:
+            self.answers = [answer for some in self.engine.pool.generate(asked, sampling) for answer in some]
+
+        sides = {"there": self.there, "generate": generate, "back": self.engine.to_training}
+        self.generated = in_turn(sides, rounds=3)["generate"]
+        return [Row(f"rollout, {self.name}", self.speed(self.generated.median), "")]
+
+    def speed(self, seconds: float) -> str:
+        return f"{self.load.answers * self.load.tokens / seconds:,.0f} tokens/s per GPU; {seconds:.2f} s"
+
+    def agreement(self) -> list[Row]:
+        found = self.workers.log_probs(sampled(self.answers, self.load.requests(self.given.gpus)))
+        gaps = (found.old_log_probs - found.rollout_log_probs).abs()
+        most = f"at most {self.engine.tolerance[0]}"
+        of = f"largest {float(gaps.max()):.3g}, of {len(gaps):,} tokens"
+        return [Row(f"difference of log-probs, mean, {self.name}", of, "", float(gaps.mean()), most)]
+
+    def asleep(self) -> list[Row]:
+        """By what the devices have besides the trainers' tensors, with the engines and without: ends the engines."""
+        held = memory(self.group)
+        self.end(self.engine.servers)
+        left = memory(self.group)
+        kept = max(one.others - other.others for one, other in zip(held, left, strict=True))
+        found = f"{held[0].others:.2f} GiB besides the trainer's tensors, {left[0].others:.2f} GiB without the engine"
+        value = kept if self.gpu else None
+        return [Row(f"sleeping engine, GiB on the device, {self.name}", found, "", value, "at most 1.5")]
+
+    def variant(self, name: str) -> Row:
+        """The update in new training ranks; in smaller micro-batches where one of all rows does not fit."""
+        tokens = self.load.rows * self.load.width
+        while True:
+            self.end(self.group)
+            try:
+                self.build(self.configured(*VARIANTS.get(name, name.split()), tokens=tokens))
+                return self.update(name)
+            except RemoteFailure as error:
+                if "out of memory" not in str(error) or tokens <= self.load.width:
+                    raise
+                tokens //= 2
+
+    def build(self, config: PPOConfig) -> None:
+        self.group, limit = start_train_workers(self.session, self.directory), config.trainer.startup_timeout
+        places = self.group.broadcast(TrainWorker.place, timeout=limit)
+        worker = ppo_worker_config(config, self.algorithm, self.directory, 1)
+        address = f"{places[0]['address']}:{places[0]['port']}"
+        self.group.broadcast(TrainWorker.build, worker, address, timeout=limit)
+        self.workers = self.with_plans(config)
+
+    def end(self, group: Group) -> None:
+        for actor in group.actors:
+            kill(actor)
+        time.sleep(5 if self.gpu else 0)  # the device's memory comes back when the processes are gone
+
+    def bare(self) -> list[Row]:
+        """vLLM alone on one device, with one GPU's share of the answers."""
+        self.end(self.group)
+        section = self.config.actor_rollout_ref
+        engine, requests = self.directory / "engine.pt", self.directory / "requests.json"
+        torch.save((section.model, section.rollout, 1), engine)
+        tokens, asked = self.load.tokens, self.load.requests(1)
+        given = [{"prompt": one.prompt_ids, "seed": one.seed, "max_tokens": tokens} for one in asked]
+        requests.write_text(json.dumps(given))
+        command = [sys.executable, str(Path(__file__).with_name("bare.py")), "--device", self.given.device]
+        side = self.stack.enter_context(Child(command, self.directory / "bare.log", ENVIRONMENT))
+        side.ask("start_engine", file=str(engine))
+        found = median([side.ask("generate", file=str(requests))["seconds"] for _ in range(4)][1:])
+        ours = self.generated.median
+        what = f"rollout against vLLM's generate, {self.name}"
+        return [Row(what, self.speed(ours), self.speed(found), found / ours, "at least 0.98")]
 
 
-def beside_bare(here: Seconds, directory: Path, config: Any, name: str) -> Row:
-    """The rollout beside vLLM alone on the device, after the run has ended: both would not always fit."""
-    section = config.actor_rollout_ref
-    torch.save((section.model, section.rollout, 1), directory / "engine.pt")
-    asked = [{"prompt": list(range(5, 69)), "seed": n, "max_tokens": TOKENS} for n in range(ANSWERS)]
-    (directory / "requests.json").write_text(json.dumps(asked))
-    command = [sys.executable, str(HERE / "bare.py"), "--device", config.trainer.device]
-    # The engine in that process: fast, and gone with it.
-    with Child(command, directory / "bare.log", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as side:
-        side.ask("start_engine", file=str(directory / "engine.pt"))
-        there = median([side.ask("generate", file=str(directory / "requests.json"))["seconds"] for _ in range(6)][1:])
-    ours, bare = (f"{ANSWERS * TOKENS / seconds:,.0f} tokens/s" for seconds in (here.median, there))
-    what, ratio = f"rollout against vLLM's generate, {name}", there / here.median
-    return Row(what, f"{ours}; {told(here)}", f"{bare}; {there:.2f} s", ratio, "at least 0.98")
-
-
-def measured(name: str, device: str, recompute: bool, more: list[str]) -> list[Row]:
-    rows: list[Row] = []
-    rollouts: list[Seconds] = []
-    with TemporaryDirectory() as place:
-        directory = Path(place)
-        parameters = make_model(SHAPES[name], directory / "model")
-        options = [
-            f"trainer.device={device}",
-            "trainer.save_freq=-1",
-            "trainer.logger=[]",
-            "actor_rollout_ref.rollout.max_num_seqs=256",
-            "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384",
-            f"actor_rollout_ref.model.enable_gradient_checkpointing={str(recompute).lower()}",
-            "data.max_response_length=512",
-        ]
-        config = load_ppo_config(overrides(directory / "model", directory, False, [*options, *more]))
-        told_as = f"{name}, {'with' if recompute else 'without'} recomputation"
-
-        class Measured(Trainer):
-            def fit(self, done: int, start_up: dict[str, float]) -> None:
-                run = Run(self, SHAPES[name], parameters, directory, config)
-                rows.append(run.update(told_as, 0.45 if recompute else 0.55))
-                if recompute:
-                    rows.extend([*run.switch(name), run.log_probs(name), run.agreement(name)])
-                    rollouts.append(run.rollout())
-
-        ppo.Trainer = Measured
-        ppo.draw_curves = ppo.summary = lambda directory: ""
-        ppo.train(config)
-        return rows + [beside_bare(here, directory, config, name) for here in rollouts]
-
-
-def main() -> None:
+def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--device", choices=LOADS, default="cuda")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help='names in VARIANTS, or "key=value ..."')
+    parser.add_argument("--seconds", type=float, default=520.0, help="after which nothing further is measured")
     parser.add_argument("overrides", nargs="*", help="key=value of the run, after --")
     given = parser.parse_args()
-    rows = []
-    for name in given.shape:
-        for recompute in (True, False):
-            rows += measured(name, given.device, recompute, given.overrides)
-    report(rows, given.json)
+    with TemporaryDirectory() as place, ExitStack() as stack:
+        bench = Bench(given, Path(place), stack)
+        failed = measure(bench.tasks(), Report(given.json), given.seconds)
+        for log in sorted(Path(place).glob("*.log")) if failed else ():
+            print(f"-- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-40:], sep="\n")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

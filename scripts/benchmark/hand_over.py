@@ -42,7 +42,7 @@ BLOCK = 256 << 20  # of the copy in memory, far beyond a processor's caches
 
 def count_calls(seconds: Counter[str]) -> None:
     """Add up what the driver waits for, by method."""
-    for name in ("broadcast", "scatter"):
+    for name in ("broadcast", "scatter", "failures"):  # the last is how engines are put to sleep
         plain = vars(Group)[name]
 
         def timed(self: Group, method: Callable[..., Any], *args: Any, plain: Any = plain, **more: Any) -> Any:

@@ -69,7 +69,7 @@ def make_model(shape: dict[str, int], directory: Path) -> int:
 
     build_tokenizer().save_pretrained(directory)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**shape, tie_word_embeddings=True, bos_token_id=None))
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**{"tie_word_embeddings": True} | shape, bos_token_id=None))
     model.save_pretrained(directory)
     return model.num_parameters()
 

@@ -9,7 +9,7 @@ from hybridrl.training import attention
 from hybridrl.training.fsdp import mesh, shard
 from hybridrl.training.model import LanguageModel
 
-# Qwen2.5-0.5B's and 1.5B's shapes, models of 25, 100 and 150 million parameters, and one to try a script with.
+# Qwen2.5-0.5B's, 1.5B's and 7B's shapes, models of 25, 100 and 150 million parameters, and one to try a script with.
 SHAPES = {
     "25m": {
         "vocab_size": 16384,
@@ -42,6 +42,15 @@ SHAPES = {
         "num_hidden_layers": 28,
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
+    },
+    "7b": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
     },
     "100m": {
         "vocab_size": 4096,
@@ -77,7 +86,7 @@ FSDP = FSDPConfig(
 
 def sharded_model(shape: str) -> LanguageModel:
     """Over all ranks on CPU, in float32; no rank ever has it whole."""
-    config = Qwen2Config(**SHAPES[shape], tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"])
+    config = Qwen2Config(**{"tie_word_embeddings": True} | SHAPES[shape], architectures=["Qwen2ForCausalLM"])
     with torch.device("meta"):
         model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
     ranks = dist.get_world_size()

@@ -15,6 +15,7 @@ from statistics import median
 import psutil
 
 ROUNDS = 5
+HEAD = "| what | here | beside | value | bar |\n|---|---|---|--:|---|"
 
 
 @dataclass(frozen=True)
@@ -99,19 +100,24 @@ def report(rows: list[Row], file: Path | None) -> None:
     """Print the rows as a table, and write them where asked for."""
     print(f"\n{table(rows)}")
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]).replace(f"--json {file}", "").split()
-        found = {"machine": machine(), "command": " ".join(command), "rows": [asdict(row) for row in rows]}
-        file.write_text(json.dumps(found, indent=1))
+        write(rows, file)
+
+
+def write(rows: list[Row], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]).replace(f"--json {file}", "").split()
+    found = {"machine": machine(), "command": " ".join(command), "rows": [asdict(row) for row in rows]}
+    file.write_text(json.dumps(found, indent=1))
 
 
 def table(rows: list[Row]) -> str:
     """The rows in Markdown."""
-    lines = ["| what | here | beside | value | bar |", "|---|---|---|--:|---|"]
-    for row in rows:
-        value = "" if row.value is None else f"{row.value:.3g}"
-        lines.append(f"| {row.what} | {row.ours} | {row.other} | {value} | {row.bar} |")
-    return "\n".join(lines)
+    return "\n".join([HEAD, *map(line, rows)])
+
+
+def line(row: Row) -> str:
+    value = "" if row.value is None else f"{row.value:.3g}"
+    return f"| {row.what} | {row.ours} | {row.other} | {value} | {row.bar} |"
 
 
 def machine() -> str:

@@ -1,0 +1,56 @@
+"""Rows that are measured one after another within a limit of time, each printed and written as soon as it is there."""
+
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+
+from side_by_side import HEAD, Row, line, write
+
+
+class Report:
+    """Rows, printed and written as soon as they are there."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file, self.rows = file, []
+        print(HEAD, flush=True)
+
+    def add(self, *rows: Row) -> None:
+        for row in rows:
+            self.rows.append(row)
+            print(line(row), flush=True)
+        if self.file is not None:
+            write(self.rows, self.file)
+
+
+def measure(tasks: Mapping[str, Callable[[], list[Row]]], report: Report, seconds: float) -> list[str]:
+    """Do the tasks until the time is over, none where the first fails. Returns those that failed."""
+    deadline, waiting, failed = time.monotonic() + seconds, dict(tasks), []
+    # KeyboardInterrupt is the one exception that also ends a call of Ray's; sent again where it was not noticed.
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5)
+    try:
+        for name, work in tasks.items():
+            try:
+                report.add(*work())
+            except Exception as error:
+                traceback.print_exc()
+                report.add(Row(name, f"failed: {type(error).__name__}: {error}".splitlines()[0][:200], ""))
+                failed.append(name)
+            del waiting[name]
+            if failed[:1] == list(tasks)[:1]:
+                break
+    except KeyboardInterrupt:
+        if time.monotonic() < deadline:
+            raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    report.add(*(Row(name, "not measured", "") for name in waiting))
+    return failed
+
+
+def cell(seconds: list[float]) -> str:
+    return f"{1e3 * median(seconds):.1f} ms (least {1e3 * min(seconds):.1f})"

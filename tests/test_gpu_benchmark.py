@@ -1,0 +1,110 @@
+"""The GPU benchmark's figures are of what its rows say, and are there although its time runs out."""
+
+import json
+import time
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hybridrl.cluster import Group, RemoteFailure
+from hybridrl.plans import policy_updates
+from hybridrl.rollout.server import RolloutServer
+
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "benchmark"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.mark.parametrize(("gpus", "tokens", "found"), [(1, None, (1, 1)), (2, None, (1, 1)), (2, 256, (1, 2))])
+def test_an_update_is_one_of_a_single_micro_batch_unless_fewer_tokens_are_allowed(tmp_path, gpus, tokens, found):
+    from gpu import Bench, cuts
+    from memory_plan import make_model
+    from models import SHAPES
+
+    make_model(SHAPES["tiny"], tmp_path / "model")
+    bench = Bench(Namespace(shape="tiny", device="cpu", gpus=gpus, overrides=[]), tmp_path, ExitStack())
+    updates = policy_updates(bench.configured(tokens=tokens))
+    workers = SimpleNamespace(policy=SimpleNamespace(updates=updates), group=range(gpus))
+    assert cuts(workers, bench.load.batch(gpus)) == found  # 512 tokens for each GPU
+
+
+def test_a_variant_that_does_not_fit_the_memory_is_measured_in_smaller_micro_batches(tmp_path, monkeypatch):
+    from gpu import Bench
+    from memory_plan import make_model
+    from models import SHAPES
+
+    tried, make = [], Namespace(shape="tiny", device="cpu", gpus=1, overrides=[])
+    monkeypatch.setattr(Bench, "end", lambda bench, group: None)
+    monkeypatch.setattr(Bench, "build", lambda bench, config: tried.append(config.actor_rollout_ref))
+
+    def update(bench: Bench, name: str) -> str:
+        if tried[-1].actor.ppo_max_token_len_per_gpu > 128:
+            raise RemoteFailure("train worker.update_policy: rank 0 failed: CUDA out of memory. Tried to allocate")
+        return name
+
+    monkeypatch.setattr(Bench, "update", update)
+    make_model(SHAPES["tiny"], tmp_path / "model")
+    bench = Bench(make, tmp_path, ExitStack())
+    bench.group = None
+    assert bench.variant("without recomputation") == "without recomputation"
+    assert [section.actor.ppo_max_token_len_per_gpu for section in tried] == [512, 256, 128]
+    assert not any(section.model.enable_gradient_checkpointing for section in tried)
+
+
+def test_putting_engines_to_sleep_is_counted_among_the_calls(monkeypatch):
+    from hand_over import count_calls
+
+    for name in ("broadcast", "scatter", "failures"):
+        monkeypatch.setattr(Group, name, lambda group, method, timeout: time.sleep(0.01))
+    seconds = {"rollout.sleep": 0.0}
+    count_calls(seconds)
+    Group([], "rollout server", []).failures(RolloutServer.sleep, timeout=1)
+    assert seconds["rollout.sleep"] >= 0.01
+
+
+def test_operations_count_a_table_of_embeddings_only_where_it_is_the_head():
+    from gpu_work import operations
+
+    shape = {"hidden_size": 4, "num_hidden_layers": 2, "vocab_size": 10}
+    assert operations(shape, parameters=100, tokens=3, width=5) == 6 * 3 * (100 + 2 * 4 * 5)
+    assert operations(shape | {"tie_word_embeddings": False}, 100, 3, 5) == 6 * 3 * (100 - 10 * 4 + 2 * 4 * 5)
+
+
+def test_rows_are_written_one_by_one_and_the_rest_named_when_the_time_is_over(tmp_path):
+    from limited import Report, measure
+    from side_by_side import Row
+
+    file, written = tmp_path / "rows.json", []
+
+    def rows() -> list[str]:
+        return [f"{row['what']}: {row['ours']}" for row in json.loads(file.read_text())["rows"]]
+
+    def too_long() -> list[Row]:
+        written.extend(rows())
+        time.sleep(60)
+
+    tasks = {
+        "quick": lambda: [Row("quick", "1 ms", "")],
+        "broken": lambda: 1 / 0,
+        "too long": too_long,
+        "last": list,
+    }
+    began = time.monotonic()
+    assert measure(tasks, Report(file), 1.0) == ["broken"]
+    assert time.monotonic() - began < 30
+    assert written == ["quick: 1 ms", "broken: failed: ZeroDivisionError: division by zero"]
+    assert rows() == [*written, "too long: not measured", "last: not measured"]
+
+
+def test_nothing_is_measured_after_a_start_that_failed(tmp_path):
+    from limited import Report, measure
+
+    report = Report(None)
+    assert measure({"start": lambda: 1 / 0, "next": list}, report, 5) == ["start"]
+    assert [row.ours for row in report.rows] == ["failed: ZeroDivisionError: division by zero", "not measured"]
