@@ -188,14 +188,18 @@ class HybridEngine:
         self.trainers.broadcast(TrainWorker.release_buckets, timeout=self.timeout)
 
     def _send(self, buckets: list[Bucket], indices: list[int], *, adapter: bool) -> None:
-        """Buckets to the servers of these numbers; every rank gathers, as that is a collective."""
+        """Buckets to the servers of these numbers; every rank gathers, as that is a collective. While the servers read
+        one bucket, the ranks gather the next into the other half of their memory."""
+        servers, reading = self.servers.only(indices), []
         for bucket in buckets:
             filled = self.trainers.broadcast(TrainWorker.fill_bucket, bucket, timeout=self.timeout)
             shares = [filled[index * self.width : (index + 1) * self.width] for index in indices]
             parts = [
                 (bucket, [handle for handle, _ in share], [sum_ for _, sum_ in share], adapter) for share in shares
             ]
-            self.servers.only(indices).scatter(RolloutServer.load_bucket, parts, timeout=self.timeout)
+            servers.finish(reading, RolloutServer.load_bucket, timeout=self.timeout)
+            reading = servers.start_each(RolloutServer.load_bucket, parts)
+        servers.finish(reading, RolloutServer.load_bucket, timeout=self.timeout)
 
     def _trainer_log_probs(self) -> torch.Tensor:
         """The trainer's log-probs of the probe; every rank computes them, the first one's count."""

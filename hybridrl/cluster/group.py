@@ -39,15 +39,13 @@ class Group:
 
     def broadcast(self, method: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any) -> list[Any]:
         """The same call to every actor; results in rank order."""
-        return gather(self.start(method, *args, **kwargs), self._what(method), timeout, self.logs)
+        return self.finish(self.start(method, *args, **kwargs), method, timeout=timeout)
 
     def scatter(
         self, method: Callable[..., Any], parts: Sequence[tuple], *, timeout: float, **kwargs: Any
     ) -> list[Any]:
         """To each actor its own positional arguments; results in rank order."""
-        calls = zip(self.actors, parts, strict=True)
-        refs = [getattr(actor, method.__name__).remote(*part, **kwargs) for actor, part in calls]
-        return gather(refs, self._what(method), timeout, self.logs)
+        return self.finish(self.start_each(method, parts, **kwargs), method, timeout=timeout)
 
     @staticmethod
     def share(value: Any) -> Pending:
@@ -57,6 +55,15 @@ class Group:
     def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
         """The same call to every actor, without waiting for it."""
         return [getattr(actor, method.__name__).remote(*args, **kwargs) for actor in self.actors]
+
+    def start_each(self, method: Callable[..., Any], parts: Sequence[tuple], **kwargs: Any) -> list[Pending]:
+        """To each actor its own positional arguments, without waiting for it."""
+        calls = zip(self.actors, parts, strict=True)
+        return [getattr(actor, method.__name__).remote(*part, **kwargs) for actor, part in calls]
+
+    def finish(self, refs: Sequence[Pending], method: Callable[..., Any], *, timeout: float) -> list[Any]:
+        """The results of calls that were started, in rank order."""
+        return gather(refs, self._what(method), timeout, self.logs)
 
     def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]:
         """The same call to every actor; the ranks in which it failed or gave no answer in time, and why."""

@@ -14,7 +14,7 @@ from hybridrl.doctor.machine import memory_left
 from hybridrl.doctor.memory_phases import PHASES, cached_rows, held, machine_needs
 from hybridrl.doctor.memory_remedy import remedy
 from hybridrl.doctor.memory_setup import Models, Setup, setup
-from hybridrl.doctor.memory_sizes import blank, largest_bucket, model_sizes
+from hybridrl.doctor.memory_sizes import blank, hand_over_buffer, model_sizes
 from hybridrl.doctor.memory_work import Needs
 from hybridrl.plans import build_algorithm, ppo_worker_config
 
@@ -69,7 +69,7 @@ def read_models(config: PPOConfig) -> Models:
         reference = model_sizes(blank(worker.reference.model, "actor_rollout_ref.ref.model"))
     if worker.critic:
         critic = model_sizes(blank(config.critic.model, "critic.model", values=True))
-    return Models(model_sizes(policy), largest_bucket(policy, rollout.dtype or "float32", limit), reference, critic)
+    return Models(model_sizes(policy), hand_over_buffer(policy, rollout.dtype or "float32", limit), reference, critic)
 
 
 def _gpu_bytes(config: PPOConfig) -> int:

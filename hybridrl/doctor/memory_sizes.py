@@ -14,7 +14,7 @@ from hybridrl.training.adapted import without_pairs
 from hybridrl.training.lora import add_adapter
 from hybridrl.training.model import blank_language_model
 from hybridrl.training.value_model import blank_value_model
-from hybridrl.weights.layout import plan_buckets
+from hybridrl.weights.layout import buffer_bytes, plan_buckets
 
 
 def blank(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedModel:
@@ -74,9 +74,9 @@ def _intermediate(text: PreTrainedConfig) -> int:
     return (experts + shared) * one + (told.get("shared_expert_intermediate_size") or 0)
 
 
-def largest_bucket(model: PreTrainedModel, dtype: str, limit: int) -> int:
-    """Bytes of the largest bucket that the weights are handed over in."""
+def hand_over_buffer(model: PreTrainedModel, dtype: str, limit: int) -> int:
+    """Bytes of the memory that a rank hands its weights over in."""
     with without_pairs(model):
         published = [item for part in parts(model, getattr(torch, dtype)) for item in part.published.items()]
     buckets = plan_buckets([(name, tensor.shape, tensor.dtype) for name, tensor in published], limit)
-    return max(bucket.bytes for bucket in buckets)
+    return buffer_bytes(buckets)

@@ -134,7 +134,8 @@ class VllmEngine:
         """Read one bucket of the model, or of an adapter, from the trainers' memory; one handle and one digest a device
         of this engine."""
         tensors = [asdict(tensor) for tensor in bucket.tensors]
-        info = {"tensors": tensors, "size": bucket.bytes, "handles": handles, "digests": digests}
+        room = {"start": bucket.start, "size": bucket.bytes}
+        info = {"tensors": tensors, **room, "handles": handles, "digests": digests}
         method = "load_adapter_bucket" if adapter else "update_weights"
         await self._call(self.engine.collective_rpc(method, args=(info,)))
 
@@ -241,6 +242,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     """A bucket in the trainers' memory: which tensors lie where, one handle and one digest a device."""
 
     tensors: list[dict[str, Any]] = field(default_factory=list)
+    start: int = 0
     size: int = 0
     handles: list[Handle] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
@@ -265,12 +267,12 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         self.model.load_weights(self.opened_bucket(update_info))
 
     def opened_bucket(self, update_info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
-        """Its tensors in the trainer's memory, where the next bucket will lie too; RuntimeError for other bytes."""
+        """Its tensors in the trainer's memory, where other buckets will lie too; RuntimeError for other bytes."""
         rank = get_tensor_model_parallel_rank()
         handle = update_info.handles[rank]
         if self.opened is None or self.opened[0] != handle:
             self.opened = (handle, open_buffer(handle, self.device))
-        buffer = self.opened[1][: update_info.size]
+        buffer = self.opened[1][update_info.start : update_info.start + update_info.size]
         if digest(buffer) != update_info.digests[rank]:
             raise RuntimeError("the weights that arrived are not those that were sent: the bucket's digests differ")
         places = [Tensor(**item) for item in update_info.tensors]

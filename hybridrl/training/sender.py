@@ -13,7 +13,7 @@ from hybridrl.training.lora import merged
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.shards import whole
 from hybridrl.weights.handles import Handle, SharedBuffer, digest
-from hybridrl.weights.layout import Bucket, HandOver, plan_buckets
+from hybridrl.weights.layout import Bucket, HandOver, buffer_bytes, plan_buckets
 
 
 class Sender:
@@ -38,25 +38,25 @@ class Sender:
     def fill(self, bucket: Bucket) -> tuple[Handle, int]:
         """Gather one bucket's weights; collective. Returns handle and digest."""
         self._make_room(bucket)
-        places = {place.name: place for place in bucket.tensors}
+        room, places = bucket.room(self.buffer.tensor), {place.name: place for place in bucket.tensors}
         for name, value in adapter_parameters(self.model.model).items():
             if name in places:
-                places[name].view(self.buffer.tensor).copy_(whole(value.detach(), self.dtype))
+                places[name].view(room).copy_(whole(value.detach(), self.dtype))
         here = [part for part in self.parts if not places.keys().isdisjoint(part.published)]
         with without_pairs(self.model.model):
             for name, value in whole_tensors(self.model.model, here, self.merged):
-                places[name].view(self.buffer.tensor).copy_(value)
+                places[name].view(room).copy_(value)
         devices.synchronize(self.device.type)
-        return self.buffer.handle, digest(self.buffer.tensor[: bucket.bytes])
+        return self.buffer.handle, digest(room)
 
     def _make_room(self, bucket: Bucket) -> None:
         """Have a buffer for this bucket and those that come with it. An adapter alone needs none of the base's size."""
         buckets = self.plan.adapter if bucket in self.plan.adapter else self.plan.model
-        largest = max(one.bytes for one in buckets)
-        if self.buffer is None or len(self.buffer.tensor) < largest:
+        size = buffer_bytes(buckets)
+        if self.buffer is None or len(self.buffer.tensor) < size:
             self._free()
             reshard(self.model)
-            self.buffer = SharedBuffer(largest, self.device)
+            self.buffer = SharedBuffer(size, self.device)
 
     def release(self) -> None:
         """Free the device's memory; host memory is kept, as touching new pages costs more than it saves."""

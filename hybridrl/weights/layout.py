@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,8 +27,16 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
+    """Tensors that are sent together, in the trainer's buffer from `start` on: of two that follow each other one can be
+    filled while the engines read the other."""
+
     tensors: list[Tensor]
     bytes: int
+    start: int = 0
+
+    def room(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This bucket's part of the buffer."""
+        return buffer[self.start : self.start + self.bytes]
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,14 @@ class HandOver:
 
 
 def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limit: int) -> list[Bucket]:
-    """Cut a model's parameters into buckets of at most `limit` bytes each, whole layers in one bucket.
+    """Cut a model's parameters into buckets, two of which take at most `limit` bytes, whole layers in one bucket.
 
-    An engine fuses tensors of one layer (q, k, v into one matrix) and reads them when the last has come; a bucket
-    is written over by the next one, so a layer may not straddle two: a layer above the limit gets a bucket of its own.
+    An engine fuses tensors of one layer (q, k, v into one matrix) and reads them when the last has come; a bucket is
+    written over by the next but one, so a layer may not straddle two: a layer above the limit gets a bucket of its own.
     What belongs to no layer (embedding, last norm, head) comes last and together whatever its size, as an engine that
     pads the vocabulary reads it only at the end.
     """
+    limit //= 2
     layers: dict[str, list[tuple[str, torch.Size, torch.dtype]]] = {}
     for item in parameters:
         layers.setdefault(_layer(item[0]), []).append(item)
@@ -61,7 +70,14 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
             size = 0
         groups[-1].extend(layer)
         size += more
-    return [_place(group) for group in [*groups, rest] if group]
+    buckets = [_place(group) for group in [*groups, rest] if group]
+    second = max((bucket.bytes for bucket in buckets[::2]), default=0)
+    return [replace(bucket, start=number % 2 * second) for number, bucket in enumerate(buckets)]
+
+
+def buffer_bytes(buckets: Sequence[Bucket]) -> int:
+    """The size of a buffer in which all of these have their room."""
+    return max((bucket.start + bucket.bytes for bucket in buckets), default=0)
 
 
 def _layer(name: str) -> str:

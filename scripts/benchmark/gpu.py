@@ -50,6 +50,12 @@ BASE = "with recomputation"
 # Settings under which the update is measured too, in training ranks of their own without an engine on the device.
 VARIANTS = {
     "without recomputation": ["actor_rollout_ref.model.enable_gradient_checkpointing=false"],
+    "selective recomputation": ["actor_rollout_ref.model.selective_checkpointing=true"],
+    "compiled layers": [
+        "actor_rollout_ref.actor.fsdp_config.compile_layers=true",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+    ],
+    "with resharding": ["actor_rollout_ref.actor.fsdp_config.reshard_after_forward=true"],
     "without resharding": ["actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"],
 }
 
