@@ -113,6 +113,7 @@ class FSDPConfig:
     ulysses_sequence_parallel_size: Positive
     param_offload: bool
     optimizer_offload: bool
+    offload_policy: bool
     reshard_after_forward: bool
     forward_prefetch: bool
     model_dtype: DType
