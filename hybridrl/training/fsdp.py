@@ -65,8 +65,8 @@ def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool
 def shard_and_fill(
     blank: Model, path: str, config: FSDPConfig, grid: DeviceMesh, device: torch.device, *, offloaded: bool = False
 ) -> Model:
-    """Shard a model without weights, and read those that this rank keeps to a device; collective. `offloaded` then moves
-    them to host memory, and only the buffers stay."""
+    """Shard a model without weights, and read those that this rank keeps to a device; collective. With `offloaded` they
+    are then moved to host memory, and only the buffers stay."""
     sharded = shard(blank, config, grid, offloaded=offloaded)
     with without_pairs(sharded.model):
         fill(sharded.model, path, device, new_head(sharded) if isinstance(sharded, ValueModel) else None)

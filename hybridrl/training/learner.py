@@ -196,7 +196,7 @@ class Learner:
 
 
 def on_device(learner: Learner, *others: Learner | None) -> Learner:
-    """This learner with its parameters on the device; the others' leave it first, if the configuration says they may."""
+    """This learner with its parameters on the device; the others' leave it first, if their configuration allows it."""
     for other in others:
         if other is not None:
             other.offload(to_host=True)

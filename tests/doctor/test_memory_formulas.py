@@ -1,5 +1,7 @@
 """A model of two layers of 100 elements and 50 outside of them, 4 wide, worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybridrl.doctor import memory_formulas as formulas
@@ -52,13 +54,18 @@ def test_beside_an_adapter_the_model_is_stored_as_it_computes_and_has_neither_gr
     assert formulas.parameters(ADAPTED, MIXED) == (20 * 4 + 250 * 2) / 2
     assert formulas.gradients(ADAPTED, MIXED) == 20 * 4 / 2
     assert formulas.moments(ADAPTED, MIXED, muon=False) == 2 * 20 * 4 / 2
-    assert formulas.head_gradient(ADAPTED, MIXED) == 0
+    assert formulas.reduced(ADAPTED, MIXED) == 0
 
 
 def test_a_rank_gathers_what_is_in_no_layer_and_two_layers_whole() -> None:
     assert formulas.gathered(WHOLE, MIXED) == (50 + 2 * 100) * 2
-    assert formulas.head_gradient(WHOLE, MIXED) == 2 * 50 * 2
+    assert formulas.gathered(WHOLE, replace(MIXED, resharded=False)) == 250 * 2
     assert formulas.optimizer_step(WHOLE, MIXED) == 2 * 40 * 4 / 2
+
+
+def test_gradients_are_whole_once_as_computed_and_once_in_float32_while_they_are_reduced() -> None:
+    assert formulas.reduced(WHOLE, MIXED) == 100 * (2 + 4) + 12 * 4 * 2  # a layer, while the head's gradient waits
+    assert formulas.reduced(replace(WHOLE, outside=150), MIXED) == 150 * (2 + 4)
 
 
 def test_activations_are_those_of_all_layers() -> None:
