@@ -1,7 +1,7 @@
 """The door between rollout and training: every device is in one of two modes, and weights pass through here alone.
 
     to_rollout     the critic leaves, wake the engines' weights, publish, the policy leaves, wake the cache, prove
-    to_training    engines sleep, parameters back (moments come back when the optimizer steps)
+    to_training    engines sleep, the policy returns (the critic when it is used, moments while the optimizer steps)
 
 Weights before cache, so that the trainer's parameters and the cache never have to fit together. On CPU the same calls
 are made in the same order; there they free nothing.

@@ -14,7 +14,7 @@ SMALL = 2**23
 TIED_COPIES = 4
 FULL = 4  # bytes of a float32
 GIB = 2**30
-# Assumed, and not measured here. The CUDA context of every process that uses a GPU, with the kernels that it has loaded:
+# Assumed, and not measured here. The CUDA context of each process that uses a GPU, with the kernels that are loaded:
 # 543 MiB were reported of a process without tensors (pytorch/pytorch#81257).
 CONTEXT_BYTES = 0.5 * GIB
 # Of an engine that sleeps, which frees weights and cache and keeps its CUDA graphs, the workspaces of its kernels and
