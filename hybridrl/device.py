@@ -116,6 +116,11 @@ def release_cached_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def allocated_bytes() -> int:
+    """Of this process's tensors on its CUDA device."""
+    return torch.cuda.memory_allocated()
+
+
 def host_buffer(size: int, device: str) -> torch.Tensor:
     """Host memory of so many bytes, uninitialised; page-locked on CUDA, which copies need to be fast and asynchronous.
 

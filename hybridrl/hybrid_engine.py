@@ -1,13 +1,14 @@
 """The door between rollout and training: every device is in one of two modes, and weights pass through here alone.
 
     to_rollout     the critic leaves, wake the engines' weights, publish, the policy leaves, wake the cache, prove
-    to_training    engines sleep, parameters back (moments come back when the optimizer steps)
+    to_training    engines sleep, the policy returns (the critic when it is used, moments while the optimizer steps)
 
 Weights before cache, so that the trainer's parameters and the cache never have to fit together. On CPU the same calls
 are made in the same order; there they free nothing.
 """
 
 import logging
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 
@@ -131,11 +132,12 @@ class HybridEngine:
             try:
                 self.expected = self._hand_over()
                 break
-            except RemoteFailure:  # a server that died on the way is replaced, and all is handed over anew
-                if not retries_left or not self._dead_servers():
+            except RemoteFailure:  # a server that died on the way is replaced, and all weights are sent again
+                dead = self._dead_servers()
+                if not retries_left or not dead:
                     raise
                 self.servers.failures(RolloutServer.finish_weights, timeout=self.timeout)  # the others wait for more
-                self.trainers.broadcast(TrainWorker.release_buckets, timeout=self.timeout)
+                self._release_buckets(dead)
                 self._take_back()
         self.mode, self.version = Mode.ROLLOUT, version
 
@@ -186,6 +188,13 @@ class HybridEngine:
         self._send(adapter, indices, adapter=True)
         servers.broadcast(RolloutServer.finish_hand_over, self.number, timeout=self.timeout)
         self.trainers.broadcast(TrainWorker.release_buckets, timeout=self.timeout)
+
+    def _release_buckets(self, dead: Collection[int]) -> None:
+        """Have the ranks free their buckets, also those that servers of these numbers were to read."""
+        for index in dead:
+            kill(self.servers.actors[index])  # one that is silent may live, and read still
+        read_by_dead = [(rank // self.width in dead,) for rank in range(len(self.trainers))]
+        self.trainers.scatter(TrainWorker.release_buckets, read_by_dead, timeout=self.timeout)
 
     def _send(self, buckets: list[Bucket], indices: list[int], *, adapter: bool) -> None:
         """Buckets to the servers of these numbers; every rank gathers, as that is a collective. While the servers read

@@ -52,7 +52,7 @@ def settle_ppo(config: PPOConfig, note: Note, machine: Machine | None = None) ->
     section, trainer = config.actor_rollout_ref, config.trainer
     _settle_trainer(trainer, config.ray_kwargs.ray_init, wrong, machine)
     settle_loggers(trainer, note, wrong)
-    _settle_fsdp("actor_rollout_ref.actor.fsdp_config", section.actor.fsdp_config, trainer, wrong)
+    _settle_fsdp("actor_rollout_ref.actor.fsdp_config", section.actor.fsdp_config, trainer, note, wrong)
     config.data.seed = trainer.seed if config.data.seed is None else config.data.seed
     config.reward.custom_reward_function.name = config.reward.custom_reward_function.name or "compute_score"
     settle_micro_batches(config, note, wrong)
@@ -94,7 +94,7 @@ def settle_sft(config: SFTConfig, note: Note, machine: Machine | None = None) ->
     wrong = Refusals()
     _settle_trainer(config.trainer, config.ray_kwargs.ray_init, wrong, machine)
     settle_loggers(config.trainer, note, wrong)
-    _settle_fsdp("engine.fsdp_config", config.engine.fsdp_config, config.trainer, wrong)
+    _settle_fsdp("engine.fsdp_config", config.engine.fsdp_config, config.trainer, note, wrong)
     _settle_optimizer("optim", config.optim, wrong)
     note_small_updates("engine.fsdp_config", config.engine.fsdp_config, config.optim.lr, note)
     check_model("model", config.model, config.data.max_length, "lower data.max_length", note, wrong)
@@ -189,7 +189,9 @@ def _check_writable(key: str, directory: str, wrong: Refusals) -> None:
         wrong.add(f"{key}={directory}: {there} cannot be written to; name another directory")
 
 
-def _settle_fsdp(key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainerConfig, wrong: Refusals) -> None:
+def _settle_fsdp(
+    key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainerConfig, note: Note, wrong: Refusals
+) -> None:
     ranks = _devices(trainer)
     size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
     if ranks % size:
@@ -200,6 +202,9 @@ def _settle_fsdp(key: str, fsdp: FSDPConfig, trainer: TrainerConfig | SFTTrainer
             f"{key}.model_dtype={fsdp.model_dtype}: small updates vanish in parameters of float16; "
             "set model_dtype=fp32, and dtype=fp16 to compute in it"
         )
+    for name in ("param_offload", "optimizer_offload"):
+        if fsdp.offload_policy and vars(fsdp)[name]:
+            note(f"{key}.{name}=true has no effect with offload_policy=true, which keeps more in host memory")
     fsdp.model_dtype, fsdp.dtype = DTYPES.get(fsdp.model_dtype, fsdp.model_dtype), _dtype(fsdp.dtype, trainer.device)
 
 
@@ -254,7 +259,7 @@ def _settle_critic(config: PPOConfig, note: Note, wrong: Refusals) -> None:
             note(f"trainer.critic_warmup={config.trainer.critic_warmup} has no effect without a critic")
             config.trainer.critic_warmup = 0
         return
-    _settle_fsdp("critic.fsdp", critic.fsdp, config.trainer, wrong)
+    _settle_fsdp("critic.fsdp", critic.fsdp, config.trainer, note, wrong)
     _settle_optimizer("critic.optim", critic.optim, wrong)
     note_small_updates("critic.fsdp", critic.fsdp, critic.optim.lr, note)
     for name, value in (

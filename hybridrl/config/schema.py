@@ -114,7 +114,8 @@ class FSDPConfig:
     ulysses_sequence_parallel_size: Positive
     param_offload: bool
     optimizer_offload: bool
-    reshard_after_forward: bool | None
+    offload_policy: bool
+    reshard_after_forward: bool
     forward_prefetch: bool
     compile_layers: bool
     model_dtype: DType

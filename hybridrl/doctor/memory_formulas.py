@@ -13,6 +13,13 @@ SMALL = 2**23
 # Of an embedding that is the head as well, as it is taken in and packed in the place of another of its size.
 TIED_COPIES = 4
 FULL = 4  # bytes of a float32
+GIB = 2**30
+# Assumed, and not measured here. The CUDA context of each process that uses a GPU, with the kernels that are loaded:
+# 543 MiB were reported of a process without tensors (pytorch/pytorch#81257).
+CONTEXT_BYTES = 0.5 * GIB
+# Of an engine that sleeps, which frees weights and cache and keeps its CUDA graphs, the workspaces of its kernels and
+# NCCL's buffers: 1.4 GiB of graphs were reported of a large model (vllm-project/vllm#47654).
+ASLEEP_BYTES = 1.5 * GIB
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,13 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Kept:
-    """How a rank keeps a model: bytes an element, as stored and as computed with, and over how many it is sharded."""
+    """How a rank keeps a model: bytes per element, as stored and as computed with, over how many ranks it is sharded,
+    and whether a layer's gathered parameters are freed after its forward pass."""
 
     stored: int
     computed: int
     shards: int
+    resharded: bool = True
 
 
 def parameters(model: ModelSizes, kept: Kept) -> float:
@@ -55,6 +64,7 @@ def parameters(model: ModelSizes, kept: Kept) -> float:
 
 
 def gradients(model: ModelSizes, kept: Kept) -> float:
+    """A rank's shard: reduced in float32, then kept in the stored type."""
     return model.trained * kept.stored / kept.shards
 
 
@@ -72,22 +82,30 @@ def optimizer_step(model: ModelSizes, kept: Kept) -> float:
 
 
 def gathered(model: ModelSizes, kept: Kept) -> float:
-    """What a rank gathers of the others' shards: what is in no layer, one layer, and the next."""
-    return (model.outside + 2 * model.layer) * kept.computed
+    """What a rank gathers of the others' shards: what is in no layer, one layer, and the next; or all of it."""
+    return (model.outside + 2 * model.layer if kept.resharded else model.parameters) * kept.computed
 
 
-def head_gradient(model: ModelSizes, kept: Kept) -> float:
-    """Of the embedding and the head, unsharded, and again as it is reduced; a tied head has as much from each use."""
-    return 0 if model.adapted else 2 * model.outside * kept.computed
+def reduced(model: ModelSizes, kept: Kept) -> float:
+    """Gradients of one group, unsharded, and their copy in float32 that is reduced: of what is in no layer, when the
+    embedding has its gradient too; or of a layer, while the head's gradient waits for that."""
+    if model.adapted:
+        return 0
+    waiting = model.vocabulary * model.hidden * kept.computed
+    return max(model.outside * (kept.computed + FULL), model.layer * (kept.computed + FULL) + waiting)
 
 
-def activations(model: ModelSizes, kept: Kept, tokens: int, *, checkpointed: bool, by_rows: bool) -> float:
+def activations(
+    model: ModelSizes, kept: Kept, tokens: int, *, checkpointed: bool, selective: bool, by_rows: bool
+) -> float:
     """What autograd keeps of a pass over so many tokens, in its last layer's backward pass where the others' are
-    recomputed. `by_rows`: attention goes row by row, and its output is kept twice, in rows and in one line."""
+    recomputed; `selective`: of these the results of matrix products and attention are there. `by_rows`: attention goes
+    row by row, and its output is kept twice, in rows and in one line."""
     norms = 6 if kept.computed == FULL else 8  # a norm computes in float32
     attention = 2 * (model.query + model.key) + by_rows * model.query
     layer = norms * model.hidden + attention + 4 * model.intermediate
-    held = model.layers * model.hidden + layer if checkpointed else model.layers * layer
+    products = 2 * (model.query + model.key + model.hidden + model.intermediate) if selective else 0
+    held = model.layers * (model.hidden + products) + layer if checkpointed else model.layers * layer
     return tokens * held * kept.computed
 
 
@@ -96,9 +114,9 @@ def passing(model: ModelSizes, kept: Kept, tokens: int) -> float:
     return tokens * (3 * model.intermediate + 2 * model.hidden) * kept.computed
 
 
-def logits(model: ModelSizes, tokens: int, at_once: int) -> float:
-    """Logits are formed in float32, those of so many tokens at once."""
-    return CHUNKS * min(tokens, at_once) * model.vocabulary * FULL
+def logits(model: ModelSizes, kept: Kept, tokens: int, at_once: int, *, on_cpu: bool) -> float:
+    """Those of so many tokens at once; on CUDA in the type of the computation, and the gradient takes their place."""
+    return min(tokens, at_once) * model.vocabulary * (CHUNKS * FULL if on_cpu else kept.computed)
 
 
 def pass_tokens(budget: int, rows_at_once: int | None, rows: int, longest: int) -> int:

@@ -15,10 +15,16 @@ from hybridrl.rollout.cpu_cache import cpu_cache_bytes
 from hybridrl.training.worker import LearnerConfig
 
 PHASES = ("start-up", "rollout", "log-probs", "critic update", "policy update", "hand-over", "save")
+# When parameters that may leave the device have left it: critic and policy make room for one another.
+POLICY_AWAY = ("rollout", "critic update")
+CRITIC_AWAY = ("rollout", "log-probs", "policy update", "hand-over", "save")
 
 # Measured on CPU, of models without a size (scripts/benchmark/memory_plan.py): the driver with Ray and two scorers, and
 # a slot's train worker, rollout server and engine.
 MACHINE_BYTES, SLOT_BYTES = 1007e6, 1447e6
+
+
+PROCESSES_PER_GPU = 2  # the trainer and the engine
 
 
 @dataclass
@@ -37,7 +43,8 @@ def held(run: Setup, phase: str) -> Held:
         _put_learner(run, run.models.critic, run.worker.critic, phase, found)
     if run.worker.reference and run.models.reference:
         reference = formulas.parameters(run.models.reference, run.reference_kept)
-        (found.host if run.worker.reference.offload else found.device)["reference"] = reference
+        offloaded = run.worker.reference.offload and not run.on_cpu
+        _put(found, "reference", reference, host=offloaded, device=not offloaded or phase == "start-up")
     found.device.update(working(run, phase))
     _put_engine(run, phase, found)
     if phase != "start-up" and save_times(run.config.trainer).ever:
@@ -55,12 +62,25 @@ def machine_needs(run: Setup, phase: str) -> Needs:
 
 
 def _put_learner(run: Setup, sizes: ModelSizes, learner: LearnerConfig, phase: str, found: Held) -> None:
-    critic, kept = learner is run.worker.critic, run.kept(learner)
-    away = phase == "rollout" or (critic and phase == "hand-over")
-    place = found.host if learner.fsdp.param_offload and away else found.device
-    place["critic" if critic else "parameters"] += formulas.parameters(sizes, kept)
-    place = found.host if learner.fsdp.optimizer_offload else found.device
-    place["critic" if critic else "optimizer"] += run.moments(sizes, learner)
+    """What of it may leave the device has its place in host memory all the time; there shards also arrive from files
+    by way of the device."""
+    critic, kept, fsdp = learner is run.worker.critic, run.kept(learner), learner.fsdp
+    all_offloaded, leaves = fsdp.offload_policy and not run.on_cpu, fsdp.param_offload and not run.on_cpu
+    away = phase != "start-up" if all_offloaded else leaves and phase in (CRITIC_AWAY if critic else POLICY_AWAY)
+    parameters, moments = formulas.parameters(sizes, kept), run.moments(sizes, learner)
+    _put(found, "critic" if critic else "parameters", parameters, host=all_offloaded or leaves, device=not away)
+    on_host = all_offloaded or fsdp.optimizer_offload
+    _put(found, "critic" if critic else "optimizer", moments, host=on_host, device=not on_host)
+    if phase == ("critic update" if critic else "policy update"):
+        gradients = formulas.gradients(sizes, kept)
+        _put(found, "gradients", gradients, host=all_offloaded, device=not all_offloaded)
+
+
+def _put(found: Held, kind: str, size: float, *, host: bool, device: bool) -> None:
+    if host:
+        found.host[kind] += size
+    if device:
+        found.device[kind] += size
 
 
 # -- the engine and saves ----------------------------------------------------------------------------------------------
@@ -94,7 +114,8 @@ def _row_bytes(run: Setup, tokens: int) -> int:
 
 
 def _put_engine(run: Setup, phase: str, found: Held) -> None:
-    """An engine that sleeps gives its memory back on CUDA, and keeps it on CPU, as the trainer does its bucket."""
+    """An engine that sleeps gives most of its memory back on CUDA, and keeps it on CPU, as the trainer does its
+    bucket."""
     there = {
         "rollout weights": run.on_cpu or phase in ("rollout", "hand-over"),
         "KV cache": run.on_cpu or phase == "rollout",
@@ -102,6 +123,10 @@ def _put_engine(run: Setup, phase: str, found: Held) -> None:
     }
     sizes = {"rollout weights": rollout_weights, "KV cache": cache_bytes, "hand-over bucket": _bucket}
     found.device.update({kind: sizes[kind](run) for kind, is_there in there.items() if is_there})
+    if not run.on_cpu:
+        found.device["CUDA contexts"] = PROCESSES_PER_GPU * formulas.CONTEXT_BYTES
+        if phase not in ("rollout", "hand-over"):
+            found.device["sleeping engine"] = formulas.ASLEEP_BYTES
 
 
 def _bucket(run: Setup) -> float:

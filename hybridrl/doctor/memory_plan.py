@@ -88,7 +88,7 @@ def plans(run: Setup) -> list[Plan]:
         return [Plan("memory of this machine, in all processes together, in GiB:", host, free)]
     device = {phase: held(run, phase).device for phase in phases}
     return [
-        Plan("memory of each GPU, in GiB (on CUDA not measured, and without CUDA's contexts):", device, run.gpu),
+        Plan("memory of each GPU, in GiB (on CUDA not measured):", device, run.gpu),
         Plan("host memory of each machine, in GiB (on CUDA not measured):", host, free),
     ]
 

@@ -4,7 +4,7 @@ None of them changes what is learnt.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridrl.config import PPOConfig
@@ -20,6 +20,8 @@ SWITCHED_ON = (
     f"{CRITIC}.fsdp.param_offload",
     f"{CRITIC}.fsdp.optimizer_offload",
 )
+# Only where all else is not enough: the optimizer then steps on the CPU.
+SLOW = (f"{ACTOR}.fsdp_config.offload_policy", f"{CRITIC}.fsdp.offload_policy")
 TOKENS = (
     f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
@@ -35,11 +37,14 @@ def remedy(run: Setup, peak: Callable[[Setup], float], limit: float) -> str:
     """Overrides under which the peak stays within the limit, in words."""
     chosen: dict[str, Any] = {}
     while (present := peak(run)) > limit:
-        effects = {key: peak(_with(run, key, values[-1])) for key, values in options(run).items()}
-        key = min(effects, key=lambda key: effects[key], default=None)
-        if key is None or effects[key] >= present:
+        for offered in (options(run), _switches(run, SLOW)):
+            effects = {key: peak(_with(run, key, values[-1])) for key, values in offered.items()}
+            key = min(effects, key=lambda key: effects[key], default=None)
+            if key is not None and effects[key] < present:
+                break
+        else:
             break
-        tried = [(value, _with(run, key, value)) for value in options(run)[key]]
+        tried = [(value, _with(run, key, value)) for value in offered[key]]
         chosen[key], run = next(((value, other) for value, other in tried if peak(other) <= limit), tried[-1])
     words = " ".join(f"{key}={str(value).lower()}" for key, value in chosen.items())
     if present <= limit:
@@ -50,13 +55,17 @@ def remedy(run: Setup, peak: Callable[[Setup], float], limit: float) -> str:
 
 def options(run: Setup) -> dict[str, list[Any]]:
     """Values of keys that may take less, from the mildest to the strongest."""
-    found: dict[str, list[Any]] = {key: [True] for key in SWITCHED_ON if _value(run.config, key) is False}
+    found = _switches(run, SWITCHED_ON)
     found |= {key: _halves(_value(run.config, key), run.longest) for key in TOKENS}
     found |= {key: _halves(_value(run.config, key) or 1, 1) for key in ROWS}
     if not run.on_cpu:
         shares = range(round(100 * _value(run.config, SHARE)) - 5, 9, -5)
         found[SHARE] = [percent / 100 for percent in shares]
     return {key: values for key, values in found.items() if values}
+
+
+def _switches(run: Setup, keys: Sequence[str]) -> dict[str, list[Any]]:
+    return {key: [True] for key in keys if _value(run.config, key) is False}
 
 
 def _halves(value: int, least: int) -> list[int]:

@@ -1,6 +1,6 @@
 """A run as far as memory goes: its models' sizes, how each is kept, and how many tokens a pass has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridrl.config import PPOConfig
@@ -56,12 +56,13 @@ class Setup:
 
     def kept(self, learner: LearnerConfig) -> Kept:
         fsdp = learner.fsdp
-        return Kept(ITEMSIZE[fsdp.model_dtype], ITEMSIZE[fsdp.dtype or "float32"], fsdp.fsdp_size)
+        stored, computed = ITEMSIZE[fsdp.model_dtype], ITEMSIZE[fsdp.dtype or "float32"]
+        return Kept(stored, computed, fsdp.fsdp_size, fsdp.reshard_after_forward)
 
     @property
     def reference_kept(self) -> Kept:
         policy = self.kept(self.worker.policy)
-        return Kept(policy.computed, policy.computed, policy.shards)
+        return replace(policy, stored=policy.computed)
 
     def moments(self, sizes: ModelSizes, learner: LearnerConfig) -> float:
         return formulas.moments(sizes, self.kept(learner), muon=learner.optimizer.optimizer == "Muon")

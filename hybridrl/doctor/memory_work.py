@@ -24,27 +24,30 @@ def working(run: Setup, phase: str) -> Needs:
     if phase == "critic update" and worker.critic and run.models.critic:
         budget = build_critic_plan(config).updates.budget
         tokens = run.tokens(budget, config.critic.ppo_mini_batch_size)
-        return _update(run, run.models.critic, worker.critic, tokens, padded=budget.padded)
+        update = _update(run, run.models.critic, worker.critic, tokens, padded=budget.padded)
+        return max(update, _values(run, run.models.critic, worker.critic), key=Counter.total)
     return Counter()
 
 
 def _passes(run: Setup) -> list[Needs]:
-    """Of policy, reference and critic, of which one at a time goes over a step's rows."""
+    """Of policy and reference, of which one at a time goes over a step's rows."""
     plan, prompts = build_policy_plan(run.config), run.config.data.train_batch_size
     found = [_pass(run, run.models.policy, run.kept(run.worker.policy), run.tokens(plan.log_prob_budget, prompts))]
     if run.models.reference:
         tokens = run.tokens(plan.reference_budget, prompts)
         found.append(_pass(run, run.models.reference, run.reference_kept, tokens))
-    if run.models.critic and run.worker.critic:
-        tokens = run.tokens(build_critic_plan(run.config).value_budget, prompts)
-        found.append(_pass(run, run.models.critic, run.kept(run.worker.critic), tokens, values=True))
     return found
+
+
+def _values(run: Setup, sizes: ModelSizes, critic: LearnerConfig) -> Needs:
+    tokens = run.tokens(build_critic_plan(run.config).value_budget, run.config.data.train_batch_size)
+    return _pass(run, sizes, run.kept(critic), tokens, values=True)
 
 
 def _pass(run: Setup, sizes: ModelSizes, kept: Kept, tokens: int, *, values: bool = False) -> Needs:
     needs = Counter({"gathered": formulas.gathered(sizes, kept), "activations": formulas.passing(sizes, kept, tokens)})
     if not values:
-        needs["logits"] = _logits(run, sizes, tokens)
+        needs["logits"] = _logits(run, sizes, kept, tokens)
     return needs
 
 
@@ -52,22 +55,26 @@ def _update(run: Setup, sizes: ModelSizes, learner: LearnerConfig, tokens: int, 
     """Of the backward pass or of the optimizer's step, whichever holds more."""
     kept = run.kept(learner)
     by_rows = not padded and (run.on_cpu or kept.computed == formulas.FULL)
-    checkpointed = learner.model.enable_gradient_checkpointing
+    again = {
+        "checkpointed": learner.model.enable_gradient_checkpointing,
+        "selective": learner.model.selective_checkpointing,
+    }
     backward = Counter(
         {
-            "gathered": formulas.gathered(sizes, kept) + formulas.head_gradient(sizes, kept),
-            "activations": formulas.activations(sizes, kept, tokens, checkpointed=checkpointed, by_rows=by_rows),
+            "gathered": formulas.gathered(sizes, kept) + formulas.reduced(sizes, kept),
+            "activations": formulas.activations(sizes, kept, tokens, **again, by_rows=by_rows),
         }
     )
     if learner is run.worker.policy:
-        backward["logits"] = _logits(run, sizes, tokens)
+        backward["logits"] = _logits(run, sizes, kept, tokens)
+    if learner.fsdp.offload_policy and not run.on_cpu:
+        return backward  # the optimizer steps in host memory
     step = Counter({"optimizer": formulas.optimizer_step(sizes, kept)})
     if learner.fsdp.optimizer_offload and not run.on_cpu:
         step["optimizer"] += run.moments(sizes, learner)
-    needs = max(backward, step, key=Counter.total)
-    needs["gradients"] = formulas.gradients(sizes, kept)
-    return needs
+    return max(backward, step, key=Counter.total)
 
 
-def _logits(run: Setup, sizes: ModelSizes, tokens: int) -> float:
-    return formulas.logits(sizes, tokens, tokens_at_once(run.config.trainer.device, sizes.vocabulary))
+def _logits(run: Setup, sizes: ModelSizes, kept: Kept, tokens: int) -> float:
+    at_once = tokens_at_once(run.config.trainer.device, sizes.vocabulary)
+    return formulas.logits(sizes, kept, tokens, at_once, on_cpu=run.on_cpu)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
+from hybridrl import device as devices
 from hybridrl.checkpoint.published import Part, own_tensors
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.training.adapted import without_pairs
@@ -40,23 +41,20 @@ Model = TypeVar("Model", LanguageModel, ValueModel)
 
 
 def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool = False) -> Model:
-    """Shard in place, layer by layer and then the rest; `offloaded` keeps the shards in host memory."""
+    """Shard in place, layer by layer and then the rest; `offloaded` expects shards and gradients in host memory."""
     dtype = getattr(torch, config.dtype or "float32")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32 and config.model_dtype == "float32":
         policy = MixedPrecisionPolicy()
-    on_cuda = grid.device_type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=True) if offloaded and on_cuda else OffloadPolicy()
+    # Pinned by FSDP2, each tensor would take up to twice its size; `shard_and_fill` pins them in one allocation.
+    offload = CPUOffloadPolicy(pin_memory=False) if offloaded else OffloadPolicy()
     names = layer_classes(model.model, config.wrap_policy.transformer_layer_cls_to_wrap)
     layers = [module for module in model.modules() if type(module).__name__ in names]
     options = {"mesh": grid, "mp_policy": policy, "offload_policy": offload}
-    again = config.reshard_after_forward
-    if again is None:
-        again = grid.size(-1) > 1  # with one shard there is no memory of other ranks to spare, only copies
     if config.compile_layers:
         compile_layers(layers)
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=again, **options)
+        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     register_fsdp_forward_method(model, "hidden_states")  # gathers its parameters as forward() does
     if isinstance(model, LanguageModel):
@@ -70,11 +68,16 @@ def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool
 def shard_and_fill(
     blank: Model, path: str, config: FSDPConfig, grid: DeviceMesh, device: torch.device, *, offloaded: bool = False
 ) -> Model:
-    """Shard a model without weights, and read those that this rank keeps to a device; collective."""
+    """Shard a model without weights, and read those that this rank keeps to a device; collective. With `offloaded` they
+    are then moved to host memory, and only the buffers stay."""
     sharded = shard(blank, config, grid, offloaded=offloaded)
     with without_pairs(sharded.model):
         fill(sharded.model, path, device, new_head(sharded) if isinstance(sharded, ValueModel) else None)
-    return sharded.to(device)  # moves nothing, but lets FSDP2 know of its parameters' memory
+    sharded.to(device)  # moves buffers alone, and FSDP2 notes where its parameters are
+    if offloaded:
+        move_parameters(sharded, host_parameters(sharded))
+        devices.release_cached_memory(device.type)
+    return sharded
 
 
 def reshard(model: nn.Module) -> None:

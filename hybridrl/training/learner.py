@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
+from hybridrl import device as devices
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
 from hybridrl.config.schema import FSDPConfig
@@ -23,6 +23,7 @@ from hybridrl.training.fsdp import host_parameters, move_parameters
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, lay_out
 from hybridrl.training.sequence_parallel import slice_of
+from hybridrl.training.shards import whole
 
 MOST_FILES = 100  # of skipped updates that a rank writes for a model
 
@@ -66,7 +67,9 @@ class Learner:
     ) -> None:
         self.model, self.optimizers, self.fsdp, self.device = model, optimizers, fsdp, device
         self.padded, self.evidence, self.group = padded, evidence, group
+        self.leaves = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
         self.places: dict[nn.Parameter, Tensor] = {}  # in host memory, once the parameters have been there
+        self.away = False
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """What this rank's model sees of rows."""
@@ -141,14 +144,13 @@ class Learner:
             self.backward(part, rows, mini_batch.totals, loss)
         self.optimizers.loss_scale.undo(self.model)
         named = self.model.named_parameters()
-        found = {name: p.grad.full_tensor().cpu() for name, p in named if p.grad is not None}
+        found = {name: whole(p.grad).cpu() for name, p in named if p.grad is not None}
         self.optimizers.zero_grad()
         return found
 
     def _clip(self, limit: float) -> float:
         """Scale the gradient down to a norm. Returns the norm before, the same on every rank."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
 
     def _on_all_ranks(self, holds: bool) -> bool:
         """An infinite loss may leave the gradient finite, so ranks have to tell one another of it."""
@@ -182,10 +184,21 @@ class Learner:
 
     def offload(self, *, to_host: bool) -> None:
         """Move the parameters to or from host memory, if the configuration says that they may leave the device."""
-        if not self.fsdp.param_offload or self.device.type == "cpu":
+        if not self.leaves or self.away == to_host:
             return
-        if not to_host:
+        if to_host:
+            self.places = self.places or host_parameters(self.model)
+            move_parameters(self.model, self.places)
+            devices.synchronize(self.device.type)  # whoever reads host memory need not know that copies were on the way
+        else:
             self.model.to(self.device, non_blocking=True)
-            return
-        self.places = self.places or host_parameters(self.model)
-        move_parameters(self.model, self.places)
+        self.away = to_host
+
+
+def on_device(learner: Learner, *others: Learner | None) -> Learner:
+    """This learner with its parameters on the device; the others' leave it first, if their configuration allows it."""
+    for other in others:
+        if other is not None:
+            other.offload(to_host=True)
+    learner.offload(to_host=False)
+    return learner

@@ -58,13 +58,13 @@ class Sender:
             reshard(self.model)
             self.buffer = SharedBuffer(size, self.device)
 
-    def release(self) -> None:
+    def release(self, *, reader_died: bool = False) -> None:
         """Free the device's memory; host memory is kept, as touching new pages costs more than it saves."""
         if self.device.type == "cuda":
-            self._free()
+            self._free(reader_died=reader_died)
 
-    def _free(self) -> None:
+    def _free(self, *, reader_died: bool = False) -> None:
         if self.buffer is not None:
-            self.buffer.close()
+            self.buffer.close(reader_died=reader_died)
             self.buffer = None
             devices.release_cached_memory(self.device.type)

@@ -13,9 +13,9 @@ ALIGNMENT = 64  # bytes, as torch's own allocator has it on a CPU
 
 
 def whole(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor's values unsharded, in this type; collective."""
+    """A tensor's values unsharded, in this type; collective. Shards in host memory are gathered on the device."""
     value = value if dtype is None else value.to(dtype)
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -23,10 +23,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def own_shard(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has whole."""
+    """This rank's part of a tensor that every rank has whole, where the other tensor's part is."""
     if not isinstance(like, DTensor):
         return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return part.to_local().to(like.device)
 
 
 def host_places(tensors: Sequence[Tensor], device: str) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from torch.distributed import ProcessGroup
 from hybridrl import device as devices
 from hybridrl.training.shards import host_places, local
 from hybridrl.training.state import State, tensors, told
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a save cost a rank: seconds for which training stood still, and bytes of state in host memory."""
+
+    seconds: float
+    bytes: int
 
 
 class StateWriter:

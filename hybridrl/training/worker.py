@@ -28,16 +28,16 @@ from hybridrl.guard import begin_actor
 from hybridrl.training.adapted import adapter_off, pairs
 from hybridrl.training.bypass import apart
 from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole_tensors
-from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares, unchanged
+from hybridrl.training.learner import Learner, Loss, MiniBatch, Shares, on_device, unchanged
 from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, foresight, policy_loss
-from hybridrl.training.model import HOST, LanguageModel, blank_language_model, check_log_probs, rows_mix
+from hybridrl.training.model import LanguageModel, blank_language_model, check_log_probs, rows_mix
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, Passes, parts
 from hybridrl.training.sender import Sender
 from hybridrl.training.sequence_parallel import sequence_group
 from hybridrl.training.state import load_state, state_of
-from hybridrl.training.state_writer import StateWriter
+from hybridrl.training.state_writer import Copied, StateWriter
 from hybridrl.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
 from hybridrl.training.value_model import ValueModel, blank_value_model
 from hybridrl.weights.handles import Handle
@@ -85,14 +85,6 @@ class WorkerConfig:
     critic: LearnerConfig | None = None
 
 
-@dataclass(frozen=True)
-class Copied:
-    """What a save cost a rank: seconds for which training stood still, and bytes of state in host memory."""
-
-    seconds: float
-    bytes: int
-
-
 class TrainWorker:
     def __init__(self, rank: int, ranks: int, log_file: str) -> None:
         self.rank, self.ranks = rank, ranks
@@ -135,11 +127,12 @@ class TrainWorker:
         if settings.lora_rank:
             kept = getattr(torch, config.fsdp.model_dtype)
             add_adapter(model.model, settings, kept, self.config.seed, f"the {name}'s model")
-        sharded = self._load(model, settings, config.fsdp)
+        sharded = self._load(model, settings, config.fsdp, offloaded=config.fsdp.offload_policy)
         if settings.lora_rank and settings.lora_adapter_path:
             load_adapter(sharded.model, Path(settings.lora_adapter_path))
         plan = {"dtype": computed_in(config), "updates_per_step": config.updates_per_step}
-        offloaded = config.fsdp.optimizer_offload and self.device.type == "cuda"
+        # Under offload_policy the optimizer steps in host memory, where parameters and moments are already.
+        offloaded = config.fsdp.optimizer_offload and not config.fsdp.offload_policy and self.device.type == "cuda"
         optimizers = Optimizers(sharded, config.optimizer, config.total_updates, **plan, offloaded=offloaded)
         evidence = Path(self.config.skipped_updates, name)
         group = sequence_group(config.fsdp.ulysses_sequence_parallel_size, self.config.collective_timeout)
@@ -170,7 +163,7 @@ class TrainWorker:
         self, blank: LanguageModel | ValueModel, model: ModelConfig, fsdp: FSDPConfig, *, offloaded: bool = False
     ) -> Any:
         grid = mesh(self.config.device, self.ranks, fsdp.fsdp_size)
-        return shard_and_fill(blank, model.path, fsdp, grid, HOST if offloaded else self.device, offloaded=offloaded)
+        return shard_and_fill(blank, model.path, fsdp, grid, self.device, offloaded=offloaded)
 
     def _check(self, model: LanguageModel, config: LearnerConfig) -> None:
         padded, group = self.policy.padded, self.policy.group
@@ -190,7 +183,7 @@ class TrainWorker:
         reference_kl: bool = False,
     ) -> Columns:
         """The policy's log-probs, entropies and what else is asked for, of the passes' rows: TokenOutputs' columns."""
-        model = self.policy.model.eval()
+        model = on_device(self.policy, self.critic).model.eval()
         found = []
         for part in parts(batch, passes):
             inputs = self.policy.inputs(part)
@@ -209,7 +202,7 @@ class TrainWorker:
     @torch.no_grad()
     def values(self, batch: Batch, passes: Passes) -> Columns:
         """The critic's values of the passes' rows: one column."""
-        model = self.critic.model.eval()
+        model = on_device(self.critic, self.policy).model.eval()
         found = [(model(self.critic.inputs(part)),) for part in parts(batch, passes)]
         reshard(model)
         return joined(found, passes)
@@ -225,7 +218,7 @@ class TrainWorker:
     @contextmanager
     def _as_reference(self) -> Iterator[LanguageModel]:
         """The reference: a model of its own, or the policy without its adapter."""
-        model = self.reference or self.policy.model
+        model = self.reference or on_device(self.policy, self.critic).model
         training = model.training
         with adapter_off(model.model):
             yield model.eval()
@@ -240,6 +233,7 @@ class TrainWorker:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each one's metrics (shares add up), and
         what `log_probs` would have returned, where the loss made use of it."""
         self._seed(step)
+        on_device(self.policy, self.critic)
         passed: list[TokenOutputs] = []
         reject, loss = apart(self.policy, loss)
         # Where what was passed is of use, there is one mini-batch; it is gone through again as a whole.
@@ -253,7 +247,9 @@ class TrainWorker:
     ) -> list[Shares]:
         """Optimizer updates, one a mini-batch. Returns this rank's share of each one's metrics (shares add up)."""
         self._seed(step)
-        return self.critic.update(batch, mini_batches, self._critic_loss(loss), loss.grad_clip, step)
+        return on_device(self.critic, self.policy).update(
+            batch, mini_batches, self._critic_loss(loss), loss.grad_clip, step
+        )
 
     def _seed(self, step: int) -> None:
         """Draw what dropout draws from the step alone, so that a run which went on from it draws the same."""
@@ -293,7 +289,7 @@ class TrainWorker:
     def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
         """The whole gradient of one mini-batch, by parameter name, without an update; for tests and diagnosis."""
         policy = isinstance(loss, LossConfig)
-        learner = self.policy if policy else self.critic
+        learner = on_device(*((self.policy, self.critic) if policy else (self.critic, self.policy)))
         learner.padded = padded
         reject, loss = apart(learner, loss) if policy else (unchanged, loss)
         function = self._policy_loss(loss, []) if policy else self._critic_loss(loss)
@@ -319,14 +315,17 @@ class TrainWorker:
         """Gather one bucket's weights into memory that the engine can open; collective. Returns handle and digest."""
         return self.sender.fill(bucket)
 
-    def release_buckets(self) -> None:
-        self.sender.release()
+    def release_buckets(self, reader_died: bool = False) -> None:
+        self.sender.release(reader_died=reader_died)
 
     def offload(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> dict[str, float]:
-        """Move to or from host memory what the configuration says may leave the device. Returns memory in GiB."""
+        """Move to host memory what the configuration allows to leave the device, or only the policy back: the critic
+        returns when it is used. Returns memory in GiB."""
+        if not to_host:
+            on_device(self.policy, self.critic)
         for learner, moves in ((self.policy, policy), (self.critic, critic)):
-            if learner is not None and moves:
-                learner.offload(to_host=to_host)
+            if to_host and learner is not None and moves:
+                learner.offload(to_host=True)
         devices.release_cached_memory(self.config.device)
         return devices.memory(self.config.device)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hybridrl import device as devices
+
 Handle = dict[str, Any]
 
 
@@ -26,9 +28,15 @@ class SharedBuffer:
             self.tensor = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
             self.handle = {"pid": os.getpid(), "descriptor": descriptor, "size": size}
 
-    def close(self) -> None:
+    def close(self, *, reader_died: bool = False) -> None:
+        """Give the memory up. On CUDA torch keeps it until its reader has closed it, which one that died cannot do."""
         if "descriptor" in self.handle:
-            os.close(self.handle["descriptor"])
+            return os.close(self.handle["descriptor"])
+        held = devices.allocated_bytes()
+        del self.tensor
+        if reader_died and devices.allocated_bytes() == held:  # closed a second time, it would be kept as well
+            release = torch.UntypedStorage._release_ipc_counter_cuda
+            release(self.handle["counter"], self.handle["counter_offset"])
 
 
 def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:

@@ -55,7 +55,6 @@ VARIANTS = {
         "actor_rollout_ref.actor.fsdp_config.compile_layers=true",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
     ],
-    "with resharding": ["actor_rollout_ref.actor.fsdp_config.reshard_after_forward=true"],
     "without resharding": ["actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"],
 }
 

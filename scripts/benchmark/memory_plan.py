@@ -46,7 +46,7 @@ PHASES = {
     "step": "rollout",
     "old_log_prob": "log-probs",
     "ref": "log-probs",
-    "values": "log-probs",
+    "values": "critic update",
     "update_critic": "critic update",
     "update_actor": "policy update",
     "update_weights": "hand-over",

@@ -74,6 +74,7 @@ FSDP = FSDPConfig(
     ulysses_sequence_parallel_size=1,
     param_offload=False,
     optimizer_offload=False,
+    offload_policy=False,
     reshard_after_forward=True,
     forward_prefetch=False,
     compile_layers=False,

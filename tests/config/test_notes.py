@@ -49,6 +49,14 @@ def test_settings_that_change_nothing_are_noted(load: Load) -> None:
     assert load(*QUIET, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", *wanted).notes == list(wanted.values())
 
 
+def test_other_offloads_are_noted_as_without_effect_under_offload_policy(load: Load) -> None:
+    fsdp = f"{ACTOR}.fsdp_config"
+    notes = load(*QUIET, f"{fsdp}.offload_policy=true", f"{fsdp}.optimizer_offload=true").notes
+    assert notes == [
+        f"{fsdp}.optimizer_offload=true has no effect with offload_policy=true, which keeps more in host memory"
+    ]
+
+
 @pytest.mark.parametrize(
     ("actor", "critic", "kept", "said"),
     [

@@ -126,7 +126,7 @@ def test_a_command_of_skyrl_is_translated(load: Load) -> None:
     assert config.algorithm.adv_estimator == "reinforce_plus_plus"
     assert (section.rollout.n, config.data.max_response_length, config.trainer.n_gpus_per_node) == (5, 256, 2)
     assert (section.actor.optim.lr, section.actor.ppo_mini_batch_size) == (2e-6, 32)
-    assert section.actor.fsdp_config.param_offload and section.actor.fsdp_config.optimizer_offload
+    assert section.actor.fsdp_config.offload_policy
     assert section.rollout.gpu_memory_utilization == 0.8
     assert config.trainer.resume_mode == "disable"
     assert all(" is now " in note for note in loaded.notes)
@@ -282,7 +282,7 @@ def test_a_reference_counts_as_what_it_refers_to(load: Load) -> None:
         ("trainer.remove_previous_ckpt_in_save=True", "trainer.max_actor_ckpt_to_keep", 1),
         (f"{ACTOR}.tis_imp_ratio_cap=3.0", "algorithm.rollout_correction.rollout_is_threshold", "3.0"),
         (f"{ACTOR}.tis_imp_ratio_cap=3.0", "algorithm.rollout_correction.rollout_is", "token"),
-        (f"{ACTOR}.fsdp_config.offload_policy=True", f"{ACTOR}.fsdp_config.param_offload", True),
+        ("critic.model.fsdp_config.offload_policy=True", "critic.fsdp.offload_policy", True),
         ("ray_init.num_cpus=4", "ray_kwargs.ray_init", {"num_cpus": 4}),
     ],
 )

@@ -16,6 +16,7 @@ from hybridrl.doctor import memory_sizes as sizes_of
 from hybridrl.doctor.gpus import Gpu
 from hybridrl.doctor.memory_phases import MACHINE_BYTES, SLOT_BYTES, held, machine_needs
 from hybridrl.doctor.memory_plan import memory_plan, plans, read_models
+from hybridrl.doctor.memory_remedy import remedy
 from hybridrl.doctor.memory_setup import Setup, setup
 from hybridrl.doctor.memory_sizes import blank, hand_over_buffer, model_sizes
 from hybridrl.plans import build_policy_plan
@@ -37,6 +38,15 @@ CONFIG = {
 LAYER = (8 * 8 + 8) + 2 * (8 * 4 + 4) + 8 * 8 + 3 * 8 * 16 + 2 * 8
 EMBEDDING, NORM = 80 * 8, 8
 PARAMETERS = EMBEDDING + 2 * LAYER + NORM
+
+# Passes are as long as ppo_max_token_len_per_gpu allows, 16384 tokens; nothing is saved.
+LONG_ROWS = (
+    "data.max_prompt_length=1024",
+    "data.max_response_length=3072",
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    "trainer.save_freq=-1",
+)
 
 Load = Callable[..., PPOConfig]
 
@@ -162,7 +172,8 @@ def test_an_update_holds_parameters_gradients_moments_and_one_pass(load: Load, m
     assert needs["optimizer"] == 8 * PARAMETERS
     assert needs["activations"] == 512 * 4 * token
     assert needs["logits"] == 2.5 * (512 * 80 * 4)
-    assert needs["gathered"] == 4 * (EMBEDDING + NORM + 2 * LAYER) + 4 * 2 * (EMBEDDING + NORM)
+    reduced = 2 * 4 * LAYER + 4 * EMBEDDING  # a layer's gradient, twice, and the head's
+    assert needs["gathered"] == 4 * (EMBEDDING + NORM + 2 * LAYER) + reduced
 
 
 def test_on_cpu_a_machine_holds_what_all_its_slots_hold_and_their_processes(load: Load, memory: object) -> None:
@@ -195,6 +206,79 @@ def test_on_cuda_what_is_offloaded_is_in_host_memory(load: Load, memory: object)
     assert held(run, "rollout").host["parameters"] == held(run, "log-probs").device["parameters"] == 4 * PARAMETERS
     assert held(run, "log-probs").host["optimizer"] == 8 * PARAMETERS
     assert "optimizer" not in held(run, "log-probs").device
+
+
+def test_under_offload_policy_a_gpu_holds_no_parameters_gradients_or_moments(load: Load, memory: object) -> None:
+    run = run_of(load("trainer.device=cuda", "actor_rollout_ref.actor.fsdp_config.offload_policy=true"))
+    update = held(run, "policy update")
+    assert (update.host["parameters"], update.host["gradients"]) == (4 * PARAMETERS, 4 * PARAMETERS)
+    assert update.host["optimizer"] == 8 * PARAMETERS
+    assert {"parameters", "gradients", "optimizer"}.isdisjoint(update.device)
+    assert held(run, "start-up").device["parameters"] == 4 * PARAMETERS, "on their way from the files"
+
+
+def test_what_may_leave_a_gpu_leaves_it_while_the_other_model_learns(load: Load, memory: object) -> None:
+    keys = [f"{section}.param_offload=true" for section in ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")]
+    run = run_of(load("algorithm.adv_estimator=gae", "trainer.device=cuda", "trainer.save_freq=-1", *keys))
+    policy, critic = 4 * PARAMETERS, 4 * (PARAMETERS + 8 + 1)
+    update, other = held(run, "policy update"), held(run, "critic update")
+    assert (update.device["parameters"], update.device["critic"]) == (policy, 2 * critic)  # the critic's moments
+    assert (other.device["parameters"], other.device["critic"]) == (0, 3 * critic)
+    assert update.host == other.host == {"parameters": policy, "critic": critic}, "a place there is kept"
+
+
+SLEEPING = {"CUDA contexts": 2 * 0.5 * GIB, "sleeping engine": 1.5 * GIB}
+
+
+def test_the_update_of_qwen25_7b_on_eight_gpus(load: Load, memory: object, tmp_path: Path) -> None:
+    """Worked out from config.json: hidden 3584, 28 layers, 28 heads and 4 of keys of 128, an untied head."""
+    shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | shape | heads))
+    attention = (3584 * 3584 + 3584) + 2 * (3584 * 512 + 512) + 3584 * 3584
+    layer = attention + 3 * 3584 * 18944 + 2 * 3584
+    outside = 2 * 152064 * 3584 + 3584
+    parameters = 28 * layer + outside
+    assert parameters == 7_615_616_512
+    found = held(run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=8", *LONG_ROWS)), "policy update")
+    assert found.device == SLEEPING | {
+        "parameters": 4 * parameters / 8,  # 3.55 GiB
+        "gradients": 4 * parameters / 8,
+        "optimizer": 8 * parameters / 8,
+        # bfloat16: embedding and head, a layer and the next; these two's gradients, and their copy in float32.
+        "gathered": 2 * (outside + 2 * layer) + (2 + 4) * outside,  # 2.90 and 6.09 GiB
+        # Every layer's input, and one layer: 8 of the norms and the stream, query and key, four of the MLP.
+        "activations": 16384 * 2 * (28 * 3584 + 8 * 3584 + 2 * (3584 + 512) + 4 * 18944),  # 6.50 GiB
+        "logits": (2**30 // (4 * 152064)) * 152064 * 2,  # a chunk in bfloat16: 0.50 GiB
+    }
+    assert round(found.device.total() / GIB, 1) == 32.7
+    key = "actor_rollout_ref.actor.fsdp_config.offload_policy=true"
+    run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=8", *LONG_ROWS, key))
+    without = 16 * parameters / 8  # 14.2 GiB
+    assert held(run, "policy update").device.total() == found.device.total() - without
+    assert machine_needs(run, "policy update").total() - MACHINE_BYTES - 8 * SLOT_BYTES == 8 * without
+
+
+def test_the_update_of_qwen25_05b_on_one_gpu(load: Load, memory: object, tmp_path: Path) -> None:
+    """Worked out from config.json: hidden 896, 24 layers, 14 heads and 2 of keys of 64, a tied head."""
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936}
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | shape | heads))
+    attention = (896 * 896 + 896) + 2 * (896 * 128 + 128) + 896 * 896
+    layer = attention + 3 * 896 * 4864 + 2 * 896
+    outside = 151936 * 896 + 896
+    parameters = 24 * layer + outside
+    assert parameters == 494_032_768
+    found = held(run_of(load("trainer.device=cuda", *LONG_ROWS)), "policy update").device
+    assert found == SLEEPING | {
+        "parameters": 4 * parameters,  # 1.84 GiB
+        "gradients": 4 * parameters,
+        "optimizer": 8 * parameters,
+        "gathered": 2 * (outside + 2 * layer) + (2 + 4) * outside,  # 0.31 and 0.76 GiB
+        "activations": 16384 * 2 * (24 * 896 + 8 * 896 + 2 * (896 + 128) + 4 * 4864),  # 1.53 GiB
+        "logits": (2**30 // (4 * 151936)) * 151936 * 2,  # 0.50 GiB
+    }
+    assert round(found.total() / GIB, 1) == 13.0
 
 
 def test_a_reference_is_held_only_where_one_is_used(load: Load, memory: object) -> None:
@@ -249,6 +333,19 @@ def test_where_no_override_is_enough_it_is_said(load: Load, memory) -> None:
     memory(1 * GIB)
     (finding,) = asked(load()).refused
     assert finding.fix.endswith("or an adapter (actor_rollout_ref.model.lora_rank=32)")
+
+
+def test_an_optimizer_on_the_cpu_is_proposed_only_where_nothing_else_helps(load: Load, memory: object) -> None:
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    keys = [f"{fsdp}.param_offload=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"]
+    run = run_of(load("trainer.device=cuda", *keys))
+
+    def peak(changed: Setup) -> float:
+        return plans(changed)[0].peak
+
+    assert remedy(run, peak, peak(run) - 1) == f"set {fsdp}.optimizer_offload=true"
+    run = run_of(load("trainer.device=cuda", *keys, f"{fsdp}.optimizer_offload=true"))
+    assert remedy(run, peak, peak(run) - 1) == f"set {fsdp}.offload_policy=true"
 
 
 def test_a_run_on_a_ray_that_is_joined_is_not_judged_by_this_machine(

@@ -1,8 +1,10 @@
 """What only a GPU can show: CUDA IPC, sleep that frees memory, bfloat16. Skipped without one; run with `-m gpu`."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,15 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.batch import Batch
+from hybridrl.device import release_cached_memory
 from hybridrl.training import attention
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.packing import lay_out
+from hybridrl.weights.handles import SharedBuffer, open_buffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+PROCESSES = multiprocessing.get_context("spawn")
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
 
@@ -93,6 +98,34 @@ def test_float32_agrees_to_1e_3_with_everything_offloaded(tmp_path):
     more = [f"{fsdp}.dtype=fp32", "actor_rollout_ref.rollout.dtype=fp32"]
     last = run(tmp_path, *more, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")[-1]
     assert last["training/log_probs_diff_max"] < 1e-3
+
+
+def test_float32_agrees_to_1e_3_with_parameters_gradients_and_moments_in_host_memory(tmp_path):
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    more = [f"{fsdp}.dtype=fp32", "actor_rollout_ref.rollout.dtype=fp32", f"{fsdp}.offload_policy=true"]
+    last = run(tmp_path, *more)[-1]
+    assert last["training/log_probs_diff_max"] < 1e-3
+    assert last["actor/grad_norm"] > 0
+
+
+def test_the_memory_of_a_bucket_whose_reader_was_killed_is_freed():
+    device, size = torch.device("cuda", 0), 64 << 20
+    before, buffer = torch.cuda.memory_allocated(), SharedBuffer(size, device)
+    reader = PROCESSES.Process(target=read_until_killed, args=(buffer.handle, opened := PROCESSES.Event()))
+    reader.start()
+    assert opened.wait(120)
+    reader.kill()
+    reader.join()
+    buffer.close(reader_died=True)
+    release_cached_memory("cuda")
+    assert torch.cuda.memory_allocated() == before
+
+
+def read_until_killed(handle, opened):
+    kept = open_buffer(handle, torch.device("cuda", 0))
+    assert not kept.is_cpu
+    opened.set()
+    time.sleep(600)
 
 
 def test_ppo_with_a_critic_learns_through_the_same_switch(tmp_path):

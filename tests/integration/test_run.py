@@ -134,7 +134,7 @@ def test_ppo_trains_a_critic_beside_the_policy_and_saves_both(overrides, tiny, t
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
         "critic.optim.lr": 1e-2,
         "critic.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
-        "critic.fsdp.optimizer_offload": True,
+        "critic.fsdp.offload_policy": True,
         "trainer.critic_warmup": 2,
         "trainer.total_training_steps": 3,
     }

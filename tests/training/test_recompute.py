@@ -1,4 +1,4 @@
-"""Recomputation, compilation and resharding change what a pass costs, and nothing of what it computes."""
+"""Recomputation and compilation change what a pass costs, and nothing of what it computes."""
 
 from functools import partial
 
@@ -6,16 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.training.fsdp import mesh, shard
 from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.packing import lay_out
 from hybridrl.training.recompute import compile_layers
 from tests.training.families import model_config
-from tests.training.on_ranks import on_ranks
-from tests.training.test_state import fsdp_config
 
 RECOMPUTED = {"enable_gradient_checkpointing": True}
 SELECTIVELY = RECOMPUTED | {"selective_checkpointing": True}
@@ -72,19 +68,3 @@ def test_compiled_layers_compute_the_same_and_are_compiled_for_any_lengths(direc
         found.append(gradients(model, rows.select(chosen)))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 0  # at the third number of tokens
-
-
-def layers_gathered(path: str, rows, reshard_after_forward: bool | None) -> bool:
-    """Whether a layer's parameters are whole between the forward and the backward pass."""
-    ranks = torch.distributed.get_world_size()
-    config = fsdp_config(reshard_after_forward=reshard_after_forward)
-    model = shard(load(path), config, mesh("cpu", ranks, ranks))
-    model(lay_out(rows, padded=False), 1.0)
-    return not any(isinstance(parameter, DTensor) for parameter in model.model.model.layers[0].parameters())
-
-
-@pytest.mark.parametrize(("ranks", "set_to", "expected"), [(1, None, True), (1, True, False), (2, None, False)])
-def test_a_layer_stays_gathered_for_the_backward_pass_where_there_is_one_shard(
-    directory, rows, ranks, set_to, expected
-):
-    assert on_ranks(ranks, layers_gathered, directory, rows, set_to) == [expected] * ranks

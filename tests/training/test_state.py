@@ -4,13 +4,14 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
@@ -20,9 +21,9 @@ from hybridrl.checkpoint.export import export_settings
 from hybridrl.config import ConfigError
 from hybridrl.config.model_directory import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
-from hybridrl.training.fsdp import host_parameters, mesh, move_parameters, shard
+from hybridrl.training.fsdp import host_parameters, mesh, move_parameters, shard, shard_and_fill
 from hybridrl.training.learner import Learner, MiniBatch
-from hybridrl.training.model import load_language_model
+from hybridrl.training.model import blank_language_model, load_language_model
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import lay_out
 from hybridrl.training.state import load_state, state_of
@@ -50,6 +51,7 @@ def fsdp_config(**changes: object) -> FSDPConfig:
         "ulysses_sequence_parallel_size": 1,
         "param_offload": False,
         "optimizer_offload": True,
+        "offload_policy": False,
         "reshard_after_forward": True,
         "forward_prefetch": False,
         "compile_layers": False,
@@ -183,6 +185,36 @@ def moved(path: str) -> list[dict[str, Tensor]]:
     return [whole(stays), whole(moves)]
 
 
+def under_offload_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
+    """The state after some updates, with FSDP2's offload policy and without it; the parameters are read from disk."""
+    states = []
+    for offloaded in (True, False):
+        config, grid = fsdp_config(offload_policy=offloaded), mesh("cpu", dist.get_world_size(), dist.get_world_size())
+        blank = blank_language_model(model_config(path), torch.float32)
+        model = shard_and_fill(blank, path, config, grid, CPU, offloaded=offloaded)
+        allocations = {value.to_local().untyped_storage().data_ptr() for value in model.parameters()}
+        assert (len(allocations) == 1) == offloaded
+        groups = [
+            group for module in model.modules() if isinstance(module, FSDPModule) for group in param_groups(module)
+        ]
+        assert {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups} == {offloaded}
+        learner = Learner(
+            model,
+            Optimizers(model, optimizer_config(optimizer=optimizer), 9),
+            config,
+            CPU,
+            padded=False,
+            evidence=Path(),
+        )
+        train(learner, range(3))
+        states.append(whole(learner))
+    return states
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
 def told_of_failures(path: str, directory: Path) -> list[str]:
     """What this rank says where rank 1 cannot write, where it cannot copy, and then of a save that succeeds."""
     learner, writer, said = build(path), StateWriter("cpu"), []
@@ -235,6 +267,12 @@ def test_saved_on_two_ranks_it_is_read_on_one_and_on_three(directory, tmp_path):
 def test_parameters_that_were_put_into_host_memory_train_as_those_that_were_not(directories):
     for stays, moves in on_ranks(2, moved, directories["all heads one key, tied head"]):
         assert_equal(moves, stays)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_a_model_trains_the_same_under_offload_policy(directories, optimizer):
+    for offloaded, kept in on_ranks(2, under_offload_policy, directories["all heads one key, tied head"], optimizer):
+        assert_equal(offloaded, kept)
 
 
 def test_saved_of_replicas_it_is_read_as_shards(directory, tmp_path):

@@ -54,6 +54,18 @@ def test_the_memory_is_in_no_directory_so_that_nothing_is_left_behind(buffer):
     assert os.fstat(buffer.handle["descriptor"]).st_nlink == 0
 
 
+@pytest.mark.parametrize(("freed", "counted_off"), [(False, [("file", 3)]), (True, [])])
+def test_memory_that_a_dead_reader_holds_is_counted_off_once(monkeypatch, freed, counted_off):
+    """A stand-in for CUDA: whether the memory comes back with the sender's tensor, and what is counted off then."""
+    found, memory = [], iter([SIZE, 0 if freed else SIZE])
+    monkeypatch.setattr("hybridrl.device.allocated_bytes", lambda: next(memory))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: found.append(counter))
+    shared = SharedBuffer.__new__(SharedBuffer)
+    shared.tensor, shared.handle = torch.empty(SIZE), {"counter": "file", "counter_offset": 3}
+    shared.close(reader_died=True)
+    assert found == counted_off
+
+
 def closed_descriptor(buffer):
     other = SharedBuffer(SIZE, CPU)
     other.close()
