@@ -136,6 +136,7 @@ class HybridEngine:
                     raise
                 self.servers.failures(RolloutServer.finish_weights, timeout=self.timeout)  # the others wait for more
                 self.trainers.broadcast(TrainWorker.release_buckets, timeout=self.timeout)
+                self._move_trainers(to_host=True)  # an engine may need its cache's memory before it can sleep
                 self._take_back()
         self.mode, self.version = Mode.ROLLOUT, version
 
