@@ -138,6 +138,7 @@ class HybridEngine:
                     raise
                 self.servers.failures(RolloutServer.finish_weights, timeout=self.timeout)  # the others wait for more
                 self._release_buckets(dead)
+                self._move_trainers(to_host=True)  # an engine may need its cache's memory before it can sleep
                 self._take_back()
         self.mode, self.version = Mode.ROLLOUT, version
 

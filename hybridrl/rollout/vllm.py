@@ -40,7 +40,14 @@ from hybridrl.guard import end_with_parent
 from hybridrl.rollout import vllm_repairs
 from hybridrl.rollout.cpu_cache import cache_bytes_of_token, cpu_cache_bytes
 from hybridrl.rollout.requests import Completion, Request, Sampling
-from hybridrl.rollout.vllm_adapter import adapter_arguments, adapter_request, load_adapter
+from hybridrl.rollout.vllm_adapter import (
+    Place,
+    adapter_arguments,
+    adapter_request,
+    load_adapter,
+    put_back,
+    put_base_layers,
+)
 from hybridrl.weights.handles import Handle, digest, open_buffer
 from hybridrl.weights.layout import Bucket, Tensor
 
@@ -48,6 +55,7 @@ BACKEND = "hybridrl"
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
 LIBRARIES = "HYBRIDRL_EXTERNAL_LIB"
 HEALTH_SECONDS = 1.0
+PARTS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 
 
 class VllmEngine:
@@ -61,6 +69,7 @@ class VllmEngine:
         self.sleeps, self.model = rollout.free_cache_engine, model
         self.adapted = bool(model.lora_rank) and not model.lora.merge
         self.number = 0  # of the last hand-over
+        self.asleep: frozenset[str] = frozenset()
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def connect(self) -> None:
@@ -119,13 +128,19 @@ class VllmEngine:
     async def sleep(self) -> None:
         """Stop, forget the cache, and on CUDA give memory back: the cache's, and that of weights, which come back from
         the trainer; the base of an adapter waits in host memory."""
-        if self.sleeps:
-            await self._call(self.engine.sleep(level=1 if self.adapted else 2))
+        if not self.sleeps:
+            return
+        if self.asleep and self.asleep != PARTS:
+            for part in self.asleep:  # in vLLM 0.26 an engine that is partly asleep would stay so
+                await self.wake(part)
+        await self._call(self.engine.sleep(level=1 if self.adapted else 2))
+        self.asleep = PARTS
 
     async def wake(self, part: str) -> None:
         """Take memory for `weights` or `kv_cache` again; the engine runs when it has both."""
         if self.sleeps:
             await self._call(self.engine.wake_up(tags=[part]))
+            self.asleep -= {part}
 
     async def begin_weights(self) -> None:
         await self._call(self.engine.collective_rpc("start_weight_update"))
@@ -257,8 +272,10 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         end_with_parent(os.getppid(), signal.SIGKILL)
         self.opened: tuple[Handle, torch.Tensor] | None = None
+        self.adapted: list[Place] = []  # layers with LoRA that are out of the model while its base is loaded
 
     def start_weight_update(self) -> None:
+        self.adapted += put_base_layers(self.model)
         if self.device.type == "cpu":
             self._forget_experts()
         initialize_layerwise_reload(self.model)
@@ -282,6 +299,7 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._refresh_tied_heads()
+        put_back(self.adapted)
         self.close_bucket()
 
     def close_bucket(self) -> None:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -17,6 +18,8 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from hybridrl.config.lora_checks import ENGINE_RANKS
 from hybridrl.config.model_directory import ADAPTER_CONFIG
 from hybridrl.config.schema import ModelConfig
+
+Place = tuple[torch.nn.Module, str, BaseLayerWithLoRA]  # a layer with LoRA: what it is a part of, under which name
 
 NOWHERE = "/an/adapter/comes/from/memory"  # where an engine that lacks it would look
 
@@ -40,9 +43,38 @@ class HandedOver(LoRAModel):
     tensors: ClassVar[dict[str, torch.Tensor]] = {}
 
     @classmethod
-    def from_local_checkpoint(cls, lora_dir: str, expected_lora_modules: set[str], **options: Any) -> LoRAModel:
-        del options["moe_ep_spec"]
+    def from_local_checkpoint(
+        cls,
+        lora_dir: str,
+        expected_lora_modules: set[str],
+        *,
+        moe_ep_spec: object = None,
+        tensorizer_config_dict: object = None,  # of vLLM 0.26
+        **options: Any,
+    ) -> LoRAModel:
         return cls.from_lora_tensors(tensors=cls.tensors, **options)
+
+
+def put_base_layers(model: torch.nn.Module) -> list[Place]:
+    """Put the base of every layer with LoRA in the layer's place, and return the places for `put_back`.
+
+    The base's weights are then loaded under the names of a model without LoRA, which vLLM 0.26 wants changed.
+    """
+    places = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    for parent, name, layer in places:
+        setattr(parent, name, layer.base_layer)
+    return places
+
+
+def put_back(places: list[Place]) -> None:
+    for parent, name, layer in places:
+        setattr(parent, name, layer)
+    places.clear()
 
 
 def load_adapter(manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor], number: int, settings: dict) -> None:

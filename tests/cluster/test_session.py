@@ -68,6 +68,25 @@ def test_a_ray_is_within_reach_of_its_owner_alone_and_its_loss_ends_what_waits_f
     del calls
 
 
+class Placed:
+    def gpus(self) -> tuple[list[str], str | None]:
+        return [str(gpu) for gpu in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_each_rank_is_given_one_of_the_visible_gpus_and_its_engine_sees_them_all(monkeypatch):
+    """Ray believes in the GPUs that it is started with. Which of them an engine uses it hears from its ranks."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    session = RaySession("cuda", 1, 2, {"num_gpus": 2}, 60)
+    try:
+        environment = devices.environment("cuda", 2)
+        ranks = Group([spawn(Placed, session, rank, environment, gpus=1) for rank in range(2)], "rank", [])
+        engines = Group([spawn(Placed, session, 0, environment)], "engine", [])
+        assert sorted(gpus for gpus, _ in ranks.broadcast(Placed.gpus, timeout=200)) == [["4"], ["6"]]
+        assert engines.broadcast(Placed.gpus, timeout=200) == [([], "4,6")]
+    finally:
+        session.close()
+
+
 def listens(pid: int) -> list[str]:
     connections = psutil.Process(pid).net_connections("tcp")
     return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]

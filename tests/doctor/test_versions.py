@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,3 +105,11 @@ def test_a_torchvision_of_another_torch_is_named_with_its_own_words(install: Ins
 def test_a_torchvision_that_imports_is_not_spoken_of(install: Install, tmp_path: Path):
     (tmp_path / "torchvision.py").write_text("")
     assert not found("versions.extension")
+
+
+def test_the_oldest_versions_that_are_tested_are_the_oldest_that_are_allowed():
+    top = Path(__file__).parents[2]
+    allowed = re.findall(r'\b(torch|vllm|ray)(?: = ")?>=([\d.]+)', (top / "setup.py").read_text().lower())
+    tested = re.findall(r"^(torch|vllm|ray)=(\S+)$", (top / "scripts" / "test_oldest.sh").read_text(), re.MULTILINE)
+    assert len(tested) == 3
+    assert dict(tested) == {name: f"{version}.0" for name, version in allowed}
