@@ -73,6 +73,7 @@ def run(tmp_path: Path, *more: str) -> list[dict]:
         "data.max_response_length=32",
         f"actor_rollout_ref.model.path={tmp_path}/data/model",
         "algorithm.adv_estimator=grpo",
+        "trainer.logger=[console]",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
         f"reward.custom_reward_function.path={ROOT}/tests/integration/length_reward.py",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from hybridrl.training.token_outputs import LogitRule
 from tests.training.head_cases import case, check, chunks_of, foresight
@@ -33,6 +34,7 @@ def check_interpreted() -> None:
             check(case(seed, foresight=foreseen, rule=CAPPED, bias=True, temperature=0.6, **ALL))
 
 
+@pytest.mark.skipif(Version(triton.__version__) < Version("3.9"), reason="older interpreters do not take NumPy 2.4")
 def test_outputs_and_gradients_are_those_of_whole_logits():
     code = "from tests.training.test_logit_kernels import check_interpreted as check; check()"
     command, variables = [sys.executable, "-c", code], os.environ | {"TRITON_INTERPRET": "1"}
