@@ -66,7 +66,7 @@ class LogitKernels:
 # What a kernel is not to compute it is not given: its address is None. Each such combination is compiled apart.
 @triton.jit
 def _bent(logits, scale, cap):
-    """Logits as a family's rule has them. The cap's tanh(x) is 2 sigmoid(2x) - 1."""
+    """Logits after a family's rule (`LogitRule`). tanh(x) of the cap is computed as 2 sigmoid(2x) - 1."""
     logits = logits.to(tl.float32) * scale
     if cap is not None:
         logits = cap * (2 * tl.sigmoid(2 * logits / cap) - 1)
