@@ -212,7 +212,9 @@ def under_offload_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    return module._get_fsdp_state()._fsdp_param_groups
+    """Torch 2.11 has one."""
+    state = module._get_fsdp_state()
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
 
 
 def told_of_failures(path: str, directory: Path) -> list[str]:
