@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from hybridrl import device as devices
 from hybridrl.config import ConfigError
 from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.own_code import import_libraries
@@ -282,6 +283,7 @@ class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         self.model.load_weights(self.opened_bucket(update_info))
+        devices.synchronize(self.device.type)  # copies may still read this bucket, which the trainer writes over next
 
     def opened_bucket(self, update_info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
         """Its tensors in the trainer's memory, where other buckets will lie too; RuntimeError for other bytes."""
