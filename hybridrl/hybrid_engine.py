@@ -18,9 +18,9 @@ from hybridrl import device as devices
 from hybridrl.batch import Batch
 from hybridrl.cluster import Actor, Group, Pending, RaySession, RemoteFailure, gather, kill, spawn
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.rollout.pool import RolloutPool
+from hybridrl.rollout.client import RolloutPool
 from hybridrl.rollout.server import ENVIRONMENT, RolloutServer
-from hybridrl.stopwatch import Stopwatch
+from hybridrl.runtime.timer import Stopwatch
 from hybridrl.training.worker import TrainWorker
 from hybridrl.weights.layout import Bucket
 

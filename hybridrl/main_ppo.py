@@ -2,14 +2,14 @@
 
 import sys
 
-from hybridrl.command_line import FrontDoor, run_command
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.guard import guarded
+from hybridrl.runtime.cli import FrontDoor, run_command
+from hybridrl.runtime.guard import guarded
 
 
 def run(config: PPOConfig) -> None:
     """One training run, from data to saved model. What can be refused is refused before Ray starts."""
-    from hybridrl.ppo import train  # torch, Ray and transformers: only once the configuration stands
+    from hybridrl.runs.ppo import train  # torch, Ray and transformers: only once the configuration stands
 
     train(config)
 

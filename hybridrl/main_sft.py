@@ -2,14 +2,14 @@
 
 import sys
 
-from hybridrl.command_line import FrontDoor, run_command
 from hybridrl.config import SFTConfig, load_sft_config
-from hybridrl.guard import guarded
+from hybridrl.runtime.cli import FrontDoor, run_command
+from hybridrl.runtime.guard import guarded
 
 
 def run(config: SFTConfig) -> None:
     """One training run, from conversations to saved model. What can be refused is refused before Ray starts."""
-    from hybridrl.sft import train  # torch, Ray and transformers: only once the configuration stands
+    from hybridrl.runs.sft import train  # torch, Ray and transformers: only once the configuration stands
 
     train(config)
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.experience import Experience
-from hybridrl.records import Records
-from hybridrl.resume import code_fingerprint
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.checkpoint.resume import code_fingerprint
+from hybridrl.experience.collector import Experience
+from hybridrl.experience.sample_log import Records
+from hybridrl.training.worker_group import TrainWorkers
 
 
 class RunState:

@@ -13,9 +13,9 @@ from typing import Any
 
 from hybridrl.checkpoint.store import Saved, SaveFailed, Store
 from hybridrl.config.model_directory import HUGGINGFACE
-from hybridrl.stopwatch import Stopwatch
+from hybridrl.runtime.timer import Stopwatch
 from hybridrl.tracking.log import info
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.training.worker_group import TrainWorkers
 
 POLL_SECONDS = 0.1
 WHOLE = "hf_model"

@@ -5,19 +5,19 @@ Knows no configuration, no Ray and no engine's name.
 
 from dataclasses import dataclass, replace
 
-from hybridrl.agreement import Agreement
 from hybridrl.algorithms import Algorithm
+from hybridrl.algorithms.agreement import Agreement
+from hybridrl.algorithms.batch_metrics import batch_metrics, mismatch_metrics, throughput_metrics
 from hybridrl.batch import Batch
-from hybridrl.experience import Experience
+from hybridrl.evaluation.evaluator import Validator
+from hybridrl.experience.collector import Experience
+from hybridrl.experience.sample_log import Records
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.metrics import batch_metrics, mismatch_metrics, throughput_metrics
-from hybridrl.records import Records
 from hybridrl.run_state import RunState
+from hybridrl.runtime.signals import StopRequest
+from hybridrl.runtime.timer import Stopwatch
 from hybridrl.saving import Save, Saver
-from hybridrl.signals import StopRequest
-from hybridrl.stopwatch import Stopwatch
-from hybridrl.training.workers import TrainWorkers
-from hybridrl.validation import Validator
+from hybridrl.training.worker_group import TrainWorkers
 
 
 @dataclass(frozen=True)

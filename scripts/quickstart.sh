@@ -38,7 +38,7 @@ run() { # show a command in a form that can be copied, and run it
 }
 
 warmup_key() { # what the warm start depends on
-    cat recipes/quickstart/{make_data.py,warmup.yaml} conf/*.yaml conf/*/*.yaml hybridrl/sft.py hybridrl/{data,training}/*.py |
+    cat recipes/quickstart/{make_data.py,warmup.yaml} conf/*.yaml conf/*/*.yaml hybridrl/runs/sft.py hybridrl/{data,training}/*.py |
         sha256sum | sed "s/-/seed $seed/"
 }
 

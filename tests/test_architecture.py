@@ -21,27 +21,27 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 # Adding a room means adding it here.
 FLOORS = """
     main_ppo  main_sft  model_merger  doctor
-    ppo  sft  command_line
-    preparation
-    assembly  plans  restoring
+    runs
     trainer
     run_state  saving
-    validation  records  resume  signals
+    evaluation
     experience  hybrid_engine
-    dynamic_sampling
-    groups
-    respondent
-    training  rollout  rewards  data  tracking
-    algorithms  weights  checkpoint  cluster  metrics  agreement
-    batch  config  device  stopwatch  guard
-    out_of_memory  keeper
+    training  rollout  rewards  data
+    algorithms  weights  checkpoint  cluster
+    runtime
+    batch  config  device  tracking
 """
 FLOOR = {room: floor for floor, line in enumerate(reversed(FLOORS.split("\n"))) for room in line.split()}
 
 # Who may name a library, as beginnings of paths.
 KNOWN_TO = {
-    "ray": ("cluster/", "training/worker.py", "rollout/pool.py"),
-    "vllm": ("rollout/vllm.py", "rollout/vllm_adapter.py", "rollout/vllm_repairs.py", "model_merger/vllm_check.py"),
+    "ray": ("cluster/", "training/worker.py", "rollout/client.py"),
+    "vllm": (
+        "rollout/vllm/engine.py",
+        "rollout/vllm/adapter.py",
+        "rollout/vllm/repairs.py",
+        "model_merger/vllm_check.py",
+    ),
     "hydra": ("config/compose.py", "config/overrides.py"),
     "omegaconf": ("config/compose.py",),
     "torch.cuda": ("device.py",),
@@ -91,7 +91,7 @@ def within(name: str, library: str) -> bool:
 
 
 def room(name: str) -> str:
-    """The room of a path in the package ("rollout/pool.py") or of an import ("hybridrl.rollout.pool")."""
+    """The room of a path in the package ("rollout/client.py") or of an import ("hybridrl.rollout.client")."""
     return name.removeprefix("hybridrl.").replace("/", ".").split(".")[0]
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.cluster import Group, RemoteFailure
-from hybridrl.plans import policy_updates
 from hybridrl.rollout.server import RolloutServer
+from hybridrl.runs.settings import policy_updates
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "benchmark"
 

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.cluster.session import RaySession, lost_part
-from hybridrl.out_of_memory import killer
+from hybridrl.runtime.oom import killer
 
 LOOK_SECONDS = 2.0  # between looks at whether Ray is still there
 

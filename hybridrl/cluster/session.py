@@ -17,7 +17,7 @@ from ray._raylet import Config
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hybridrl.config import ConfigError
-from hybridrl.keeper import PrivateDirectory
+from hybridrl.runtime.keeper import PrivateDirectory
 
 CONNECT_SECONDS = 10.0
 PARTS = ("raylet", "gcs_server")

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """A refusal whose message names the key or file, its value, and the way out; shown without a traceback.
+    """An input that is rejected; shown without a traceback.
 
-    One line for each thing that is wrong.
+    Each line names the key or file, its value and the cause; `fix`, what to set or do, ends the last line.
     """
 
-    def __init__(self, *lines: str) -> None:
+    def __init__(self, *lines: str, fix: str = "") -> None:
+        lines = (*lines[:-1], f"{lines[-1]}; {fix}") if fix else lines
         super().__init__("\n".join(lines))
         self.lines = lines
 

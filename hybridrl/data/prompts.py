@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config.error import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.chat import Message, as_chat, as_messages, encode, render
+from hybridrl.data.custom_dataset import own_rows
 from hybridrl.data.forms import SKYRL, VERL, in_form_of_verl, more_than_text
-from hybridrl.data.own_dataset import own_rows
 from hybridrl.data.rows import Faults, Row, Rows, load_rows, long_rows, with_progress
 from hybridrl.data.tokens import TokenRows, cut
 

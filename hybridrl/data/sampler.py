@@ -12,11 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from hybridrl.config.compose import as_section
+from hybridrl.config.custom_code import load_class, where
 from hybridrl.config.error import ConfigError
-from hybridrl.config.own_code import load_class, where
 from hybridrl.config.schema import DataConfig
+from hybridrl.data.custom_dataset import constructed
 from hybridrl.data.order import EpochOrder, Order, PromptOrder, WeightedOrder
-from hybridrl.data.own_dataset import constructed
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.rows import Rows
 

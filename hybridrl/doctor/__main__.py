@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from hybridrl.guard import guarded
+from hybridrl.runtime.guard import guarded
 
 COMMANDS = {
     "explain": "KEY [key=value ...]: a key's value, who set it, its default and its meaning",

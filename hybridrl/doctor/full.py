@@ -21,7 +21,7 @@ from hybridrl.doctor.reward_trial import try_reward
 from hybridrl.doctor.run_directory import check_run_directory
 from hybridrl.doctor.template import check_template
 from hybridrl.doctor.versions import check_versions
-from hybridrl.preparation import Prepared, prepare
+from hybridrl.runs.prepare import Prepared, prepare
 
 
 def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None:

@@ -6,12 +6,12 @@ As it is from the second step on, when all there is has been made once. Knows no
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hybridrl.assembly import save_times
 from hybridrl.doctor import memory_formulas as formulas
 from hybridrl.doctor.memory_formulas import ModelSizes
 from hybridrl.doctor.memory_setup import ITEMSIZE, Setup
 from hybridrl.doctor.memory_work import Needs, working
-from hybridrl.rollout.cpu_cache import cpu_cache_bytes
+from hybridrl.rollout.vllm.cpu_cache import cpu_cache_bytes
+from hybridrl.runs.setup import save_times
 from hybridrl.training.worker import LearnerConfig
 
 PHASES = ("start-up", "rollout", "log-probs", "critic update", "policy update", "hand-over", "save")

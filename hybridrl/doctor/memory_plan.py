@@ -16,7 +16,7 @@ from hybridrl.doctor.memory_remedy import remedy
 from hybridrl.doctor.memory_setup import Models, Setup, setup
 from hybridrl.doctor.memory_sizes import blank, hand_over_buffer, model_sizes
 from hybridrl.doctor.memory_work import Needs
-from hybridrl.plans import build_algorithm, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 
 GIB = 2**30
 ERROR = 0.2  # of the plan, at most, where it was measured

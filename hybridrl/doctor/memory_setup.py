@@ -6,7 +6,7 @@ from pathlib import Path
 from hybridrl.config import PPOConfig
 from hybridrl.doctor import memory_formulas as formulas
 from hybridrl.doctor.memory_formulas import Kept, ModelSizes
-from hybridrl.plans import build_algorithm, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from hybridrl.training.packing import Budget
 from hybridrl.training.worker import LearnerConfig, WorkerConfig
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hybridrl.doctor import memory_formulas as formulas
 from hybridrl.doctor.memory_formulas import Kept, ModelSizes
 from hybridrl.doctor.memory_setup import Setup
-from hybridrl.plans import build_critic_plan, build_policy_plan
+from hybridrl.runs.settings import build_critic_plan, build_policy_plan
 from hybridrl.training.linear_log_probs import tokens_at_once
 from hybridrl.training.worker import LearnerConfig
 

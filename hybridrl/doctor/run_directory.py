@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hybridrl.assembly import save_times
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.checkpoint.saved import step_directories
 from hybridrl.checkpoint.store import LOCK
@@ -13,8 +12,9 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.model_directory import is_sharded, resolve_model
 from hybridrl.config.schema import ModelConfig
-from hybridrl.preparation import Prepared
-from hybridrl.restoring import chart_course, contents_to_save
+from hybridrl.runs.prepare import Prepared
+from hybridrl.runs.resume import chart_course, contents_to_save
+from hybridrl.runs.setup import save_times
 
 KEY = "trainer.default_local_dir"
 GIB = 1 << 30

@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.compose import CONF
 from hybridrl.doctor.kills import Kill, Run, draw_kills
 from hybridrl.doctor.sameness import differences
+from hybridrl.runtime.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from hybridrl.tracking.log import info
 
 SHOWN = 5

@@ -9,11 +9,11 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.assembly import end_tokens
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.data.chat import Message, as_chat
 from hybridrl.data.prompts import Prompt
+from hybridrl.runs.setup import end_tokens
 
 SHOWN = 240  # characters of a row
 SEARCHED = 1000  # rows among which one with the most turns is looked for

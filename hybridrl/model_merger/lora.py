@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridrl.checkpoint.adapter import ADAPTER_WEIGHTS, PAIR, PREFIX, Adapter, merged, open_adapter
 from hybridrl.checkpoint.disk import publish
 from hybridrl.checkpoint.read import open_tensors, read_safetensors
+from hybridrl.checkpoint.resume import model_fingerprint
 from hybridrl.checkpoint.saved import STATE
 from hybridrl.checkpoint.tensors import Tensors
 from hybridrl.config import ConfigError
@@ -21,7 +22,6 @@ from hybridrl.config.model_directory import ADAPTER_CONFIG, resolve_model
 from hybridrl.model_merger.merge import byte_count, refuse_target
 from hybridrl.model_merger.report import REPORT, files_in, write_report
 from hybridrl.model_merger.source import CheckFailed, Source, open_source
-from hybridrl.resume import model_fingerprint
 
 SUBFOLDER = "lora_adapter"  # of a merged model, where both are wanted, as verl has it
 

@@ -16,7 +16,7 @@ from hybridrl.model_merger.blank_model import CONFIG
 from hybridrl.model_merger.checks import Check, check_damage, check_tensors, tracked
 from hybridrl.model_merger.report import REPORT, describe, earlier_files, write_report
 from hybridrl.model_merger.source import Source
-from hybridrl.stopwatch import Stopwatch
+from hybridrl.runtime.timer import Stopwatch
 
 # What of a `huggingface` folder is not carried along.
 WEIGHTS = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridrl.checkpoint.resume import code_fingerprint
 from hybridrl.model_merger.source import Source, type_name, type_names
-from hybridrl.resume import code_fingerprint
 
 REPORT = "merge_report.json"
 

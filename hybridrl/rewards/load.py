@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.config.own_code import load_module
+from hybridrl.config.custom_code import load_module
 from hybridrl.config.schema_reward import RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards import built_in

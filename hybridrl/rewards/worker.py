@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_reward import RewardConfig
-from hybridrl.guard import end_with_parent
 from hybridrl.rewards.load import Reward, load_reward
 from hybridrl.rewards.managers import calls_at_once, in_one_call, seconds_between_calls
 from hybridrl.rewards.messages import Messages
 from hybridrl.rewards.score import Answer, Score, fault_of, score_answer
+from hybridrl.runtime.guard import end_with_parent
 
 
 def main(descriptor: int, driver: int) -> None:

@@ -8,13 +8,13 @@ import os
 from importlib import import_module
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.guard import begin_actor
-from hybridrl.keeper import work_in_private
-from hybridrl.rollout.requests import Completion, Request, Sampling
+from hybridrl.rollout.types import Completion, Request, Sampling
+from hybridrl.runtime.guard import begin_actor
+from hybridrl.runtime.keeper import work_in_private
 from hybridrl.weights.handles import Handle
 from hybridrl.weights.layout import Bucket
 
-ENGINES = {"vllm": ("hybridrl.rollout.vllm", "VllmEngine")}
+ENGINES = {"vllm": ("hybridrl.rollout.vllm.engine", "VllmEngine")}
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -22,9 +22,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.checkpoint.stored import Stored
 from hybridrl.checkpoint.tensors import reading
+from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.families import disturbances, why_unsupported
 from hybridrl.config.model_directory import is_sharded, resolve_model
-from hybridrl.config.own_code import import_libraries
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
 from hybridrl.training.recompute import recompute_layers

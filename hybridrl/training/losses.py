@@ -13,7 +13,7 @@ from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.algorithms.settings import LossSettings
 from hybridrl.algorithms.value_loss import value_loss
 from hybridrl.batch import Batch
-from hybridrl.config.own_code import load_function
+from hybridrl.config.custom_code import load_function
 from hybridrl.training.token_outputs import Foresight, TokenOutputs
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridrl.batch import Batch, pieces, places
-from hybridrl.training.dealing import deal
+from hybridrl.training.balance import deal
 
 UNEVEN = 2e-4  # by so much of the mean a rank may have more work: down to half of it would double the time of a plan
 

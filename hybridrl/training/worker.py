@@ -24,7 +24,7 @@ from hybridrl.checkpoint.export import export_model, export_settings
 from hybridrl.checkpoint.published import parts as parts_of
 from hybridrl.config.model_directory import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, WrapPolicyConfig
-from hybridrl.guard import begin_actor
+from hybridrl.runtime.guard import begin_actor
 from hybridrl.training.adapted import adapter_off, pairs
 from hybridrl.training.bypass import apart
 from hybridrl.training.fsdp import mesh, reshard, shard_and_fill, whole_tensors

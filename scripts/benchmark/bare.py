@@ -27,7 +27,7 @@ class Generation:
     def __init__(self, file: str, device: str) -> None:
         from vllm import LLM
 
-        from hybridrl.rollout.vllm import engine_arguments
+        from hybridrl.rollout.vllm.engine import engine_arguments
 
         arguments = engine_arguments(device, *torch.load(file, weights_only=False))
         for name in ("weight_transfer_config", "worker_extension_cls", "load_format"):

@@ -24,7 +24,7 @@ from hybridrl.batch import Batch
 from hybridrl.cluster import Group
 from hybridrl.training.packing import Budget
 from hybridrl.training.worker import Columns
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.training.worker_group import TrainWorkers
 
 ROWS, WIDTH, FILLED, WORKERS = 2048, 2048, 0.3, 2
 BUDGET = Budget(16384)

@@ -23,20 +23,20 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging
 
-from hybridrl.assembly import as_laid_out, probe_ids, start_session
 from hybridrl.batch import Batch
 from hybridrl.cluster import RaySession, kill
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.families import why_not_served, why_unsupported
 from hybridrl.data.prompts import Prompt
-from hybridrl.groups import in_groups, to_batch
+from hybridrl.experience.batching import in_groups, to_batch
+from hybridrl.experience.episodes import Sample
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.ppo import start_devices
-from hybridrl.respondent import Sample
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Request, Sampling, request_seed
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.setup import as_laid_out, probe_ids, start_session
+from hybridrl.training.worker_group import TrainWorkers
 
 TOP = Path(__file__).absolute().parents[2]
 BEGIN, END = "<!-- families -->", "<!-- /families -->"

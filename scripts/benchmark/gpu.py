@@ -29,18 +29,18 @@ from memory_plan import make_model, overrides
 from models import SHAPES
 from side_by_side import ROUNDS, Row, arguments, in_turn
 
-from hybridrl.assembly import as_laid_out, probe_ids, start_session, start_train_workers
 from hybridrl.batch import Batch
 from hybridrl.cluster import Group, RemoteFailure, gather, kill
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.guard import guarded
 from hybridrl.hybrid_engine import Mode
-from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.ppo import start_devices
 from hybridrl.rollout import Sampling
 from hybridrl.rollout.server import ENVIRONMENT
+from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.setup import as_laid_out, probe_ids, start_session, start_train_workers
+from hybridrl.runtime.guard import guarded
 from hybridrl.training.worker import TrainWorker
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.training.worker_group import TrainWorkers
 
 GIB = 2**30
 # Bars by shape: of a weight sync in seconds, and of an update as a share of the GPU's peak.

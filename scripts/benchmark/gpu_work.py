@@ -8,7 +8,7 @@ import torch
 from hybridrl.batch import Batch, pack
 from hybridrl.rollout import Completion, Request, request_seed
 from hybridrl.training.packing import plan
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.training.worker_group import TrainWorkers
 
 PROMPT = 64
 GROUP = 4  # rows of an update that share a prompt

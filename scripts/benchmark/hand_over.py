@@ -27,13 +27,13 @@ from models import SHAPES
 from side_by_side import Row, arguments, in_turn, report, told
 
 from hybridrl import device as devices
-from hybridrl.assembly import probe_ids, start_session
 from hybridrl.cluster import Group
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.plans import build_algorithm, ppo_worker_config
-from hybridrl.ppo import start_devices
 from hybridrl.rollout import Request, Sampling, request_seed
+from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
+from hybridrl.runs.setup import probe_ids, start_session
 
 HERE = Path(__file__).absolute().parent
 ANSWERS, TOKENS = 8, 24

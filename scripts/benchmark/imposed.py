@@ -13,7 +13,7 @@ from math import exp
 from statistics import NormalDist
 from typing import Any
 
-from hybridrl.rollout.requests import request_seed
+from hybridrl.rollout.types import request_seed
 
 SEED = 0  # trainer.seed of a run
 
@@ -60,5 +60,5 @@ def impose(engine: Any) -> None:
 
 
 # Imported by training ranks too, which know no vLLM, and by engines while they import that module.
-if hasattr(sys.modules.get("hybridrl.rollout.vllm"), "sampling_params"):
-    impose(sys.modules["hybridrl.rollout.vllm"])
+if hasattr(sys.modules.get("hybridrl.rollout.vllm.engine"), "sampling_params"):
+    impose(sys.modules["hybridrl.rollout.vllm.engine"])

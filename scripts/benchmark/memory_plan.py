@@ -28,8 +28,8 @@ from hybridrl import main_ppo
 from hybridrl.config import load_ppo_config
 from hybridrl.doctor.memory_plan import Plan, plans, read_models, table
 from hybridrl.doctor.memory_setup import setup
-from hybridrl.guard import guarded
-from hybridrl.stopwatch import Stopwatch
+from hybridrl.runtime.guard import guarded
+from hybridrl.runtime.timer import Stopwatch
 
 TOP = Path(__file__).absolute().parents[2]
 SECONDS_BETWEEN_SAMPLES = 1.0

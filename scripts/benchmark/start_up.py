@@ -20,7 +20,8 @@ from warm_start import TOP, warm_start
 PARTS = """
 import functools, sys, time
 began = float(sys.argv.pop(1))
-from hybridrl import ppo, main_ppo, hybrid_engine
+from hybridrl import main_ppo, hybrid_engine
+from hybridrl.runs import ppo
 from hybridrl.cluster import session
 from hybridrl.trainer import Trainer
 def tell(name):

@@ -28,12 +28,12 @@ from models import SHAPES
 from side_by_side import ROUNDS, Row, Seconds, arguments, cpu_seconds, report, told
 from warm_start import warm_start
 
-from hybridrl import ppo
 from hybridrl.batch import Batch, pack
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.rollout import Request, Sampling
+from hybridrl.runs import ppo
 from hybridrl.trainer import Trainer
-from hybridrl.training.workers import POLICY_FIELDS, TrainWorkers
+from hybridrl.training.worker_group import POLICY_FIELDS, TrainWorkers
 
 HERE = Path(__file__).absolute().parent
 PARTS = ("gen", "reward", "old_log_prob", "update_actor")

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.export import export_settings
 from hybridrl.checkpoint.read import check_parts
+from hybridrl.checkpoint.resume.select import agree, saved_step
 from hybridrl.checkpoint.store import LATEST, Store
 from hybridrl.config import ConfigError
 from hybridrl.config.model_directory import HUGGINGFACE
-from hybridrl.resume.choose import agree, saved_step
 from hybridrl.saving import SavePlan, Saver, SaveTimes
 from hybridrl.training.state import state_of
 from hybridrl.training.state_writer import StateWriter

@@ -13,8 +13,8 @@ import ray
 
 from hybridrl import device as devices
 from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
-from hybridrl.guard import begin_actor
-from hybridrl.keeper import working_in
+from hybridrl.runtime.guard import begin_actor
+from hybridrl.runtime.keeper import working_in
 
 KILLED = """
 import os, signal

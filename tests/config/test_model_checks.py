@@ -8,7 +8,7 @@ import torch
 
 from hybridrl.config import ConfigError
 from hybridrl.config.model_checks import CPU_HEAD_SIZES
-from hybridrl.plans import build_agreement, build_policy_plan
+from hybridrl.runs.settings import build_agreement, build_policy_plan
 
 from .conftest import Load
 

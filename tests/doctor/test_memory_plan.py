@@ -19,7 +19,7 @@ from hybridrl.doctor.memory_plan import memory_plan, plans, read_models
 from hybridrl.doctor.memory_remedy import remedy
 from hybridrl.doctor.memory_setup import Setup, setup
 from hybridrl.doctor.memory_sizes import blank, hand_over_buffer, model_sizes
-from hybridrl.plans import build_policy_plan
+from hybridrl.runs.settings import build_policy_plan
 
 GIB = 2**30
 CONFIG = {

@@ -2,12 +2,12 @@
 
 from hybridrl.batch import Batch
 from hybridrl.data.prompts import Prompt
-from hybridrl.groups import in_groups, to_batch
+from hybridrl.experience.batching import in_groups, to_batch
+from hybridrl.experience.episodes import Sample
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.respondent import Sample
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.training.worker_group import TrainWorkers
 
 PROMPT = [1, 20, 30, 40, 50, 60, 70]
 SAMPLING = Sampling(max_tokens=16, stop_ids=(2,))

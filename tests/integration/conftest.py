@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.assembly import start_session
 from hybridrl.config import load_ppo_config
+from hybridrl.runs.setup import start_session
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.assembly import probe_ids
 from hybridrl.config import load_ppo_config
-from hybridrl.plans import build_algorithm, ppo_worker_config
-from hybridrl.ppo import start_devices
+from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
+from hybridrl.runs.setup import probe_ids
 from tests.integration.answers import PROMPT, SAMPLING, generate, requests
 from tests.integration.test_engine import engine_processes
 

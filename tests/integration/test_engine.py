@@ -8,14 +8,14 @@ import psutil
 import pytest
 
 from hybridrl import device as devices
-from hybridrl.assembly import probe_ids
 from hybridrl.cluster import Group
 from hybridrl.hybrid_engine import Mode, StaleWeights
-from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.ppo import start_devices
 from hybridrl.rollout import Request, request_seed
 from hybridrl.rollout.server import RolloutServer
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.setup import probe_ids
+from hybridrl.training.worker_group import TrainWorkers
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
 
 

@@ -15,12 +15,12 @@ from hybridrl.algorithms.settings import LossSettings
 from hybridrl.batch import Batch, as_tensor
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group, spawn
-from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import Budget, plan
 from hybridrl.training.worker import FrozenConfig, TrainWorker
-from hybridrl.training.workers import BrokenUpdates, CriticPlan, TrainWorkers
+from hybridrl.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
 
 LOSS = LossConfig(
     policy_loss="vanilla",

@@ -9,14 +9,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from hybridrl.assembly import probe_ids
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config import load_ppo_config
 from hybridrl.hybrid_engine import HybridEngine, StaleWeights
 from hybridrl.model_merger.__main__ import main
-from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.ppo import start_devices
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.setup import probe_ids
+from hybridrl.training.worker_group import TrainWorkers
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens, update
 from tests.integration.test_run import finish, metrics, start
 

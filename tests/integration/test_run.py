@@ -320,7 +320,7 @@ def test_bad_input_is_refused_before_ray_starts(overrides, tmp_path, capfd, monk
     (tmp_path / "no_prompt.jsonl").write_text('{"reward_model": {"ground_truth": "1"}, "data_source": "x"}\n')
     (tmp_path / "no_truth.jsonl").write_text('{"prompt": "What is 1+1?", "data_source": "x"}\n')
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
-    monkeypatch.setattr("hybridrl.ppo.start_session", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr("hybridrl.runs.ppo.start_session", lambda *_: pytest.fail("Ray was started"))
     more = {key: str(value).format(tmp=tmp_path) for key, value in more.items()}
     assert main_ppo.main(overrides(tmp_path / "run", more)) == 2
     output = "".join(capfd.readouterr())

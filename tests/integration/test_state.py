@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.cluster import Group, spawn
 from hybridrl.cluster.group import kill
-from hybridrl.plans import build_algorithm, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.packing import Budget, plan
 from hybridrl.training.worker import FrozenConfig, TrainWorker

@@ -3,11 +3,11 @@
 import os
 import time
 
-from hybridrl.assembly import probe_ids, start_session
 from hybridrl.config import load_ppo_config
-from hybridrl.plans import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.ppo import start_devices
-from hybridrl.training.workers import TrainWorkers
+from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.setup import probe_ids, start_session
+from hybridrl.training.worker_group import TrainWorkers
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, update
 
 

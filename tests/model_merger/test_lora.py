@@ -8,10 +8,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from hybridrl.checkpoint.resume import model_fingerprint
 from hybridrl.checkpoint.tensors import Tensors
 from hybridrl.model_merger import lora
 from hybridrl.model_merger.__main__ import main
-from hybridrl.resume import model_fingerprint
 from hybridrl.training.adapted import adapter_parameters
 from hybridrl.training.lora import add_adapter, export_adapter_settings
 from hybridrl.training.model import load_language_model

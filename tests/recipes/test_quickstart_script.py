@@ -19,7 +19,7 @@ echo "$*" >>calls
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     files = ["recipes/quickstart/make_data.py", "recipes/quickstart/warmup.yaml", "conf/sft_trainer.yaml"]
-    files += ["conf/data/sft.yaml", "hybridrl/sft.py", "hybridrl/data/rows.py", "hybridrl/training/worker.py"]
+    files += ["conf/data/sft.yaml", "hybridrl/runs/sft.py", "hybridrl/data/rows.py", "hybridrl/training/worker.py"]
     for name in [*files, "scripts/install.sh", ".venv/bin/python"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n")

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 from hybridrl.config import load_ppo_config
-from hybridrl.rollout.vllm import engine_arguments
+from hybridrl.rollout.vllm.engine import engine_arguments
 
 GPUS = 8
 COMPILED = "vllm._C_stable_libtorch"  # imported for its side effects; a CPU's build has none

@@ -44,7 +44,7 @@ def test_an_engine_on_a_gpu_sleeps_captures_graphs_and_takes_its_weights_from_th
         "worker": "vllm.v1.worker.gpu_worker.Worker",
         "executor": "uni",
         "tensor_parallel": 1,
-        "extension": "hybridrl.rollout.vllm.EngineProcess",
+        "extension": "hybridrl.rollout.vllm.engine.EngineProcess",
         "dtype": "torch.bfloat16",
         "sleeps": True,
         "log_probs": "processed_logprobs",

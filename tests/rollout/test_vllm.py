@@ -5,8 +5,8 @@ import asyncio
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
-from hybridrl.rollout.vllm import PARTS, VllmEngine
-from hybridrl.rollout.vllm_adapter import put_back, put_base_layers
+from hybridrl.rollout.vllm.adapter import put_back, put_base_layers
+from hybridrl.rollout.vllm.engine import PARTS, VllmEngine
 
 
 class OldEngine:

@@ -1,0 +1,1 @@
+"""What a training step learns from: prompts, responses, rewards, groups, and the batch made of them."""

@@ -1,0 +1,1 @@
+"""The vLLM rollout engine; the only package that imports vLLM for rollout."""

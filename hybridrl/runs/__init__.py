@@ -1,0 +1,1 @@
+"""Putting a run together: what each entry point prepares, starts and restores."""

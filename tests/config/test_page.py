@@ -1,0 +1,23 @@
+"""docs/configuration.md is what its script makes of the table of verl's keys, and lists the codes that there are."""
+
+import re
+import runpy
+from pathlib import Path
+
+TOP = Path(__file__).parents[2]
+PAGE = TOP / "docs" / "configuration.md"
+
+
+def test_the_page_s_tables_are_up_to_date() -> None:
+    made = runpy.run_path(str(TOP / "scripts" / "configuration_page.py"))["page"]()
+    assert PAGE.read_text(encoding="utf-8") == made, "run: python scripts/configuration_page.py"
+
+
+def test_the_page_lists_every_code() -> None:
+    sources = [*TOP.glob("hybridrl/config/*.py"), TOP / "hybridrl" / "doctor" / "check.py"]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    codes = set(re.findall(r'\.(?:refuse|warn|inform)\(\s*"([\w-]+)"', text))
+    listed = set(
+        re.findall(r"^\| `([\w-]+)` \|", PAGE.read_text(encoding="utf-8").split("| code |")[1].split("\n\n")[0], re.M)
+    )
+    assert codes == listed

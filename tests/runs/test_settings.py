@@ -1,0 +1,60 @@
+"""What a configuration makes of a run: the learning rates of its learners."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import load_ppo_config
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
+from hybridrl.training.optimizer import schedule
+from hybridrl.training.worker import LearnerConfig, WorkerConfig
+
+ACTOR = "actor_rollout_ref.actor"
+# 4 prompts a step: 2 per update, gone through twice, are 4 updates of the policy; the critic has one.
+ARITHMETIC = [
+    "data.train_batch_size=4",
+    f"{ACTOR}.ppo_mini_batch_size=2",
+    f"{ACTOR}.ppo_epochs=2",
+    "critic.ppo_mini_batch_size=4",
+    "critic.ppo_epochs=1",
+]
+
+
+def worker_config(directory: Path, steps: int, *overrides: str) -> WorkerConfig:
+    (directory / "train.jsonl").write_text("{}\n")
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
+    (directory / "model.safetensors").touch()
+    needed = [f"data.train_files={directory}/train.jsonl", f"actor_rollout_ref.model.path={directory}"]
+    config = load_ppo_config([*needed, "trainer.device=cpu", *ARITHMETIC, *overrides])
+    return ppo_worker_config(config, build_algorithm(config), directory, steps)
+
+
+def rates(learner: LearnerConfig, updates: int) -> list[float]:
+    """The learning rate at each of the first updates, as a share of its highest."""
+    plan = (learner.total_updates, learner.optimizer, learner.updates_per_step)
+    return [schedule(update, *plan) for update in range(updates)]
+
+
+def test_a_warm_up_of_two_steps_ends_with_the_second_step_however_many_updates_that_takes(tmp_path: Path) -> None:
+    config = worker_config(tmp_path, 10, f"{ACTOR}.optim.lr_warmup_steps=2", "critic.optim.lr_warmup_steps=2")
+    assert rates(config.policy, 9) == pytest.approx([1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1])
+    assert config.critic is not None
+    assert rates(config.critic, 3) == pytest.approx([1 / 2, 1, 1])
+
+
+def test_a_warm_up_may_end_within_a_step(tmp_path: Path) -> None:
+    config = worker_config(tmp_path, 10, f"{ACTOR}.optim.lr_warmup_steps=0.75")
+    assert rates(config.policy, 5) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "null"])
+def test_without_a_number_of_steps_the_ratio_is_of_all_updates(tmp_path: Path, steps: str) -> None:
+    warm_up = (f"{ACTOR}.optim.lr_warmup_steps={steps}", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1")
+    assert rates(worker_config(tmp_path, 10, *warm_up).policy, 5) == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1])
+
+
+def test_a_linear_schedule_ends_with_the_run_whatever_total_the_optimizer_is_given(tmp_path: Path) -> None:
+    linear = (f"{ACTOR}.optim.lr_scheduler_type=linear", f"{ACTOR}.optim.total_training_steps=5")
+    config = worker_config(tmp_path, 10, *linear)
+    assert rates(config.policy, 41)[::10] == pytest.approx([1, 0.75, 0.5, 0.25, 0])

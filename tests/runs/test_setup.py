@@ -1,0 +1,115 @@
+"""What the front rooms set up: attempts, directories, and what is refused once tokenizer and data are there."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import Qwen2Config
+
+from hybridrl.checkpoint.store import Store
+from hybridrl.cluster import WorkerDied
+from hybridrl.config import ConfigError, load_sft_config
+from hybridrl.data.tokens import TokenRows
+from hybridrl.runs.setup import as_laid_out, open_store, refuse_unknown_tokens, with_restarts
+from hybridrl.training.packing import Budget
+from hybridrl.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
+from tests.training.families import model_config
+
+GOOD = {"healthy": True, "recovery": False, "metrics": {}}
+
+
+@pytest.mark.parametrize("began", ["resume_path", "disable", "auto"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_run_that_died_before_its_first_save_begins_again_where_it_began(tmp_path, began, saves):
+    """Not at a step of an earlier run that lies there."""
+    store = Store(tmp_path)
+    store.begin(30)
+    store.publish(30, GOOD)
+    trainer = SimpleNamespace(default_local_dir=str(tmp_path), max_restarts=1, resume_mode=began)
+    modes: list[str] = []
+
+    def attempt() -> None:
+        modes.append(trainer.resume_mode)
+        if len(modes) == 1:
+            if saves:
+                store.begin(2)
+                store.publish(2, GOOD)
+            raise WorkerDied("gone")
+
+    with_restarts(attempt, trainer)
+    store.close()
+    assert modes == [began, "auto" if saves else began]
+
+
+def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    (model / "model.safetensors").touch()
+    (tmp_path / "rows.jsonl").write_text("{}")
+
+    def config(seed: int):
+        values = {"data.train_files": tmp_path / "rows.jsonl", "model.path": model, "trainer.seed": seed}
+        values |= {"trainer.device": "cpu", "trainer.default_local_dir": tmp_path}
+        return load_sft_config([f"{key}={value}" for key, value in values.items()])
+
+    first = open_store(config(1), tmp_path)
+    written = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="another run is at work there"):
+        open_store(config(2), tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == written and "seed: 1" in written
+    first.close()
+
+
+@dataclass
+class Rows:
+    largest_id: int
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    Qwen2Config(vocab_size=64, eos_token_id=2, bos_token_id=1).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_rows_with_a_token_that_the_model_does_not_know_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model.path=.* knows 64 tokens, and the data has token 64"):
+        refuse_unknown_tokens(model_config(model), "model.path", Rows(3), Rows(64))
+
+
+def test_a_model_with_more_rows_than_its_tokenizer_has_tokens_passes(model: str) -> None:
+    refuse_unknown_tokens(model_config(model), "model.path", Rows(63), None)
+
+
+def test_the_largest_token_is_looked_for_in_all_rows() -> None:
+    rows = TokenRows()
+    assert rows.largest == -1
+    for row in ([3, 9], [], [4]):
+        rows.append(row)
+    assert rows.largest == 9
+
+
+class Ranks:
+    """Training ranks that say of their learners whether rows are laid out apart."""
+
+    def __init__(self, **padded: bool) -> None:
+        self.padded = padded
+
+    def broadcast(self, method: object, timeout: float) -> list[dict[str, bool]]:
+        return [self.padded, self.padded]
+
+
+def test_plans_follow_a_family_whose_rows_must_not_lie_in_one_line(capsys) -> None:
+    budget = Budget(tokens=64)
+    updates = UpdatePlan(prompts_per_update=1, epochs=1, shuffle=False, seed=0, budget=budget)
+    policy, critic = PolicyPlan(None, updates, budget, budget), CriticPlan(None, updates, budget)
+    assert as_laid_out(Ranks(actor=False, critic=False), policy, critic, 1) == (policy, critic)
+    assert not capsys.readouterr().out
+    actor, untouched = as_laid_out(Ranks(actor=True, critic=False), policy, critic, 1)
+    found = {plan.padded for plan in (actor.updates.budget, actor.log_prob_budget, actor.reference_budget)}
+    assert found == {True} and untouched == critic
+    assert capsys.readouterr().out.count("actor: its layers let rows that lie in one line see one another") == 1
+    assert as_laid_out(Ranks(actor=True), actor, None, 1) == (actor, None)
+    assert not capsys.readouterr().out

@@ -1,0 +1,33 @@
+import os
+import signal
+
+import pytest
+
+from hybridrl.runtime import signals
+
+
+@pytest.fixture(autouse=True)
+def asked_for_nothing(monkeypatch):
+    monkeypatch.setattr(signals, "REQUESTS", signals.Requests())
+
+
+def test_the_second_request_stops_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", 0.0)
+    with signals.StopRequest(wait_for_step=True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert "SIGTERM: the step is finished and saved first" in capsys.readouterr().out
+
+
+def test_a_request_that_is_made_twice_in_a_moment_is_one():
+    with signals.StopRequest(wait_for_step=True) as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+
+
+def test_where_there_is_nothing_to_wait_for_a_request_stops_at_once():
+    with signals.StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGHUP"):
+        os.kill(os.getpid(), signal.SIGHUP)
