@@ -8,7 +8,7 @@ from vllm import LLM, SamplingParams
 from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.model_merger.source import CheckFailed, Source, type_name
 from hybridrl.model_merger.transformers_check import answers, own_model
-from hybridrl.rollout import vllm_repairs
+from hybridrl.rollout.vllm import repairs
 
 PROMPT, ANSWER = 8, 24
 # The largest difference of a log-prob that rounding explains, by the type of the weights.
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 def check_in_vllm(source: Source, directory: Path) -> str:
     """Refuse a directory of whose answer in vLLM transformers says otherwise. Returns what was found, in words."""
     prompt = [number * 37 % source.model.config.get_text_config().vocab_size for number in range(PROMPT)]
-    vllm_repairs.prepare_for(directory)
+    repairs.prepare_for(directory)
     try:
         engine = LLM(
             model=str(directory),
@@ -28,7 +28,7 @@ def check_in_vllm(source: Source, directory: Path) -> str:
             max_model_len=PROMPT + ANSWER,
             max_num_seqs=1,
             kv_cache_memory_bytes=256 << 20,
-            worker_extension_cls=f"{vllm_repairs.__name__}.Repaired",
+            worker_extension_cls=f"{repairs.__name__}.Repaired",
         )
     except UNREADABLE as error:
         raise CheckFailed(

@@ -37,8 +37,8 @@ from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.model_directory import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.rollout import vllm_repairs
 from hybridrl.rollout.types import Completion, Request, Sampling
+from hybridrl.rollout.vllm import repairs
 from hybridrl.rollout.vllm.adapter import (
     Place,
     adapter_arguments,
@@ -65,7 +65,7 @@ class VllmEngine:
     def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> None:
         os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read where this module is imported by an engine
         import_libraries(model.external_lib)
-        vllm_repairs.prepare_for(resolve_model(model.path))
+        repairs.prepare_for(resolve_model(model.path))
         arguments = engine_arguments(device, model, rollout, slots)
         self.sleeps, self.model = rollout.free_cache_engine, model
         self.adapted = bool(model.lora_rank) and not model.lora.merge
