@@ -1,4 +1,4 @@
-"""Package metadata. `conf/` stands at the top of a checkout and inside the wheel as `hybridrl/conf`."""
+"""Package metadata. `conf/` is at the top of a checkout and in the wheel as `hybridrl/conf`."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.conf"],
     package_dir={"hybridrl.conf": "conf"},
-    package_data={"hybridrl.conf": ["**/*.yaml"], "hybridrl.config": ["*.yaml"]},
+    package_data={"hybridrl.conf": ["**/*.yaml"], "hybridrl.config": ["verl/*.yaml"]},
     install_requires=[
         "accelerate>=1.15,<2",
         "datasets>=5,<6",
@@ -33,6 +33,7 @@ setup(
         "peft>=0.21,<0.22",
         "psutil>=7",
         "pyarrow>=20",
+        "pydantic>=2.14,<3",  # whose core validates the configuration
         "ray>=2.56,<2.61",
         "rich>=14",
         "safetensors>=0.6",

@@ -3,20 +3,20 @@
 import sys
 
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.runtime.cli import FrontDoor, run_command
+from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.guard import guarded
 
 
 def run(config: PPOConfig) -> None:
-    """One training run, from data to saved model. What can be refused is refused before Ray starts."""
-    from hybridrl.runs.ppo import train  # torch, Ray and transformers: only once the configuration stands
+    """Run one training, from data to saved model. Invalid input is rejected before Ray starts."""
+    from hybridrl.runs.ppo import train  # imports torch, Ray and transformers: only for a valid configuration
 
     train(config)
 
 
-DOOR = FrontDoor(
+COMMAND = Command(
     module="hybridrl.main_ppo",
-    purpose="Train a language model by reinforcement, with FSDP2 and vLLM on the same devices.",
+    purpose="Train a language model by reinforcement learning, with FSDP2 and vLLM on the same devices.",
     example=(
         "data.train_files=train.parquet",
         "data.val_files=test.parquet",
@@ -44,7 +44,7 @@ DOOR = FrontDoor(
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command(DOOR, argv)
+    return run_command(COMMAND, argv)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@
 import sys
 
 from hybridrl.config import SFTConfig, load_sft_config
-from hybridrl.runtime.cli import FrontDoor, run_command
+from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.guard import guarded
 
 
 def run(config: SFTConfig) -> None:
-    """One training run, from conversations to saved model. What can be refused is refused before Ray starts."""
-    from hybridrl.runs.sft import train  # torch, Ray and transformers: only once the configuration stands
+    """Run one fine-tuning, from conversations to saved model. Invalid input is rejected before Ray starts."""
+    from hybridrl.runs.sft import train  # imports torch, Ray and transformers: only for a valid configuration
 
     train(config)
 
 
-DOOR = FrontDoor(
+COMMAND = Command(
     module="hybridrl.main_sft",
     purpose="Fine-tune a language model on conversations, with the loss on the assistant's messages.",
     example=("data.train_files=train.jsonl", "model.path=Qwen/Qwen2.5-0.5B"),
@@ -37,7 +37,7 @@ DOOR = FrontDoor(
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command(DOOR, argv)
+    return run_command(COMMAND, argv)
 
 
 if __name__ == "__main__":

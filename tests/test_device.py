@@ -1,4 +1,4 @@
-"""The environment that workers and engines are started with."""
+"""The environment in which workers and engines are started."""
 
 import os
 import subprocess
@@ -21,39 +21,39 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def test_on_cpu_a_large_tensors_memory_is_written_again_without_asking_the_system() -> None:
-    """64 MiB are 16,384 pages, each a fault where the system hands it out anew."""
+def test_on_cpu_the_memory_of_a_large_tensor_is_reused_without_page_faults() -> None:
+    """64 MiB are 16,384 pages, each a fault when the system has to provide it again."""
     environment = os.environ | devices.environment("cpu", slots=1)
-    found = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
-    assert int(found.stdout) < 1000
+    result = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 1000
 
 
-def test_an_allocator_that_is_preloaded_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preloaded_allocator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc_minimal.so.4")
     assert "LD_PRELOAD" not in devices.environment("cpu", slots=1)
 
 
-def test_what_else_is_preloaded_stays_beside_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_preloaded_libraries_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libgomp.so.1")
     assert devices.environment("cpu", slots=1)["LD_PRELOAD"].split()[1:] == ["/usr/lib/libgomp.so.1"]
 
 
-def test_ones_own_options_of_the_allocator_come_last_and_so_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_allocator_options_come_last_and_take_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_CONF", "dirty_decay_ms:500")
     assert devices.environment("cpu", slots=1)["MALLOC_CONF"].endswith(",dirty_decay_ms:500")
 
 
 @pytest.mark.parametrize("place", ["a place", "a:place"])
-def test_an_allocator_whose_path_would_be_taken_for_two_is_left_out(tmp_path, monkeypatch, place) -> None:
+def test_an_allocator_whose_path_would_be_split_is_not_used(tmp_path, monkeypatch, place) -> None:
     library = tmp_path / place / "core" / "libjemalloc.so"
     library.parent.mkdir(parents=True)
     library.touch()
-    found = SimpleNamespace(origin=str(tmp_path / place / "__init__.py"))
-    monkeypatch.setattr(devices, "find_spec", lambda _: found)
+    result = SimpleNamespace(origin=str(tmp_path / place / "__init__.py"))
+    monkeypatch.setattr(devices, "find_spec", lambda _: result)
     assert "LD_PRELOAD" not in devices.environment("cpu", slots=1)
 
 
-def test_on_cuda_the_allocator_is_the_systems() -> None:
+def test_on_cuda_the_system_allocator_is_used() -> None:
     assert "LD_PRELOAD" not in devices.environment("cuda", slots=1)
 
 

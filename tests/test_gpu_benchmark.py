@@ -1,4 +1,4 @@
-"""The GPU benchmark's figures are of what its rows say, and are there although its time runs out."""
+"""The GPU benchmark measures what its rows state, and writes them even if its time runs out."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.cluster import Group, RemoteFailure
-from hybridrl.rollout.server import RolloutServer
+from hybridrl.rollout.engine import RolloutEngine
 from hybridrl.runs.settings import policy_updates
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "benchmark"
@@ -21,8 +21,8 @@ def scripts(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
-@pytest.mark.parametrize(("gpus", "tokens", "found"), [(1, None, (1, 1)), (2, None, (1, 1)), (2, 256, (1, 2))])
-def test_an_update_is_one_of_a_single_micro_batch_unless_fewer_tokens_are_allowed(tmp_path, gpus, tokens, found):
+@pytest.mark.parametrize(("gpus", "tokens", "expected"), [(1, None, (1, 1)), (2, None, (1, 1)), (2, 256, (1, 2))])
+def test_an_update_has_a_single_micro_batch_unless_fewer_tokens_are_allowed(tmp_path, gpus, tokens, expected):
     from gpu import Bench, cuts
     from memory_plan import make_model
     from models import SHAPES
@@ -31,15 +31,15 @@ def test_an_update_is_one_of_a_single_micro_batch_unless_fewer_tokens_are_allowe
     bench = Bench(Namespace(shape="tiny", device="cpu", gpus=gpus, overrides=[]), tmp_path, ExitStack())
     updates = policy_updates(bench.configured(tokens=tokens))
     workers = SimpleNamespace(policy=SimpleNamespace(updates=updates), group=range(gpus))
-    assert cuts(workers, bench.load.batch(gpus)) == found  # 512 tokens for each GPU
+    assert cuts(workers, bench.load.batch(gpus)) == expected  # 512 tokens per GPU
 
 
-def test_a_variant_that_does_not_fit_the_memory_is_measured_in_smaller_micro_batches(tmp_path, monkeypatch):
+def test_a_variant_that_does_not_fit_in_memory_is_measured_in_smaller_micro_batches(tmp_path, monkeypatch):
     from gpu import Bench
     from memory_plan import make_model
     from models import SHAPES
 
-    tried, make = [], Namespace(shape="tiny", device="cpu", gpus=1, overrides=[])
+    tried, options = [], Namespace(shape="tiny", device="cpu", gpus=1, overrides=[])
     monkeypatch.setattr(Bench, "end", lambda bench, group: None)
     monkeypatch.setattr(Bench, "build", lambda bench, config: tried.append(config.actor_rollout_ref))
 
@@ -50,25 +50,25 @@ def test_a_variant_that_does_not_fit_the_memory_is_measured_in_smaller_micro_bat
 
     monkeypatch.setattr(Bench, "update", update)
     make_model(SHAPES["tiny"], tmp_path / "model")
-    bench = Bench(make, tmp_path, ExitStack())
+    bench = Bench(options, tmp_path, ExitStack())
     bench.group = None
     assert bench.variant("without recomputation") == "without recomputation"
     assert [section.actor.ppo_max_token_len_per_gpu for section in tried] == [512, 256, 128]
     assert not any(section.model.enable_gradient_checkpointing for section in tried)
 
 
-def test_putting_engines_to_sleep_is_counted_among_the_calls(monkeypatch):
-    from hand_over import count_calls
+def test_the_sleep_of_engines_is_counted_as_a_call(monkeypatch):
+    from weight_sync import count_calls
 
-    for name in ("broadcast", "scatter", "failures"):
+    for name in ("finish", "failures"):  # what count_calls replaces
         monkeypatch.setattr(Group, name, lambda group, method, timeout: time.sleep(0.01))
     seconds = {"rollout.sleep": 0.0}
     count_calls(seconds)
-    Group([], "rollout server", []).failures(RolloutServer.sleep, timeout=1)
+    Group([], "rollout server", []).failures(RolloutEngine.sleep, timeout=1)
     assert seconds["rollout.sleep"] >= 0.01
 
 
-def test_operations_count_a_table_of_embeddings_only_where_it_is_the_head():
+def test_operations_include_the_embedding_only_if_it_is_the_head():
     from gpu_work import operations
 
     shape = {"hidden_size": 4, "num_hidden_layers": 2, "vocab_size": 10}
@@ -76,7 +76,7 @@ def test_operations_count_a_table_of_embeddings_only_where_it_is_the_head():
     assert operations(shape | {"tie_word_embeddings": False}, 100, 3, 5) == 6 * 3 * (100 - 10 * 4 + 2 * 4 * 5)
 
 
-def test_rows_are_written_one_by_one_and_the_rest_named_when_the_time_is_over(tmp_path):
+def test_rows_are_written_one_by_one_and_the_rest_listed_when_the_time_is_over(tmp_path):
     from limited import Report, measure
     from side_by_side import Row
 
@@ -102,7 +102,7 @@ def test_rows_are_written_one_by_one_and_the_rest_named_when_the_time_is_over(tm
     assert rows() == [*written, "too long: not measured", "last: not measured"]
 
 
-def test_nothing_is_measured_after_a_start_that_failed(tmp_path):
+def test_nothing_is_measured_after_a_failed_start(tmp_path):
     from limited import Report, measure
 
     report = Report(None)

@@ -1,32 +1,189 @@
-"""The driver's side of a failed weight sync, with ranks that only note what they are called for."""
+"""The order of the switch and the mode check, with parts that record their calls."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hybridrl import hybrid_engine
-from hybridrl.hybrid_engine import HybridEngine
+from hybridrl.cluster import Group, RemoteFailure
+from hybridrl.hybrid_engine import HybridEngine, Mode
+from hybridrl.rollout import ModeError
+from hybridrl.training.worker import TrainWorker
 
 
-class NotedRanks:
-    """Four training ranks."""
+class Ranks(Group):
+    """Two training ranks."""
 
-    def __init__(self) -> None:
-        self.called: list[tuple[str, list[tuple]]] = []
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__(["r0", "r1"], "train worker", [])
+        self.calls = calls
 
-    def __len__(self) -> int:
-        return 4
+    def broadcast(self, method: Any, *args: Any, timeout: float, **kwargs: Any) -> list[dict[str, float]]:
+        moved = " and ".join(name for name in ("policy", "critic") if kwargs[name])
+        self.calls.append(f"{moved} to the {'host' if kwargs['to_host'] else 'devices'}")
+        return [{"max_memory": 1.0}, {"max_memory": 2.0}]
 
-    def scatter(self, method: Any, parts: list[tuple], *, timeout: float) -> None:
-        self.called.append((method.__name__, parts))
+
+class Fleet:
+    """Two rollout servers; those in `dies` die, one in each call of `dead`."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.lost = calls, {}
+        self.rollout = SimpleNamespace(request_retries=1)
+
+    def client(self, revive):
+        self.revive = revive
+        return SimpleNamespace(
+            restarts=0, retried=0, replace=lambda index, server: self.calls.append(f"replace {index}")
+        )
+
+    def handle(self, index):
+        return f"server {index}"
+
+    def sleep(self, *, ignore_failures=False):
+        self.calls.append("sleep")
+
+    def wake(self, part):
+        self.calls.append(f"wake {part}")
+
+    def dead(self):
+        return dict(self.lost)
+
+    def kill(self, indices):
+        self.calls.append(f"kill {indices}")
+
+    def rebuild(self, index, *, asleep=False):
+        self.lost.pop(index, None)
+        self.calls.append(f"rebuild {index}{' asleep' if asleep else ''}")
 
 
-def test_a_dead_server_is_ended_before_its_ranks_free_what_it_was_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ended = HybridEngine.__new__(HybridEngine), []
-    engine.trainers, engine.width, engine.timeout = NotedRanks(), 2, 1.0
-    engine.servers = SimpleNamespace(actors=["first", "second"])
-    monkeypatch.setattr(hybrid_engine, "kill", lambda actor: ended.append((actor, len(engine.trainers.called))))
-    engine._release_buckets({1: "no answer"})
-    assert ended == [("second", 0)]
-    assert engine.trainers.called == [("release_buckets", [(False,), (False,), (True,), (True,)])]
+class Sync:
+    """Weights that arrive, unless a server dies: then it is in `fails`."""
+
+    def __init__(self, calls: list[str], fleet: Fleet) -> None:
+        self.calls, self.fleet, self.fails = calls, fleet, []
+
+    def publish(self, version):
+        self.calls.append(f"publish {version}")
+        if self.fails:
+            self.fleet.lost = {self.fails.pop(): "it died"}
+            raise RemoteFailure("rollout server.load_bucket: rank 1 failed")
+
+    def restore(self, index):
+        self.calls.append(f"restore {index}")
+
+    def verify(self, index=None):
+        self.calls.append("verify" if index is None else f"verify {index}")
+
+    def abort(self, dead):
+        self.calls.append(f"abort {dead}")
+
+    def take_metrics(self):
+        return {"training/probe_log_prob_diff": 1e-6}
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def engine(calls) -> HybridEngine:
+    fleet = Fleet(calls)
+    return HybridEngine(Ranks(calls), fleet, Sync(calls, fleet), timeout=1.0)
+
+
+TO_ROLLOUT = [
+    "critic to the host",
+    "wake weights",
+    "publish 3",
+    "policy to the host",
+    "wake kv_cache",
+    "verify",
+]
+TO_TRAINING = ["sleep", "policy and critic to the devices"]
+
+
+def test_weights_are_published_before_the_policy_leaves_and_the_cache_is_woken_last(engine, calls):
+    engine.to_rollout(3)
+    assert calls == TO_ROLLOUT and engine.mode is Mode.ROLLOUT
+    engine.to_training()
+    assert calls == TO_ROLLOUT + TO_TRAINING and engine.mode is Mode.TRAINING
+
+
+def test_the_present_mode_is_not_entered_again_and_another_version_is(engine, calls):
+    engine.to_training()
+    assert calls == []
+    engine.to_rollout(2)
+    calls.clear()
+    engine.to_rollout(2)
+    assert calls == []
+    engine.to_rollout(3)
+    assert calls == TO_TRAINING + TO_ROLLOUT
+
+
+def test_responses_are_available_in_rollout_mode_only(engine):
+    assert not engine.client.available
+    engine.to_rollout(0)
+    assert engine.client.available
+    engine.to_training()
+    assert not engine.client.available
+
+
+def test_ranks_are_not_called_in_rollout_mode_but_for_what_needs_no_device(engine, monkeypatch):
+    started = []
+    monkeypatch.setattr(Group, "start", lambda group, method, *args: started.append(method.__name__))
+    monkeypatch.setattr(Group, "start_each", lambda group, method, parts: started.append(method.__name__))
+    engine.trainers.start(TrainWorker.log_probs)
+    engine.to_rollout(0)
+    with pytest.raises(ModeError, match="log_probs was called while the devices are in rollout mode; call to_training"):
+        engine.trainers.start(TrainWorker.log_probs)
+    with pytest.raises(ModeError, match="update_policy was called"):
+        engine.trainers.start_each(TrainWorker.update_policy, [(), ()])
+    engine.trainers.start(TrainWorker.finished_save)
+    assert started == ["log_probs", "finished_save"]
+
+
+def test_a_server_that_died_asleep_is_rebuilt_before_the_weights_are_published(engine, calls):
+    engine.fleet.lost = {1: "killed"}
+    engine.to_rollout(3)
+    rebuilt = ["policy and critic to the host", "rebuild 1 asleep", "replace 1", "policy and critic to the devices"]
+    assert calls == rebuilt + TO_ROLLOUT
+
+
+def test_a_server_that_dies_during_a_sync_is_killed_before_its_buckets_are_freed_and_all_is_sent_again(engine, calls):
+    engine.sync.fails = [1]
+    engine.to_rollout(3)
+    failed = ["kill [1]", "abort [1]", "policy and critic to the host", *TO_TRAINING]
+    rebuilt = ["policy and critic to the host", "rebuild 1 asleep", "replace 1", "policy and critic to the devices"]
+    assert calls == [*TO_ROLLOUT[:3], *failed, *rebuilt, *TO_ROLLOUT]
+
+
+def test_a_sync_that_fails_too_often_or_without_a_death_ends_the_run(engine):
+    engine.sync.fails = [0, 1]
+    with pytest.raises(RemoteFailure):
+        engine.to_rollout(3)
+    engine.fleet.lost, engine.sync.fails = {}, [1]
+    engine.fleet.dead = dict
+    with pytest.raises(RemoteFailure):
+        engine.to_rollout(3)
+    assert engine.mode is Mode.TRAINING
+
+
+def test_a_server_lost_while_generating_gets_the_same_weights(engine, calls):
+    engine.to_rollout(3)
+    calls.clear()
+    assert engine.fleet.revive(1) == "server 1"
+    assert calls == ["rebuild 1", "policy to the devices", "restore 1", "policy to the host", "verify 1"]
+
+
+def test_metrics_are_seconds_memory_the_gap_and_losses(engine):
+    engine.to_rollout(0)
+    metrics = engine.take_metrics()
+    assert metrics.pop("timing_s/update_weights") >= 0 and metrics.pop("timing_s/switch") >= 0
+    assert metrics == {
+        "perf/max_memory": 2.0,
+        "training/probe_log_prob_diff": 1e-6,
+        "rollout/engine_restarts": 0,
+        "rollout/retried_requests": 0,
+    }

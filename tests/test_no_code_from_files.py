@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata
 from transformers import Qwen2Tokenizer
 
-from hybridrl.checkpoint.read import check_parts, open_tensors
-from hybridrl.checkpoint.shards import PlainPlanner, ShardReader
+from hybridrl.checkpoint.read import PlainPlanner, ShardReader, check_parts, open_tensors
 from hybridrl.checkpoint.tensors import Unreadable
-from hybridrl.checkpoint.verl.step import data_position, verl_faults
+from hybridrl.checkpoint.verl.reader import data_position
+from hybridrl.checkpoint.verl.tensors import verl_faults
 from hybridrl.config import ConfigError
 from hybridrl.data.chat import render
 from hybridrl.data.rows import Faults, load_rows
@@ -144,7 +144,7 @@ TEMPLATES = [
 def test_a_chat_template_reaches_nothing_but_its_messages(template, tmp_path):
     tokenizer = Qwen2Tokenizer(vocab={"a": 0}, merges=[])
     tokenizer.chat_template = template.replace("%s", str(tmp_path / "trace"))
-    (outcome,) = render(tokenizer, [[{"role": "user", "content": "a"}]], {}, opens_answer=True)
+    (outcome,) = render(tokenizer, [[{"role": "user", "content": "a"}]], {}, add_generation_prompt=True)
     assert isinstance(outcome, TemplateError) or outcome == []
     assert not (tmp_path / "trace").exists()
 

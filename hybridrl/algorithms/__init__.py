@@ -1,6 +1,7 @@
-"""The mathematics: pure functions of tensors. Imports torch and the batch, nothing else of ours.
+"""The mathematics: pure functions of tensors. Imports torch, the batch and the catalog of names.
 
-`Algorithm` says what a step needs and turns scored answers into advantages; a policy loss turns log-probs into a loss.
+`Algorithm` states what a step needs and turns scored responses into advantages; a policy loss turns log-probs into a
+loss per token. `lookup` finds the function of a name.
 """
 
 from hybridrl.algorithms.algorithm import Algorithm

@@ -1,28 +1,29 @@
-"""What a step of the algorithm needs, and how scored answers become advantages."""
+"""What a step of the algorithm needs, and how scored responses become advantages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from hybridrl.algorithms.estimators import Estimator
-from hybridrl.algorithms.kl import KLWeight, penalised
+from hybridrl.algorithms.kl import KLWeight, penalized
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
-from hybridrl.algorithms.settings import AdvantageSettings
 from hybridrl.batch import Batch
+from hybridrl.config.catalog import Estimator
 
 
 @dataclass
 class Algorithm:
     """The part of a step between the rewards and the update.
 
-    `needs` is the field of the batch that the estimator reads beyond rewards; `kl_in_reward` and `kl_in_loss` are forms
-    of a KL penalty, or None. `bypass` takes the rollout engine's log-probs for the old ones; otherwise `correction`
-    weighs and narrows what is learnt from by the difference of the two.
+    `estimator` is a function of the step's rows, its parameters bound, and `entry` its facts. `kl_in_reward` and
+    `kl_in_loss` are forms of a KL penalty, or None. `bypass` uses the rollout engine's log-probs as the old ones;
+    otherwise `correction` weights and masks tokens by the difference of the two.
     """
 
-    estimator: Estimator
-    settings: AdvantageSettings = field(default_factory=AdvantageSettings)
-    needs: str | None = None
+    estimator: Callable[[Batch], tuple[Tensor, Tensor]]
+    entry: Estimator = field(default_factory=lambda: Estimator("", ""))
     uses_critic: bool = False
     kl_in_reward: str | None = None
     kl_weight: KLWeight = field(default_factory=lambda: KLWeight(0.0))
@@ -31,12 +32,16 @@ class Algorithm:
     bypass: bool = False
 
     @property
+    def reads_greedy_rewards(self) -> bool:
+        return self.entry.reads_greedy_rewards
+
+    @property
     def uses_reference(self) -> bool:
         return self.kl_in_reward is not None or self.kl_in_loss is not None
 
     @property
     def needs_reference_log_probs(self) -> bool:
-        """The exact KL compares whole distributions rather than the log-probs of what was sampled."""
+        """The exact KL compares full distributions instead of the log-probs of the sampled tokens."""
         return bool({self.kl_in_reward, self.kl_in_loss} - {None, "full"})
 
     @property
@@ -45,14 +50,14 @@ class Algorithm:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether advantages depend on what the trainer makes of the rows, which is then computed before the update."""
+        """Whether advantages depend on a forward pass of the policy, which is then computed before the update."""
         if self.needs_reference_kl:
             return True
-        own = self.kl_in_reward is not None or self.correction is not None or self.needs == "sum_pi_squared"
-        return own and not self.bypass
+        reads = self.kl_in_reward is not None or self.correction is not None or self.entry.reads_probabilities
+        return reads and not self.bypass
 
     def advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Fill token rewards, advantages and returns; metrics of the KL penalty and the correction where there are."""
+        """Fill token rewards, advantages and returns; metrics of the KL penalty and of the correction, if any."""
         token_rewards = batch.token_rewards
         if token_rewards is None:
             token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, batch.last_tokens, batch.rewards)
@@ -60,17 +65,23 @@ class Algorithm:
         metrics: dict[str, float] = {}
         if self.kl_in_reward is not None:
             weight = self.kl_weight.value
-            token_rewards, kl = penalised(batch, self.kl_in_reward, weight)
+            token_rewards, kl = penalized(batch, self.kl_in_reward, weight)
             self.kl_weight.update(kl, len(batch))
             batch = replace(batch, token_rewards=token_rewards)
             metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": weight}
         corrected = batch
         if self.correction is not None and not self.bypass:
-            corrected, of_correction = self.correction.apply(batch)
-            metrics |= of_correction
-        # A rejected token is not learnt from; its reward and its value still belong to the tokens before it.
+            corrected, correction_metrics = self.correction.apply(batch)
+            metrics |= correction_metrics
+        # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
-        advantages, returns = self.estimator(written, self.settings)
+        advantages, returns = self.estimator(written)
         rejected = batch.response_mask & ~corrected.response_mask
         advantages, returns = advantages.masked_fill(rejected, 0), returns.masked_fill(rejected, 0)
         return replace(corrected, advantages=advantages, returns=returns), metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_weight": self.kl_weight.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl_weight.value = state["kl_weight"]

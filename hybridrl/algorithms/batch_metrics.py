@@ -1,4 +1,4 @@
-"""What a step's rows say about it, under verl's names."""
+"""Metrics of a step's rows, under verl's names."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from hybridrl.batch import Batch
 
 
 def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, float]:
-    """Scores, rewards, advantages, values, lengths and groups of a step, without what its rows cannot tell.
+    """Scores, rewards, advantages, values, lengths and groups of a step; metrics of empty fields are left out.
 
-    The entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all else is of those
-    in the present one.
+    The entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all other metrics are
+    of those in the present one.
     """
     written = batch.response_mask
     sampled = written if sampled is None else sampled
@@ -33,7 +33,7 @@ def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, floa
 
 
 def value_metrics(batch: Batch) -> dict[str, float]:
-    """The critic's values of the written tokens, and how much of the returns' variance they explain."""
+    """The critic's values of the written tokens, and the share of the returns' variance that they explain."""
     if batch.values is None:
         return {}
     values, returns = batch.values[batch.response_mask], batch.returns[batch.response_mask]
@@ -44,40 +44,41 @@ def value_metrics(batch: Batch) -> dict[str, float]:
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """How the engine's log-probs of the sampled tokens differ from the trainer's, given the same weights.
+    """Difference between rollout log-probs and training log-probs of the sampled tokens, given the same weights.
 
-    Of the tokens in the response mask, so before a rejection narrows it. Rows without one count for nothing.
+    Over the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored.
     """
     if batch.old_log_probs is None or batch.rollout_log_probs is None or not batch.response_mask.any():
         return {}
-    # In double precision: in single, what a mean log-ratio of 1e-4 makes of k3 and chi-squared is rounding error.
+    # In double precision: in single, k3 and chi-squared of a mean log-ratio of 1e-4 are rounding error.
     rollout = torch.where(batch.response_mask, batch.rollout_log_probs, 0.0).double()
     trainer = torch.where(batch.response_mask, batch.old_log_probs, 0.0).double()
-    return _agreement(rollout[batch.response_mask], trainer[batch.response_mask]) | _divergence(rollout, trainer, batch)
+    written = batch.response_mask
+    return _probability_metrics(rollout[written], trainer[written]) | _divergence_metrics(rollout, trainer, batch)
 
 
 def throughput_metrics(metrics: dict[str, float], devices: int) -> dict[str, float]:
-    """Tokens a second a device, and milliseconds a token of each phase, from a step's other metrics."""
+    """Tokens per second per device, and milliseconds per token of each phase, from a step's other metrics."""
     seconds, total = metrics["timing_s/step"], metrics["perf/total_num_tokens"]
-    found = {"perf/time_per_step": seconds, "perf/throughput": total / (seconds * devices)}
+    throughput = {"perf/time_per_step": seconds, "perf/throughput": total / (seconds * devices)}
     for phase in ("gen", "ref", "values", "adv", "update_critic", "update_actor"):
         tokens = "response_tokens" if phase == "gen" else "total_num_tokens"
         if f"timing_s/{phase}" in metrics:
             per_token = metrics[f"timing_s/{phase}"] / metrics[f"perf/{tokens}"]
-            found[f"timing_per_token_ms/{phase}"] = 1000 * per_token
-    return found
+            throughput[f"timing_per_token_ms/{phase}"] = 1000 * per_token
+    return throughput
 
 
 def zero_signal_groups(batch: Batch) -> int:
-    """How many groups there are whose answers all scored the same, so that nothing can be told from them."""
+    """Number of groups whose responses all have the same score, so that they carry no signal."""
     groups, index = batch.group.unique(return_inverse=True)
     largest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, index, batch.rewards, "amax")
     smallest = torch.full((len(groups),), torch.inf).scatter_reduce(0, index, batch.rewards, "amin")
     return int((largest == smallest).sum())
 
 
-def _agreement(rollout: Tensor, trainer: Tensor) -> dict[str, float]:
-    """Of probabilities, token by token."""
+def _probability_metrics(rollout: Tensor, trainer: Tensor) -> dict[str, float]:
+    """Per-token probability differences between engine and trainer."""
     probs = torch.stack([rollout.exp(), trainer.exp()])
     difference = (probs[0] - probs[1]).abs()
     varied = (probs.amax(dim=1) > probs.amin(dim=1)).all()
@@ -91,13 +92,13 @@ def _agreement(rollout: Tensor, trainer: Tensor) -> dict[str, float]:
     }
 
 
-def _divergence(rollout: Tensor, trainer: Tensor, batch: Batch) -> dict[str, float]:
-    """Of policies: KL(engine || trainer), chi-squared of trainer from engine, and the rows' perplexities."""
+def _divergence_metrics(rollout: Tensor, trainer: Tensor, batch: Batch) -> dict[str, float]:
+    """KL(engine || trainer), chi-squared of trainer from engine, and the rows' perplexities."""
     log_ratio = trainer - rollout
     tokens, rows = batch.response_mask, batch.per_row(batch.response_mask.long()) > 0
     rollout_log_ppl, training_log_ppl = -batch.written_mean(rollout)[rows], -batch.written_mean(trainer)[rows]
     difference = training_log_ppl - rollout_log_ppl
-    found = {
+    metrics = {
         "kl": -log_ratio[tokens].mean(),
         "k3_kl": (log_ratio.exp() - log_ratio - 1)[tokens].mean(),
         "training_ppl": training_log_ppl.exp().mean(),
@@ -112,7 +113,7 @@ def _divergence(rollout: Tensor, trainer: Tensor, batch: Batch) -> dict[str, flo
         "chi2_token": _mean_square_ratio(log_ratio[tokens]) - 1,
         "chi2_seq": _mean_square_ratio(batch.per_row(log_ratio)[rows]) - 1,
     }
-    return {f"rollout_corr/{name}": float(value) for name, value in found.items()}
+    return {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
 
 
 def _mean_square_ratio(log_ratio: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def _mean(values: Tensor) -> float:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
-    """Nothing of no values."""
+    """Mean, maximum and minimum; an empty dict if there are no values."""
     if not len(values):
         return {}
     values = values.float()

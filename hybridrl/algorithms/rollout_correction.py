@@ -1,40 +1,47 @@
-"""Tokens weighed, or left out, by how far the trainer's probabilities are from those of the engine that sampled them.
+"""Tokens weighted or rejected by how far the trainer's probabilities are from those of the engine that sampled them.
 
-A log-ratio is the trainer's log-prob less the engine's, of a sampled token. Knows neither where the log-probs come from
-nor which loss takes the weights.
+A log-ratio is the trainer's log-prob less the engine's, of a sampled token. Where the log-probs come from, and
+which loss uses the weights, is not known here. Options and bounds are verl's.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.rollout_metrics import masked_fractions, of_written, weight_metrics
-from hybridrl.algorithms.rollout_rejection import SAFE, Rejection, parse_rejections, parse_threshold, written_only
+from hybridrl.algorithms.rollout_metrics import masked_fractions, of_written, rejection_metrics, weight_metrics
 from hybridrl.batch import Batch
 
-__all__ = ["Rejection", "RolloutCorrection", "parse_rejections", "parse_threshold"]
+OPTIONS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
+SAFE = 20.0  # log-ratios are clamped to [-20, 20] before they are exponentiated
 
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Importance weights, trainer over engine, and rejections. Both look at all tokens that the policy wrote.
+    """Importance weights, trainer over engine, and rejections. Both are computed from all tokens that the policy wrote.
 
-    `level`: a token weighs its own ratio (token; Yao et al. 2025), the product of its row's ratios (sequence; Liu et
-    al. 2025) or their geometric mean (geometric; the ratio of GSPO, Zheng et al. 2025; not in verl); None: no weights.
-    Weights are truncated at `upper` (Ionides 2008) or, given `lower`, 0 out of the bounds (IcePop, Ling Team 2025).
+    `level`: a token's weight is its own ratio (token; Yao et al. 2025), the product of its row's ratios (sequence; Liu
+    et al. 2025) or their geometric mean (geometric; the ratio of GSPO, Zheng et al. 2025; not in verl); None: no
+    weights.
+    Weights are truncated at `upper` (Ionides 2008) or, given `lower`, 0 outside the bounds (IcePop, Ling Team 2025).
     """
 
     level: str | None
     lower: float | None
     upper: float
-    batch_normalise: bool
-    rejections: tuple[Rejection, ...]
+    batch_normalize: bool
+    rejections: "tuple[Rejection, ...]"
 
     def weights(self, log_ratio: Tensor, batch: Batch) -> Tensor | None:
         """The weight of each token, without gradient [response tokens]; 0 where the policy did not write it.
 
-        `batch_normalise` works in `apply` alone: the rows here may be those of one pass, whose mean is not the batch's.
+        `batch_normalize` applies in `apply` only: here the rows may be a micro-batch, whose mean is not the batch's.
         """
         if self.level is None:
             return None
@@ -46,24 +53,24 @@ class RolloutCorrection:
         return torch.where(batch.response_mask, weights, 0.0)
 
     def kept(self, log_ratio: Tensor, batch: Batch) -> Tensor:
-        """Which tokens the policy wrote and every rejection lets pass [response tokens], bool."""
+        """Tokens that the policy wrote and no rejection rejects [response tokens], bool."""
         kept = batch.response_mask
         for rejection in self.rejections:
             kept = kept & rejection.passes(rejection.divergence(log_ratio, batch))
         return kept
 
     def apply(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Fill in the weights and take what is rejected out of the response mask; metrics of both.
+        """Fill the weights and remove rejected tokens from the response mask; metrics of both.
 
-        With `batch_normalise` the weights are divided by their mean, over tokens or over rows as `level` says. Metrics
-        are of the rows as they came; there are none where the policy wrote nothing.
+        With `batch_normalize` the weights are divided by their mean, over tokens or over rows depending on `level`.
+        Metrics describe the rows before that; there are none if the policy wrote nothing.
         """
         log_ratio = batch.old_log_probs - batch.rollout_log_probs
         weights, kept = self.weights(log_ratio, batch), self.kept(log_ratio, batch)
         metrics: dict[str, float] = {}
         if batch.response_mask.any():
             metrics = self._metrics(log_ratio, weights, kept, batch)
-            if weights is not None and self.batch_normalise:
+            if weights is not None and self.batch_normalize:
                 mean = float(of_written(weights, batch, self._by_row).mean())
                 # Every weight may be 0.
                 factor = mean if mean > 1e-8 else 1.0
@@ -72,7 +79,7 @@ class RolloutCorrection:
 
     @property
     def by_token(self) -> bool:
-        """Whether what becomes of a token follows from its own ratio alone."""
+        """Whether weight and rejection of a token depend on its own ratio only."""
         return self.level in (None, "token") and not self.rejections
 
     @property
@@ -88,11 +95,135 @@ class RolloutCorrection:
         return log_ratio.clamp(-SAFE, SAFE).exp()
 
     def _metrics(self, log_ratio: Tensor, weights: Tensor | None, kept: Tensor, batch: Batch) -> dict[str, float]:
-        found = {}
+        groups = {}
         if weights is not None:
             ratios = self._ratios(log_ratio, batch)
-            found["is"] = weight_metrics(ratios, weights, batch, self._by_row, self.lower, self.upper)
+            groups["is"] = weight_metrics(ratios, weights, batch, self._by_row, self.lower, self.upper)
         if self.rejections:
-            found |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
-            found["rs"] = masked_fractions(kept, batch)
-        return {f"rollout_corr/rollout_{of}_{name}": value for of in found for name, value in found[of].items()}
+            groups |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
+            groups["rs"] = masked_fractions(kept, batch)
+        return {
+            f"rollout_corr/rollout_{group}_{name}": value for group in groups for name, value in groups[group].items()
+        }
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Tokens (token_*) or complete rows (seq_*) are rejected if an estimate of the divergence is out of bounds.
+
+    k1, k2 and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). The bounds of k1 are
+    those of exp(k1), as in verl: of the engine's probability over the trainer's. k2 and k3 have no `lower`.
+    """
+
+    option: str
+    lower: float | None
+    upper: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """What the estimate must lie between."""
+        return (-math.inf, self.upper) if self.lower is None else (math.log(self.lower), math.log(self.upper))
+
+    def divergence(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """The estimate [response tokens]; for rows, each token has the estimate of its row."""
+        pool, form = self.option.rsplit("_", 1)
+        tokens = _estimate(written_only(log_ratio, batch).clamp(-SAFE, SAFE), form)
+        match pool:
+            case "token":
+                return tokens
+            case "seq_sum":
+                rows = batch.per_row(tokens)
+            case "seq_mean":
+                rows = batch.written_mean(tokens)
+            case _:
+                rows = tokens.new_zeros(len(batch)).scatter_reduce(0, batch.response_row, tokens, "amax")
+        return rows[batch.response_row]
+
+    def passes(self, divergence: Tensor) -> Tensor:
+        """Whether estimates are within the bounds, which NaN never is."""
+        low, high = self.bounds
+        return (divergence >= low) & (divergence <= high)
+
+    def metrics(self, log_ratio: Tensor, batch: Batch) -> dict[str, float]:
+        """Of the estimates, and of what this rejection alone rejects."""
+        divergence, by_row = self.divergence(log_ratio, batch), not self.option.startswith("token")
+        return rejection_metrics(divergence, self.passes(divergence), batch, by_row, *self.bounds)
+
+
+def written_only(log_ratio: Tensor, batch: Batch) -> Tensor:
+    """Log-ratios without gradient, 0 where the policy did not write."""
+    return torch.where(batch.response_mask, log_ratio.detach(), 0.0)
+
+
+def parse_rejections(
+    options: str | list[str] | None, thresholds: str | float | list[str] | list[float] | None
+) -> tuple[Rejection, ...]:
+    """Rejections from names and bounds, each a list or text with commas; one bound may apply to all.
+
+    Raises ValueError, with a message for the user.
+    """
+    names, bounds = list(dict.fromkeys(_parts(options))), _parts(thresholds)
+    if not names:
+        return ()
+    for name in names:
+        if name not in OPTIONS:
+            raise ValueError(f"rollout_rs names {name!r}, which is not one of {', '.join(OPTIONS)}")
+    if len(bounds) not in (1, len(names)):
+        example = ",".join("0.5_2.0" if name.endswith("k1") else "0.01" for name in names)
+        raise ValueError(
+            f"rollout_rs_threshold has {len(bounds)} bounds for rollout_rs={','.join(names)}: "
+            f"give one for all or one for each, such as '{example}'"
+        )
+    if len(bounds) == 1:
+        bounds *= len(names)
+    return tuple(_rejection(name, bound) for name, bound in zip(names, bounds, strict=True))
+
+
+def parse_threshold(text: str | float) -> tuple[float | None, float]:
+    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper).
+
+    Raises ValueError, with a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out
+    of bounds.
+    """
+    *lower, upper = (_number(part) for part in str(text).split("_"))
+    if len(lower) > 1 or not all(0 < bound <= 1 for bound in lower) or not 1 <= upper < math.inf:
+        raise ValueError(
+            f"{text!r} does not bound a ratio of probabilities: give an upper bound of at least 1, such as 2.0, or a "
+            f"lower and an upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
+        )
+    return (lower[0] if lower else None), upper
+
+
+def _rejection(name: str, bound: str) -> Rejection:
+    if name.endswith("k1"):
+        try:
+            lower, upper = parse_threshold(bound)
+        except ValueError as error:
+            raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
+        return Rejection(name, 1 / upper if lower is None else lower, upper)
+    if not 0 < _number(bound) < math.inf:
+        raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
+    return Rejection(name, None, _number(bound))
+
+
+def _estimate(log_ratio: Tensor, form: str) -> Tensor:
+    match form:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case _:
+            return log_ratio.expm1() - log_ratio
+
+
+def _parts(value: str | float | list[str] | list[float] | None) -> list[str]:
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    return [part for item in items for text in str(item).split(",") if (part := text.strip())]
+
+
+def _number(text: str) -> float:
+    """NaN if the text is not a number; Python parses 0.5_2 as 0.52."""
+    try:
+        return math.nan if "_" in text else float(text)
+    except ValueError:
+        return math.nan

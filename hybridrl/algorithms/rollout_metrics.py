@@ -1,6 +1,7 @@
-"""What importance weights and rejections did to a step's rows, under verl's names less their prefix.
+"""Metrics of importance weights and rejections over a step's rows, under verl's names without their prefix.
 
-verl's of August 2026, but for rows in which the policy wrote nothing: they count for nothing. One row must have it.
+They are verl's (August 2026), except that rows in which the policy wrote nothing are ignored. At least one row must
+have a written token.
 """
 
 import math
@@ -11,7 +12,7 @@ from hybridrl.batch import Batch
 
 
 def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
-    """The values of all tokens that the policy wrote, or their mean of each row in which it wrote any."""
+    """The values of all tokens that the policy wrote, or their mean per row, for rows in which it wrote any."""
     if by_row:
         return batch.written_mean(values)[batch.per_row(batch.response_mask.long()) > 0]
     return values[batch.response_mask]
@@ -20,15 +21,15 @@ def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
 def weight_metrics(
     ratios: Tensor, weights: Tensor, batch: Batch, by_row: bool, lower: float | None, upper: float
 ) -> dict[str, float]:
-    """Of the weights, and how many of the ratios that they come from are out of bounds.
+    """Metrics of the weights, and the shares of the underlying ratios that are out of bounds.
 
-    verl takes the extremes of a row's ratio before truncation, those of a token's after. The effective sample size is
-    a share of all tokens.
+    As in verl, extremes of row ratios are taken before truncation, those of token ratios after. The effective sample
+    size is a share of all tokens.
     """
     low = 1 / upper if lower is None else lower
     tokens, rows = of_written(weights, batch, by_row=False), of_written(weights, batch, by_row=True)
-    judged, of_rows = of_written(ratios, batch, by_row), of_written(ratios, batch, by_row=True)
-    extremes = judged if by_row else tokens
+    bounded, of_rows = of_written(ratios, batch, by_row), of_written(ratios, batch, by_row=True)
+    extremes = bounded if by_row else tokens
     squares = float(tokens.square().mean())
     metrics = {
         "mean": float(tokens.mean()),
@@ -37,7 +38,7 @@ def weight_metrics(
         "std": float(tokens.std(unbiased=False)),
         "eff_sample_size": float(tokens.mean()) ** 2 / squares if squares > 0 else 0.0,
     }
-    metrics |= _fractions("ratio_fraction", judged, low, upper)
+    metrics |= _fractions("ratio_fraction", bounded, low, upper)
     metrics |= _row_metrics(rows, ideal=1.0) | _fractions("seq_fraction", of_rows, low, upper)
     if lower is not None:
         metrics["oob_ratio"] = sum(_fractions("", of_written(ratios, batch, by_row=False), low, upper).values())
@@ -47,16 +48,16 @@ def weight_metrics(
 def rejection_metrics(
     divergence: Tensor, passes: Tensor, batch: Batch, by_row: bool, low: float, high: float
 ) -> dict[str, float]:
-    """Of the estimates that a rejection judges by, and of what it alone would leave out."""
+    """Metrics of a rejection's divergence estimates, and of what it alone would reject."""
     tokens, rows = of_written(divergence, batch, by_row=False), of_written(divergence, batch, by_row=True)
-    judged = rows if by_row else tokens
+    estimates = rows if by_row else tokens
     metrics = {
         "mean": float(tokens.mean()),
-        "max": float(judged.max()),
-        "min": float(judged.min()),
+        "max": float(estimates.max()),
+        "min": float(estimates.min()),
         "std": float(tokens.clamp(low, high).std(unbiased=False)),
     }
-    metrics |= _fractions("fraction", judged, low, high)
+    metrics |= _fractions("fraction", estimates, low, high)
     metrics |= _row_metrics(rows, ideal=0.0) | _fractions("seq_fraction", rows, low, high)
     if math.isinf(low):
         del metrics["seq_fraction_low"]
@@ -64,7 +65,7 @@ def rejection_metrics(
 
 
 def masked_fractions(kept: Tensor, batch: Batch) -> dict[str, float]:
-    """The share of written tokens not kept, and of rows that lose any."""
+    """The share of written tokens that are not kept, and of rows that lose any."""
     lost = (~kept).float()
     return {
         "masked_fraction": float(of_written(lost, batch, by_row=False).mean()),

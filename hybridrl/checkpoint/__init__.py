@@ -1,1 +1,1 @@
-"""Models on disk. Knows tensors, directories and renames; never how a model is trained."""
+"""Checkpoints on disk: publishing them atomically, reading them safely, and resuming from them."""

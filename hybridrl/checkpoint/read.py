@@ -1,31 +1,44 @@
-"""Opening a saved model for reading tensor by tensor, in any form that it may have been saved in."""
+"""Open a saved model for reading tensor by tensor: hybridrl's shards, verl's files, or safetensors.
 
+torch's own reader of sharded checkpoints unpickles `.metadata` and every value that is not a tensor with `pickle.load`,
+which calls whatever the file names. Here metadata is restricted to torch's metadata classes, and values to plain types.
+"""
+
+import io
 import json
+import os
+import pickle
 from collections.abc import Collection, Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    Metadata,
+    StorageReader,
+    filesystem,
+    metadata,
+)
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hybridrl.checkpoint.pickles import load
-from hybridrl.checkpoint.shards import ShardReader
-from hybridrl.checkpoint.stored import Stored
-from hybridrl.checkpoint.tensors import TYPES, Part, Tensors, Unreadable, blank, reading
-from hybridrl.checkpoint.verl import VerlReader, holds_verl, read_verl_model
+from hybridrl.checkpoint.tensors import TYPES, Chunk, StoredTensor, Tensors, Unreadable, blank, reading
+from hybridrl.checkpoint.verl.reader import VerlReader
+from hybridrl.checkpoint.verl.tensors import holds_verl, read_verl_model
 from hybridrl.config import ConfigError
-from hybridrl.config.model_directory import HUGGINGFACE, SHARDS
+from hybridrl.config.files import HUGGINGFACE, SHARDS
 
-MODEL = "model."  # how names of the model's tensors begin in our own shards
+MODEL = "model."  # prefix of the model's tensors in a sharded checkpoint
 
 
 def open_tensors(directory: Path) -> Tensors:
-    """A saved step's model (.../global_step_N/actor), one of verl, or a Hugging Face directory.
-
-    Raises ConfigError where there is none, or its files are damaged.
-    """
+    """Open the model of a checkpoint (.../global_step_N/actor), hybridrl's or verl's, or a Hugging Face directory.
+    Raises ConfigError if there is none, Unreadable if its files are damaged."""
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory")
     if (directory / SHARDS).is_file():
@@ -34,97 +47,149 @@ def open_tensors(directory: Path) -> Tensors:
             return tensors
     if holds_verl(directory):
         return read_verl_model(directory)
-    for place in (directory, directory / HUGGINGFACE):
-        if any(place.glob("*.safetensors")):
-            return read_safetensors(place)
+    for path in (directory, directory / HUGGINGFACE):
+        if any(path.glob("*.safetensors")):
+            return read_safetensors(path)
     inside = [path.name for path in sorted(directory.iterdir()) if path.is_dir() and path.name in ("actor", "critic")]
-    hint = f"; name the model in it, {directory / inside[0]}" if inside else ", such as .../global_step_N/actor"
-    raise ConfigError(f"{directory} holds no saved model{hint}")
+    fix = f"name the model in it, {directory / inside[0]}" if inside else "name one, such as .../global_step_N/actor"
+    raise ConfigError(f"{directory} holds no saved model", fix=fix)
 
 
 def state_reader(directory: Path, *, moments: bool = True) -> StorageReader:
-    """What torch.distributed.checkpoint reads a saved model's state with, of ours or of verl's; without `moments` the
-    optimizer need not be readable. Raises ConfigError where a file of verl's is missing or damaged."""
+    """Return the torch.distributed.checkpoint reader of a model's state. Without `moments` the optimizer need not be
+    readable. Raises ConfigError if files of verl are missing or damaged."""
     return VerlReader(directory, moments=moments) if holds_verl(directory) else ShardReader(directory)
 
 
 def saved_shapes(reader: StorageReader, directory: Path) -> dict[str, dict[str, torch.Size]]:
-    """The parts of a state (model, optimizer, extra) that a directory has, each with its tensors' shapes by name.
-    Raises Unreadable."""
+    """Return the tensor shapes by name of each saved part of a state (model, optimizer, extra). Raises Unreadable."""
     if isinstance(reader, ShardReader) and not (directory / SHARDS).is_file():
         return {}
     with reading(directory / SHARDS):
         saved = reader.read_metadata().state_dict_metadata
-    found: dict[str, dict[str, torch.Size]] = {}
+    shapes: dict[str, dict[str, torch.Size]] = {}
     for key, item in saved.items():
         part, _, name = key.partition(".")
-        found.setdefault(part, {}).update({name: item.size} if isinstance(item, TensorStorageMetadata) else {})
-    return found
+        shapes.setdefault(part, {}).update({name: item.size} if isinstance(item, TensorStorageMetadata) else {})
+    return shapes
 
 
 def check_parts(directory: Path, parts: Collection[str]) -> None:
-    """Refuse a saved model that lacks one of these parts of its state, or cannot be read, with the way out."""
+    """Raise ConfigError if a saved model cannot be read or lacks any of these parts of its state."""
     resettable = {"optimizer", "extra"}
     saved = saved_shapes(state_reader(directory, moments=not resettable.isdisjoint(parts)), directory)
-    if lacking := [part for part in parts if part not in saved]:
-        way_out = "trainer.reset_optimizer=true goes on without moments and schedule"
-        further = f"; {way_out}" if resettable.issuperset(lacking) else ", see checkpoint.save_contents"
-        raise ConfigError(f"{directory}: no {' and '.join(lacking)} was saved there{further}")
+    if missing := [part for part in parts if part not in saved]:
+        cause = f"{directory}: no {' and '.join(missing)} was saved there"
+        if resettable.issuperset(missing):
+            raise ConfigError(cause, fix="trainer.reset_optimizer=true resumes without moments and schedule")
+        raise ConfigError(f"{cause}, see checkpoint.save_contents")
+
+
+class ShardReader(FileSystemReader):
+    """Reads a sharded checkpoint. Raises Unreadable if its metadata is damaged or names anything but metadata."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.directory = directory
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with reading(self.directory / SHARDS), (self.directory / SHARDS).open("rb") as file:
+            content = _MetadataUnpickler(file).load()
+            if not isinstance(content, Metadata):
+                raise ValueError("it holds no metadata of a checkpoint")
+            for stored in (content.storage_data or {}).values():
+                if os.path.basename(stored.relative_path) != stored.relative_path:
+                    raise ValueError(f"it names a file outside its directory, {stored.relative_path!r}")
+        content.storage_meta = content.storage_meta or metadata.StorageMeta()
+        content.storage_meta.load_id = self.load_id
+        return content
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """Loads values that are not tensors, such as the number of updates, with torch's restricted unpickler."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()  # the base class unpickles this without restriction
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _SAFE:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+        return _SAFE[f"{module}.{name}"]
+
+
+_CLASSES = [
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+]
+_SAFE = {
+    **{f"{built.__module__}.{built.__name__}": built for built in _CLASSES},
+    **{str(dtype): dtype for dtype in TYPES},
+    "torch.Size": torch.Size,
+    "torch.serialization._get_layout": {"torch.strided": torch.strided}.__getitem__,
+    "pathlib.PosixPath": PosixPath,
+}
 
 
 def read_shards(directory: Path, section: str = MODEL) -> Tensors:
-    """What torch.distributed.checkpoint saved under a section, or with "" all tensors that it saved."""
+    """Open the tensors of a section of a sharded checkpoint, or all of them for the section ""."""
     with reading(directory / SHARDS):
-        metadata = ShardReader(directory).read_metadata()
-        items = metadata.state_dict_metadata.items()
-        tensors = {name: item for name, item in items if isinstance(item, TensorStorageMetadata)}
+        index = ShardReader(directory).read_metadata()
+        tensors = {n: item for n, item in index.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
         saved = {name.removeprefix(section): item for name, item in tensors.items() if name.startswith(section)}
         meta = {name: blank(item.size, item.properties.dtype) for name, item in saved.items()}
 
-    def parts(name: str) -> Iterator[Part]:
+    def chunks(name: str) -> Iterator[Chunk]:
         for chunk in saved[name].chunks:
-            place = metadata.storage_data[MetadataIndex(section + name, chunk.offsets)]
-            path = directory / place.relative_path
+            stored = index.storage_data[MetadataIndex(section + name, chunk.offsets)]
+            path = directory / stored.relative_path
             with reading(path):
-                yield from load(path, place.offset, place.length).parts(chunk.offsets)
+                yield from load(path, stored.offset, stored.length).chunks(chunk.offsets)
 
-    return Tensors("in shards", meta, parts)
+    return Tensors("in shards", meta, chunks)
 
 
 def read_safetensors(directory: Path, only: str | None = None) -> Tensors:
-    """The weights of a Hugging Face directory, or those in one file there."""
+    """Open the weights of a Hugging Face directory, or of one file in it."""
     stored = stored_tensors(directory, only)
     meta = {name: blank(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
 
-    def parts(name: str) -> Iterator[Part]:
+    def chunks(name: str) -> Iterator[Chunk]:
         with reading(stored[name].file):
-            yield from stored[name].parts([0] * meta[name].dim())
+            yield from stored[name].chunks([0] * meta[name].dim())
 
-    return Tensors("as safetensors", meta, parts)
-
-
-def stored_tensors(directory: Path, only: str | None = None) -> dict[str, Stored]:
-    """Where the weights of a Hugging Face directory lie, or those in one file there. Raises Unreadable where a file of
-    theirs is missing, damaged, or longer or shorter than it should be."""
-    files = [directory / only] if only else _safetensors_files(directory)
-    return {name: stored for file in files for name, stored in _stored_in(file).items()}
+    return Tensors("as safetensors", meta, chunks)
 
 
-def _stored_in(file: Path) -> dict[str, Stored]:
-    dtypes = {name: dtype for dtype, name in TYPES.items()}
-    with reading(file), safe_open(file, "pt") as checked, file.open("rb") as content:
-        size = int.from_bytes(content.read(8), "little")
-        header, found = json.loads(content.read(size)), {}
-        for name in checked.offset_keys():
-            entry, shape = header[name], torch.Size(header[name]["shape"])
-            begin, end = entry["data_offsets"]
-            stride = blank(shape, torch.uint8).stride()
-            found[name] = Stored(file, 8 + size + begin, end - begin, dtypes[entry["dtype"]], shape, stride, 0)
-        return found
+def stored_tensors(directory: Path, only: str | None = None) -> dict[str, StoredTensor]:
+    """Locate the weights of a Hugging Face directory, or of one file in it. Raises Unreadable if a file is missing,
+    damaged, or of the wrong length."""
+    dtypes, tensors = {name: dtype for dtype, name in TYPES.items()}, {}
+    for file in [directory / only] if only else _safetensors_files(directory):
+        # safe_open verifies the header.
+        with reading(file), safe_open(file, "pt") as checked, file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(size))
+            for name in checked.offset_keys():
+                shape, (begin, end) = torch.Size(header[name]["shape"]), header[name]["data_offsets"]
+                stride, dtype = blank(shape, torch.uint8).stride(), dtypes[header[name]["dtype"]]
+                tensors[name] = StoredTensor(file, 8 + size + begin, end - begin, dtype, shape, stride, 0)
+    return tensors
 
 
 def _safetensors_files(directory: Path) -> list[Path]:
-    """The files with a model's weights; some directories have them in other files again, for other software."""
+    """Return the files with a model's weights; some directories hold further copies for other software."""
     index, single = directory / SAFE_WEIGHTS_INDEX_NAME, directory / SAFE_WEIGHTS_NAME
     if not index.is_file():
         return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

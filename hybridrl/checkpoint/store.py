@@ -1,118 +1,198 @@
-"""The saved steps of a run: each is whole or absent, as it is written aside and appears by one rename.
+"""The checkpoints of a run: listing, choosing and retaining them, and publishing new ones atomically.
 
-Knows directories and JSON; never what a step's files hold. A directory with a dot in front is no step: `.writing` is
-not finished, `.replaced` gives way to a newer one of its number, `.deleting` is on its way out.
+A checkpoint is written in a hidden directory and appears by one rename, so it is complete or absent. Hidden directories
+are never checkpoints: `.writing` is unfinished, `.replaced` was superseded by a newer checkpoint of its step,
+`.deleting` is being removed. The contents of a checkpoint are not interpreted, except `state.json`.
 """
 
 import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from hybridrl.checkpoint.disk import publish, reach_disk
-from hybridrl.checkpoint.manifest import write_manifest
-from hybridrl.checkpoint.saved import NEEDED, STATE, Saved, check, newest_good, saved_steps, staying, step_number
+from hybridrl.checkpoint.files import faults, flush_to_disk, is_intact, publish, write_manifest
 from hybridrl.config import ConfigError
+from hybridrl.config.files import VERL_SHARDS
 
-__all__ = ["LATEST", "LOCK", "SKIPPED_UPDATES", "SaveFailed", "Saved", "Store", "check"]
-
-LOCK = ".lock"  # held by the run that is at work in a directory
-LATEST = "latest_checkpointed_iteration.txt"  # for people and other tools: here the directories are asked
+STATE = "state.json"
+LOCK = ".lock"  # held by the run that uses a directory
+LATEST = "latest_checkpointed_iteration.txt"  # for people and other tools; never read here
 SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks cannot tell of a second run
+REQUIRED = {"healthy", "recovery", "metrics"}
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks cannot detect a second run
 
 
 class SaveFailed(RuntimeError):
-    """A step could not be saved; those saved before are intact."""
+    """A checkpoint could not be saved; earlier ones are intact."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint. Its `state` has "healthy" and "recovery" (bool), "metrics" (numbers by name), "published"
+    (its rank in order of publication), "reason" if it is not healthy, and whatever else the driver stored."""
+
+    step: int
+    path: Path
+    state: dict[str, Any]
+
+
+def list_checkpoints(directory: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a directory in order of publication, which is by step unless a run went back. Those
+    with a damaged state are left out: a wrong order would delete others. Takes no lock."""
+    intact = (read_checkpoint(path) for path in step_directories(directory) if is_intact(path, STATE))
+    return sorted((one for one in intact if one is not None), key=lambda one: one.state["published"])
+
+
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """Return a checkpoint, intact or not, or None if its state is missing or unreadable."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    complete = isinstance(state, dict) and state.keys() >= {*REQUIRED, "published"}
+    return Checkpoint(step_number(path), path, state) if complete else None
+
+
+def check(path: Path) -> list[str]:
+    """Return what is wrong with a checkpoint: that it is not healthy, and each damaged file."""
+    damaged, checkpoint = faults(path), read_checkpoint(path)
+    if checkpoint is None:
+        return damaged or [f"{STATE}: not the state of a checkpoint"]
+    state = checkpoint.state
+    return damaged if state["healthy"] else [f"not healthy: {state.get('reason', 'no reason was recorded')}", *damaged]
+
+
+def lineage(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that led to the newest one, from a list in order of publication. A run that went back, by
+    an explicit path or past a damaged checkpoint, has abandoned those of later steps: they belong to another run."""
+    line: list[Checkpoint] = []
+    for newer in checkpoints:
+        line = [older for older in line if older.step < newer.step] + [newer]
+    return line
+
+
+def newest_good(directory: Path, log: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint that is intact and healthy; log each that is skipped, with the reason."""
+    checkpoints = {one.path: one for one in list_checkpoints(directory)}
+    current = {one.path for one in lineage(list(checkpoints.values()))}
+    for path in reversed(step_directories(directory)):
+        if is_verl(path):
+            continue
+        abandoned = path in checkpoints and path not in current
+        reasons = ["the run has since gone back to an earlier checkpoint"] if abandoned else check(path)
+        if path in checkpoints and not reasons:
+            return checkpoints[path]
+        log(f"{path} is skipped: {'; '.join(reasons[:3])}{'; and more' if len(reasons) > 3 else ''}")
+    return None
+
+
+def retained(checkpoints: list[Checkpoint], keep: int | None, keep_best: str | None) -> list[Checkpoint]:
+    """Return the checkpoints to retain, of a list in order of publication; see `Store`. Any checkpoint supersedes a
+    recovery checkpoint, one that is not healthy supersedes no other, and abandoned ones are deleted first."""
+    healthy = [one for one in checkpoints if one.state["healthy"]]
+    regular = [one for one in checkpoints if not one.state["recovery"]]
+    current = {one.step for one in lineage(checkpoints)}
+    candidates = sorted((one for one in regular if one.state["healthy"]), key=lambda one: one.step in current)
+    kept = [*checkpoints[-1:], *healthy[-1:], *(regular if keep is None else candidates[-keep:])]
+    if keep_best:
+        name, sign = keep_best.removeprefix("-"), -1 if keep_best.startswith("-") else 1
+        measured = [one for one in candidates if not math.isnan(one.state["metrics"].get(name, math.nan))]
+        kept += sorted(measured, key=lambda one: sign * one.state["metrics"][name])[-1:]
+    return kept
+
+
+def step_directories(directory: Path) -> list[Path]:
+    """Return every `global_step_N` of a directory, intact or not, by step."""
+    paths = (path for path in directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name))
+    return sorted(paths, key=step_number)
+
+
+def step_number(path: Path) -> int:
+    """Return the N in the name of a checkpoint's directory, hidden or not."""
+    return int(re.findall(r"\d+", path.name)[0])
+
+
+def is_verl(path: Path) -> bool:
+    """Return whether verl saved a checkpoint."""
+    return any(True for _ in path.glob(f"actor/{VERL_SHARDS}"))
 
 
 class Store:
-    """The saved steps of one run at a time: `<directory>/global_step_N`, and the file that names the newest.
-
-    `keep`: how many of them stay (None: all). `keep_best`: a metric; the step with the greatest value stays too, with
-    a leading "-" the one with the least. ConfigError: another run is at work in the directory.
-    """
+    """The checkpoints of one run at a time, `<directory>/global_step_N`. `keep`: how many are retained (None: all).
+    `keep_best`: a metric; the checkpoint with its greatest value is retained too, with a leading "-" the one with its
+    least. Raises ConfigError if another run uses the directory."""
 
     def __init__(self, directory: Path, *, keep: int | None = None, keep_best: str | None = None) -> None:
         assert keep is None or keep > 0
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
         directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(directory)
-        self._tidy()
+        self._lock = _lock(directory)
+        self._clean()
 
     def close(self) -> None:
-        """Leave the directory to others, as the end of the process does."""
+        """Release the directory; the end of the process does so too."""
         self._lock.close()
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write a step into."""
-        aside = self._aside(step, "writing")
+        """Return an empty directory to write a checkpoint into."""
+        writing = self._hidden(step, "writing")
         try:
-            self._tidy(step)
-            aside.mkdir()
+            self._clean(step)
+            writing.mkdir()
         except OSError as error:
             raise self.failed(step, error) from error
-        return aside
+        return writing
 
-    def publish(self, step: int, state: dict[str, Any]) -> Saved:
-        """Make a written step appear, with its state; then delete what need not stay. May run in a thread."""
-        assert state.keys() >= NEEDED
-        aside, final = self._aside(step, "writing"), self.directory / f"global_step_{step}"
-        replaced, latest = self._aside(step, "replaced"), self.directory / f".{LATEST}.writing"
+    def publish(self, step: int, state: dict[str, Any]) -> Checkpoint:
+        """Publish a written checkpoint with its state, then delete those not retained. May run in a thread."""
+        assert state.keys() >= REQUIRED
+        writing, final = self._hidden(step, "writing"), self.directory / f"global_step_{step}"
+        replaced, latest = self._hidden(step, "replaced"), self.directory / f".{LATEST}.writing"
         try:
-            older = [saved for saved in self.saved() if saved.step != step]
-            state = state | {"published": 1 + max((saved.state["published"] for saved in older), default=0)}
-            (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-            write_manifest(aside)
-            publish(aside, final, replaced)
+            older = [one for one in list_checkpoints(self.directory) if one.step != step]
+            state = state | {"published": 1 + max((one.state["published"] for one in older), default=0)}
+            (writing / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            write_manifest(writing)
+            publish(writing, final, replaced)
             latest.write_text(str(step))
             publish(latest, self.directory / LATEST)
         except OSError as error:
             raise self.failed(step, error) from error
-        published = Saved(step, final, state)
-        stay = {saved.path for saved in staying([*older, published], self.keep, self.keep_best)}
-        for path in (replaced, *(saved.path for saved in older if saved.path not in stay)):
+        published = Checkpoint(step, final, state)
+        kept = {one.path for one in retained([*older, published], self.keep, self.keep_best)}
+        for path in (replaced, *(one.path for one in older if one.path not in kept)):
             self._delete(path)
         return published
 
-    def abandon(self, step: int) -> None:
-        """Remove what was written of a step; those saved before stay as they are."""
-        self._tidy(step)
-
     def failed(self, step: int, error: Exception) -> SaveFailed:
-        """Abandon a step whose writing met an error, and say so: what is then to be raised."""
+        """Abandon a checkpoint that could not be written and return the exception to raise."""
         free = ""
-        with contextlib.suppress(OSError):  # on a disk that fails altogether the first error is the one to tell
+        with contextlib.suppress(OSError):  # on a disk that fails entirely, report the first error
             free = f", where {shutil.disk_usage(self.directory).free / 1e9:.1f} GB were free"
-            self.abandon(step)
+            self._clean(step)
         return SaveFailed(
-            f"step {step} could not be saved in {self.directory}{free}: {error}; the steps saved before are intact"
+            f"step {step} could not be saved in {self.directory}{free}: {error}; earlier checkpoints are intact"
         )
 
-    def saved(self) -> list[Saved]:
-        """The published steps, oldest first; one whose state cannot be read is left out."""
-        return saved_steps(self.directory)
-
     def last(self) -> Path | None:
-        """The newest step that was healthy when it was saved."""
-        return next((saved.path for saved in reversed(self.saved()) if saved.state["healthy"]), None)
+        """Return the newest checkpoint that was healthy when it was saved."""
+        return next((one.path for one in reversed(list_checkpoints(self.directory)) if one.state["healthy"]), None)
 
-    def newest_good(self, say: Callable[[str], None]) -> Saved | None:
-        """The newest step that is whole and healthy; `say` is told of each that is passed over, and why."""
-        return newest_good(self.directory, say)
-
-    def _aside(self, step: int, kind: str) -> Path:
+    def _hidden(self, step: int, kind: str) -> Path:
         return self.directory / f".global_step_{step}.{kind}"
 
-    def _tidy(self, step: int | str = "*") -> None:
-        """Take back a step whose successor never came, and remove what is half written or half deleted."""
+    def _clean(self, step: int | str = "*") -> None:
+        """Restore a checkpoint whose replacement never appeared; remove half-written and half-deleted ones."""
         for replaced in self.directory.glob(f".global_step_{step}.replaced"):
             final = self.directory / f"global_step_{step_number(replaced)}"
             if final.exists():
@@ -120,40 +200,38 @@ class Store:
             else:
                 replaced.replace(final)
         for kind in ("writing", "deleting"):
-            for left in self.directory.glob(f".global_step_{step}.{kind}"):
+            for path in self.directory.glob(f".global_step_{step}.{kind}"):
                 with contextlib.suppress(OSError):
-                    _remove(left)
+                    _remove(path)
 
     def _delete(self, path: Path) -> None:
-        """Remove a step if it is there, hidden first, so that half of it is never taken for the whole."""
-        hidden = self._aside(step_number(path), "deleting")
-        with contextlib.suppress(OSError):  # what cannot go now goes when a store is opened here again
+        """Remove a checkpoint, if it exists. It is hidden first, so that a partial one is never seen."""
+        hidden = self._hidden(step_number(path), "deleting")
+        with contextlib.suppress(OSError):  # what cannot be deleted now is deleted when a store is next opened here
             _remove(hidden)
             path.replace(hidden)
-            reach_disk(self.directory)
+            flush_to_disk(self.directory)
             _remove(hidden)
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory if it is there, or the link to one."""
+    """Remove a directory, or only the link to one, if it exists."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
 
 
-def _locked(directory: Path) -> TextIO:
-    """The lock file, held until it is closed or the process ends."""
+def _lock(directory: Path) -> TextIO:
+    """Return the lock file, locked until it is closed or the process ends."""
     file = (directory / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         with file:
-            raise ConfigError(
-                f"trainer.default_local_dir={directory}: another run is at work there ({file.read().strip()}); end it, "
-                "or name another directory"
-            ) from None
+            cause = f"trainer.default_local_dir={directory}: another run is using it ({file.read().strip()})"
+        raise ConfigError(cause, fix="stop that run, or set another directory") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

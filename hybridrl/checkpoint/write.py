@@ -1,7 +1,8 @@
-"""Safetensors files, filled in place: first the header, which needs names, shapes and types alone, then each piece of a
-tensor where it belongs, as it comes. Beside the piece no memory is taken.
+"""Write models as Hugging Face directories, tensor by tensor.
 
-A file is a number of eight bytes, a JSON header of that many bytes, and the tensors' bytes without gaps.
+A safetensors file is an 8-byte length, a JSON header of that length, and the bytes of the tensors without gaps. The
+header needs only names, shapes and types, so it is written first, and each piece of a tensor then goes to its place in
+the file as it arrives. No memory is needed beyond the piece.
 """
 
 import json
@@ -12,24 +13,62 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hybridrl.checkpoint.disk import reserve, start_writing
+from hybridrl.checkpoint.files import preallocate, start_writeback
+from hybridrl.checkpoint.published import parts
 from hybridrl.checkpoint.tensors import TYPES
 
 SHARD_BYTES = 5 << 30
-# Rounded at once, so that it stays in the processor's cache.
+# Bytes rounded at once: they stay in the processor's cache.
 ROUNDED_BYTES = 1 << 20
-# Written at once, straight from memory. Linux looks for memory in one piece for each write: for 1 GB that took 0.2 s of
-# processor time with these, 0.9 s with 1 MiB where memory was fragmented, and 1.5 s with 16 MiB where it was not.
+# Bytes per write call. Linux needs contiguous memory for each call: writing 1 GB took 0.2 s of CPU time with this size,
+# 0.9 s with 1 MiB on fragmented memory, and 1.5 s with 16 MiB on memory that was not fragmented.
 WRITE_BYTES = 128 << 10
-# From here on the disk works beside us: 2 GB were on it after 0.6 s, against 0.9 s where all was left for the end.
-WAITING_BYTES = 64 << 20
+# Writeback starts for this many bytes at once. 2 GB were on disk after 0.6 s, against 0.9 s with one flush at the end.
+WRITEBACK_BYTES = 64 << 20
+
+
+def export_model(
+    tensors: Iterable[tuple[str, Tensor]],
+    model: PreTrainedModel,
+    directory: Path,
+    dtype: torch.dtype,
+    *,
+    writes: bool,
+    limit: int = SHARD_BYTES,
+) -> None:
+    """Write config, generation config and the weights, in this type. `tensors` is exhausted even on ranks that write
+    nothing or fail: gathering them is a collective."""
+    tensors = iter(tensors)
+    try:
+        if writes:
+            export_settings(model, directory, dtype)
+            meta = {name: tensor for part in parts(model, dtype) for name, tensor in part.published.items()}
+            write_shards(directory, meta, ((name, 0, tensor.cpu()) for name, tensor in tensors), limit)
+    finally:
+        for _ in tensors:
+            pass
+
+
+def export_settings(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+    """Write config and generation config for weights of this type, and the model's custom code."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.dtype = dtype
+    if model.is_remote_code():  # saving the config alone would omit the model's code
+        custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        # Written unchanged: `save_pretrained` rejects combinations of settings that some published models have.
+        model.generation_config.to_json_file(directory / GENERATION_CONFIG_NAME)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Computing on one thread: for pieces of a few MiB, waking others and waiting for them doubled the time."""
+    """Compute on one thread: for pieces of a few MiB, waking further threads doubles the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -42,20 +81,23 @@ def one_thread() -> Iterator[None]:
 def write_shards(
     directory: Path, meta: dict[str, Tensor], pieces: Iterable[tuple[str, int, Tensor]], limit: int = SHARD_BYTES
 ) -> dict[str, str]:
-    """Write tensors to safetensors files of at most `limit` bytes, and an index where there are several. They come
-    whole or in pieces, in any order: a name, the number of the first element, and it with those that follow, which are
-    rounded to the type to be written. `meta` has names in the order of the files, shapes and types. Returns each one's
-    file. Raises OSError before anything is written where the disk has no room."""
+    """Write tensors to safetensors files of at most `limit` bytes, with an index if there are several files.
+
+    `meta` has names, in the order of the files, with shapes and types. `pieces` come in any order: a name, the index of
+    the first element, and the values from there on, which are rounded to the type in `meta`. Returns the file of each
+    tensor. Raises OSError before anything is written if the disk has no room.
+    """
     shards = shard_names({name: tensor.nbytes for name, tensor in meta.items()}, limit)
     with ExitStack() as stack:
         files = {}
         for shard in dict.fromkeys(shards.values()):
             held = {name: tensor for name, tensor in meta.items() if shards[name] == shard}
-            files[shard] = stack.enter_context(_File(directory / shard, held))
+            files[shard] = _File(directory / shard, held)
+            stack.callback(files[shard].file.close)
         for name, first, piece in pieces:
             files[shards[name]].write(name, first, piece)
-    wrong = [name for file in files.values() for name, lacking in file.lacking.items() if lacking]
-    assert not wrong, f"{len(wrong)} tensors were not written, or some of them twice: {', '.join(wrong[:3])}"
+    incomplete = [name for file in files.values() for name, missing in file.missing.items() if missing]
+    assert not incomplete, f"{len(incomplete)} tensors were not written exactly once: {', '.join(incomplete[:3])}"
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in meta.values())}, "weight_map": shards}
         (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
@@ -63,7 +105,7 @@ def write_shards(
 
 
 def shard_names(sizes: dict[str, int], limit: int) -> dict[str, str]:
-    """The file that each tensor goes to, in order: files of at most `limit` bytes, one tensor at least."""
+    """Assign tensors in order to files of at most `limit` bytes, or of one larger tensor; return each one's file."""
     number, used, shards = 0, 0, {}
     for name, size in sizes.items():
         if used and used + size > limit:
@@ -76,49 +118,39 @@ def shard_names(sizes: dict[str, int], limit: int) -> dict[str, str]:
 
 
 class _File:
-    """One file, with room for all of it on the disk from the start."""
+    """One safetensors file, preallocated in full."""
 
     def __init__(self, path: Path, meta: dict[str, Tensor]) -> None:
         header, self.begins, size = _header(meta)
-        self.meta, self.lacking = meta, {name: tensor.numel() for name, tensor in meta.items()}
-        self.waiting = (0, 0)  # where lies what the disk has not been told to take yet
+        self.meta, self.missing = meta, {name: tensor.numel() for name, tensor in meta.items()}
+        self.pending = (0, 0)  # range of bytes whose writeback has not been started
         self.file = path.open("wb")
-        reserve(self.file, size)
+        preallocate(self.file, size)
         self.file.write(header)
-
-    def __enter__(self) -> "_File":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
 
     def write(self, name: str, first: int, piece: Tensor) -> None:
         dtype = self.meta[name].dtype
-        place = self.begins[name] + first * dtype.itemsize
-        self.file.seek(place)
+        position = self.begins[name] + first * dtype.itemsize
+        self.file.seek(position)
         for part in piece.contiguous().reshape(-1).split(ROUNDED_BYTES // dtype.itemsize):
             content = memoryview(part.to(dtype).view(torch.uint8).numpy())
             for begin in range(0, len(content), WRITE_BYTES):
                 self.file.write(content[begin : begin + WRITE_BYTES])
-            self._hand_over(place, place + len(content))
-            place += len(content)
-        self.lacking[name] -= piece.numel()
-
-    def _hand_over(self, begin: int, end: int) -> None:
-        """Have the disk take what was written, as soon as there is enough of it."""
-        low, high = self.waiting
-        low, high = (min(low, begin), max(high, end)) if high else (begin, end)
-        if high - low >= WAITING_BYTES:
-            start_writing(self.file, low, high - low)
-            low = high = 0
-        self.waiting = (low, high)
+            low, high = self.pending
+            end = position + len(content)
+            low, high = (min(low, position), max(high, end)) if high else (position, end)
+            if high - low >= WRITEBACK_BYTES:
+                start_writeback(self.file, low, high - low)
+                low = high = 0
+            self.pending, position = (low, high), end
+        self.missing[name] -= piece.numel()
 
 
 def _header(meta: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """The file's beginning, at which byte of the file each tensor begins, and how many bytes it has in all."""
+    """Return the start of the file, the position of each tensor in it, and the size of the file."""
     header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
-    # The widest types first, so that each tensor begins at a multiple of its type's width.
+    # The widest types come first, so that every tensor is aligned to its element size.
     for name, tensor in sorted(meta.items(), key=lambda item: -item[1].itemsize):
         begins[name], end = end, end + tensor.nbytes
         header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begins[name], end]}

@@ -1,4 +1,4 @@
-"""Ray: joining or starting it, placing actors on devices, calling them with deadlines. Knows no model."""
+"""Ray: joining or starting it, placing actors on devices, calling them with deadlines. Does not know models."""
 
 from hybridrl.cluster.group import Actor, Group, Pending, RemoteFailure, WorkerDied, cause, gather, kill, spawn, wait
 from hybridrl.cluster.session import RaySession

@@ -1,8 +1,7 @@
-"""Configuration: verl's key names, resolved once into typed sections. Knows neither torch nor Ray."""
+"""Configuration: verl's key names, resolved once into typed sections. Imports neither torch nor Ray."""
 
-from hybridrl.config.error import ConfigError
+from hybridrl.config.findings import ConfigError
 from hybridrl.config.load import load_ppo_config, load_sft_config
-from hybridrl.config.schema import PPOConfig
-from hybridrl.config.schema_sft import SFTConfig
+from hybridrl.config.schema import PPOConfig, SFTConfig
 
 __all__ = ["ConfigError", "PPOConfig", "SFTConfig", "load_ppo_config", "load_sft_config"]

@@ -1,4 +1,4 @@
-"""Hydra's files and overrides -> plain nested values. Beside overrides.py the only module that knows Hydra."""
+"""Hydra's files and overrides -> plain nested values. Only this module and overrides.py use Hydra."""
 
 import functools
 import re
@@ -12,20 +12,19 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from hybridrl.config.error import ConfigError
-from hybridrl.config.read import MISSING, Plain, show
-from hybridrl.config.schema import PPOConfig
-from hybridrl.config.schema_sft import SFTConfig
+from hybridrl.config.findings import ConfigError, Finding, show
+from hybridrl.config.read import MISSING, Plain
+from hybridrl.config.schema import PPOConfig, SFTConfig
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# Inside a wheel conf/ lies in the package, in a checkout beside it.
+# In a wheel conf/ is inside the package, in a checkout next to it.
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SHIPPED = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
 
 
 def save_config(config: PPOConfig | SFTConfig, path: Path) -> None:
-    """Write the resolved configuration as YAML that `--config-path` takes back."""
+    """Write the resolved configuration as YAML that `--config-path` can load."""
     path.write_text(as_yaml(config), encoding="utf-8")
 
 
@@ -38,7 +37,7 @@ def as_dict(config: PPOConfig | SFTConfig) -> dict[str, Any]:
 
 
 def as_section(values: dict[str, Any]) -> DictConfig:
-    """Plain values as a user's own class expects a section: by attribute, by name, and by `get` with a default."""
+    """Plain values as a custom class expects a section: by attribute, by name, and by `get` with a default."""
     return OmegaConf.create(values)
 
 
@@ -49,7 +48,7 @@ def shipped(config_name: str) -> Plain:
 
 
 def composed(file: Path, arguments: list[str]) -> DictConfig:
-    """What Hydra makes of a file, those it lists, and overrides. Raises ConfigError."""
+    """Compose a file, those it lists, and overrides. Raises ConfigError."""
     if file.parent != CONF:
         arguments = [*arguments, f"hydra.searchpath=['file://{CONF}']"]
     try:
@@ -57,8 +56,8 @@ def composed(file: Path, arguments: list[str]) -> DictConfig:
             return compose(config_name=file.stem, overrides=arguments)
     except MissingConfigException as error:
         missing = "=".join((error.missing_cfg_file or "").rsplit("/", 1))
-        choices = f"; choose {' | '.join(error.options)}" if error.options else ""
-        raise ConfigError(f"{missing}: there is no such file of settings{choices}") from error
+        fix = f"choose {' | '.join(error.options)}" if error.options else ""
+        raise ConfigError(f"{missing}: there is no such configuration file", fix=fix) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}, or a file it lists, is not YAML: {' '.join(str(error).split())}") from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
@@ -71,17 +70,17 @@ def existing(name: str, directory: Path) -> Path:
     file = directory / f"{name.removesuffix('.yaml')}.yaml"
     if not file.is_file():
         names = ", ".join(sorted(other.stem for other in directory.glob("*.yaml"))) or "none"
-        raise ConfigError(f"--config-name={name}: there is no {file}; files there: {names}")
+        raise ConfigError(f"--config-name={name}: there is no {file}", fix=f"files there: {names}")
     return file.resolve()
 
 
 def plain_values(composed: DictConfig) -> dict[str, Any]:
-    """Nested values with their ${references} as they are written."""
+    """Nested values with their ${references} as written."""
     return cast(dict, OmegaConf.to_container(composed))
 
 
 def file_values(file: Path, overrides: list[str]) -> Plain:
-    """Another system's YAML file and those of its directory that it lists; `overrides` win. Raises ConfigError."""
+    """Another system's YAML file and those in its directory that it lists; `overrides` win. Raises ConfigError."""
     try:
         loaded = OmegaConf.load(file)
         if not isinstance(loaded, DictConfig):
@@ -95,31 +94,32 @@ def file_values(file: Path, overrides: list[str]) -> Plain:
 
 
 def resolved(composed: DictConfig) -> Plain:
-    """Values with every ${reference} followed; those that lead nowhere are among the faults."""
+    """Values with every ${reference} resolved; those that cannot be resolved are among the faults."""
     plain = Plain({}, {}, {})
-    plain.values.update(_followed(composed, "", plain))
+    plain.values.update(_resolved(composed, "", plain))
     return plain
 
 
-def _followed(node: DictConfig, place: str, plain: Plain) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _resolved(node: DictConfig, place: str, plain: Plain) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for name, written in cast(dict, OmegaConf.to_container(node)).items():
         key = f"{place}{name}"
         if (reference := REFERENCE.fullmatch(str(written))) is not None:
-            followed = reference[1].lstrip(".")
-            dots = len(reference[1]) - len(followed)  # .name is a key of the same section, ..name of the one around it
-            plain.follows[key] = f"{place.rsplit('.', dots)[0]}.{followed}" if dots else followed
+            target = reference[1].lstrip(".")
+            dots = len(reference[1]) - len(target)  # .name is a key of the same section, ..name of the one around it
+            plain.follows[key] = f"{place.rsplit('.', dots)[0]}.{target}" if dots else target
         try:
             value = MISSING if written == MISSING else node[name]
             if isinstance(value, DictConfig):
-                value = _followed(value, f"{key}.", plain)
+                value = _resolved(value, f"{key}.", plain)
             elif isinstance(value, ListConfig):
                 value = OmegaConf.to_container(value, resolve=True)
-            found[name] = value
+            values[name] = value
         except InterpolationToMissingValueError:
-            found[name] = MISSING
+            values[name] = MISSING
         except OmegaConfBaseException as error:
-            found[name], reason = MISSING, str(error).splitlines()[0]
-            said = any(line.endswith(reason) for line in plain.faults.values())  # others may refer to this one in turn
-            plain.faults[key] = "" if said else f"{key}={show(written)}: {reason}"
-    return found
+            values[name], cause = MISSING, str(error).splitlines()[0]
+            # Other keys may refer to this one in turn, and fail for the same reason.
+            known = any(finding is not None and finding.cause == cause for finding in plain.faults.values())
+            plain.faults[key] = None if known else Finding("value", "error", (key,), show(written), cause)
+    return values

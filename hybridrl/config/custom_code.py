@@ -1,4 +1,4 @@
-"""A user's own Python, named in a key: path/to/file.py:function, or a module that a room looks into itself."""
+"""Custom Python code that a key names: path/to/file.py:function, a class in a file, or a module."""
 
 import importlib
 import json
@@ -13,16 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybridrl.config.error import ConfigError
+from hybridrl.config.findings import ConfigError
 
 OWN_KEYS = "HYBRIDRL_OWN"
-# A file that does so may fail in verl's own imports, where a copy of verl lies in the working directory.
+PREFIX = "own_"  # of the names of modules that are loaded from files
+# Such a file may fail in verl's own imports, if a copy of verl is in the working directory.
 IMPORTS_VERL = re.compile(r"^\s*(from|import)\s+verl\b", re.MULTILINE)
 
 
 def publish_own_keys(own: dict[str, Any]) -> None:
-    """Let code of the user's own find the keys under `own` as JSON in the environment, here and in the processes that
-    are started from here."""
+    """Put the keys under `own` into the environment as JSON, for custom code in this process and those it starts."""
     os.environ[OWN_KEYS] = json.dumps(own)
 
 
@@ -31,22 +31,21 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     path, _, function = name.rpartition(":")
     members = vars(load_module(path, key))
     if not callable(members.get(function)):
-        own = [other for other, member in members.items() if callable(member) and other[0] != "_"]
-        raise ConfigError(
-            f"{key}={name}: {Path(path).name} has no function {function}; it has {', '.join(own) or 'none'}"
-        )
+        names = [other for other, member in members.items() if callable(member) and other[0] != "_"]
+        fix = f"it has {', '.join(names) or 'none'}"
+        raise ConfigError(f"{key}={name}: {Path(path).name} has no function {function}", fix=fix, keys=key)
     return members[function]
 
 
 def load_module(path: str, key: str) -> ModuleType:
-    """The module at a plain path, `file://path` or `pkg://dotted.name`; ConfigError shows the user's own line."""
+    """The module at a plain path, `file://path` or `pkg://dotted.name`; ConfigError shows the failing line."""
     file = _file(path)
     in_package = path.startswith("pkg://")
     if not in_package and not file.is_file():
-        raise ConfigError(f"{key}={path}: there is no such file; give the path of a .py file")
+        raise ConfigError(f"{key}={path}: there is no such file", fix="give the path of a .py file", keys=key)
     try:
         return importlib.import_module(path.removeprefix("pkg://")) if in_package else _run_file(file)
-    except (Exception, SystemExit) as error:  # whatever the user's own lines raise
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ConfigError(f"{key}={path} does not import: {where(error, path)}") from error
 
 
@@ -55,16 +54,16 @@ def load_class(path: str, name: str, key: str) -> type:
     try:
         members = vars(load_module(path, key))
     except ConfigError as error:
-        if isinstance(error.__cause__, ImportError) and IMPORTS_VERL.search(_text(path)):
-            raise ConfigError(
-                f"{error}; verl is not installed here: let {name} stand by itself (docs/data.md)"
-            ) from error
+        text = file.read_text(encoding="utf-8") if (file := _file(path)).is_file() else ""
+        if isinstance(error.__cause__, ImportError) and IMPORTS_VERL.search(text):
+            fix = f"verl is not installed here: write {name} without it (docs/data.md)"
+            raise ConfigError(str(error), fix=fix, keys=key) from error
         raise
     if not isinstance(members.get(name), type):
-        own = [
-            other for other, member in members.items() if isinstance(member, type) and member.__module__[:4] == "own_"
-        ]
-        raise ConfigError(f"{key}={path}: there is no class {name}; there is {', '.join(own) or 'none'}")
+        classes = (member for member in members.values() if isinstance(member, type))
+        names = [cls.__name__ for cls in classes if cls.__module__.startswith(PREFIX)]
+        fix = f"it has {', '.join(names) or 'none'}"
+        raise ConfigError(f"{key}={path}: there is no class {name}", fix=fix, keys=key)
     return members[name]
 
 
@@ -78,29 +77,22 @@ def _file(path: str) -> Path:
     return Path(path.removeprefix("file://")).expanduser().absolute()
 
 
-def _text(path: str) -> str:
-    return _file(path).read_text(encoding="utf-8") if _file(path).is_file() else ""
-
-
 def _run_file(file: Path) -> ModuleType:
-    loader = SourceFileLoader(f"own_{file.stem}", str(file))
+    loader = SourceFileLoader(f"{PREFIX}{file.stem}", str(file))
     module = module_from_spec(spec_from_loader(loader.name, loader))
     sys.modules[module.__name__] = module  # dataclasses and typing look a class's module up there
-    sys.path.append(str(file.parent))  # as for a script: what lies beside it can be imported
+    sys.path.append(str(file.parent))  # as for a script: the files next to it can be imported
     loader.exec_module(module)
     return module
 
 
 def where(error: BaseException, path: str) -> str:
-    """The error and its deepest place in the user's file: `NameError: name 'x' is not defined (r.py:3)`."""
+    """The error and its deepest line in the user's file: `NameError: name 'x' is not defined (r.py:3)`."""
     file = _file(path)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename == str(file)] or frames
-    lines = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not _ours(frame)]
+    ours = [frame for frame in frames if frame.filename == __file__ or "importlib" in frame.filename]
+    lines = [f" ({frame.filename}:{frame.lineno})" for frame in frames if frame not in ours]
     return f"{type(error).__name__}: {error}{lines[-1] if lines else ''}"
-
-
-def _ours(frame: traceback.FrameSummary) -> bool:
-    return frame.filename == __file__ or "importlib" in frame.filename

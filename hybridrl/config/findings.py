@@ -1,54 +1,159 @@
-"""What can be said of a configuration before it runs, one finding each: for people, and by its code for programs."""
+"""Findings: everything that can be reported about a configuration, a file or a machine before a run starts.
 
-from dataclasses import dataclass, field
-from typing import Literal
+    findings = Findings()
+    findings.error("conflict", "must be at least 1", "set 8", keys="actor_rollout_ref.rollout.n", value=0)
+    findings.warn(code, cause, fix, keys=..., value=...)    # fix, keys and value are optional everywhere
+    findings.info(code, cause)
+    with findings.gathered("data.load"):                    # a ConfigError raised within becomes findings of this code
+        load_prompts(...)
+    findings.close()                                        # raise ConfigError if there is any error
 
-from hybridrl.config.error import ConfigError
+`Finding.text` is the message in one piece, `key=value: cause; fix`; `Finding.statement` the same without the fix.
+Messages are never taken apart again: programs read the fields.
+"""
 
-Severity = Literal["refused", "warning", "information"]
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Severity = Literal["error", "warning", "info"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`cause` says what is and why it matters, `fix` what to set or do (may be empty). `code` is stable."""
+    """One message, in fields.
+
+    `code` is stable, for programs. `keys` are all keys that the message depends on, the key to blame first; `value` is
+    its value as a command line writes it. `cause` says what is the case and why it matters, `fix` what to set or do.
+    """
 
     code: str
     severity: Severity
-    cause: str
+    keys: tuple[str, ...] = ()
+    value: str | None = None
+    cause: str = ""
     fix: str = ""
 
     @property
+    def statement(self) -> str:
+        """`key=value: cause`, or the cause alone if it begins with the key, or names it and there is no value."""
+        if not self.keys or self.cause.startswith(self.keys[0]):
+            return self.cause
+        if self.value is None and self.keys[0] in self.cause:
+            return self.cause
+        subject = self.keys[0] if self.value is None else f"{self.keys[0]}={self.value}"
+        return f"{subject}{'' if self.cause.startswith('has no effect') else ':'} {self.cause}"
+
+    @property
     def text(self) -> str:
-        return "; ".join(part for part in (self.cause, self.fix) if part)
+        return f"{self.statement}; {self.fix}" if self.fix else self.statement
+
+
+class ConfigError(ValueError):
+    """An input that is rejected; printed without a traceback.
+
+    Takes a cause, which names key and value or file, and its `fix`; or several causes or findings, a line each.
+    """
+
+    def __init__(
+        self, *causes: str | Finding, fix: str = "", keys: str | Sequence[str] = (), value: object = None
+    ) -> None:
+        fixes = [""] * (len(causes) - 1) + [fix]
+        self.findings = tuple(
+            cause if isinstance(cause, Finding) else _finding("input", "error", cause, fix, keys, value)
+            for cause, fix in zip(causes, fixes, strict=True)
+        )
+        super().__init__("\n".join(self.lines))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The texts of the findings."""
+        return tuple(finding.text for finding in self.findings)
 
 
 @dataclass
 class Findings:
-    """Collects findings from lines in the house's form: `key=value: the cause; the way out`. What has several lines,
-    as all bad rows of a file, is a cause as a whole."""
+    """Collects findings in their order, each once."""
 
-    found: list[Finding] = field(default_factory=list)
+    items: list[Finding] = field(default_factory=list)
 
-    def refuse(self, code: str, line: str) -> None:
-        self._add(code, "refused", line)
+    def error(
+        self, code: str, cause: str, fix: str = "", *, keys: str | Sequence[str] = (), value: object = None
+    ) -> None:
+        """Add an error: `close` will raise. `value` may be of any type; write None as "null" to show it."""
+        self.add(_finding(code, "error", cause, fix, keys, value))
 
-    def warn(self, code: str, line: str) -> None:
-        self._add(code, "warning", line)
+    def warn(
+        self, code: str, cause: str, fix: str = "", *, keys: str | Sequence[str] = (), value: object = None
+    ) -> None:
+        self.add(_finding(code, "warning", cause, fix, keys, value))
 
-    def inform(self, code: str, line: str) -> None:
-        self._add(code, "information", line)
+    def info(
+        self, code: str, cause: str, fix: str = "", *, keys: str | Sequence[str] = (), value: object = None
+    ) -> None:
+        self.add(_finding(code, "info", cause, fix, keys, value))
 
-    def _add(self, code: str, severity: Severity, line: str) -> None:
-        cause, apart, fix = line.rpartition("; ") if "\n" not in line else (line, "", "")
-        finding = Finding(code, severity, cause, fix) if apart else Finding(code, severity, line)
-        if finding not in self.found:
-            self.found.append(finding)
+    def add(self, *findings: Finding) -> None:
+        self.items += [finding for finding in dict.fromkeys(findings) if finding not in self.items]
+
+    @contextmanager
+    def gathered(self, code: str | None = None) -> Iterator[None]:
+        """Add the findings of a ConfigError raised within and continue after the block; `code` replaces their codes."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add(*(replace(finding, code=code or finding.code) for finding in error.findings))
 
     @property
-    def refused(self) -> list[Finding]:
-        return [finding for finding in self.found if finding.severity == "refused"]
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.items if finding.severity == "error"]
 
     def close(self) -> None:
-        """Raise ConfigError, with a line for each, where anything is refused."""
-        if self.refused:
-            raise ConfigError(*(finding.text for finding in self.refused))
+        """Raise ConfigError with all errors, if there are any."""
+        if self.errors:
+            raise ConfigError(*self.errors)
+
+
+@dataclass
+class Checker:
+    """Adds findings about keys of a configuration, with the value of the first key.
+
+    `values` are those before derived values are filled in: what the user set.
+    """
+
+    findings: Findings
+    values: Mapping[str, Any]
+
+    def error(self, keys: str | Sequence[str], cause: str, fix: str = "") -> None:
+        self.findings.error("conflict", cause, fix, keys=keys, value=self._shown(keys))
+
+    def warn(self, keys: str | Sequence[str], cause: str, fix: str = "") -> None:
+        self.findings.warn("setting", cause, fix, keys=keys, value=self._shown(keys))
+
+    def muted(self) -> "Checker":
+        """A checker whose findings are dropped."""
+        return Checker(Findings(), self.values)
+
+    def _shown(self, keys: str | Sequence[str]) -> str | None:
+        value: Any = self.values
+        for name in (keys if isinstance(keys, str) else keys[0]).split("."):
+            if not isinstance(value, Mapping) or name not in value:
+                return None
+            value = value[name]
+        short = f"{value:g}" if isinstance(value, float) else ""
+        return short if short and float(short) == value else show(value)
+
+
+def show(value: Any) -> str:
+    """A value as a command line writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(show, value))}]"
+    return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def _finding(code: str, severity: Severity, cause: str, fix: str, keys: str | Sequence[str], value: object) -> Finding:
+    keys = (keys,) if isinstance(keys, str) else tuple(keys)
+    return Finding(code, severity, keys, None if value is None else show(value), cause, fix)

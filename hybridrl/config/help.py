@@ -1,4 +1,4 @@
-"""The keys as a person reads them: name, shipped value, and the comment that stands above each in conf/*.yaml."""
+"""The keys as `--help` prints them, from the comments in conf/*.yaml; what a configuration changes; its batch sizes."""
 
 import textwrap
 from dataclasses import asdict
@@ -9,74 +9,76 @@ from typing import Any
 import yaml
 
 from hybridrl.config.compose import CONF, SHIPPED, shipped
-from hybridrl.config.names import value_keys
-from hybridrl.config.read import MISSING, show
-from hybridrl.config.schema import PPOConfig
-from hybridrl.config.schema_sft import SFTConfig
+from hybridrl.config.findings import show
+from hybridrl.config.keys import value_keys
+from hybridrl.config.read import MISSING, value_of
+from hybridrl.config.schema import PPOConfig, SFTConfig
 
 COLUMN = 46  # where meanings begin
 
 
 def explain_keys(config_name: str, first: tuple[str, ...], width: int) -> str:
-    """Every key of a shipped configuration with value and meaning, section by section; some of them `first`."""
+    """Every key of a shipped configuration with value and meaning, by section; a selection of them `first`."""
     values, meanings = shipped(config_name).values, key_meanings(CONF / f"{config_name}.yaml")
     lines = ["keys to begin with:"]
     lines += [_entry(key, value_of(values, key), meanings[key], width) for key in first]
     for section, keys in groupby(meanings, key=lambda key: key.rpartition(".")[0]):
-        lines.append(f"\n{section or 'beside the sections'}:")
+        lines.append(f"\n{section or 'outside the sections'}:")
         lines += [_entry(key.rpartition(".")[2], value_of(values, key), meanings[key], width) for key in keys]
     return "\n".join(lines)
 
 
 def changed_values(config: PPOConfig | SFTConfig) -> str:
-    """The keys that differ from the shipped values, a line a section; what merely follows another key is left out."""
-    values, usually = asdict(config), shipped(SHIPPED[type(config)])
+    """The keys that differ from the shipped values, one line per section, without those that merely follow another."""
+    values, usual = asdict(config), shipped(SHIPPED[type(config)])
     changed: dict[str, list[str]] = {}
     for key in value_keys(type(config)):
-        value, followed = value_of(values, key), usually.follows.get(key)
-        usual = value_of(values, followed) if followed else value_of(usually.values, key)
-        if value != usual and value != (usual or []):
+        value, source = value_of(values, key), usual.follows.get(key)
+        expected = value_of(values, source) if source else value_of(usual.values, key)
+        if value != expected and value != (expected or []):
             section, _, name = key.partition(".")
             changed.setdefault(section, []).append(f"{name}={show(value)}" if name else show(value))
     return "\n".join(f"  {section}: {', '.join(items)}" for section, items in changed.items())
 
 
-def value_of(values: dict[str, Any], key: str) -> Any:
-    """The value at a full key in nested values."""
-    for name in key.split("."):
-        values = values[name]
-    return values
-
-
-def _entry(name: str, value: Any, meaning: str, width: int) -> str:
-    head = f"  {name} " + ("(must be set)" if value == MISSING else f"= {show(value)}")
-    lines = textwrap.wrap(meaning, max(width - COLUMN, 20), break_on_hyphens=False)
-    if len(head) < COLUMN - 1:
-        lines = [head.ljust(COLUMN) + lines[0], *(" " * COLUMN + line for line in lines[1:])]
-    else:
-        lines = [head, *(" " * COLUMN + line for line in lines)]
-    return "\n".join(lines)
+def batch_arithmetic(config: PPOConfig) -> str:
+    """Samples and updates of a step, in one line: `1024 prompts x 5 responses = 5120 samples per step, 4 mini-batches
+    of ...`. The configuration must be resolved."""
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    prompts, responses = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    devices, size = (trainer.n_gpus_per_node or 1) * trainer.nnodes, actor.ppo_mini_batch_size
+    updates, uneven = -(-prompts // size), prompts % size > 0
+    by_tokens = actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is None
+    return (
+        f"{prompts} prompts x {responses} responses = {prompts * responses} samples per step, "
+        f"{updates} mini-batch{'es' * (updates > 1)} of {'up to ' * uneven}{size} prompts "
+        f"({size * responses} samples on {devices} device{'s' * (devices > 1)})"
+        + (f" x {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else "")
+        + ", in micro-batches of up to "
+        + (f"{actor.ppo_max_token_len_per_gpu} tokens" if by_tokens else f"{actor.ppo_micro_batch_size_per_gpu} rows")
+        + " per device"
+    )
 
 
 def key_meanings(file: Path, package: str = "") -> dict[str, str]:
     """The comment above every key of a configuration file and of those it lists, by full key, in their order."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for item in yaml.safe_load(file.read_text(encoding="utf-8")).get("defaults", ["_self_"]):
         if item == "_self_":
-            found |= _comments(file, package)
+            meanings |= _comments(file, package)
         elif isinstance(item, str):
-            found |= key_meanings(file.parent / f"{item}.yaml", package)
+            meanings |= key_meanings(file.parent / f"{item}.yaml", package)
         else:
             ((group, name),) = item.items()
             folder, _, place = group.removeprefix("/").partition("@")
             inner = ".".join(part for part in (package, place or folder) if part)
-            found |= key_meanings(CONF / folder / f"{name}.yaml", inner)
-    return found
+            meanings |= key_meanings(CONF / folder / f"{name}.yaml", inner)
+    return meanings
 
 
 def _comments(file: Path, package: str) -> dict[str, str]:
-    """The comment above each key of one file that is given a value there."""
-    found: dict[str, str] = {}
+    """The comment above each key of one file that has a value there."""
+    meanings: dict[str, str] = {}
     comment: list[str] = []
     parents = [package] if package else []
     depth = len(parents)
@@ -89,6 +91,16 @@ def _comments(file: Path, package: str) -> dict[str, str]:
         level = (len(line) - len(line.lstrip())) // 2
         parents = [*parents[: depth + level], key]
         if colon and value and not key.startswith("-"):
-            found[".".join(parents)] = " ".join(comment)
+            meanings[".".join(parents)] = " ".join(comment)
         comment = []
-    return found
+    return meanings
+
+
+def _entry(name: str, value: Any, meaning: str, width: int) -> str:
+    head = f"  {name} " + ("(must be set)" if value == MISSING else f"= {show(value)}")
+    lines = textwrap.wrap(meaning, max(width - COLUMN, 20), break_on_hyphens=False)
+    if len(head) < COLUMN - 1:
+        lines = [head.ljust(COLUMN) + lines[0], *(" " * COLUMN + line for line in lines[1:])]
+    else:
+        lines = [head, *(" " * COLUMN + line for line in lines)]
+    return "\n".join(lines)

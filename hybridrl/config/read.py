@@ -1,192 +1,301 @@
-"""Plain nested values -> one typed configuration. Says of each value that does not fit what was expected.
+"""Plain nested values -> one typed configuration, with a finding for each value that does not fit its type.
 
-Knows types and their rules; not where the values came from.
+pydantic validates, by a core schema that is built here from the types of the sections: building pydantic's own models
+would take as long as everything else that `doctor --config-only` does. Values may come as command lines, YAML files and
+environment variables have them: numbers and switches as text, one value for a list of one, nothing (`key=`) for null or
+an empty list.
 """
 
+import copy
 import dataclasses
+import functools
 import math
 import os
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
-from hybridrl.config.names import hints
-from hybridrl.config.values import Absent, Means, Rule
+from pydantic_core import (
+    CoreSchema,
+    ErrorDetails,
+    PydanticCustomError,
+    SchemaValidator,
+    ValidationError,
+    core_schema,
+)
+
+from hybridrl.config.findings import Finding, Findings, show
+from hybridrl.config.keys import hints, is_mapping, tree
+from hybridrl.config.values import EXPECTED, Fault, Means, Range, Rule
 
 T = TypeVar("T")
+Usual = Callable[[str], Any]  # from a key to its shipped value
 
-MISSING = "???"  # stands where a key has no default and must be set
 SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-
-
-class Misfit(ValueError):
-    """A value that its type does not take; the message says what was expected."""
-
-
-class Absence(Misfit):
-    """A value that is sound but names what is not on this machine."""
-
-    def __init__(self, fault: str, value: Any) -> None:
-        super().__init__(fault)
-        self.value = value
+WITHOUT_RULES = "without rules"  # the context of a validation that skips rules
+MISSING = "???"  # the value of a key without a default, which must be set
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Nested plain values; for each key that takes its value from another one, which; what is wrong where that fails.
+    """Nested plain values; for each key that takes its value from another one, which; the keys for which that fails.
 
-    A fault without words is that of another key.
+    A fault that another key causes is None.
     """
 
     values: dict[str, Any]
     follows: dict[str, str]
-    faults: dict[str, str]
+    faults: dict[str, Finding | None]
 
 
 @dataclass
 class Reading(Generic[T]):
-    """A typed configuration, and all that is to be said of the values it was made of.
+    """A typed configuration, and what is to be reported about the values it was made of.
 
-    Where a value was refused its shipped one stands in, so that the others can be judged. `foreign` are values that the
-    schema has no key for; `absent` says of files and directories that are not on this machine.
+    The shipped value replaces each of the `rejected`, so that the others can be checked. `foreign` are the values of
+    keys that the schema does not have.
     """
 
     config: T
-    refused: dict[str, str] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-    empty: list[str] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
+    rejected: set[str] = field(default_factory=set)
     foreign: dict[str, Any] = field(default_factory=dict)
 
 
-Usual = Callable[[str], Any]  # from a key to its shipped value
+def read(schema: type[T], plain: Plain, usual: Usual, *, offline: bool = False) -> Reading[T]:
+    """Read values by their types. `offline`: files and directories may be missing on this machine."""
+    messages: dict[str, Finding] = {}
+    values, foreign = _known(schema, plain.values, "", usual, messages)
+    rejected, known = {*plain.faults, *messages}, tree(schema)
+    try:
+        config = _validator(schema).validate_python(values)
+    except ValidationError as invalid:
+        for error in invalid.errors(include_url=False):
+            key = _key(error, known)
+            if key in rejected or (key in messages and messages[key].severity == "error"):
+                continue
+            value = value_of(values, key)
+            if error["type"] == "absent" and offline:
+                messages[key] = Finding("not-here", "info", (key,), show(value), **_reason(error, known[key]))
+                continue
+            if value == "" and key.startswith("trainer."):  # where and how often: nothing that changes training
+                cause = f"{key} is empty (is a shell variable not set?): {show(usual(key))} is used"
+                messages[key] = Finding("empty-value", "warning", (key,), cause=cause)
+            else:
+                messages[key] = _rejection(key, value, error, known[key])
+                rejected.add(key)
+            _replace(values, key, usual(key))
+        config = _validator(schema).validate_python(values, context=WITHOUT_RULES)
+    reported = messages | plain.faults
+    # A key that follows another one fails for the same reason.
+    ordered = [key for key in dict.fromkeys([*known, *reported]) if key in reported]
+    own = [reported[key] for key in ordered if plain.follows.get(key) not in reported]
+    return Reading(config, Findings([finding for finding in own if finding]), rejected, foreign)
 
 
-def read(schema: type[T], plain: Plain, usual: Usual, *, elsewhere: bool = False) -> Reading[T]:
-    """Read values by their types. `elsewhere`: files and directories may be absent here."""
-    reading = Reading(cast(T, None))
-    reading.config = _section(schema, plain.values, "", usual, reading, elsewhere)
-    reading.refused |= plain.faults
-    for said in (reading.refused, reading.absent):
-        for key in [key for key in said if plain.follows.get(key) in said]:
-            del said[key]  # said of the other
-    return reading
-
-
-def _section(
-    schema: type[T], values: Mapping[str, Any], place: str, usual: Usual, reading: Reading, elsewhere: bool
-) -> T:
-    found: dict[str, Any] = {}
+def _known(
+    schema: type, values: Mapping[str, Any], place: str, usual: Usual, messages: dict[str, Finding]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of the schema's keys, complete, and those of other keys by full name."""
+    known: dict[str, Any] = {}
+    foreign: dict[str, Any] = {}
     for name, hint in hints(schema).items():
         key, value = f"{place}{name}", values.get(name, MISSING)
-        if not dataclasses.is_dataclass(hint):
-            found[name] = _leaf(key, value, hint, usual, reading, elsewhere)
-            continue
-        if not isinstance(value, Mapping):
-            way_out = f"set the keys in it, such as {key}.{next(iter(hints(hint)))}=..."
-            reading.refused[key] = f"{key}={show(value)}: is a section; {way_out}"
-            value = usual(key)
-        found[name] = _section(cast(type, hint), value, f"{key}.", usual, reading, elsewhere)
-    for name in [name for name in values if name not in found]:
-        reading.foreign |= leaves({name: values[name]}, place)
-    return schema(**found)
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, Mapping):
+                fix = f"set the keys in it, such as {key}.{next(iter(hints(hint)))}=..."
+                messages[key] = Finding("value", "error", (key,), show(value), "is a section", fix)
+                value = usual(key)
+            known[name], more = _known(hint, value, f"{key}.", usual, messages)
+            foreign |= more
+        else:
+            if value == MISSING:
+                cause, fix = f"{key} is not set", f"add {key}=..."
+                messages[key] = Finding("value", "error", (key,), cause=cause, fix=fix)
+            known[name] = copy.copy(usual(key) if value == MISSING else value)
+    for name in [name for name in values if name not in known]:
+        foreign |= leaves({name: values[name]}, place)
+    return known, foreign
 
 
-def _leaf(key: str, value: Any, hint: Any, usual: Usual, reading: Reading, elsewhere: bool) -> Any:
-    try:
-        if value != MISSING:
-            return fit(value, hint)
-        reading.refused[key] = f"{key} is not set; add {key}=..."
-    except Absence as absence:
-        if elsewhere:
-            reading.absent[key] = f"{key}={show(value)}: {absence}"
-            return absence.value
-        reading.refused[key] = f"{key}={show(value)}: {absence}"
-    except Misfit as misfit:
-        if value == "" and key.startswith("trainer."):  # where and how often: nothing that a step computes
-            reading.empty.append(f"{key} is empty (is a shell variable not set?); {show(usual(key))} is taken")
-            return fit(usual(key), hint)
-        shell = " (a shell variable that was not replaced?)" if str(value).startswith("$") else ""
-        reading.refused[key] = f"{key}={show(value)}: {misfit}{shell}"
-    shipped = usual(key)
-    return shipped if shipped == MISSING else fit(shipped, hint)
+def _key(error: ErrorDetails, known: dict[str, Any]) -> str:
+    """The key of an error, whose location may continue into a list or a mapping."""
+    names = [str(part) for part in error["loc"]]
+    return next(key for count in range(len(names), 0, -1) if (key := ".".join(names[:count])) in known)
+
+
+def _rejection(key: str, value: Any, error: ErrorDetails, hint: Any) -> Finding:
+    reason = _reason(error, hint)
+    if str(value).startswith("$"):
+        last = "fix" if reason["fix"] else "cause"
+        reason[last] += " (a shell variable that was not replaced?)"
+    return Finding("value", "error", (key,), show(value), **reason)
+
+
+def _reason(error: ErrorDetails, hint: Any) -> dict[str, str]:
+    """Cause and fix of an error: a rule states its own; for others what the type expects."""
+    if error["type"] in ("rule", "absent"):
+        return {"cause": error["ctx"]["cause"], "fix": error["ctx"]["fix"]}
+    kind, ranges, or_null = _unwrapped(hint)
+    if get_origin(kind) is Literal:
+        choices = [*get_args(kind), None] if or_null else get_args(kind)
+        cause = "choose " + " | ".join(map(show, choices))
+    elif ranges and error["type"].startswith(("greater", "less")):
+        cause = f"must be {ranges[0].requirement}"
+    elif is_mapping(kind):
+        cause = error["msg"]
+    else:
+        cause = f"expected {EXPECTED[kind]}{' or null' * or_null}"
+    return {"cause": cause, "fix": ""}
+
+
+def _unwrapped(hint: Any, or_null: bool = False) -> tuple[Any, list[Range], bool]:
+    """The innermost type of a hint (of a list that of its items), its ranges, and whether null is possible."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        kind, ranges, or_null = _unwrapped(arguments[0], or_null)
+        return kind, [*ranges, *(item for item in arguments[1:] if isinstance(item, Range))], or_null
+    if origin is list:
+        return _unwrapped(arguments[0])
+    if origin in (Union, UnionType):
+        return _unwrapped(next(item for item in arguments if item is not NoneType), or_null=True)
+    return hint, [], or_null
+
+
+def _replace(values: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    (value_of(values, section) if section else values)[name] = value
+
+
+def value_of(values: Mapping[str, Any], key: str) -> Any:
+    """The value at a full key in nested values."""
+    for name in key.split("."):
+        values = values[name]
+    return values
 
 
 def leaves(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """Nested values by full key; an empty mapping is a value."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
-        found |= leaves(value, f"{place}{name}.") if inner else {f"{place}{name}": value}
-    return found
+        flat |= leaves(value, f"{place}{name}.") if inner else {f"{place}{name}": value}
+    return flat
 
 
-def fit(value: Any, hint: Any, or_null: bool = False) -> Any:
-    """The value as its type wants it. Raises Misfit, which offers null where `or_null`.
+@functools.cache
+def _validator(schema: type) -> SchemaValidator:
+    return SchemaValidator(_section(schema))
 
-    One value stands for a list of one, null for an empty list or mapping, and nothing at all (`key=`) for null.
-    """
-    origin, arguments, empty = get_origin(hint), get_args(hint), value is None or value == ""
+
+def _section(schema: type) -> CoreSchema:
+    names = hints(schema)
+    fields = [core_schema.dataclass_field(name, _typed(hint)) for name, hint in names.items()]
+    arguments = core_schema.dataclass_args_schema(schema.__name__, fields)
+    return core_schema.dataclass_schema(schema, arguments, list(names))
+
+
+def _typed(hint: Any) -> CoreSchema:
+    """The core schema of a type: what pydantic validates, after the conversions of this module."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _section(hint)
     if origin is Annotated:
-        for rule in (rule for rule in arguments[1:] if isinstance(rule, Means)):
-            value = rule.values.get(show(value).lower(), value)
-        return _obeying(fit(value, arguments[0], or_null), arguments[1:])
-    if origin in (typing.Union, UnionType):
+        typed = _typed(arguments[0])
+        for item in arguments[1:]:
+            typed = _refined(typed, item)
+        return typed
+    if origin in (Union, UnionType):
         (inner,) = (item for item in arguments if item is not NoneType)
-        return None if empty else fit(value, inner, or_null=True)
+        return _before(lambda value: None if value == "" else value, core_schema.nullable_schema(_typed(inner)))
     if origin is Literal:
-        if not any(type(value) is type(item) and value == item for item in arguments):
-            raise Misfit("choose " + " | ".join(map(show, [*arguments, None] if or_null else arguments)))
-        return value
+        return core_schema.literal_schema(list(arguments))
     if origin is list:
-        items = [] if empty else value if isinstance(value, list) else [value]
-        return [fit(item, arguments[0]) for item in items]
+        return _before(_as_list, core_schema.list_schema(_typed(arguments[0])))
     if origin is dict:
-        if not empty and not isinstance(value, Mapping):
-            raise Misfit("expected names and values: {name: value, ...}")
-        return {} if empty else dict(value)
-    return _scalar(value, hint, or_null)
+        return _before(_as_mapping, core_schema.dict_schema())
+    convert, typed = SCALARS[hint]
+    return _before(convert, dict(typed))
 
 
-def _obeying(value: Any, rules: tuple[Rule, ...]) -> Any:
-    for rule in rules:
-        try:
-            fault = rule.fault(value)
-        except OSError as error:  # a name that is too long, a directory that may not be searched
-            raise Misfit(f"{error.strerror}; name another path") from error
-        if fault is not None:
-            raise Absence(fault, value) if isinstance(fault, Absent) else Misfit(fault)
+def _refined(typed: CoreSchema, item: Any) -> CoreSchema:
+    """A schema with one piece of metadata of an Annotated type."""
+    if isinstance(item, Range):
+        bounds = {"ge": item.least, "gt": item.above, "le": item.most, "lt": item.below}
+        typed["schema"].update({name: bound for name, bound in bounds.items() if bound is not None})
+        return typed
+    if isinstance(item, Means):
+        return _before(lambda value: item.values.get(show(value).lower(), value), typed)
+    return core_schema.with_info_after_validator_function(functools.partial(_obeying, item), typed)
+
+
+def _obeying(rule: Rule, value: Any, info: core_schema.ValidationInfo) -> Any:
+    if info.context == WITHOUT_RULES:
+        return value
+    try:
+        fault = rule.fault(value)
+    except OSError as error:  # a name that is too long, a directory that may not be searched
+        fault = Fault(str(error.strerror), "name another path")
+    if fault is not None:
+        raise _error("absent" if fault.absent else "rule", fault.cause, fault.fix)
     return value
 
 
-def _scalar(value: Any, hint: type, or_null: bool) -> Any:
-    """Numbers and switches may come as text: environment variables do."""
-    if hint is bool and str(value).lower() in SWITCH:
-        return SWITCH[str(value).lower()]
-    if hint is str and value != "" and isinstance(value, str | int | float):
-        return os.path.expanduser(value) if str(value).startswith("~/") else str(value)
-    if hint in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
-        number = _number(value)
-        if hint is float and not math.isnan(number):
-            return number
-        if hint is int and number.is_integer():
-            return value if isinstance(value, int) else int(number)
-    raise Misfit(f"expected {EXPECTED[hint]}{' or null' * or_null}")
+def _before(convert: Callable[[Any], Any], typed: CoreSchema) -> Any:
+    return core_schema.no_info_before_validator_function(convert, typed)
 
 
-def _number(text: str | int | float) -> float:
-    try:
-        return float(text)
-    except (ValueError, OverflowError):
-        return math.nan
+def _error(kind: Literal["type", "rule", "absent"], cause: str, fix: str = "") -> PydanticCustomError:
+    return PydanticCustomError(kind, "{cause}", {"cause": cause, "fix": fix})
 
 
-def show(value: Any) -> str:
-    """A value as it is written in a command."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(show, value))}]"
-    return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else str(value)
+def _number(value: Any, kind: type) -> float:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            pass
+    raise _error("type", f"expected {EXPECTED[kind]}")
+
+
+def _integer(value: Any) -> int:
+    if not (number := _number(value, int)).is_integer():
+        raise _error("type", f"expected {EXPECTED[int]}")
+    return value if isinstance(value, int) else int(number)
+
+
+def _float(value: Any) -> float:
+    if math.isnan(number := _number(value, float)):
+        raise _error("type", f"expected {EXPECTED[float]}")
+    return number
+
+
+def _switch(value: Any) -> bool:
+    if str(value).lower() not in SWITCH:
+        raise _error("type", f"expected {EXPECTED[bool]}")
+    return SWITCH[str(value).lower()]
+
+
+def _text(value: Any) -> str:
+    if value == "" or not isinstance(value, str | int | float):
+        raise _error("type", f"expected {EXPECTED[str]}")
+    return os.path.expanduser(value) if str(value).startswith("~/") else str(value)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None or value == "" else value if isinstance(value, list) else [value]
+
+
+def _as_mapping(value: Any) -> dict[Any, Any]:
+    if value is not None and value != "" and not isinstance(value, Mapping):
+        raise _error("type", "expected names and values: {name: value, ...}")
+    return dict(value or {})
+
+
+SCALARS: dict[type, tuple[Callable[[Any], Any], CoreSchema]] = {
+    int: (_integer, core_schema.int_schema()),
+    float: (_float, core_schema.float_schema()),
+    bool: (_switch, core_schema.bool_schema()),
+    str: (_text, core_schema.str_schema()),
+}

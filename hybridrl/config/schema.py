@@ -1,18 +1,15 @@
-"""The typed configuration: names and what each may hold.
+"""The typed configuration: the sections, their keys, and what each key may hold.
 
-The values, and what each key means, stand in `conf/*.yaml`, once. Past the front door nothing else is read:
-a constructor takes one of these sections or plain values.
+The values of the keys and their meanings are in `conf/*.yaml`. Past the entry points nothing else is read: a
+constructor takes one of these sections or plain values.
 """
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from hybridrl.config.row_files import RowFiles
-from hybridrl.config.schema_algorithm import AlgorithmConfig
-from hybridrl.config.schema_lora import LoRAConfig
-from hybridrl.config.schema_reward import RewardConfig
+from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RowNames, Script, TrainFiles
+from hybridrl.config.schema_algorithm import AlgorithmConfig, PolicyLossConfig, RewardConfig
 from hybridrl.config.values import (
-    POLICY_LOSSES,
     AboveZero,
     Aggregation,
     CheckpointPart,
@@ -21,15 +18,11 @@ from hybridrl.config.values import (
     Frequency,
     KLForm,
     Length,
-    ModelPath,
-    NameOrFunction,
     Natural,
     NonNegative,
-    PathOrHub,
     Positive,
     Range,
     ResumeMode,
-    ScriptFile,
     Seconds,
     Share,
     ShareAboveZero,
@@ -38,46 +31,70 @@ from hybridrl.config.values import (
 
 
 @dataclass
-class OwnDatasetConfig:
-    path: Annotated[str, ScriptFile()] | None
+class FurtherLoRAConfig:
+    merge: bool
+    dropout: Decay
+
+
+@dataclass
+class LoRAConfig:
+    """Once resolved, `lora_rank` is above 0 exactly if the model is trained with LoRA."""
+
+    lora_rank: Natural
+    lora_alpha: Natural
+    target_modules: list[str]
+    exclude_modules: list[str]
+    lora_adapter_path: Adapter | None
+    lora: FurtherLoRAConfig
+
+
+@dataclass
+class CustomDatasetConfig:
+    path: Script | None
     name: str | None
 
 
 @dataclass
 class SamplerConfig:
-    class_path: Annotated[str, ScriptFile()] | None
+    class_path: Script | None
     class_name: str | None
 
 
 @dataclass
-class DataConfig:
-    tokenizer: Annotated[str, PathOrHub()] | None
-    train_files: Annotated[list[str], RowFiles(least=1)]
-    val_files: Annotated[list[str], RowFiles()]
-    train_weights: list[AboveZero]
+class RowsConfig:
+    """What training and supervised fine-tuning share of the section `data`."""
+
+    tokenizer: ModelOrTokenizer | None
+    train_files: TrainFiles
+    val_files: RowNames
     train_max_samples: int
     val_max_samples: int
     prompt_key: str
+    train_batch_size: Positive
+    shuffle: bool
+    trust_remote_code: bool
+    apply_chat_template_kwargs: dict[str, Any]
+
+
+@dataclass
+class DataConfig(RowsConfig):
+    train_weights: list[AboveZero]
     reward_fn_key: str
     max_prompt_length: Positive
     max_response_length: Positive
-    train_batch_size: Positive
     gen_batch_size: Positive | None
-    shuffle: bool
     validation_shuffle: bool
     seed: Natural | None
     filter_overlong_prompts: bool
     truncation: Literal["error", "left", "right", "middle"]
-    trust_remote_code: bool
-    apply_chat_template_kwargs: dict[str, Any]
-    custom_cls: OwnDatasetConfig
+    custom_cls: CustomDatasetConfig
     sampler: SamplerConfig
 
 
 @dataclass
 class ModelConfig(LoRAConfig):
-    path: Annotated[str, ModelPath()]
-    tokenizer_path: Annotated[str, PathOrHub()] | None
+    path: Model
+    tokenizer_path: ModelOrTokenizer | None
     trust_remote_code: bool
     external_lib: list[str]
     custom_chat_template: str | None
@@ -132,17 +149,6 @@ class CheckpointConfig:
 
 
 @dataclass
-class PolicyLossConfig:
-    loss_mode: Annotated[str, NameOrFunction(POLICY_LOSSES)]
-    clip_cov_ratio: ShareAboveZero
-    clip_cov_lb: float
-    clip_cov_ub: float
-    kl_cov_ratio: ShareAboveZero
-    ppo_kl_coef: NonNegative
-    dro_beta: AboveZero | None
-
-
-@dataclass
 class ActorConfig:
     strategy: Literal["fsdp", "fsdp2"]
     ppo_mini_batch_size: Positive
@@ -181,7 +187,7 @@ class ReferenceFSDPConfig:
 
 @dataclass
 class ReferenceModelConfig:
-    path: Annotated[str, ModelPath()]
+    path: Model
 
 
 @dataclass
@@ -291,7 +297,7 @@ class ActorRolloutRefConfig:
 
 
 @dataclass
-class TrainerConfig:
+class SFTTrainerConfig:
     device: Literal["auto", "cuda", "cpu"]
     nnodes: Positive
     n_gpus_per_node: Positive | None
@@ -303,17 +309,11 @@ class TrainerConfig:
     experiment_name: str
     default_local_dir: str
     logger: list[str]
-    log_val_generations: Natural
-    rollout_data_dir: str | None
-    validation_data_dir: str | None
-    val_before_train: bool
-    val_only: bool
     test_freq: Frequency
     save_freq: Frequency
     save_freq_epochs: AboveZero | None
     save_freq_secs: AboveZero | None
     max_actor_ckpt_to_keep: Positive | None
-    max_critic_ckpt_to_keep: Positive | None
     keep_best_ckpt: str | None
     ckpt_freq_secs: float
     resume_mode: ResumeMode
@@ -321,10 +321,20 @@ class TrainerConfig:
     resume_allow: list[str]
     reset_optimizer: bool
     max_restarts: Natural
-    critic_warmup: Natural
     max_skipped_updates: Positive
     startup_timeout: Seconds
     step_timeout: Seconds
+
+
+@dataclass
+class TrainerConfig(SFTTrainerConfig):
+    log_val_generations: Natural
+    rollout_data_dir: str | None
+    validation_data_dir: str | None
+    val_before_train: bool
+    val_only: bool
+    max_critic_ckpt_to_keep: Positive | None
+    critic_warmup: Natural
 
 
 @dataclass
@@ -334,7 +344,7 @@ class RayConfig:
 
 @dataclass
 class PPOConfig:
-    """The whole of `conf/ppo_trainer.yaml`."""
+    """The configuration of `main_ppo`: conf/ppo_trainer.yaml."""
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
@@ -344,3 +354,34 @@ class PPOConfig:
     trainer: TrainerConfig
     ray_kwargs: RayConfig
     own: dict[str, Any]
+
+
+@dataclass
+class SFTDataConfig(RowsConfig):
+    messages_key: str
+    response_key: str
+    max_length: Positive
+    max_token_len_per_gpu: Positive
+    seed: Natural
+    truncation: Literal["error", "left", "right"]
+
+
+@dataclass
+class SFTEngineConfig:
+    grad_clip: AboveZero
+    nccl_timeout: Positive
+    ulysses_sequence_parallel_size: Positive
+    fsdp_config: FSDPConfig
+
+
+@dataclass
+class SFTConfig:
+    """The configuration of `main_sft`: conf/sft_trainer.yaml."""
+
+    data: SFTDataConfig
+    model: ModelConfig
+    optim: OptimizerConfig
+    engine: SFTEngineConfig
+    checkpoint: CheckpointConfig
+    trainer: SFTTrainerConfig
+    ray_kwargs: RayConfig

@@ -1,9 +1,17 @@
-"""The typed configuration of the algorithm; see schema.py."""
+"""The typed configuration of the algorithm, its policy loss and the rewards; see schema.py."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, make_dataclass
+from typing import Annotated, Any, Literal
 
-from hybridrl.config.values import ESTIMATORS, AboveZero, KLForm, NameOrFunction, NonNegative, Positive, Share
+from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_NAMES, parameter_types
+from hybridrl.config.files import Script
+from hybridrl.config.values import AboveZero, KLForm, NameOrFunction, Natural, NonNegative, Positive, Seconds, Share
+
+PolicyLossConfig = make_dataclass(
+    "PolicyLossConfig",
+    [("loss_mode", Annotated[str, NameOrFunction(POLICY_LOSS_NAMES)]), *parameter_types()],
+    namespace={"__module__": __name__},
+)
 
 
 @dataclass
@@ -29,12 +37,12 @@ class RolloutCorrectionConfig:
     rollout_rs: list[str]
     rollout_rs_threshold: list[str]
     bypass_mode: bool
-    loss_type: Literal["ppo_clip", "reinforce"]
+    loss_type: Literal[tuple(BYPASS_LOSSES)]
 
 
 @dataclass
 class AlgorithmConfig:
-    adv_estimator: Annotated[str, NameOrFunction(ESTIMATORS)]
+    adv_estimator: Annotated[str, NameOrFunction(ESTIMATOR_NAMES)]
     gamma: Share
     lam: Share
     norm_adv_by_std_in_grpo: bool
@@ -46,3 +54,66 @@ class AlgorithmConfig:
     use_kl_in_reward: bool
     kl_penalty: KLForm
     kl_ctrl: KLControlConfig
+
+
+@dataclass
+class CustomRewardConfig:
+    path: Script | None
+    name: str | None
+    reward_kwargs: dict[str, Any]
+
+
+@dataclass
+class RewardManagerModuleConfig:
+    path: Script | None
+    name: str
+
+
+@dataclass
+class RewardManagerConfig:
+    source: Literal["register", "importlib"]
+    name: str
+    module: RewardManagerModuleConfig
+
+
+@dataclass
+class SandboxConfig:
+    url: str | None
+    memory_limit_mb: Positive
+
+
+@dataclass
+class OverlongBufferConfig:
+    enable: bool
+    len: Positive
+    penalty_factor: NonNegative
+    log: bool
+
+
+@dataclass
+class RewardKwargsConfig:
+    max_resp_len: Positive
+    overlong_buffer_cfg: OverlongBufferConfig
+
+
+@dataclass
+class RewardConfig:
+    num_workers: Natural
+    timeout: Seconds
+    memory_mb: Positive | None
+    retries: Natural
+    on_error: Literal["exclude", "zero", "stop"]
+    max_fault_rate: Share
+    max_fault_steps: Positive
+    functions: dict[str, Any]
+    weights: dict[str, Any]
+    scale: float
+    clip_range: list[float]
+    max_concurrent: Positive
+    max_rpm: AboveZero | None
+    max_tpm: AboveZero | None
+    estimated_tokens_per_request: Positive
+    custom_reward_function: CustomRewardConfig
+    reward_manager: RewardManagerConfig
+    sandbox_fusion: SandboxConfig
+    reward_kwargs: RewardKwargsConfig

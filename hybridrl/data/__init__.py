@@ -1,1 +1,1 @@
-"""Rows of a file -> chat template -> token ids, and their order. Knows neither models nor rewards."""
+"""Rows of files, hub datasets or custom classes -> token ids, in a reproducible order."""

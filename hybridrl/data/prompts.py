@@ -1,10 +1,11 @@
-"""Prompts for reinforcement learning: rows -> token ids with what the reward will ask for.
+"""Prompts for reinforcement learning: rows -> token ids, and the columns that the reward needs.
 
-Knows neither models nor scorers; the order of the prompts is order.py's.
+Knows neither models nor scorers; the order of the prompts is in order.py.
 """
 
 import difflib
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,25 +15,25 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.config.error import ConfigError
+from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.chat import Message, as_chat, as_messages, encode, render
-from hybridrl.data.custom_dataset import own_rows
-from hybridrl.data.forms import SKYRL, VERL, in_form_of_verl, more_than_text
-from hybridrl.data.rows import Faults, Row, Rows, load_rows, long_rows, with_progress
-from hybridrl.data.tokens import TokenRows, cut
+from hybridrl.data.chat import Message, TokenRows, as_chat, as_messages, encode, multimodal_fault, render, truncate
+from hybridrl.data.custom_dataset import custom_rows
+from hybridrl.data.rows import Faults, Row, Rows, describe_overlong, load_rows, with_progress
 
 logger = logging.getLogger(__name__)
 
-# A row needs no data_source where the reward function is the user's own; a built-in scorer finds none for it.
+# A row needs no data_source if the reward function is custom; there is no built-in scorer for this name.
 UNKNOWN_SOURCE = "unknown"
-# What the prompt's column is called elsewhere.
-PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")
+PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
+VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
+# AReaL's texts contain the turns of one model's chat template, which the template of the trained model adds again.
+TURNS = re.compile(r"<[|\uff5c]User[|\uff5c]>(.*)<[|\uff5c]Assistant[|\uff5c]>(?:<think>)?\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`row` counts the rows of all files from 0; `messages` is what the row has, also a plain text."""
+    """`row` counts the rows of all files from 0; `messages` is the prompt of the row, which may be a plain text."""
 
     row: int
     ids: list[int]
@@ -46,7 +47,7 @@ class Prompt:
 class PromptDataset(Sequence[Prompt]):
     """The tokenized prompts of a run, in the order of their files.
 
-    `over` of the rows read were longer than data.max_prompt_length and have been dropped or cut.
+    `over` counts the rows longer than data.max_prompt_length, which were dropped or truncated.
     """
 
     rows: Rows
@@ -60,7 +61,7 @@ class PromptDataset(Sequence[Prompt]):
 
     def __getitem__(self, index: int) -> Prompt:
         prompt = _parse(self.rows[index], self.config)
-        assert isinstance(prompt, Prompt)  # it was when it was loaded
+        assert isinstance(prompt, Prompt)  # checked by load_prompts
         return replace(prompt, ids=self.ids[index])
 
     @property
@@ -80,120 +81,142 @@ def load_prompts(
     max_samples: int,
     shuffle: bool,
     key: str,
-    own: dict[str, Any] | None = None,
+    custom_keys: dict[str, Any] | None = None,
 ) -> PromptDataset:
-    """Read, check and tokenize the rows of `files`, or those of a data set class of the user's own.
+    """Read, check and tokenize the rows of `files`, or those of a custom dataset class.
 
-    `max_samples`, `shuffle` and `key` as in `load_rows`; `own` are the keys of the user's under `data`, for such a
-    class. A prompt beyond `config.max_prompt_length` is dropped, cut or refused, as the configuration says.
-    Raises ConfigError that shows all bad rows at once.
+    `max_samples`, `shuffle` and `key` are as in `load_rows`; `custom_keys` are the user's own keys under `data`, for a
+    custom class. A prompt beyond `config.max_prompt_length` is dropped, truncated or rejected as configured. Raises
+    ConfigError that lists all bad rows together.
     """
-    faults, chosen = Faults(key), {"max_samples": max_samples, "shuffle": shuffle, "seed": config.seed or 0}
+    faults, selection = Faults(key), {"max_samples": max_samples, "shuffle": shuffle, "seed": config.seed or 0}
     if config.custom_cls.path:
-        rows = own_rows(config, files, tokenizer, faults, own=own or {}, **chosen)
+        rows = custom_rows(config, files, tokenizer, faults, custom_keys=custom_keys or {}, **selection)
     else:
-        rows = load_rows(files, faults, key=key, **chosen)
-    sources = _check(rows, config, faults, key)
+        rows = load_rows(files, faults, key=key, **selection)
+    sources = _check(rows, config, faults, key, has_template=bool(tokenizer.chat_template))
 
-    kept, ids, over = [], TokenRows(), []
-    tokenized = zip(rows, _tokenize(rows, config, tokenizer, key), strict=True)
+    kept, ids, overlong = [], TokenRows(), []
+    tokenized = zip(rows, _tokenize(rows, config, tokenizer), strict=True)
     for number, (row, tokens) in enumerate(with_progress(tokenized, len(rows))):
         if isinstance(tokens, TemplateError):
-            faults.add(row.place, f"the chat template refuses it: {tokens}")
+            faults.add(row.place, f"the chat template rejects it: {tokens}")
             continue
         if len(tokens) > config.max_prompt_length:
-            over.append((len(tokens), row.place))
+            overlong.append((len(tokens), row.place))
             if config.filter_overlong_prompts or config.truncation == "error":
                 continue
-            tokens = cut(tokens, config.max_prompt_length, config.truncation)
+            tokens = truncate(tokens, config.max_prompt_length, config.truncation)
         kept.append(number)
         ids.append(tokens)
     faults.close()
-    _report_long(over, len(rows), config, key)
-    return PromptDataset(Rows(rows.packed, rows.numbers[kept]), ids, config, sources, len(over))
+    if overlong:
+        _report_overlong(overlong, len(rows), config, key)
+    return PromptDataset(Rows(rows.packed, rows.numbers[kept]), ids, config, sources, len(overlong))
 
 
-def _check(rows: Rows, config: DataConfig, faults: Faults, key: str) -> set[str]:
-    """Gather what is wrong with the rows, say in what form they are, and return their data sources."""
-    forms: Counter[str] = Counter()
+def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, *, has_template: bool) -> set[str]:
+    """Collect the faults of all rows, log their formats, and return their data sources."""
+    formats: Counter[str] = Counter()
     sources: set[str] = set()
+    chats = 0
     for row in with_progress(rows, len(rows), "checking"):
-        found = _parse(row, config)
-        if isinstance(found, Prompt):
-            forms[in_form_of_verl(row.values, config.reward_fn_key)[0]] += 1
-            sources.add(found.data_source)
+        prompt = _parse(row, config)
+        if isinstance(prompt, Prompt):
+            formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
+            sources.add(prompt.data_source)
+            chats += not isinstance(prompt.messages, str)
         else:
-            faults.add(row.place, "; ".join(found))
+            faults.add(row.place, "; ".join(prompt))
     faults.close()
-    told = ", ".join(f"{count} in {form} form" for form, count in forms.items() if form != VERL)
-    logger.info("%s: %d rows%s", key, len(rows), f" ({told})" if told else "")
-    if SKYRL in forms:
-        logger.info("%s: of SkyRL's rows reward_spec and data_source are read; no env_class is run", key)
+    if chats and not has_template:
+        raise ConfigError(
+            f"{key}: {chats} rows have chat messages, but the tokenizer has no chat template",
+            fix="set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings",
+        )
+    foreign = ", ".join(f"{count} in {name} format" for name, count in formats.items() if name != VERL)
+    logger.info("%s: %d rows%s", key, len(rows), f" ({foreign})" if foreign else "")
+    if SKYRL in formats:
+        logger.info("%s: reward_spec and data_source of the SkyRL rows are used; no env_class is run", key)
     return sources
 
 
 def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
-    """The row as a prompt without ids, or all that is wrong with it."""
-    form, values = in_form_of_verl(row.values, config.reward_fn_key)
-    prompt = values.get("prompt" if form not in (VERL, SKYRL) else config.prompt_key)
+    """Return the row as a prompt without ids, or all faults of the row."""
+    form, values = to_verl_format(row.values, config.reward_fn_key)
+    prompt = values.get(config.prompt_key if form != AREAL else "prompt")
     messages = prompt if isinstance(prompt, str) else as_messages(prompt)
-    wrong = [] if messages else [_no_prompt(row.values, config)]
+    faults = [] if messages else [_missing_prompt(row.values, config.prompt_key)]
     reward = values.get("reward_model")
     ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
     if ground_truth is None:
-        wrong.append('no ground truth: the column reward_model is to hold {"style": "rule", "ground_truth": ...}')
-    wrong += more_than_text(row.values, messages)
+        faults.append('no ground truth: the column reward_model must hold {"style": "rule", "ground_truth": ...}')
+    if media := multimodal_fault(row.values, messages):
+        faults.append(media)
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):
-        wrong.append("extra_info is no object ({...})")
-    if wrong or not messages:
-        return wrong
+        faults.append("extra_info is not an object ({...})")
+    if faults or not messages:
+        return faults
     source = values.get(config.reward_fn_key)
     data_source = UNKNOWN_SOURCE if source is None else str(source)
     return Prompt(row.number, [], messages, data_source, ground_truth, extra_info)
 
 
-def _no_prompt(values: dict[str, Any], config: DataConfig) -> str:
-    key = config.prompt_key
+def _missing_prompt(values: dict[str, Any], key: str) -> str:
     near = difflib.get_close_matches(key, values, n=1) or [name for name in PROMPT_NAMES if name in values]
     hint = f"; set data.prompt_key={near[0]}?" if near and key not in values else ""
     return (
-        f"no prompt: data.prompt_key={key} is to hold chat messages ([{{role, content}}, ...]) or a text; "
+        f"no prompt: data.prompt_key={key} must hold chat messages ([{{role, content}}, ...]) or a text; "
         f"the row has {', '.join(values) or 'no columns'}{hint}"
     )
 
 
-def _tokenize(
-    rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, key: str
-) -> Iterator[list[int] | TemplateError]:
-    shown = (prompt.messages for row in rows if isinstance(prompt := _parse(row, config), Prompt))
-    if tokenizer.chat_template:
-        chats = (as_chat(messages) for messages in shown)
-        return render(tokenizer, chats, config.apply_chat_template_kwargs, opens_answer=True)
-    return encode(tokenizer, _texts(shown, key))
+def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of a row's format, and the row in verl's format; `source_key` is the column of the data source.
 
-
-def _texts(shown: Iterator[list[Message] | str], key: str) -> Iterator[str]:
-    for messages in shown:
-        if not isinstance(messages, str):
-            count = 1 + sum(not isinstance(other, str) for other in shown)
-            raise ConfigError(
-                f"{key}: {count} rows have chat messages, but the tokenizer has no chat "
-                "template; set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings"
-            )
-        yield messages
-
-
-def _report_long(over: list[tuple[int, str]], count: int, config: DataConfig, key: str) -> None:
-    if not over:
-        return
-    found = f"{key}: {long_rows(over, count, f'data.max_prompt_length={config.max_prompt_length}')}"
-    if config.filter_overlong_prompts and len(over) < count:
-        logger.warning("%s; dropped", found)
-    elif not config.filter_overlong_prompts and config.truncation != "error":
-        logger.warning("%s; cut (data.truncation=%s)", found, config.truncation)
+    SkyRL: {prompt, env_class, reward_spec: {ground_truth}}. AReaL (boba): {prompt, query_id, task, solutions}, for
+    programs input_output instead of solutions. Any other row is treated as verl's, and checked as such.
+    """
+    if isinstance(values.get("reward_model"), dict):
+        return VERL, values
+    if isinstance(values.get("reward_spec"), dict):
+        source = values.get(source_key) or values.get("env_class")
+        return SKYRL, values | {"reward_model": values["reward_spec"], source_key: source}
+    if "query_id" not in values or not ("solutions" in values or "input_output" in values):
+        return VERL, values
+    prompt, task, solutions = values.get("prompt"), values.get("task") or "math", values.get("solutions")
+    if isinstance(prompt, str) and (turns := TURNS.fullmatch(prompt.strip())):
+        prompt = turns[1].strip()
+    if task == "code":
+        truth = values.get("input_output")
     else:
-        raise ConfigError(
-            f"{found}. Raise data.max_prompt_length, drop them with data.filter_overlong_prompts=true "
-            "or cut them with data.truncation=left|right|middle"
-        )
+        solutions = [solutions] if isinstance(solutions, str) else solutions or []
+        truth = solutions[0] if len(solutions) == 1 else solutions or None
+    parsed = {"prompt", "task", "solutions", "input_output"}
+    return AREAL, {
+        "prompt": prompt,
+        source_key: values.get(source_key) or f"areal/{task}",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {name: value for name, value in values.items() if name not in parsed},
+    }
+
+
+def _tokenize(
+    rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[int] | TemplateError]:
+    prompts = (prompt.messages for row in rows if isinstance(prompt := _parse(row, config), Prompt))
+    if not tokenizer.chat_template:
+        return encode(tokenizer, prompts)
+    return render(tokenizer, map(as_chat, prompts), config.apply_chat_template_kwargs, add_generation_prompt=True)
+
+
+def _report_overlong(overlong: list[tuple[int, str]], count: int, config: DataConfig, key: str) -> None:
+    message = f"{key}: {describe_overlong(overlong, count, f'data.max_prompt_length={config.max_prompt_length}')}"
+    if config.filter_overlong_prompts and len(overlong) < count:
+        logger.warning("%s; dropped", message)
+    elif not config.filter_overlong_prompts and config.truncation != "error":
+        logger.warning("%s; truncated (data.truncation=%s)", message, config.truncation)
+    else:
+        fix = "raise data.max_prompt_length, drop them with data.filter_overlong_prompts=true or truncate them with "
+        raise ConfigError(message, fix=fix + "data.truncation=left|right|middle")

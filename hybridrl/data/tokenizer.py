@@ -1,4 +1,4 @@
-"""Loads the tokenizer. Knows nothing about rows."""
+"""Loading the tokenizer. Knows nothing about rows."""
 
 import logging
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridrl.config.error import ConfigError
-from hybridrl.config.model_directory import resolve_model
+from hybridrl.config.files import resolve_model
+from hybridrl.config.findings import ConfigError
 
-# For models that have none; theirs are the tokens that most others have for it.
+# Templates by name, for models that have none; these are the turn tokens of most other models.
 TEMPLATES = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -26,9 +26,9 @@ def load_tokenizer(
     custom_chat_template: str | None = None,
     model_key: str = "actor_rollout_ref.model.path",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer at `tokenizer_path`, or else beside the model; it always has a padding token.
+    """Load the tokenizer from `tokenizer_path`, by default from the model; it always has a padding token.
 
-    A local directory is read without the network; any other name is asked of the Hugging Face hub.
+    A local directory is read without the network; any other name is looked up on the Hugging Face hub.
     Raises ConfigError naming `data.tokenizer` or `model_key`.
     """
     key = "data.tokenizer" if tokenizer_path else model_key
@@ -36,14 +36,18 @@ def load_tokenizer(
     tokenizer = _read(path, key, trust_remote_code)
     if custom_chat_template:
         template_key = f"{model_key.rpartition('.')[0]}.custom_chat_template={custom_chat_template}"
-        tokenizer.chat_template = _template(custom_chat_template, tokenizer, template_key)
-        _refuse_bad_syntax(tokenizer, template_key)
-    _choose_pad_token(tokenizer, f"{key}={path}")
+        _set_template(tokenizer, custom_chat_template, template_key)
+    if tokenizer.eos_token_id is None:
+        cause = f"{key}={path}: the tokenizer has no end-of-sequence token"
+        raise ConfigError(cause, fix="set eos_token in its tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("the tokenizer has no padding token: padding with its end token %s", tokenizer.eos_token)
     return tokenizer
 
 
 def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    local = path.is_dir()
+    local, fix = path.is_dir(), "data.tokenizer can name another"
     if not local and (path.is_absolute() or str(path).startswith(".") or len(path.parts) > 2):
         raise ConfigError(f"{key}={path}: there is no such directory")
     try:
@@ -52,40 +56,26 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        where = "holds no tokenizer" if local else "is neither a directory nor a tokenizer that the hub gives"
-        raise ConfigError(f"{key}={path}: {where} ({reason}); data.tokenizer can name another") from error
-    # For some models transformers makes up an empty tokenizer where the files are missing.
+        cause = "holds no tokenizer" if local else "is neither a directory nor a tokenizer on the hub"
+        raise ConfigError(f"{key}={path}: {cause} ({reason})", fix=fix) from error
+    # For some models transformers creates an empty tokenizer if the files are missing.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ConfigError(f"{key}={path}: holds no tokenizer; data.tokenizer can name another")
+        raise ConfigError(f"{key}={path}: holds no tokenizer", fix=fix)
     return tokenizer
 
 
-def _template(named: str, tokenizer: PreTrainedTokenizerBase, key: str) -> str:
-    """The template's text, which may be in a file or have a name: of those that the tokenizer has, or of ours."""
-    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    known = TEMPLATES | own
-    if "{" in named or named in known:
-        return known.get(named, named)
-    file = Path(named).expanduser()
-    if not file.is_file():
+def _set_template(tokenizer: PreTrainedTokenizerBase, template: str, key: str) -> None:
+    """Set the chat template: Jinja text, a file, or a name from the tokenizer's templates or from TEMPLATES."""
+    known = TEMPLATES | (tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {})
+    if "{" in template or template in known:
+        tokenizer.chat_template = known.get(template, template)
+    elif (file := Path(template).expanduser()).is_file():
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    else:
         raise ConfigError(f"{key}: neither a file nor Jinja text nor one of the names {', '.join(known)}")
-    return file.read_text(encoding="utf-8")
-
-
-def _refuse_bad_syntax(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"{key[:80]}: line {error.lineno} of the template is no Jinja: {error.message}") from error
+        raise ConfigError(f"{key[:80]}: line {error.lineno} of the template is not Jinja: {error.message}") from error
     except TemplateError:
-        return  # it may ask for more than this conversation has, and is judged by the rows
-
-
-def _choose_pad_token(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"{place}: the tokenizer has no end-of-sequence token; set eos_token in its tokenizer_config.json"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-        logger.info("the tokenizer has no padding token: its end-of-sequence token %s pads", tokenizer.eos_token)
+        return  # it may require more than this conversation has; the rows decide

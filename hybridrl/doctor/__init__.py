@@ -1,4 +1,4 @@
-"""The doctor: what can be known of a run without starting it, tests of one's own configuration, and help with its keys.
+"""The doctor: checks a run without starting it, tests resuming and rewards, and explains configuration keys.
 
-One file a command.
+One module per command (`__main__.py`); `check` without `--config-only` continues in `full.py`.
 """

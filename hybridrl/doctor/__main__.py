@@ -1,4 +1,4 @@
-"""`python -m hybridrl.doctor key=value ...`, or one of its commands; each is a module here with a `main(argv)`."""
+"""`python -m hybridrl.doctor key=value ...`, or one of its commands: a function of a module here that takes argv."""
 
 import importlib
 import sys
@@ -6,28 +6,36 @@ import sys
 from hybridrl.runtime.guard import guarded
 
 COMMANDS = {
-    "explain": "KEY [key=value ...]: a key's value, who set it, its default and its meaning",
-    "keys": "PATTERN: the keys with it in their name or meaning",
-    "reward": "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored answers and compares two rewards",
-    "migrate": "run.sh: reads a launch script for verl, says every difference and writes the command for here",
-    "selftest-resume": "key=value ...: kills a short run again and again and compares it with one left alone",
+    "explain": ("keys:explain", "KEY [key=value ...]: a key's value, what set it, its default and its meaning"),
+    "keys": ("keys:main", "PATTERN: the keys with the pattern in their name or meaning"),
+    "reward": (
+        "reward:main",
+        "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
+    ),
+    "migrate": (
+        "migrate:main",
+        "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",
+    ),
+    "selftest-resume": (
+        "selftest_resume:main",
+        "key=value ...: kills a short run repeatedly and compares it with one that was not killed",
+    ),
 }
 INTERRUPTED = 130
-CHECK = "check"  # the command that needs no name
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, 1 (refused, or a test failed), 2 (usage), 130 (Ctrl-C)."""
+    """Return the exit status: 0, 1 (an error, or a failed test), 2 (usage), 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if argv is None else argv
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and "=" not in first and not first.startswith(("-", "~")):
         print("expected key=value, or one of the commands:")
-        print("\n".join(f"  python -m hybridrl.doctor {name} {words}" for name, words in COMMANDS.items()))
+        print("\n".join(f"  python -m hybridrl.doctor {name} {use}" for name, (_, use) in COMMANDS.items()))
         return 2
-    command, rest = (first, arguments[1:]) if first in COMMANDS else (CHECK, arguments)
-    module = importlib.import_module(f"hybridrl.doctor.{command.replace('-', '_')}")  # some import torch, most do not
+    module, _, function = COMMANDS[first][0].partition(":") if first in COMMANDS else ("check", "", "main")
+    command = getattr(importlib.import_module(f"hybridrl.doctor.{module}"), function)  # some import torch, most do not
     try:
-        return module.main(rest)
+        return command(arguments[1:] if first in COMMANDS else arguments)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED

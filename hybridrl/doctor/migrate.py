@@ -1,102 +1,151 @@
-"""`python -m hybridrl.doctor migrate run.sh`: what a launch script of verl, SkyRL or AReaL has that is different here,
-and its command."""
+"""`python -m hybridrl.doctor migrate run.sh`: reads a launch script or YAML file of verl, SkyRL or AReaL, reports what
+differs in hybridrl, and prints the command."""
 
 import argparse
 import functools
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.compose import SHIPPED, shipped
-from hybridrl.config.findings import Finding, Findings
-from hybridrl.config.help import value_of
-from hybridrl.config.load import judge
-from hybridrl.config.names import holds, tree
-from hybridrl.config.overrides import as_override, take
-from hybridrl.config.read import show
-from hybridrl.config.verl_keys import current_name, entry_of, verl_keys
+from hybridrl.config.compose import SHIPPED, file_values, shipped
+from hybridrl.config.findings import Finding, Findings, show
+from hybridrl.config.keys import current_name, holds, tree, verl_keys
+from hybridrl.config.load import resolve_config
+from hybridrl.config.overrides import as_override, parse_overrides
+from hybridrl.config.read import MISSING, leaves, value_of
+from hybridrl.config.schema import SFTConfig
 from hybridrl.doctor.launch_script import commands_of, quoted, readable
-from hybridrl.doctor.launches import Launch, launch_of_file, launches_of
 
-# Where a script says nothing that can be taken over.
-TO_FILL_IN = {"data.train_files": "path/to/train.parquet", "actor_rollout_ref.model.path": "path/to/model"}
-TO_FILL_IN |= {"model.path": "path/to/model"}
-ROUNDS = 30  # of leaving out what is rejected
+# Values for keys that the script does not set in a usable way.
+PLACEHOLDERS = {"data.train_files": "path/to/train.parquet", "actor_rollout_ref.model.path": "path/to/model"}
+PLACEHOLDERS |= {"model.path": "path/to/model"}
+ROUNDS = 30  # of removing rejected overrides
+
+# Ends of a module's name or of a file's path -> the system it belongs to, and the schema of its equivalent here.
+PROGRAMS = (
+    (r"verl[./]trainer[./]main_ppo\w*", "verl", PPOConfig),
+    (r"(recipe[./])?dapo[./](src[./])?main_dapo", "verl", PPOConfig),
+    (r"verl[./]trainer[./]\w*sft_trainer\w*", "verl", SFTConfig),
+    (r"skyrl\w*([./]train)?[./]entrypoints[./]main_base", "SkyRL", PPOConfig),
+    (r"areal[./]launcher[./]\w+", "AReaL", PPOConfig),
+)
+# Programs that add their own code to the same settings.
+DERIVED = (
+    (r"(recipe|verl)[./][\w./]*(?!.*(generation|eval))main\w*|[\w./]*_main", "verl", PPOConfig),
+    (r"(examples|integrations|skyrl\w*)[./][\w./]*main_(?!sft|generate)\w+", "SkyRL", PPOConfig),
+)
+SHIPPED_FILES = ("ppo_trainer", "sft_trainer", "dapo_trainer", "sft_trainer_engine")  # verl's, which set nothing more
+OPTIONS = {"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"}
+OPTIONS |= {"--config-name": "name", "-cn": "name", "--config": "file"}
+PER_NODE = ("--nproc_per_node", "--nproc-per-node")
+
+
+@dataclass
+class Launch:
+    """A training run that a script starts."""
+
+    system: str
+    schema: type
+    overrides: list[str]
+    program: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.doctor migrate",
-        description="Read a launch script or YAML file of verl, SkyRL or AReaL, say what is different here, and write "
+        description="Read a launch script or YAML file of verl, SkyRL or AReaL, report what differs here, and print "
         "the command.",
     )
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     arguments = parser.parse_args(argv)
-    if not arguments.script.is_file():
-        parser.error(f"there is no script {arguments.script}")
+    script: Path = arguments.script
+    if not script.is_file():
+        parser.error(f"there is no script {script}")
+    stopped = ""
     try:
-        runs, stopped = _launches(arguments.script, arguments.arguments)
+        if script.suffix in (".yaml", ".yml"):
+            launches = [_launch_of_file(script)]
+        else:
+            commands, stopped = commands_of(script, arguments.arguments)
+            launches = [launch for words in commands if (launch := _launch(words))]
+        for launch in launches:
+            _read_file(launch, script)
     except ValueError as error:
         parser.error(str(error))
-    if not runs:
+    if not launches:
         known = "a training program of verl, SkyRL or AReaL"
-        parser.error(f"no command of {arguments.script} runs {known}{stopped and f'; bash stopped: {stopped}'}")
-    return max([_migrate(launch) for launch in runs])
-
-
-def _launches(script: Path, arguments: list[str]) -> tuple[list[Launch], str]:
-    if script.suffix in (".yaml", ".yml"):
-        return [launch_of_file(script)], ""
-    commands, stopped = commands_of(script, arguments)
-    return launches_of(commands, script), stopped
+        parser.error(f"no command of {script} runs {known}{stopped and f'; bash stopped: {stopped}'}")
+    return max([_migrate(launch) for launch in launches])
 
 
 def _migrate(launch: Launch) -> int:
-    found = [Finding(code, severity, text) for code, severity, text in launch.said]
-    overrides = [*_added(launch, found), *launch.overrides]
-    overrides = _accepted(overrides, launch.schema, found)
-    found += _left_empty(overrides, found)
+    findings = launch.findings
+    overrides = _accepted([*_added_defaults(launch), *launch.overrides], launch.schema, findings)
+    for key in (text.lstrip("+").partition("=")[0] for text in overrides if text.endswith("=")):
+        if not any(key in finding.keys or key in finding.text for finding in findings.items):
+            cause = f"{key} is empty: a variable that is not set here, or the output of a program, as none was run"
+            findings.warn("empty-value", cause, keys=key)
     if launch.system == "verl":
-        found += _other_defaults(overrides, launch)
-    _print("\n".join(f"# {_line(finding)}" for finding in found))
+        _report_other_defaults(overrides, launch)
+    for finding in findings.items:
+        print(f"# {finding.severity} [{finding.code}] {readable(finding.text)}".replace("\n", "\n# "))
     program = "main_ppo" if launch.schema is PPOConfig else "main_sft"
-    words = [f"python -m hybridrl.{program}", *command_for(overrides, launch.schema)]
-    _print(" \\\n    ".join(words) + "\n")
-    return int(any(finding.severity == "refused" for finding in found))
+    print(" \\\n    ".join([f"python -m hybridrl.{program}", *_arguments(overrides, launch.schema)]) + "\n")
+    return int(bool(findings.errors))
 
 
-def command_for(overrides: list[str], schema: type = PPOConfig) -> list[str]:
-    """The same command in the keys of here: old names moved, what is ignored or rejected left out."""
+def _arguments(overrides: list[str], schema: type) -> list[str]:
+    """The overrides with current key names, quoted, without those that are ignored or rejected."""
     known = tree(schema)
-    settings = (argument.lstrip("+").partition("=") for argument in take(overrides, schema, Findings()).arguments)
+    settings = (
+        argument.lstrip("+").partition("=") for argument in parse_overrides(overrides, schema, Findings()).arguments
+    )
     last = {key: value for key, _, value in settings if holds(known, key.lstrip("~"))}
     return [quoted(f"{key}={value}" if not key.startswith("~") else key) for key, value in last.items()]
 
 
-def _added(launch: Launch, found: list[Finding]) -> list[str]:
-    """Values of another system where nothing is set, which a run here has only if they are set."""
+def _added_defaults(launch: Launch) -> list[str]:
+    """Overrides for the other system's defaults of keys that the script does not set."""
     if launch.system == "verl":
         return []
-    written, words = take(launch.overrides, launch.schema, Findings()).written, []
+    written, overrides = parse_overrides(launch.overrides, launch.schema, Findings()).written, []
     usual = shipped(SHIPPED[launch.schema]).values
     for key, theirs in verl_keys().defaults[launch.system].items():
         if key not in written and theirs != (here := value_of(usual, key)):
-            text = f"{key}={show(theirs)} is added: it is the default of {launch.system}, and {show(here)} the one here"
-            found.append(Finding("default", "information", text))
-            words.append(f"{key}={as_override(theirs)}")
-    return words
+            cause = (
+                f"{key}={show(theirs)} is added: it is the default of {launch.system}, and {show(here)} the one here"
+            )
+            launch.findings.info("default", cause, keys=key)
+            overrides.append(f"{key}={as_override(theirs)}")
+    return overrides
 
 
-def _accepted(overrides: list[str], schema: type, found: list[Finding]) -> list[str]:
-    """The overrides without those that are rejected, and with what has to be filled in."""
+def _report_other_defaults(overrides: list[str], launch: Launch) -> None:
+    """Report keys that the script leaves to verl's default, if the default here is another one."""
+    written = parse_overrides(overrides, launch.schema, Findings()).written
+    usual = shipped(SHIPPED[launch.schema]).values
+    program = "sft_trainer" if launch.schema is not PPOConfig else "verl"
+    for key, theirs in verl_keys().defaults[launch.program if "fsdp_" in launch.program else program].items():
+        if key not in written and theirs != (here := value_of(usual, key)):
+            launch.findings.info("default", f"{key}={show(here)} here, {show(theirs)} in verl", keys=key)
+
+
+# -- removing what is rejected -----------------------------------------------------------------------------------------
+
+
+def _accepted(overrides: list[str], schema: type, findings: Findings) -> list[str]:
+    """Return the overrides without those that are rejected, and with placeholders for required keys."""
     for _ in range(ROUNDS):
-        findings = judge(schema, overrides, SHIPPED[schema], elsewhere=True).findings
-        said = (finding for finding in findings.found if finding.severity != "information" or finding.code == "own-key")
-        found += [finding for finding in said if finding not in found]
+        result = resolve_config(schema, overrides, SHIPPED[schema], offline=True).findings
+        findings.add(*(item for item in result.items if item.severity != "info" or item.code == "own-key"))
         remaining = overrides
-        for finding in findings.refused:
+        for finding in result.errors:
             remaining = _without(remaining, finding, schema)
         if remaining == overrides:
             break
@@ -105,60 +154,119 @@ def _accepted(overrides: list[str], schema: type, found: list[Finding]) -> list[
 
 
 def _without(overrides: list[str], finding: Finding, schema: type) -> list[str]:
-    """The overrides less those that a finding speaks of: all of its reason, or those of the key that it names first."""
-    places = {text: place for text in overrides if (place := _place(text, finding.text, schema)) is not None}
-    for key, value in TO_FILL_IN.items():
-        if finding.text.startswith((f"{key} is not set", f"{key}=")):
-            return [*(text for text in overrides if text not in places), f"{key}={value}"]
-    return [text for text in overrides if not places or places.get(text) != min(places.values())]
-
-
-def _left_empty(overrides: list[str], found: list[Finding]) -> list[Finding]:
-    """Keys without a value, of which nothing has been said."""
-    keys = [text.lstrip("+").partition("=")[0] for text in overrides if text.endswith("=")]
-    text = "is empty: a variable that is not set here, or the output of a program, as none was run"
-    return [Finding("empty-value", "warning", f"{key} {text}") for key in keys if key not in str(found)]
-
-
-def _place(text: str, said: str, schema: type) -> int | None:
-    """Where a message speaks of the key that an override sets; None where it does not."""
-    name, keys = _keys(text, schema)
-    entry = entry_of(current_name(name))
-    if entry and entry.kind == "refused" and said.endswith(entry.why):
-        return 0
-    spoken = (re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", said) for key in (name, *keys))
-    named = [found.start() for found in spoken if found]
-    within = [said.find(key.rpartition(".")[0]) for key in keys if _names(said, key)]
-    return min(named or within, default=None)
-
-
-def _names(said: str, key: str) -> bool:
-    """Whether a message speaks of a section, and of this key in it by its last name."""
-    section, _, name = key.rpartition(".")
-    return f"{section}:" in said and re.search(rf"\b{re.escape(name)}\b", said) is not None
+    """Remove the overrides that an error is about: all that are unsupported for one reason, else those of the first of
+    its keys that the command sets."""
+    ranks = {}
+    for text in overrides:
+        names = [f"{name}." for name in _keys(text, schema)]  # findings may name the section that a key is in
+        ranks[text] = [
+            rank for rank, key in enumerate(finding.keys) if any(name.startswith(f"{key}.") for name in names)
+        ]
+    first = finding.keys[0] if finding.keys else ""
+    if first in PLACEHOLDERS:
+        return [*(text for text in overrides if not ranks[text]), f"{first}={PLACEHOLDERS[first]}"]
+    least = min((rank for matches in ranks.values() for rank in matches), default=None)
+    return [
+        text for text in overrides if not ranks[text] or not (finding.code == "unsupported" or least in ranks[text])
+    ]
 
 
 @functools.cache
-def _keys(text: str, schema: type) -> tuple[str, list[str]]:
-    """The key that an override names, and those that it sets."""
-    arguments = take([text], schema, Findings()).arguments
-    return text.lstrip("+~").partition("=")[0], [argument.lstrip("+~").partition("=")[0] for argument in arguments]
+def _keys(text: str, schema: type) -> list[str]:
+    """The keys by which findings may name an override: as written, its current name, and the keys that it sets."""
+    name = text.lstrip("+~").partition("=")[0]
+    arguments = parse_overrides([text], schema, Findings()).arguments
+    return [name, current_name(name), *(argument.lstrip("+~").partition("=")[0] for argument in arguments)]
 
 
-def _other_defaults(overrides: list[str], launch: Launch) -> Iterator[Finding]:
-    """Keys that the script leaves to verl, whose value here is another one."""
-    taken = take(overrides, launch.schema, Findings())
-    usual = shipped(SHIPPED[launch.schema]).values
-    program = "sft_trainer" if launch.schema is not PPOConfig else "verl"
-    for key, theirs in verl_keys().defaults[launch.program if "fsdp_" in launch.program else program].items():
-        if key not in taken.written and theirs != value_of(usual, key):
-            yield Finding("default", "information", f"{key}={show(value_of(usual, key))} here, {show(theirs)} in verl")
+# -- the launches of a script ------------------------------------------------------------------------------------------
 
 
-def _line(finding: Finding) -> str:
-    return f"{finding.severity} [{finding.code}] {readable(finding.text)}"
+def _launch_of_file(file: Path) -> Launch:
+    """Read a settings file by itself; its sections show which system it belongs to."""
+    values = file_values(file, []).values
+    system = "AReaL" if "gconfig" in values else "SkyRL" if "generator" in values else "verl"
+    launch = Launch(system, PPOConfig, [], options={"file": str(file)})
+    if system == "AReaL":
+        _warn_of_code("the script it is for", launch)
+    return launch
 
 
-def _print(text: str) -> None:
-    if text:
-        print(text)
+def _launch(words: list[str]) -> Launch | None:
+    """Return the training run that a command starts, if it starts one."""
+    programs = ((index, program) for index, word in enumerate(words) if (program := _program(word, words)))
+    index, program = next(programs, (0, None))
+    if program is None:
+        return None
+    system, schema, derived = program
+    launch = Launch(system, schema, [], re.split(r"[./]", words[index].removesuffix(".py"))[-1])
+    rest = iter(words[index + 1 :])
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option in OPTIONS:
+            launch.options[OPTIONS[option]] = value if equals else next(rest, "")
+        elif equals and not word.startswith("--"):
+            launch.overrides.append(word)
+    if schema is SFTConfig:
+        launch.overrides[:0] = _torchrun_devices(words[:index])
+    if "main_dapo" in words[index]:
+        launch.overrides.insert(0, "reward.reward_manager.name=dapo")  # the default of DAPO's settings file
+    if derived or system == "AReaL":
+        _warn_of_code(words[index], launch)
+    return launch
+
+
+def _program(word: str, words: list[str]) -> tuple[str, type, bool] | None:
+    """The system, schema, and whether the program has its own code; None if the word is no training program."""
+    name = word.removesuffix(".py")
+    for derived, programs in ((False, PROGRAMS), (True, DERIVED)):
+        for pattern, system, schema in programs:
+            if re.fullmatch(f"(.*/)?{pattern}", name):
+                return system, schema, derived
+    if word.endswith(".py") and "--config" in (other.partition("=")[0] for other in words):
+        return "AReaL", PPOConfig, True
+    return None
+
+
+def _warn_of_code(program: str, launch: Launch) -> None:
+    cause = f"{program} has code of its own (rewards, rollouts), which is not in the command below"
+    launch.findings.warn("program", cause)
+
+
+def _torchrun_devices(words: list[str]) -> Iterator[str]:
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in PER_NODE and (count := value if equals else words[index + 1]).isdecimal():
+            yield f"trainer.n_gpus_per_node={count}"
+
+
+def _read_file(launch: Launch, script: Path) -> None:
+    """Put the values of the launch's settings file before those of its command."""
+    options = launch.options
+    name = options.get("file") or str(Path(options.get("path", ""), options.get("name", ""))) if options else ""
+    if not name or (options.get("name") in SHIPPED_FILES and "path" not in options):
+        return
+    file = _find(Path(name), script)
+    if file is None:
+        cause = f"{name}: this settings file was not found, so none of its values are in the command below"
+        launch.findings.error("config-file", cause, f"run migrate in the directory from which {script.name} is started")
+        return
+    of_verl, known = launch.system == "verl", tree(launch.schema)
+    plain = file_values(file, [] if of_verl else [word.lstrip("+") for word in launch.overrides])
+    overrides = []
+    for key, value in leaves(plain.values).items():
+        target = plain.follows.get(key, "")
+        # verl's references to keys that exist here stay references.
+        shown: Any = f"${{{target}}}" if of_verl and target in known else value
+        if shown != MISSING:
+            overrides.append(f"{key}={as_override(shown)}")
+    launch.overrides = [*overrides, *launch.overrides]
+
+
+def _find(name: Path, script: Path) -> Path | None:
+    """Return the file as the script's program would find it, from this directory or one above the script."""
+    for directory in (Path.cwd(), *script.resolve().parents):
+        for path in (name, name.with_name(name.name + ".yaml"), Path("verl/trainer/config", f"{name}.yaml")):
+            if (directory / path).is_file():
+                return directory / path
+    return None

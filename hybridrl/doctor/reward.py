@@ -1,196 +1,325 @@
-"""`python -m hybridrl.doctor reward`: stored answers scored as in a run, and two reward files compared."""
+"""`python -m hybridrl.doctor reward`: scores stored responses as a run does, and compares two rewards.
+
+Also tries the reward on a few real rows of a run: does a response with the ground truth score more than an empty one?
+All rewards run in the scorer pool, so that an exception or a hanging call ends nothing here.
+"""
 
 import argparse
+import shutil
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import SHIPPED
-from hybridrl.config.findings import Finding, Findings
-from hybridrl.config.load import judge
-from hybridrl.config.schema_reward import RewardConfig
+from hybridrl.config.findings import Findings
+from hybridrl.config.load import resolve_config
+from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.data.prompts import Prompt
 from hybridrl.data.rows import Faults, Row, load_rows
-from hybridrl.doctor.findings import show
-from hybridrl.rewards.built_in import check_data_sources
+from hybridrl.doctor.check import show
+from hybridrl.rewards.built_in import check_data_sources, scorer_of
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer, Score
+from hybridrl.rewards.score import Score, ScoringRequest
 
-_KEY = "--rows"
-_SHOWN = 5  # rows of a kind
-_ANSWER_COLUMNS = ("output", "solution_str", "response", "prediction")
-_TRUTH_COLUMNS = ("gts", "ground_truth")
-_MOST_VALUES = 8
-_CUSTOM = "reward.custom_reward_function"
-# Keys that a run must have.
-_NOT_READ = ("data.train_files=rows.jsonl", "actor_rollout_ref.model.path=model")
+KEY = "--rows"
+SHOWN = 5  # rows that differ
+RESPONSE_COLUMNS = ("output", "solution_str", "response", "prediction")
+TRUTH_COLUMNS = ("gts", "ground_truth")
+MAX_VALUES = 8  # more values are summarized by quantiles
+CUSTOM = "reward.custom_reward_function"
+# Keys that a configuration needs; these values are never used.
+PLACEHOLDERS = ("data.train_files=rows.jsonl", "actor_rollout_ref.model.path=model")
+
+ROWS = 8
+SECONDS = 20.0
+# How a response states its result, by the built-in scorer that reads it.
+FORMS = {
+    "gsm8k": "#### {}",
+    "math": r"\boxed{{{}}}",
+    "math_dapo": r"Answer: \boxed{{{}}}",
+    "multiple_choice": r"\boxed{{{}}}",
+    "search_qa": "<answer>{}</answer>",
+}
+# Scorers whose ground truth is a task or tests, from which no response can be made.
+UNANSWERED = ("code", "countdown")
+# A custom function may read any of these.
+USUAL = ("{}", FORMS["gsm8k"], FORMS["math_dapo"], FORMS["search_qa"])
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A row's answer with its place, and the score that was stored beside it."""
+    """A row's response with its place in the file, and the score stored with it."""
 
     place: str
-    answer: Answer
+    request: ScoringRequest
     score: float | None
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.doctor reward",
-        description="Rows hold an answer (output, solution_str, response or prediction), its ground truth (gts, "
+        description="Rows hold a response (output, solution_str, response or prediction), its ground truth (gts, "
         "ground_truth or reward_model) and may hold data_source, extra_info and score: the samples that "
         "trainer.rollout_data_dir keeps are such rows.",
         allow_abbrev=False,
     )
     parser.add_argument("--rows", required=True, metavar="FILE", help=".jsonl, .json or .parquet")
-    parser.add_argument("--reward", metavar="FILE.py[:NAME]", help="the reward; left out: built in, by data_source")
-    parser.add_argument("--against", metavar="FILE.py[:NAME]", help="a second reward, for the same answers")
-    parser.add_argument("--data-source", metavar="NAME", default="", help="of rows that name none")
-    parser.add_argument("--json", action="store_true", help="findings for programs")
+    parser.add_argument("--reward", metavar="FILE.py[:NAME]", help="the reward; default: built in, by data_source")
+    parser.add_argument("--against", metavar="FILE.py[:NAME]", help="a second reward, for the same responses")
+    parser.add_argument("--data-source", metavar="NAME", default="", help="for rows that name none")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("overrides", nargs="*", metavar="reward.key=value")
     arguments = parser.parse_intermixed_args(argv)
-    try:
-        findings = examine(arguments)
-    except ConfigError as error:
-        findings = [Finding("reward.refused", "refused", line) for line in error.lines]
-    return show(Findings(findings), as_json=arguments.json)
+    findings = Findings()
+    with findings.gathered("reward.refused"):
+        examine(arguments, findings)
+    return show(findings, as_json=arguments.json)
 
 
-def examine(arguments: argparse.Namespace) -> list[Finding]:
-    """What there is to say of the rows' answers; ConfigError where they cannot be scored at all."""
-    rows = load(arguments.rows, arguments.data_source)
-    scores, seconds = score(reward_config(arguments.reward, arguments.overrides), rows)
-    findings = [*summary(scores, seconds), *faults(rows, scores), *differences(rows, scores, "stored", _stored(rows))]
+def examine(arguments: argparse.Namespace, findings: Findings) -> None:
+    """Score the rows and compare. Raises ConfigError if they cannot be scored at all."""
+    bad_rows = Faults(KEY)
+    rows = load_rows([arguments.rows], bad_rows, key=KEY, max_samples=-1, shuffle=False, seed=0)
+    parsed = [_parse(row, arguments.data_source, bad_rows) for row in rows]
+    bad_rows.close()
+    stored = [row for row in parsed if row is not None]
+    scores, seconds = _score(reward_config(arguments.reward, arguments.overrides), stored)
+    others = None
     if arguments.against:
-        others, _ = score(reward_config(arguments.against, arguments.overrides), rows)
-        findings += [*faults(rows, others, arguments.against), *differences(rows, scores, arguments.against, others)]
-    return findings
+        others, _ = _score(reward_config(arguments.against, arguments.overrides), stored)
+    _summarize(scores, seconds, findings)
+    _report_faults(stored, scores, "the reward", findings)
+    _compare(stored, scores, "stored", [Score(row.score) for row in stored], findings)
+    if others is not None:
+        _report_faults(stored, others, arguments.against, findings)
+        _compare(stored, scores, arguments.against, others, findings)
 
 
 def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
-    """The shipped section `reward` with keys set by hand, and the custom function in `file`."""
+    """Return the shipped section `reward` with overrides, and the custom function in `file` if one is given."""
     for override in overrides:
         if not override.lstrip("+").startswith("reward."):
-            raise ConfigError(f"{override}: give keys of rewards, as in reward.timeout=5")
+            raise ConfigError(f"{override}: only keys of rewards can be set here", fix="for example reward.timeout=5")
     if file is not None:
         path, colon, name = file.rpartition(":")
         path, name = (path, name) if colon and not name.startswith("//") else (file, "")
-        overrides = [*overrides, f"{_CUSTOM}.path={_quoted(path)}", *([f"{_CUSTOM}.name={name}"] if name else [])]
-    judgement = judge(PPOConfig, [*_NOT_READ, *overrides], SHIPPED[PPOConfig], elsewhere=True)
+        quoted = "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"  # for Hydra, whatever characters it has
+        overrides = [*overrides, f"{CUSTOM}.path={quoted}", *([f"{CUSTOM}.name={name}"] if name else [])]
+    judgement = resolve_config(PPOConfig, [*PLACEHOLDERS, *overrides], SHIPPED[PPOConfig], offline=True)
     judgement.findings.close()
     return judgement.config.reward
 
 
-def _quoted(text: str) -> str:
-    """A text as a value for Hydra, whatever is in it."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
+    values = row.values
+    response = next((values[name] for name in RESPONSE_COLUMNS if isinstance(values.get(name), str)), None)
+    model = values.get("reward_model")
+    truths = [values.get(name) for name in TRUTH_COLUMNS]
+    truths += [model.get("ground_truth")] if isinstance(model, dict) else []
+    truth = next((truth for truth in truths if truth is not None), None)
+    if response is None or truth is None:
+        missing = f"no response ({', '.join(RESPONSE_COLUMNS)})" if response is None else "no ground truth"
+        bad_rows.add(row.place, f"{missing}; the row has {', '.join(values)}")
+        return None
+    source, extra_info, score = values.get("data_source"), values.get("extra_info"), values.get("score")
+    return Stored(
+        row.place.rpartition(", ")[2],  # without the file, which is the same for all
+        ScoringRequest(str(source or data_source), response, truth, extra_info if isinstance(extra_info, dict) else {}),
+        float(score) if isinstance(score, int | float) else None,
+    )
 
 
-def load(file: str, data_source: str) -> list[Stored]:
-    wrong = Faults(_KEY)
-    rows = load_rows([file], wrong, key=_KEY, max_samples=-1, shuffle=False, seed=0)
-    stored = [_parse(row, data_source, wrong) for row in rows]
-    wrong.close()
-    return [row for row in stored if row is not None]
-
-
-def score(config: RewardConfig, rows: list[Stored]) -> tuple[list[Score], float]:
-    """The scores in order, and the seconds that scoring took without the start of the processes."""
-    sources = {row.answer.data_source for row in rows}
+def _score(config: RewardConfig, rows: list[Stored]) -> tuple[list[Score], float]:
+    """Return the scores in order, and the seconds that scoring took without the start of the processes."""
+    sources = {row.request.data_source for row in rows}
     if uses_built_in(config):
         check_data_sources(sources)
     with ScorerPool(config, None, sources) as pool:
         began = time.monotonic()
-        scores = [future.result() for future in pool.submit([row.answer for row in rows])]
+        scores = [future.result() for future in pool.submit([row.request for row in rows])]
         return scores, time.monotonic() - began
 
 
-def summary(scores: list[Score], seconds: float) -> list[Finding]:
-    values = [value for found in scores if (value := found.value) is not None]
-    rate = f"{len(scores)} answers in {seconds:.2f} s ({len(scores) / max(seconds, 1e-9):,.0f}/s)"
+def _summarize(scores: list[Score], seconds: float, findings: Findings) -> None:
+    values = [value for score in scores if (value := score.value) is not None]
+    rate = f"{len(scores)} responses in {seconds:.2f} s ({len(scores) / max(seconds, 1e-9):,.0f}/s)"
     if not values:
-        return [Finding("reward.scores", "warning", f"{rate}: none could be scored")]
-    findings = [
-        Finding("reward.scores", "information", f"{rate}: mean {statistics.fmean(values):.4f}; {spread(values)}")
-    ]
-    if len(values) > 1 and len(set(values)) == 1:
-        told = f"every score is {values[0]:g}: a run learns nothing from answers that are all alike"
-        findings.append(Finding("reward.constant", "warning", told, "look at a row and at how the answer is read"))
-    return findings
-
-
-def spread(values: list[float]) -> str:
-    """Each value with its count, or quantiles where there are many."""
+        findings.warn("reward.scores", f"{rate}: none could be scored")
+        return
     counts = Counter(values)
-    if len(counts) <= _MOST_VALUES:
-        return ", ".join(f"{value:g}: {count}" for value, count in sorted(counts.items()))
-    quarters = statistics.quantiles(values, n=4)
-    points = [min(values), *quarters, max(values)]
-    return "least, quarters, greatest: " + ", ".join(f"{point:.4g}" for point in points)
+    if len(counts) <= MAX_VALUES:
+        spread = ", ".join(f"{value:g}: {count}" for value, count in sorted(counts.items()))
+    else:
+        points = [min(values), *statistics.quantiles(values, n=4), max(values)]
+        spread = "minimum, quartiles, maximum: " + ", ".join(f"{point:.4g}" for point in points)
+    findings.info("reward.scores", f"{rate}: mean {statistics.fmean(values):.4f}; {spread}")
+    if len(values) > 1 and len(counts) == 1:
+        cause = f"every score is {values[0]:g}: a run learns nothing from identical scores"
+        findings.warn("reward.constant", cause, "look at a row and at how its response is read")
 
 
-def faults(rows: list[Stored], scores: list[Score], file: str = "the reward") -> list[Finding]:
-    findings = []
-    for fault, count in Counter(found.fault for found in scores if found.fault).items():
-        row, first = next((row, found) for row, found in zip(rows, scores, strict=True) if found.fault == fault)
-        told = f'{count} of {len(rows)} answers have no score from {file}: fault "{fault}", first at {row.place}'
-        findings.append(Finding(f"reward.fault.{fault.partition(':')[0]}", "warning", told, first.detail))
-    return findings
+def _report_faults(rows: list[Stored], scores: list[Score], reward: str, findings: Findings) -> None:
+    for fault, count in Counter(score.fault for score in scores if score.fault).items():
+        row, first = next((row, score) for row, score in zip(rows, scores, strict=True) if score.fault == fault)
+        cause = f'{count} of {len(rows)} responses have no score from {reward}: fault "{fault}", first at {row.place}'
+        findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, first.detail)
 
 
-def differences(rows: list[Stored], scores: list[Score], name: str, others: list[Score]) -> list[Finding]:
-    """Where two scores of the same answer differ; a score that is missing on either side is not compared."""
+def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[Score], findings: Findings) -> None:
+    """Report where two scores of a response differ; responses without one of the two are not compared."""
     both = [
         (row, mine.value, other.value)
         for row, mine, other in zip(rows, scores, others, strict=True)
         if mine.value is not None and other.value is not None
     ]
     if not both:
-        return []
-    apart = [item for item in both if abs(item[1] - item[2]) > 1e-6]
-    told = f"{len(both) - len(apart)} of {len(both)} scores agree with {name}"
-    findings = [Finding("reward.agreement", "information", told)]
-    for row, mine, other in apart[:_SHOWN]:
-        told = f"{row.place}: {mine:g} here, {other:g} {name}; ground truth {_short(row.answer.ground_truth)}"
-        findings.append(Finding("reward.differs", "information", f"{told}; answer ends {_short(row.answer.solution)}"))
-    if len(apart) > _SHOWN:
-        findings.append(Finding("reward.differs", "information", f"... and {len(apart) - _SHOWN} more"))
-    return findings
-
-
-def _stored(rows: list[Stored]) -> list[Score]:
-    return [Score(row.score) for row in rows]
-
-
-def _parse(row: Row, data_source: str, wrong: Faults) -> Stored | None:
-    values = row.values
-    answer = next((values[name] for name in _ANSWER_COLUMNS if isinstance(values.get(name), str)), None)
-    truth = _truth(values)
-    if answer is None or truth is None:
-        missing = f"no answer ({', '.join(_ANSWER_COLUMNS)})" if answer is None else "no ground truth"
-        wrong.add(row.place, f"{missing}; the row has {', '.join(values)}")
-        return None
-    source, extra_info, found = values.get("data_source"), values.get("extra_info"), values.get("score")
-    return Stored(
-        row.place.rpartition(", ")[2],  # all are of one file
-        Answer(str(source or data_source), answer, truth, extra_info if isinstance(extra_info, dict) else {}),
-        float(found) if isinstance(found, int | float) else None,
-    )
-
-
-def _truth(values: dict[str, Any]) -> Any:
-    model = values.get("reward_model")
-    given = [values.get(name) for name in _TRUTH_COLUMNS] + [
-        model.get("ground_truth") if isinstance(model, dict) else None
-    ]
-    return next((truth for truth in given if truth is not None), None)
+        return
+    differing = [item for item in both if abs(item[1] - item[2]) > 1e-6]
+    findings.info("reward.agreement", f"{len(both) - len(differing)} of {len(both)} scores agree with {name}")
+    for row, mine, other in differing[:SHOWN]:
+        cause = f"{row.place}: {mine:g} here, {other:g} {name}; ground truth {_short(row.request.ground_truth)}"
+        findings.info("reward.differs", f"{cause}; response ends {_short(row.request.solution)}")
+    if len(differing) > SHOWN:
+        findings.info("reward.differs", f"... and {len(differing) - SHOWN} more")
 
 
 def _short(value: Any) -> str:
     text = " ".join(str(value).split())
     return repr(text if len(text) <= 60 else "..." + text[-60:])
+
+
+# -- the reward on a run's rows ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A row's responses: an empty one, then those that state its ground truth; None for a score not there in time."""
+
+    prompt: Prompt
+    responses: tuple[str, ...]
+    scores: tuple[Score | None, ...] = ()
+
+    @property
+    def empty(self) -> float | None:
+        return self.scores[0].value if self.scores[0] else None
+
+    @property
+    def right(self) -> float | None:
+        """The best score of the ground truth in any form."""
+        return max((score.value for score in self.scores[1:] if score and score.value is not None), default=None)
+
+
+def try_reward(
+    config: RewardConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    findings: Findings,
+    seconds: float = SECONDS,
+) -> None:
+    """Score responses to a few rows. `seconds` limits all responses together; opening the pool has its own limit."""
+    trials = [Trial(prompt, _responses(prompt, uses_built_in(config))) for prompt in spread_rows(prompts, ROWS)]
+    directory = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"))
+    log = directory / "reward.log"
+    try:
+        with findings.gathered("reward.load"):
+            trials = _score_trials(config, trials, tokenizer, log, seconds)
+            _report_trial_faults(trials, config, seconds, log, findings)
+            for source in sorted({trial.prompt.data_source for trial in trials}):
+                _compare_trials(source, [trial for trial in trials if trial.prompt.data_source == source], findings)
+    finally:
+        if not any(str(log) in finding.text for finding in findings.items):
+            shutil.rmtree(directory)
+
+
+def spread_rows(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Select rows of every data source, evenly spaced."""
+    by_source: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_source.setdefault(prompt.data_source, []).append(index)
+    share = max(count // len(by_source), 1)
+    chosen = [indices[:: -(-len(indices) // share)] for indices in by_source.values()]
+    return [prompts[index] for indices in chosen for index in indices][: max(count, len(by_source))]
+
+
+def _responses(prompt: Prompt, built_in: bool) -> tuple[str, ...]:
+    """Make responses that state the ground truth as the scorer reads it."""
+    module, truth = scorer_of(prompt.data_source) if built_in else None, prompt.ground_truth
+    if module in UNANSWERED:
+        return ("",)
+    if module == "multiple_choice" and isinstance(truth, int):
+        truth = chr(ord("A") + truth)
+    truth = truth.get("target", truth) if isinstance(truth, dict) else truth
+    truth = truth[0] if isinstance(truth, list) and truth else truth
+    forms = (FORMS[module],) if module in FORMS else USUAL
+    return ("", *dict.fromkeys(form.format(truth) for form in forms))
+
+
+def _score_trials(
+    config: RewardConfig, trials: list[Trial], tokenizer: PreTrainedTokenizerBase, log: Path, seconds: float
+) -> list[Trial]:
+    # In processes even if the run would score in the driver: there nothing ends a call.
+    config = replace(config, num_workers=min(max(config.num_workers, 1), 2), retries=0)
+    with ScorerPool(config, log, {trial.prompt.data_source for trial in trials}) as pool:
+        began = time.monotonic()
+        requests = []
+        for prompt, text in ((trial.prompt, text) for trial in trials for text in trial.responses):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] if pool.takes_tokens else None
+            requests.append(ScoringRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, ids))
+        futures = pool.submit(requests)
+        wait(futures, timeout=began + seconds - time.monotonic())
+        scores = iter([future.result() if future.done() else None for future in futures])
+        return [replace(trial, scores=tuple(next(scores) for _ in trial.responses)) for trial in trials]
+
+
+def _report_trial_faults(
+    trials: list[Trial], config: RewardConfig, seconds: float, log: Path, findings: Findings
+) -> None:
+    scores = [score for trial in trials for score in trial.scores]
+    if late := scores.count(None):
+        cause = f"{late} of {len(scores)} responses had no score after {seconds:g} s, and a run ends a call only after "
+        cause += f"reward.timeout={config.timeout:g} seconds"
+        fix = "if scoring takes that long, skip this check: --no-reward"
+        findings.warn("reward.slow", cause, fix, keys="reward.timeout")
+    scored = [(trial, *pair) for trial in trials for pair in zip(trial.responses, trial.scores, strict=True)]
+    failed = [item for item in scored if item[2] is not None and item[2].fault is not None]
+    for fault in dict.fromkeys(score.fault for _, _, score in failed):
+        same = [item for item in failed if item[2].fault == fault]
+        trial, text, score = same[0]
+        cause = f"{len(same)} of {len(scores)} responses have no score: {score.detail}, first on row "
+        cause += f"{trial.prompt.row} with the response {text!r:.60}"
+        fix = f"see what it printed in {log}" if log.stat().st_size else ""
+        findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, fix)
+
+
+def _compare_trials(source: str, trials: list[Trial], findings: Findings) -> None:
+    """Compare the ground truth with an empty response, for one data source."""
+    comparable = [trial for trial in trials if trial.right is not None and trial.empty is not None]
+    if not comparable:
+        if all(len(trial.responses) == 1 for trial in trials):
+            cause = f"{source}: no response can be made from its ground truth, so only an empty one was tried"
+            findings.info("reward.tried", cause)
+        return
+    low = [trial for trial in comparable if trial.right <= trial.empty]
+    if not low:
+        pairs = Counter(f"{trial.right:g} against {trial.empty:g}" for trial in comparable)
+        values = ", ".join(f"{pair} on {count} row{'s' * (count > 1)}" for pair, count in pairs.items())
+        findings.info("reward.tried", f"{source}: the ground truth against an empty response: {values}")
+        return
+    one = low[0]
+    more = ", ..." if len(one.responses) > 4 else ""
+    cause = (
+        f"{source}: on {len(low)} of {len(comparable)} rows the ground truth scores no more than an empty response: "
+    )
+    cause += f"row {one.prompt.row}, ground truth {one.prompt.ground_truth!r:.60}, {one.right:g} against {one.empty:g} "
+    cause += f"(tried as {', '.join(map(repr, one.responses[1:4]))}{more})"
+    findings.warn("reward.ground-truth", cause, "unless it expects another form, check how it reads response and truth")

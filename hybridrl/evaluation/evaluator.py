@@ -1,4 +1,4 @@
-"""Validation: held-out prompts answered, scored and summed up under verl's names. Changes nothing in training."""
+"""Validation: held-out prompts, sampled, scored and summarised under verl's names. Changes nothing in training."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,40 +6,52 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybridrl.data.prompts import PromptDataset
-from hybridrl.experience.episodes import Respondent, Sample
-from hybridrl.rollout import RolloutPool, Sampling
+from hybridrl.experience.collector import ModeSwitch
+from hybridrl.experience.episodes import Episode, EpisodeRunner
+from hybridrl.rollout import Sampling
 
 BOOTSTRAP_DRAWS = 1000
 
 
-class Validator:
-    """The validation prompts and how they are answered."""
+class Evaluator:
+    """Scores the policy on held-out prompts."""
 
-    def __init__(self, prompts: PromptDataset, respondent: Respondent, sampling: Sampling, samples_per_prompt: int):
-        self.prompts, self.respondent = prompts, respondent
+    def __init__(
+        self,
+        engine: ModeSwitch,
+        prompts: PromptDataset,
+        runner: EpisodeRunner,
+        sampling: Sampling,
+        samples_per_prompt: int,
+    ) -> None:
+        self.engine, self.prompts, self.runner = engine, prompts, runner
         self.sampling, self.samples_per_prompt = sampling, samples_per_prompt
 
-    def validate(self, pool: RolloutPool) -> tuple[list[Sample], dict[str, float]]:
-        """Every sample, and the metrics. A fault of the grader counts as a score of 0, and is counted by itself."""
+    def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]:
+        """Return every sample of the policy after `step` steps, and the metrics. The engines keep the devices.
+
+        A fault of the grader counts as a score of 0, and faults are counted separately.
+        """
+        self.engine.to_rollout(version=step)
         prompts = list(self.prompts)
-        place = [f"validation {prompt.row}" for prompt in prompts]
-        samples, timings = self.respondent.respond(pool, prompts, self.samples_per_prompt, self.sampling, place)
+        seed_keys = [f"validation {prompt.row}" for prompt in prompts]
+        samples, timings = self.runner.run(prompts, self.samples_per_prompt, self.sampling, seed_keys)
         faults = sum(sample.score.fault is not None for sample in samples)
         metrics = validation_metrics(samples, self.samples_per_prompt)
-        metrics["val-aux/response_length/mean"] = float(np.mean([len(s.completion.token_ids) for s in samples]))
+        metrics["val-aux/response_length/mean"] = float(np.mean([sample.sampled_tokens for sample in samples]))
         if faults:
             metrics["val-aux/reward/faults"] = faults
         return samples, metrics | {"timing_s/testing": sum(timings.values())}
 
 
-def validation_metrics(samples: Sequence[Sample], count: int) -> dict[str, float]:
-    """mean@n, std@n, and bootstrap estimates of best@k, worst@k and maj@k, by data source and variable.
+def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, float]:
+    """Return mean@n, std@n, and bootstrap estimates of best@k, worst@k and maj@k, by data source and variable.
 
-    `val-core` holds the variable that matters (`acc` where the reward gives one, else `reward`) at the largest n; the
-    rest is `val-aux`. maj@k needs the reward to give `pred`: the score of the commonest prediction among k answers.
+    `val-core` holds the main variable (`acc` if the reward gives one, else `reward`) at the largest n; the rest is
+    `val-aux`. maj@k, the score of the most frequent prediction among k responses, needs the reward to give `pred`.
     """
     metrics: dict[str, float] = {}
-    sources: dict[str, list[list[Sample]]] = defaultdict(list)
+    sources: dict[str, list[list[Episode]]] = defaultdict(list)
     for start in range(0, len(samples), count):
         sources[samples[start].prompt.data_source].append(list(samples[start : start + count]))
     for source, groups in sources.items():
@@ -48,13 +60,13 @@ def validation_metrics(samples: Sequence[Sample], count: int) -> dict[str, float
         for variable, values in tables.items():
             for name, value in _table_metrics(values, _predictions(groups), count).items():
                 largest = name.split("@")[1].split("/")[0] == str(count)
-                told = variable == core and largest and not name.startswith(("std", "worst")) and "/std" not in name
-                metrics[f"{'val-core' if told else 'val-aux'}/{source}/{variable}/{name}"] = value
+                main = variable == core and largest and not name.startswith(("std", "worst")) and "/std" not in name
+                metrics[f"{'val-core' if main else 'val-aux'}/{source}/{variable}/{name}"] = value
     return metrics
 
 
-def _variables(groups: list[list[Sample]]) -> dict[str, np.ndarray]:
-    """Each numeric value of the scores as a table [prompts, samples]."""
+def _variables(groups: list[list[Episode]]) -> dict[str, np.ndarray]:
+    """Return each numeric value of the scores as a table [prompts, samples]."""
     tables = {"reward": np.array([[s.score.value or 0.0 for s in group] for group in groups])}
     names = sorted({name for group in groups for s in group for name in s.score.extras} - {"score"})
     for name in names:
@@ -64,8 +76,8 @@ def _variables(groups: list[list[Sample]]) -> dict[str, np.ndarray]:
     return tables
 
 
-def _predictions(groups: list[list[Sample]]) -> list[list[str]] | None:
-    """What each sample predicts; an answer whose grader failed predicts nothing. None where no reward tells."""
+def _predictions(groups: list[list[Episode]]) -> list[list[str]] | None:
+    """Return the prediction of each sample, empty if its grader failed; None if the reward gives no predictions."""
     if not any("pred" in sample.score.extras for group in groups for sample in group):
         return None
     return [[str(sample.score.extras.get("pred", "")) for sample in group] for group in groups]
@@ -93,7 +105,7 @@ def _table_metrics(values: np.ndarray, predictions: list[list[str]] | None, coun
 
 
 def _majority(values: np.ndarray, predictions: list[str], draws: np.ndarray) -> np.ndarray:
-    """For each draw, the value of the first sample that made the commonest prediction [draws]."""
+    """Return, per draw, the value of the first sample with the most frequent prediction [draws]."""
     words = np.unique(predictions, return_inverse=True)[1][draws]
     votes = (words[:, :, None] == words[:, None, :]).sum(axis=2)
     return values[draws[np.arange(len(draws)), votes.argmax(axis=1)]]

@@ -1,1 +1,1 @@
-"""What a training step learns from: prompts, responses, rewards, groups, and the batch made of them."""
+"""Experience: what a training step learns from, and the files that keep its samples."""

@@ -1,4 +1,4 @@
-"""Groups: the scored answers to one prompt, and how they become rows of a batch. Knows neither engines nor data."""
+"""Groups: the scored episodes of one prompt, and how they become rows of a batch. Knows neither engines nor data."""
 
 import math
 from collections.abc import Sequence
@@ -10,63 +10,65 @@ from torch import Tensor
 
 from hybridrl.batch import Batch, pack
 from hybridrl.config import ConfigError
-from hybridrl.experience.episodes import Sample
+from hybridrl.experience.episodes import Episode
 from hybridrl.rewards.score import Score
 
-PARTS_KEY = "algorithm.gdpo_reward_keys"
+COMPONENTS_KEY = "algorithm.gdpo_reward_keys"
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """The answers to one prompt that have a score; `position` is the prompt's place in the run's order.
+    """The episodes of one prompt that have a score; `position` is the prompt's place in the run's order.
 
-    `greedy` is the score of the prompt's greedy answer, where one was asked for.
+    `greedy` is the score of the prompt's greedy response, if one was sampled.
     """
 
     position: int
-    samples: list[Sample]
+    episodes: list[Episode]
     greedy: float | None = None
 
 
-def in_groups(samples: Sequence[Sample], positions: Sequence[int]) -> list[PromptGroup]:
-    """Sorted samples by prompt, less those without a score; a prompt that has none left is no group."""
-    scored = [sample for sample in samples if sample.score.value is not None]
-    by_prompt = groupby(scored, key=lambda sample: sample.completion.prompt)
-    return [PromptGroup(positions[prompt], list(members)) for prompt, members in by_prompt]
+def group_by_prompt(episodes: Sequence[Episode], positions: Sequence[int]) -> list[PromptGroup]:
+    """Return sorted episodes by prompt, without those that have no score; a prompt that has none left is no group."""
+    scored = [episode for episode in episodes if episode.score.value is not None]
+    by_prompt = groupby(scored, key=lambda episode: episode.group)
+    return [PromptGroup(positions[group], list(members)) for group, members in by_prompt]
 
 
-def reward_part(score: Score, name: str, key: str) -> float:
-    """What the reward gave under `name`, for the sake of the configuration's `key`; ConfigError where it is no number.
+def reward_component(score: Score, name: str, key: str) -> float:
+    """Return the number that the reward gave under `name`, which the configuration's `key` asks for; ConfigError if it
+    gave none.
 
-    A grader's fault that counts as a score of 0 has no parts: each counts as that 0.
+    A fault of the grader that counts as a score of 0 has no components: each counts as 0 as well.
     """
     if score.fault is not None and score.value is not None:
         return score.value
     value = score.extras.get(name)
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
-    found = f"gave {value!r:.80}" if name in score.extras else "gave nothing"
+    given = f"gave {value!r:.80}" if name in score.extras else "gave nothing"
     raise ConfigError(
-        f'{key}: the reward {found} under "{name}" where a number is needed; its keys are {", ".join(score.extras)}: '
-        f'name one of these, or have the reward function return "{name}" in its dict for every answer'
+        f'{key}: the reward {given} under "{name}" where a number is needed; its keys are {", ".join(score.extras)}',
+        fix=f'name one of these, or make the reward function return "{name}" in its dict for every response',
     )
 
 
 def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, mask_truncated: bool = False) -> Batch:
-    """Groups as packed rows, numbered in their order, with the parts of the reward named by `reward_keys`.
+    """Return the groups as packed rows, numbered in their order, with the reward components named by `reward_keys`.
 
-    With `mask_truncated` no token of an answer cut by the length limit is learnt from.
+    With `mask_truncated` no token of a response cut by the length limit is trained on.
     """
-    samples = [sample for group in groups for sample in group.samples]
-    scores = [sample.score for sample in samples]
-    sizes = torch.tensor([len(group.samples) for group in groups])
+    episodes = [episode for group in groups for episode in group.episodes]
+    rows, scores = [episode.row() for episode in episodes], [episode.score for episode in episodes]
+    sizes = torch.tensor([len(group.episodes) for group in groups])
     greedy = [group.greedy for group in groups]
-    parts = [[reward_part(score, name, PARTS_KEY) for name in reward_keys] for score in scores]
-    prompt_ids, prompt_lengths = pack([sample.prompt.ids for sample in samples], torch.int32)
-    response_ids, response_lengths = pack([sample.completion.token_ids for sample in samples], torch.int32)
-    log_probs, _ = pack([sample.completion.log_probs for sample in samples], torch.float32)
-    truncated = torch.tensor([sample.completion.truncated for sample in samples])
-    learnt = ~truncated if mask_truncated else torch.ones_like(truncated)
+    components = [[reward_component(score, name, COMPONENTS_KEY) for name in reward_keys] for score in scores]
+    prompt_ids, prompt_lengths = pack([row.prompt_ids for row in rows], torch.int32)
+    response_ids, response_lengths = pack([row.response_ids for row in rows], torch.int32)
+    log_probs, _ = pack([row.log_probs for row in rows], torch.float32)
+    sampled, _ = pack([row.mask for row in rows], torch.bool)
+    truncated = torch.tensor([episode.stop == "length" for episode in episodes])
+    trained_on = ~truncated if mask_truncated else torch.ones_like(truncated)
     return Batch(
         prompt_lengths=prompt_lengths,
         response_lengths=response_lengths,
@@ -74,19 +76,19 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
         response_ids=response_ids,
         group=torch.arange(len(groups)).repeat_interleave(sizes),
         position=torch.tensor([group.position for group in groups]).repeat_interleave(sizes),
-        sample=torch.tensor([sample.number for sample in samples]),
+        sample=torch.tensor([episode.sample for episode in episodes]),
         rewards=torch.tensor([score.value for score in scores]),
-        reward_parts=torch.tensor(parts) if reward_keys else None,
+        reward_parts=torch.tensor(components) if reward_keys else None,
         greedy_rewards=None if None in greedy else torch.tensor(greedy).repeat_interleave(sizes),
         truncated=truncated,
-        response_mask=learnt.repeat_interleave(response_lengths),
+        response_mask=sampled & trained_on.repeat_interleave(response_lengths),
         rollout_log_probs=log_probs,
         token_rewards=_token_rewards(scores, response_lengths.tolist()),
     )
 
 
 def _token_rewards(scores: Sequence[Score], lengths: Sequence[int]) -> Tensor | None:
-    """The rewards of all response tokens where any answer has its own; None: each score is its last token's."""
+    """Return the rewards of all response tokens if any score has some; None: each score belongs to the last token."""
     if all(score.token_rewards is None for score in scores):
         return None
     rows = [

@@ -1,47 +1,71 @@
-"""Experience: what a training step learns from. Owns the order of prompts; answers and scores are the respondent's."""
+"""What a training step learns from: prompts in the run's order, episodes, rewards and the batch made of them."""
 
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from hybridrl.batch import Batch
 from hybridrl.data.order import Order
 from hybridrl.data.prompts import PromptDataset
-from hybridrl.experience.batching import PromptGroup, in_groups, to_batch
+from hybridrl.experience.batching import PromptGroup, group_by_prompt, to_batch
 from hybridrl.experience.dynamic_sampling import Draws, GroupFilter
-from hybridrl.experience.episodes import Respondent, Sample
-from hybridrl.rewards.faults import FaultGuard
-from hybridrl.rewards.score import Score, part_means
-from hybridrl.rollout import RolloutPool, Sampling
+from hybridrl.experience.episodes import Episode, EpisodeRunner
+from hybridrl.rewards.postprocess import FaultGuard
+from hybridrl.rewards.score import Score, component_means
+from hybridrl.rollout import Sampling
 
 
 class NothingToLearnFrom(RuntimeError):
-    """A step in which no answer at all is left to learn from."""
+    """A step in which no response at all is left to train on."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """A step's experience: the rows to learn from, every sample drawn for them, and what happened on the way."""
+    """The experience of a step: the rows to train on, every episode that was run for them, and metrics."""
 
     batch: Batch
-    samples: list[Sample]
+    samples: list[Episode]
     metrics: dict[str, float]
 
 
-class Experience:
-    """The samples of each training step, in the run's seeded order of prompts.
+class Experience(Protocol):
+    """Where the batches of a run come from; owns rollout, weight versions and the mode of the devices.
 
-    `group_filter` drops groups without signal and draws further prompts (DAPO); with `greedy_baseline` each prompt is
-    answered greedily once more (ReMax, Li et al. 2023); `reward_keys` name the parts of the reward (GDPO);
-    `mask_truncated` keeps cut answers from being learnt. The run has `prompts_in_all` prompts; None: no end.
+    After `collect` the trainers have the devices. The state is a plain dictionary, and part of every checkpoint.
+    """
+
+    finished: bool  # whether the run has no further prompts
+    epochs: float  # passes over the data so far
+
+    def collect(self, step: int) -> Collected: ...
+    def problem(self) -> str: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class ModeSwitch(Protocol):
+    """Gives the devices to the engines, with the weights of a version, or to the trainers."""
+
+    def to_rollout(self, version: int) -> None: ...
+    def to_training(self) -> None: ...
+
+
+class SynchronousExperience:
+    """Samples each step's responses with the policy of the step before, in the run's seeded order of prompts.
+
+    `group_filter` drops groups without signal and draws further prompts (DAPO); with `greedy_baseline` one more
+    response per prompt is sampled greedily (ReMax, Li et al. 2023); `reward_keys` name the reward components (GDPO);
+    `mask_truncated` excludes truncated responses from training. The run has `prompts_in_all` prompts; None: no end.
     """
 
     def __init__(
         self,
+        engine: ModeSwitch,
         prompts: PromptDataset,
         order: Order,
-        respondent: Respondent,
+        runner: EpisodeRunner,
         guard: FaultGuard,
         *,
         prompts_per_step: int,
@@ -53,85 +77,98 @@ class Experience:
         mask_truncated: bool = False,
         prompts_in_all: int | None = None,
     ) -> None:
-        self.prompts, self.order, self.respondent = prompts, order, respondent
-        self.guard = guard
+        self.engine, self.prompts, self.order, self.runner, self.guard = engine, prompts, order, runner, guard
         self.prompts_per_step, self.samples_per_prompt, self.sampling = prompts_per_step, samples_per_prompt, sampling
         self.group_filter, self.greedy_baseline = group_filter, greedy_baseline
         self.reward_keys, self.mask_truncated = reward_keys, mask_truncated
         self.prompts_in_all = sys.maxsize if prompts_in_all is None else prompts_in_all
-        self.position = 0  # prompts drawn since the run began: all there is to know of the data's state
+        self.position = 0  # prompts drawn since the run began
 
     @property
     def finished(self) -> bool:
-        """Whether all prompts of the run have been drawn."""
         return self.position >= self.prompts_in_all
 
     @property
     def epochs(self) -> float:
-        """Passes over the rows that are done."""
         return self.position / self.order.size
 
-    def collect(self, pool: RolloutPool) -> Collected:
-        """Draw the next prompts, answer and score them; what happened is told as metrics under verl's names."""
+    def collect(self, step: int) -> Collected:
+        """Run episodes on the next prompts with the policy after `step - 1` steps; metrics have verl's names."""
         assert not self.finished
-        metrics: Counter[str] = Counter()  # sums over all that is asked in this step
-        draws, samples = self._draw(pool, metrics)
-        groups, scores = draws.kept[: draws.wanted], [sample.score for sample in samples]
+        self.engine.to_rollout(version=step - 1)
+        metrics: Counter[str] = Counter()  # sums over all rounds of this step
+        draws, episodes = self._draw(metrics)
+        groups, scores = draws.kept[: draws.wanted], [episode.score for episode in episodes]
         if self.greedy_baseline:
-            groups, judged = self._with_greedy(pool, groups, metrics)
-            scores += judged
+            groups, greedy_scores = self._with_greedy(groups, metrics)
+            scores += greedy_scores
+        self.engine.to_training()
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
-        told = draws.metrics() | self.guard.check(scores).metrics() | part_means(scores)
+        reported = draws.metrics() | self.guard.check(scores).metrics() | component_means(scores)
         if self.mask_truncated:
-            told["sampling/masked_truncated"] = _masked_rows(batch)
+            reported["sampling/masked_truncated"] = _masked_rows(batch)
         self.position += draws.prompts
-        told["training/epoch"] = (self.position - 1) // self.order.size
-        return Collected(batch, samples, dict(metrics) | told)
+        reported["training/epoch"] = (self.position - 1) // self.order.size
+        return Collected(batch, episodes, dict(metrics) | reported)
 
-    def _draw(self, pool: RolloutPool, metrics: Counter[str]) -> tuple[Draws, list[Sample]]:
-        """Draw until the step has its groups. Returns every sample drawn as well."""
+    def problem(self) -> str:
+        """Return why the last step should not be trusted; empty if it can be."""
+        return "the reward function failed on too many of the step's responses" if self.guard.steps_above else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.position, "fault_steps": self.guard.steps_above}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.guard.steps_above = state["prompts"], state["fault_steps"]
+
+    def _draw(self, metrics: Counter[str]) -> tuple[Draws, list[Episode]]:
+        """Draw prompts until the step has its groups. Returns every episode that was run as well."""
         left = self.prompts_in_all - self.position
         draws = Draws(self.group_filter, min(self.prompts_per_step, left), left, self.order.size)
-        drawn: list[Sample] = []
+        episodes: list[Episode] = []
         while count := draws.next_size():
             start = self.position + draws.prompts
             positions = range(start, start + count)
             prompts = [self.prompts[row] for row in self.order.rows(start, count)]
-            samples, seconds = self.respondent.respond(pool, prompts, self.samples_per_prompt, self.sampling, positions)
-            self.guard.settle([sample.score for sample in samples])
+            some, seconds = self.runner.run(prompts, self.samples_per_prompt, self.sampling, positions)
+            self.guard.apply([episode.score for episode in some])
             metrics.update(seconds)
-            drawn += samples
-            draws.add(count, in_groups(samples, positions))
+            episodes += some
+            draws.add(count, group_by_prompt(some, positions))
             if not draws.groups:
-                raise NothingToLearnFrom(_none_scored(drawn))
-        return draws, drawn
+                raise NothingToLearnFrom(_none_scored(episodes))
+        return draws, episodes
 
     def _with_greedy(
-        self, pool: RolloutPool, groups: Sequence[PromptGroup], metrics: Counter[str]
+        self, groups: Sequence[PromptGroup], metrics: Counter[str]
     ) -> tuple[list[PromptGroup], list[Score]]:
-        """The groups with the score of their prompt's greedy answer, less those where it has none; and all scores."""
-        prompts, positions = [group.samples[0].prompt for group in groups], [group.position for group in groups]
+        """Add the score of each prompt's greedy response; a group whose greedy response has none is dropped. Returns
+        all scores as well."""
+        prompts, positions = [group.episodes[0].prompt for group in groups], [group.position for group in groups]
         sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-        samples, seconds = self.respondent.respond(pool, prompts, 1, sampling, positions)
-        scores = [sample.score for sample in samples]
-        self.guard.settle(scores)
+        episodes, seconds = self.runner.run(prompts, 1, sampling, positions)
+        scores = [episode.score for episode in episodes]
+        self.guard.apply(scores)
         metrics["timing_s/gen_max"] = sum(seconds.values())
-        judged = [replace(group, greedy=sample.score.value) for group, sample in zip(groups, samples, strict=True)]
-        found = [group for group in judged if group.greedy is not None]
-        if not found:
-            raise NothingToLearnFrom(_none_scored(samples))
-        return found, scores
+        scored = [
+            replace(group, greedy=score.value)
+            for group, score in zip(groups, scores, strict=True)
+            if score.value is not None
+        ]
+        if not scored:
+            raise NothingToLearnFrom(_none_scored(episodes))
+        return scored, scores
 
 
-def _none_scored(samples: Sequence[Sample]) -> str:
-    faults = Counter(sample.score.fault for sample in samples)
-    return f"none of the {len(samples)} answers could be scored ({dict(faults)}): {samples[0].score.detail}"
+def _none_scored(episodes: Sequence[Episode]) -> str:
+    faults = Counter(episode.score.fault for episode in episodes)
+    return f"none of the {len(episodes)} responses could be scored ({dict(faults)}): {episodes[0].score.detail}"
 
 
 def _masked_rows(batch: Batch) -> int:
     if batch.truncated.all():
         raise NothingToLearnFrom(
-            f"each of the {len(batch)} answers was cut by the length limit, and such answers are masked; "
+            f"each of the {len(batch)} responses was cut by the length limit, and such responses are masked; "
             "raise data.max_response_length or set algorithm.mask_truncated=false"
         )
     return int(batch.truncated.sum())

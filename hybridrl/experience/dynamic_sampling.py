@@ -1,6 +1,6 @@
-"""Dynamic sampling (DAPO, Yu et al. 2025): groups without signal are dropped, further prompts drawn in their place.
+"""Dynamic sampling (DAPO, Yu et al. 2025): groups without signal are dropped and replaced by those of further prompts.
 
-Knows groups and numbers of prompts; answering them is experience.py's.
+Knows groups and numbers of prompts; the collector runs the episodes.
 """
 
 import logging
@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridrl.experience.batching import PromptGroup, reward_part
-from hybridrl.experience.episodes import Sample
+from hybridrl.experience.batching import PromptGroup, reward_component
+from hybridrl.experience.episodes import Episode
 
 logger = logging.getLogger(__name__)
 
@@ -18,36 +18,36 @@ SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 
 
 class NoSignal(RuntimeError):
-    """As many prompts were drawn as a step may draw, and the answers to too few of them differ."""
+    """A step drew as many prompts as it may, and the responses to too few of them differ."""
 
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Which groups have a signal and how often a step may draw: `max_batches` times, 0: one pass over the data.
+    """Which groups have a signal, and how often a step may draw: `max_batches` times; 0: up to one pass over the data.
 
     `metric` is "score" (verl's seq_reward and seq_final_reward mean the same here) or a key of the reward's dict.
-    `draw_size` prompts are drawn at a time; None: first what is wanted, then what is likely to be missing.
+    `draw_size` prompts are drawn at a time; None: first as many as are wanted, then as many as are probably missing.
     """
 
     metric: str
     max_batches: int
     draw_size: int | None = None
 
-    def value(self, sample: Sample) -> float:
-        if self.metric in SCORE_NAMES and sample.score.value is not None:
-            return sample.score.value
-        return reward_part(sample.score, self.metric, METRIC_KEY)
+    def value(self, episode: Episode) -> float:
+        if self.metric in SCORE_NAMES and episode.score.value is not None:
+            return episode.score.value
+        return reward_component(episode.score, self.metric, METRIC_KEY)
 
     def has_signal(self, group: PromptGroup) -> bool:
-        """Whether the answers differ in the metric."""
-        return len({self.value(sample) for sample in group.samples}) > 1
+        """Return whether the responses differ in the metric."""
+        return len({self.value(episode) for episode in group.episodes}) > 1
 
 
 @dataclass
 class Draws:
-    """What one step has drawn so far: `groups` are all there are, `kept` those to learn from.
+    """The groups that a step has drawn so far, and in `kept` those to train on.
 
-    `wanted` groups are to be kept; `left` prompts has the run from here on, and `data_size` a pass over the data.
+    `wanted` groups are to be kept. The run has `left` prompts from here on, and a pass over the data has `data_size`.
     """
 
     group_filter: GroupFilter | None
@@ -60,16 +60,16 @@ class Draws:
     kept: list[PromptGroup] = field(default_factory=list)
 
     def add(self, prompts: int, groups: Sequence[PromptGroup]) -> None:
-        """Take in one draw: the number of its prompts, and the groups that they gave."""
+        """Add one draw: the number of its prompts, and their groups."""
         self.rounds += 1
         self.prompts += prompts
         self.groups += groups
         self.kept += [group for group in groups if self.group_filter is None or self.group_filter.has_signal(group)]
 
     def next_size(self) -> int:
-        """How many prompts to draw next; 0: none, the step is full or the run has no further prompts.
+        """Return how many prompts to draw next; 0 if the step is full or the run has no further prompts.
 
-        Raises NoSignal where more are needed and the step may draw no more, or nothing at all was kept.
+        Raises NoSignal if more are needed and the step may draw no more, or if nothing at all was kept.
         """
         if self.group_filter is None:
             return 0 if self.rounds else self.wanted
@@ -102,17 +102,17 @@ class Draws:
         }
 
     def _likely(self) -> int:
-        """Prompts that will probably give the groups still missing, judged by the share kept so far."""
+        """Return how many prompts will probably fill the step, given the share kept so far."""
         missing = self.wanted - len(self.kept)
         return min(math.ceil(missing * self.prompts / len(self.kept)), self.wanted) if self.kept else self.wanted
 
     def _diagnosis(self, group_filter: GroupFilter) -> str:
-        flat = [group_filter.value(group.samples[0]) for group in self.groups if not group_filter.has_signal(group)]
-        seen = [group_filter.value(sample) for group in self.groups for sample in group.samples]
+        flat = [group_filter.value(group.episodes[0]) for group in self.groups if not group_filter.has_signal(group)]
+        seen = [group_filter.value(episode) for group in self.groups for episode in group.episodes]
         best, worst = max(seen), min(seen)
-        split = f"{flat.count(best)} with every answer at the best {group_filter.metric} seen ({best:g})"
+        split = f"{flat.count(best)} with every response at the best {group_filter.metric} seen ({best:g})"
         if worst < best:
-            split += f", {flat.count(worst)} with every answer at the worst ({worst:g})"
+            split += f", {flat.count(worst)} with every response at the worst ({worst:g})"
         at_limit = self.rounds == group_filter.max_batches
         bound = f"{LIMIT_KEY}={self.rounds}" if at_limit else "a pass over the data"
         if self.prompts == self.left:
@@ -120,6 +120,6 @@ class Draws:
         return (
             f"dynamic sampling found {len(self.kept)} of {self.wanted} groups in {self.rounds} draws ({bound}): "
             f"{len(flat)} of the {len(self.groups)} groups drawn had no signal, {split}; use data of other difficulty, "
-            f"raise actor_rollout_ref.rollout.n (more answers a prompt){f', raise {LIMIT_KEY}' if at_limit else ''} "
-            "or set algorithm.filter_groups.enable=false"
+            f"raise actor_rollout_ref.rollout.n (more responses per prompt)"
+            f"{f', raise {LIMIT_KEY}' if at_limit else ''} or set algorithm.filter_groups.enable=false"
         )

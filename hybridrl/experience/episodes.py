@@ -1,97 +1,143 @@
-"""Answers to prompts with their scores. Knows neither the order of prompts nor what is learnt from the answers.
+"""Episodes: responses to prompts with their scores. Knows neither the order of prompts nor what is trained on.
 
-Answers are scored while others are still being sampled. They are sorted by (prompt, sample) at the end, so that the
-order in which they happened to finish changes nothing.
+Responses are scored while others are still being sampled. Episodes are returned in the order of (prompt, sample), so
+that the order in which they happened to finish changes nothing.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
 
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer, Score
-from hybridrl.rewards.shaping import Shaping
-from hybridrl.rollout import Completion, Request, RolloutPool, Sampling, request_seed
+from hybridrl.rewards.postprocess import Shaping
+from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.rollout import Completion, Request, RolloutClient, Sampling, request_seed
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One answer to one prompt with its verdict; `number` counts the answers to that prompt."""
+class Turn:
+    """One call of the policy. Token ids that the engine sampled are never encoded again.
+
+    `observed` are the tokens that the context grew by before the call: in the first turn the prompt. `stop` is "stop"
+    or, if the response was truncated, "length".
+    """
+
+    observed: Sequence[int]
+    sampled: np.ndarray  # [T] int64
+    log_probs: np.ndarray  # [T] float32, as sampled
+    versions: np.ndarray | int  # the weight version of each token [T], or of all
+    stop: str
+
+    @staticmethod
+    def of(observed: Sequence[int], completion: Completion) -> "Turn":
+        stop = "length" if completion.truncated else "stop"
+        return Turn(observed, completion.token_ids, completion.log_probs, completion.versions, stop)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch. `mask` is true for the tokens that the policy sampled; others have log-prob 0."""
+
+    prompt_ids: Sequence[int]
+    response_ids: np.ndarray  # [T] int64
+    log_probs: np.ndarray  # [T] float32
+    mask: np.ndarray  # [T] bool
+
+
+@dataclass(frozen=True)
+class Episode:
+    """All turns from one prompt to the score; a single response is an episode of one turn.
+
+    `group` numbers the prompts of one call of the runner, `sample` the episodes of a prompt; `text` is the decoded
+    response.
+    """
 
     prompt: Prompt
-    number: int
-    completion: Completion
+    group: int
+    sample: int
+    turns: list[Turn]
     text: str
     score: Score
 
+    @property
+    def stop(self) -> str:
+        return self.turns[-1].stop
 
-class Respondent:
-    """Answers prompts with the rollout engines and has the answers scored."""
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.sampled) for turn in self.turns)
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        scorers: ScorerPool,
-        seed: int,
-        shaping: Shaping | None = None,
-    ) -> None:
-        self.tokenizer, self.scorers, self.seed, self.shaping = tokenizer, scorers, seed, shaping or Shaping()
+    def row(self) -> Row:
+        """Return the episode as one row: the first prompt, then all that was sampled and observed after it."""
+        first, *others = self.turns
+        ids, log_probs, mask = [first.sampled], [first.log_probs], [np.ones(len(first.sampled), dtype=bool)]
+        for turn in others:
+            observed = len(turn.observed)
+            ids += [np.asarray(turn.observed, dtype=np.int64), turn.sampled]
+            log_probs += [np.zeros(observed, dtype=np.float32), turn.log_probs]
+            mask += [np.zeros(observed, dtype=bool), np.ones(len(turn.sampled), dtype=bool)]
+        return Row(first.observed, np.concatenate(ids), np.concatenate(log_probs), np.concatenate(mask))
 
-    def respond(
-        self,
-        pool: RolloutPool,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        place: Sequence[int | str],
-    ) -> tuple[list[Sample], dict[str, float]]:
-        """`count` scored answers to each prompt, in order, and the seconds it took.
 
-        `place` names the prompts' draw: one value a prompt, from which, with the sample's number, its seed derives.
+class EpisodeRunner:
+    """Runs episodes of one turn: samples responses through the client and has them decoded and scored."""
+
+    def __init__(self, client: RolloutClient, scorers: ScorerPool, seed: int, shaping: Shaping | None = None) -> None:
+        self.client, self.scorers, self.seed, self.shaping = client, scorers, seed, shaping or Shaping()
+
+    def run(
+        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, seed_keys: Sequence[int | str]
+    ) -> tuple[list[Episode], dict[str, float]]:
+        """Return `count` scored episodes per prompt, in order, and the seconds it took.
+
+        Each seed derives from the prompt's seed key, one per prompt, and the number of the sample.
         """
-        began = time.monotonic()
         requests = [
-            Request(index, number, prompt.ids, request_seed(self.seed, place[index], number))
+            Request(index, sample, prompt.ids, request_seed(self.seed, seed_keys[index], sample), sampling)
             for index, prompt in enumerate(prompts)
-            for number in range(count)
+            for sample in range(count)
         ]
-        answered: list[tuple[Completion, Answer]] = []
+        return asyncio.run(self._run(prompts, requests))
+
+    async def _run(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request]
+    ) -> tuple[list[Episode], dict[str, float]]:
+        began = time.monotonic()
+        responses: list[tuple[int, Completion]] = []
         scores: list[Future[Score]] = []
-        for completions in pool.generate(requests, sampling):
-            texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-            answers = [self._answer(prompts[c.prompt], c, text) for c, text in zip(completions, texts, strict=True)]
-            answered += zip(completions, answers, strict=True)
+
+        def submit(finished: list[tuple[int, Completion]]) -> list[Future[Score]]:
+            pairs = [(prompts[requests[index].prompt], completion) for index, completion in finished]
+            return self.scorers.submit(
+                [ScoringRequest(p.data_source, None, p.ground_truth, p.extra_info, c.token_ids) for p, c in pairs]
+            )
+
+        async for finished in self.client.stream(requests):
+            responses += finished
             if not self.scorers.in_one_call:
-                scores += self.scorers.submit(answers)
+                scores += submit(finished)
         generated = time.monotonic()
         if self.scorers.in_one_call:
-            answered.sort(key=lambda item: (item[0].prompt, item[0].sample))
-            scores = self.scorers.submit([answer for _, answer in answered])
-        samples = [
-            Sample(
-                prompts[completion.prompt],
-                completion.sample,
-                completion,
-                answer.solution,
-                self._final(score, completion),
-            )
-            for (completion, answer), score in zip(answered, scores, strict=True)
+            responses.sort(key=lambda response: response[0])
+            scores = submit(responses)
+        episodes = [
+            (index, self._episode(prompts[requests[index].prompt], requests[index], completion, score.result()))
+            for (index, completion), score in zip(responses, scores, strict=True)
         ]
-        samples.sort(key=lambda sample: (sample.completion.prompt, sample.number))
-        return samples, {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
+        seconds = {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
+        return [episode for _, episode in sorted(episodes, key=lambda item: item[0])], seconds
 
-    def _answer(self, prompt: Prompt, completion: Completion, text: str) -> Answer:
-        tokens = list(completion.token_ids) if self.scorers.takes_tokens else None
-        return Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, tokens)
-
-    def _final(self, found: Future[Score], completion: Completion) -> Score:
-        """The score when it is there, shaped; rewards that are not one a token are the grader's fault."""
-        score, length = found.result(), len(completion.token_ids)
+    def _episode(self, prompt: Prompt, request: Request, completion: Completion, score: Score) -> Episode:
+        """Return the episode with the shaped score; a number of token rewards other than that of tokens is a fault of
+        the grader."""
+        text, length = score.text or "", len(completion.token_ids)
         if score.token_rewards is not None and len(score.token_rewards) != length:
-            told = f"returned {len(score.token_rewards)} token_rewards for an answer of {length} tokens"
-            return Score(None, fault="type", detail=told)
-        return self.shaping.shaped(score, length)
+            detail = f"returned {len(score.token_rewards)} token_rewards for a response of {length} tokens"
+            score = Score(None, fault="type", detail=detail)
+        turn = Turn.of(request.prompt_ids, completion)
+        return Episode(prompt, request.prompt, request.sample, [turn], text, self.shaping.shaped(score, length))

@@ -1,84 +1,79 @@
-"""What a run leaves behind: metrics to the loggers, samples to files and tables."""
+"""Sampled episodes in files, and a few of them as tables in the trackers."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrl.experience.episodes import Sample
+from hybridrl.experience.episodes import Episode
 from hybridrl.tracking import SampleRow, Tracker
-from hybridrl.tracking.log import warn
+from hybridrl.tracking.console import warn
 
 
-class Records:
-    """`training_dir` and `validation_dir` take every sample, one .jsonl a step, where they are set."""
+class SampleLog:
+    """Writes all samples of a step to a .jsonl file in `training_dir` and `validation_dir`, if set, and the first
+    `shown` of a validation to the tracker."""
 
     def __init__(self, tracker: Tracker, *, training_dir: str | None, validation_dir: str | None, shown: int) -> None:
-        self.tracker, self.training_dir, self.validation_dir, self.shown = (
-            tracker,
-            training_dir,
-            validation_dir,
-            shown,
-        )
+        self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
+        self.shown = shown
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.tracker.log(step, metrics)
-
-    def training_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def training_samples(self, step: int, episodes: Sequence[Episode]) -> None:
         if self.training_dir:
-            self._dump(Path(self.training_dir), step, samples)
+            self._dump(Path(self.training_dir), step, episodes)
 
-    def validation_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None:
         if self.validation_dir:
-            self._dump(Path(self.validation_dir), step, samples)
+            self._dump(Path(self.validation_dir), step, episodes)
         if self.shown > 0:
-            self.tracker.samples(step, [_row(sample) for sample in samples[: self.shown]])
+            self.tracker.samples(step, [_table_row(episode) for episode in episodes[: self.shown]])
 
     @staticmethod
-    def _dump(directory: Path, step: int, samples: Sequence[Sample]) -> None:
+    def _dump(directory: Path, step: int, episodes: Sequence[Episode]) -> None:
         path = directory / f"{step}.jsonl"
         try:
-            dump_samples(path, step, samples)
-        except OSError as error:  # a full disk ends no run
+            dump_samples(path, step, episodes)
+        except OSError as error:  # a full disk does not end the run
             path.unlink(missing_ok=True)
             warn(f"{path} could not be written: {error.strerror or error}; training continues")
 
-    def forget_after(self, step: int) -> None:
-        """Delete the samples of later steps: a run that goes on after this one makes those anew."""
+    def delete_after(self, step: int) -> None:
+        """Delete the samples of later steps, which a run that resumes after this one samples again."""
         for directory in filter(None, (self.training_dir, self.validation_dir)):
             for path in Path(directory).glob("*.jsonl"):
                 if path.stem.isdecimal() and int(path.stem) > step:
                     path.unlink()
 
 
-def dump_samples(path: Path, step: int, samples: Sequence[Sample]) -> None:
-    """One object a sample in verl's form: input, output, gts, score, step, and all that the reward said."""
+def dump_samples(path: Path, step: int, episodes: Sequence[Episode]) -> None:
+    """Write one JSON object per sample with verl's keys: input, output, gts, score, step, and all keys of the reward's
+    dict."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(
             {
-                "input": _text(sample),
-                "output": sample.text,
-                "gts": sample.prompt.ground_truth,
-                "score": sample.score.value,
+                "input": _prompt_text(episode),
+                "output": episode.text,
+                "gts": episode.prompt.ground_truth,
+                "score": episode.score.value,
                 "step": step,
-                **{name: value for name, value in sample.score.extras.items() if name != "score"},
-                **({"fault": sample.score.fault} if sample.score.fault else {}),
+                **{name: value for name, value in episode.score.extras.items() if name != "score"},
+                **({"fault": episode.score.fault} if episode.score.fault else {}),
             },
             ensure_ascii=False,
             default=str,
         )
-        for sample in samples
+        for episode in episodes
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _row(sample: Sample) -> SampleRow:
-    score = sample.score.value if sample.score.value is not None else float("nan")
-    return SampleRow(_text(sample), sample.text, str(sample.prompt.ground_truth), score)
+def _table_row(episode: Episode) -> SampleRow:
+    score = episode.score.value if episode.score.value is not None else float("nan")
+    return SampleRow(_prompt_text(episode), episode.text, str(episode.prompt.ground_truth), score)
 
 
-def _text(sample: Sample) -> str:
-    messages = sample.prompt.messages
+def _prompt_text(episode: Episode) -> str:
+    messages = episode.prompt.messages
     if isinstance(messages, str):
         return messages
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -1,1 +1,1 @@
-"""Saved shards -> a Hugging Face directory, which is proved equal to them. `python -m hybridrl.model_merger --help`"""
+"""Merge saved shards into a Hugging Face directory and verify it. `python -m hybridrl.model_merger --help`"""

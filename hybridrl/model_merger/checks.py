@@ -1,4 +1,4 @@
-"""Proofs that two sets of tensors are the same: what was written and what was read, or two saved models."""
+"""Checks that two sets of tensors are equal: what was written and what was read, or two saved models."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -7,42 +7,50 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.manifest import MANIFEST, faults
-from hybridrl.checkpoint.read import open_tensors, stored_tensors
-from hybridrl.checkpoint.stored import Stored
-from hybridrl.checkpoint.tensors import Tensors
+from hybridrl.checkpoint.adapter import PAIR
+from hybridrl.checkpoint.files import MANIFEST, faults
+from hybridrl.checkpoint.read import open_tensors, read_safetensors, stored_tensors
+from hybridrl.checkpoint.tensors import UNREADABLE, Tensors
 from hybridrl.checkpoint.write import one_thread
-from hybridrl.model_merger.source import CheckFailed, Source, type_names
+from hybridrl.model_merger.source import AdaptedModel, CheckFailed, Source, type_names
 
-# Compares a directory that was written with what it was made of, and says what it found. Raises CheckFailed.
+# Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
 Check = Callable[[Source, Path], str]
 
-# By their width: floating-point numbers are compared as such of their bits.
+# Integer types by size: floating-point numbers are compared by their bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+TOKENS = 64
+ATTENTION = "eager"  # exact for every family: other implementations ignore the logit caps of Gemma 2
 
 
 def check_damage(source: Source) -> str:
-    """Refuse files that are not as they were saved, where their checksums were saved too."""
-    step, wrong = source.directory.absolute().parent, source.tensors.faults()
+    """Raise CheckFailed if files differ from the checksums that were saved with them, if any."""
+    step, damaged = source.directory.absolute().parent, source.tensors.faults()
     with_manifest = (step / MANIFEST).is_file()
     if with_manifest:
-        wrong += faults(step, f"{source.directory.name}/")
-    if wrong:
-        raise CheckFailed(f"{source.directory} is damaged: {'; '.join(wrong[:3])}; merge another step")
-    return f"files as {MANIFEST} has them" if with_manifest else f"without {MANIFEST}"
+        damaged += faults(step, f"{source.directory.name}/")
+    if damaged:
+        raise CheckFailed(f"{source.directory} is damaged: {'; '.join(damaged[:3])}; merge another checkpoint")
+    return f"files match {MANIFEST}" if with_manifest else f"without {MANIFEST}"
 
 
 @one_thread()
 def check_tensors(source: Source, directory: Path) -> str:
-    """Read back what was written, and once more what it was made of."""
+    """Read back what was written, and its source once more, and compare them bit for bit."""
     written = stored_tensors(directory)
-    told = {name: (stored.shape, stored.dtype) for name, stored in written.items()}
-    if told != {name: (tensor.shape, tensor.dtype) for name, tensor in source.meta.items()}:
-        raise CheckFailed("other tensors were written than were to be")
-    wrong = [name for name in tracked(source.names, "checking") if not _is_written(source, name, written[name])]
-    if wrong:
-        raise CheckFailed(f"{len(wrong)} tensors were written otherwise than they were read: {', '.join(wrong[:3])}")
+    layout = {name: (stored.shape, stored.dtype) for name, stored in written.items()}
+    if layout != {name: (tensor.shape, tensor.dtype) for name, tensor in source.meta.items()}:
+        raise CheckFailed("the written tensors have other names, shapes or types than planned")
+    differing = []
+    for name in tracked(source.names, "checking"):
+        pieces = ((source.rounded(name, piece).reshape(-1), first) for first, piece in source.tensors.pieces(name))
+        if not all(_same(piece, written[name].elements(first, piece.numel())) for piece, first in pieces):
+            differing.append(name)
+    if differing:
+        raise CheckFailed(f"{len(differing)} tensors differ from what was read: {', '.join(differing[:3])}")
     for name, first in source.tied.items():
         if name in source.tensors.meta and not _same_values(source.tensors, name, first):
             raise CheckFailed(f"{name} is saved with other values than {first}, to which the configuration ties it")
@@ -50,39 +58,91 @@ def check_tensors(source: Source, directory: Path) -> str:
 
 
 def compare(source: Source, directory: Path) -> str:
-    """Hold a saved model against another, rounded to the other's types. Returns what was found, in words."""
+    """Compare two saved models, the first rounded to the types of the second; return a description of the result."""
     other = open_tensors(directory)
-    missing = [name for name in source.names if name not in other.meta]
-    more = [name for name in other.meta if name not in source.names and name not in source.tied]
-    wrong = [f"{name} is missing there" for name in missing] + [f"{name} is only there" for name in more]
+    only_there = [name for name in other.meta if name not in source.names and name not in source.tied]
+    differences = [f"{name} is missing there" for name in source.names if name not in other.meta]
+    differences += [f"{name} is only there" for name in only_there]
     for name in tracked([name for name in source.names if name in other.meta], "comparing"):
-        theirs = other.read(name)
-        ours = source.tensors.read(name).to(theirs.dtype)
-        if ours.shape != theirs.shape:
-            wrong.append(f"{name} is {list(ours.shape)} here and {list(theirs.shape)} there")
-        elif not _same(ours, theirs):
-            wrong.append(f"{name} differs by up to {float((ours.double() - theirs.double()).abs().max()):.2g}")
-    if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckFailed(f"{source.directory} and {directory} differ: {'; '.join(wrong[:3])}{more}")
+        there = other.read(name)
+        here = source.tensors.read(name).to(there.dtype)
+        if here.shape != there.shape:
+            differences.append(f"{name} is {list(here.shape)} here and {list(there.shape)} there")
+        elif not _same(here, there):
+            differences.append(f"{name} differs by up to {float((here.double() - there.double()).abs().max()):.2g}")
+    if differences:
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckFailed(f"{source.directory} and {directory} differ: {'; '.join(differences[:3])}{more}")
     return f"{len(source.names)} tensors equal bit for bit, in {type_names(other.meta)}"
 
 
+def check_adapter(adapted: AdaptedModel, source: Source, written: Path) -> str:
+    """Compare merged weights with base + scaling * B @ A in double precision, and with the base, from which they must
+    differ; return a description of the result."""
+    values, adapter = read_safetensors(written), adapted.adapter
+    names = [name for name in values.meta if adapter.pair(name)]
+    differing, largest = 0, 0.0
+    for name in names:
+        base, value = adapted.base.read(name), values.read(name)
+        a, b = (adapter.tensors.read(part).double() for part in adapter.pair(name))
+        expected, gap = (
+            base.double() + adapter.scaling * (b @ a),
+            (value.double() - base.to(value.dtype).double()).abs(),
+        )
+        # float32 rounding over the sums, then that of the written type
+        size = base.double().abs() + adapter.scaling * (b.abs() @ a.abs())
+        tolerance = size * ((len(a) + 2) * torch.finfo(torch.float32).eps + torch.finfo(value.dtype).eps)
+        if bool(((value.double() - expected).abs() > tolerance).any()):
+            raise CheckFailed(f"{name} is not the base's with the adapter added")
+        differing, largest = differing + bool(gap.any()), max(largest, float(gap.max()))
+    if len(names) * 2 != sum(PAIR in name for name in adapter.tensors.meta):
+        raise CheckFailed("the adapter has tensors for layers that the model does not have")
+    if not differing:
+        raise CheckFailed("the merged weights equal the base's: the adapter has not been trained yet (its B is zero)")
+    return (
+        f"{differing} of {len(names)} adapted weights differ from the base, by up to {largest:.2g}; all equal it + BA"
+    )
+
+
+def check_in_transformers(source: Source, directory: Path) -> str:
+    """Compare the outputs for fixed tokens of the directory and of the checkpoint's own tensors, in transformers."""
+    ids = torch.arange(TOKENS) * 37 % source.model.config.get_text_config().vocab_size
+    expected = outputs(checkpoint_model(source), ids)
+    try:
+        merged = type(source.model).from_pretrained(directory, dtype="auto", attn_implementation=ATTENTION)
+    except UNREADABLE as error:
+        raise CheckFailed(f"transformers cannot load what was written ({str(error).splitlines()[0]})") from error
+    gap = float((outputs(merged, ids) - expected).abs().max())
+    kind = "values" if source.is_value_model else "log-probs"
+    if gap != 0:
+        raise CheckFailed(f"in transformers {kind} differ by up to {gap:.2g} from those of the checkpoint")
+    return f"{kind} for {TOKENS} tokens equal"
+
+
+def checkpoint_model(source: Source) -> PreTrainedModel:
+    """Load the checkpoint's tensors into a model in memory, without the written files."""
+    tensors = {name: source.rounded(name, source.tensors.read(name)) for name in source.names}
+    options = {"dtype": source.dtype, "attn_implementation": ATTENTION}
+    return type(source.model).from_pretrained(None, config=source.model.config, state_dict=tensors, **options)
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the log-probs of all tokens but the first, or a value model's values of all, in float32."""
+    logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0].float()
+    if not model.can_generate():
+        return logits
+    return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+
+
 def tracked(names: Sequence[str], work: str) -> Iterable[str]:
-    """The names, with a bar on a terminal that says how far it is."""
+    """Iterate over names with a progress bar, if on a terminal."""
     console = Console(stderr=True)
     return track(names, work, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _is_written(source: Source, name: str, written: Stored) -> bool:
-    for first, piece in source.tensors.pieces(name):
-        if not _same(source.rounded(name, piece).reshape(-1), written.elements(first, piece.numel())):
-            return False
-    return True
-
-
 def _same_values(tensors: Tensors, one: str, other: str) -> bool:
-    """Piece by piece where they are cut alike, as two tensors of one shape are."""
+    """Compare piece by piece if the two tensors are cut alike, which is usual for equal shapes."""
     pairs = zip(tensors.pieces(one), tensors.pieces(other), strict=False)
     if all(first == second and _same(piece, twin) for (first, piece), (second, twin) in pairs):
         return True
@@ -90,7 +150,7 @@ def _same_values(tensors: Tensors, one: str, other: str) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and 0 is not -0."""
+    """Compare bit for bit: NaN equals itself, and 0 differs from -0."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(INTEGERS[one.itemsize]) for tensor in (one, other)))

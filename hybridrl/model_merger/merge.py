@@ -1,92 +1,181 @@
-"""Writing a Hugging Face directory: aside, checked there, and published by one rename."""
+"""Write a Hugging Face directory: in a hidden directory, checked there with a report, and published by one rename."""
 
+import hashlib
 import json
+import platform
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
-from hybridrl.checkpoint.disk import publish
+from hybridrl.checkpoint.adapter import ADAPTER_WEIGHTS, Adapter
+from hybridrl.checkpoint.files import publish
+from hybridrl.checkpoint.read import read_safetensors
+from hybridrl.checkpoint.resume import code_fingerprint
 from hybridrl.checkpoint.write import SHARD_BYTES, write_shards
 from hybridrl.config import ConfigError
-from hybridrl.config.model_directory import ADAPTER_CONFIG, resolve_model
-from hybridrl.model_merger.blank_model import CONFIG
+from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
 from hybridrl.model_merger.checks import Check, check_damage, check_tensors, tracked
-from hybridrl.model_merger.report import REPORT, describe, earlier_files, write_report
-from hybridrl.model_merger.source import Source
+from hybridrl.model_merger.source import CONFIG, CheckFailed, Source, type_name, type_names
 from hybridrl.runtime.timer import Stopwatch
 
-# What of a `huggingface` folder is not carried along.
+REPORT = "merge_report.json"
+# Not copied from a `huggingface` directory.
 WEIGHTS = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
-# And of the directory of an adapter's base, which may be a repository.
+# Nor from the directory of an adapter's base, which may be a repository.
 OTHERS = (ADAPTER_CONFIG, ".*", "*.gguf", "*.pth", "*.md", "original")
 
 
 def merge(
     source: Source, target: Path, further: dict[str, Check] | None = None, *, limit: int = SHARD_BYTES
 ) -> dict[str, Any]:
-    """Write the model to a directory, in files of at most `limit` bytes; check each tensor, and `further` by name.
-    Returns the report, which lies there too.
-
-    Raises ConfigError where the directory may not be written, Unreadable or CheckFailed where something is damaged; the
-    target is then as it was.
-    """
+    """Write the model to a directory, in files of at most `limit` bytes; check each tensor, then run the `further`
+    checks. Returns the report, which is written there too. Raises ConfigError if the directory must not be written,
+    Unreadable or CheckFailed if something is damaged; the target is then unchanged."""
     target = target.absolute()
-    aside, replaced = (target.with_name(f".{target.name}.{word}") for word in ("writing", "replaced"))
-    if replaced.is_dir() and not target.exists():
-        replaced.replace(target)  # a merge was killed between its last two renames
-    refuse_target(target, byte_count(source.meta))
     watch, checked = Stopwatch(), {}
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with _publishing(target, source.meta) as writing:
         with watch("check"):
             checked["source"] = check_damage(source)
         with watch("write"):
-            write_model(source, aside, limit)
+            write_model(source, writing, limit)
         with watch("check"):
-            checked["tensors"] = check_tensors(source, aside)
-            checked |= {name: check(source, aside) for name, check in (further or {}).items()}
-            report = describe(source, aside, target)
+            checked["tensors"] = check_tensors(source, writing)
+            checked |= {name: check(source, writing) for name, check in (further or {}).items()}
+            report = _describe(source, writing, target)
         seconds = {name.removeprefix("timing_s/"): round(taken, 3) for name, taken in watch.take().items()}
         report |= {"checked": checked, "seconds": seconds}
-        write_report(aside, report)
-        publish(aside, target, replaced)
-    finally:
-        for path in (aside, replaced):
-            shutil.rmtree(path, ignore_errors=True)
+        _write_report(writing, report)
     return report
 
 
-def refuse_target(target: Path, size: int) -> None:
-    """Refuse a directory with files that no merge wrote, and a disk that is too small."""
-    earlier = earlier_files(target)
-    found = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
-    others = [path for path in found if path.exists() and earlier.get(path) != path.stat().st_size]
-    if others:
-        raise ConfigError(
-            f"--target_dir={target}: {others[0]} is there, and no merge wrote it; move it away, or name another one"
-        )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < size:
-        raise ConfigError(
-            f"{target.parent} has {free / 1e9:.1f} GB free, and the model takes {size / 1e9:.1f}; make room, name "
-            f"another --target_dir, or write a smaller --dtype"
-        )
-
-
 def write_model(source: Source, directory: Path, limit: int = SHARD_BYTES) -> None:
-    """Weights, configuration, and what lies beside it: generation config, tokenizer, chat template, code."""
+    """Write weights, configuration and the files next to it: generation config, tokenizer, chat template, code."""
     ignore = shutil.ignore_patterns(*WEIGHTS, *OTHERS, REPORT)
-    for place in dict.fromkeys((source.huggingface, resolve_model(str(source.directory)))):
-        shutil.copytree(place, directory, ignore=ignore, dirs_exist_ok=True)
+    for path in dict.fromkeys((source.huggingface, resolve_model(str(source.directory)))):
+        shutil.copytree(path, directory, ignore=ignore, dirs_exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(source.settings(), indent=2) + "\n", encoding="utf-8")
     names = tracked(source.names, "writing")
     pieces = ((name, first, piece) for name in names for first, piece in source.tensors.pieces(name))
     write_shards(directory, source.meta, pieces, limit)
 
 
-def byte_count(meta: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in meta.values())
+def write_adapter(adapter: Adapter, directory: Path) -> str:
+    """Write an adapter in peft's layout and read it back; return a description of the result."""
+    ignore = shutil.ignore_patterns("*.safetensors", REPORT)
+    shutil.copytree(resolve_model(str(adapter.directory)), directory, ignore=ignore)
+    tensors = {name: adapter.tensors.read(name) for name in adapter.tensors.meta}
+    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    written = read_safetensors(directory, ADAPTER_WEIGHTS)
+    differing = [name for name, tensor in tensors.items() if not torch.equal(written.read(name), tensor)]
+    if differing or not (directory / ADAPTER_CONFIG).is_file():
+        raise CheckFailed(f"{len(differing)} tensors of the adapter differ from what was read")
+    return f"an adapter of rank {adapter.settings['r']}, {len(tensors)} tensors equal bit for bit"
+
+
+def publish_adapter(adapter: Adapter, target: Path) -> str:
+    """Write an adapter by itself, as `merge` writes a model, with the same errors; return a description of the
+    result."""
+    with _publishing(target.absolute(), adapter.tensors.meta) as writing:
+        result = write_adapter(adapter, writing)
+        source = {"directory": str(adapter.directory.absolute()), "form": adapter.tensors.form}
+        _write_report(writing, {"source": source, "files": _files_in(writing), "checked": {"tensors": result}})
+    return result
+
+
+@contextmanager
+def _publishing(target: Path, meta: dict[str, Tensor]) -> Iterator[Path]:
+    """Yield a hidden directory that replaces the target by one rename at the end, or is removed on any error."""
+    writing, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("writing", "replaced"))
+    if replaced.is_dir() and not target.exists():
+        replaced.replace(target)  # an earlier merge was killed between its last two renames
+    _check_target(target, sum(tensor.nbytes for tensor in meta.values()))
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        yield writing
+        publish(writing, target, replaced)
+    finally:
+        for path in (writing, replaced):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_target(target: Path, size: int) -> None:
+    """Raise ConfigError for a directory with files that no merge wrote, or a disk without room for `size` bytes."""
+    earlier = earlier_files(target)
+    existing = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+    others = [path for path in existing if path.exists() and earlier.get(path) != path.stat().st_size]
+    if others:
+        cause = f"--target_dir={target}: {others[0]} exists, and no merge wrote it"
+        raise ConfigError(cause, fix="move it away, or name another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < size:
+        raise ConfigError(
+            f"{target.parent} has {free / 1e9:.1f} GB free, and the model takes {size / 1e9:.1f}",
+            fix="free some space, name another --target_dir, or write a smaller --dtype",
+        )
+
+
+def earlier_files(target: Path) -> dict[Path, int]:
+    """Return the files that an earlier merge wrote to a directory, with their sizes; empty without its report."""
+    try:
+        report = target / REPORT
+        files = json.loads(report.read_text(encoding="utf-8"))["files"]
+        return {target / name: file["bytes"] for name, file in files.items()} | {report: report.stat().st_size}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _describe(source: Source, written: Path, target: Path) -> dict[str, Any]:
+    """Return the report: what was read, what is in `written` and will become `target`, and the versions used."""
+    step = re.fullmatch(r"global_step_(\d+)", source.directory.absolute().parent.name)
+    # Peak memory with mapped parts of files; getrusage would report the parent process's peak if that was larger.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return {
+        "source": {
+            "directory": str(source.directory.absolute()),
+            "step": int(step[1]) if step else None,
+            "form": source.tensors.form,
+        }
+        | _size(source.saved),
+        "written": {
+            "directory": str(target),
+            "model": type(source.model).__name__,
+            "dtype": type_name(source.dtype),
+            "tied": source.tied,
+        }
+        | _size(source.meta),
+        "files": _files_in(written),
+        "versions": code_fingerprint() | {"python": platform.python_version()},
+        "peak_memory_bytes": int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024,
+    }
+
+
+def _write_report(directory: Path, report: dict[str, Any]) -> None:
+    (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _files_in(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return size and SHA-256 of every file below a directory, by relative name."""
+    files = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    return files
+
+
+def _size(meta: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        "tensors": len(meta),
+        "parameters": sum(tensor.numel() for tensor in meta.values()),
+        "bytes": sum(tensor.nbytes for tensor in meta.values()),
+        "types": type_names(meta),
+    }

@@ -1,33 +1,51 @@
-"""What is merged: a saved model's tensors, and the model of its configuration, which says what they have to be."""
+"""What is merged: the tensors of a saved model, and the model its configuration describes, which they must match."""
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
+from hybridrl.checkpoint.adapter import PREFIX, Adapter, merged, open_adapter
 from hybridrl.checkpoint.published import as_published, parts
 from hybridrl.checkpoint.read import open_tensors
+from hybridrl.checkpoint.resume import model_fingerprint
+from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import Tensors
-from hybridrl.checkpoint.verl import holds_verl
+from hybridrl.checkpoint.verl.tensors import holds_verl
 from hybridrl.config import ConfigError
-from hybridrl.config.model_directory import resolve_model
-from hybridrl.model_merger.blank_model import CONFIG, blank_model
+from hybridrl.config.files import resolve_model
+
+CONFIG = "config.json"
+VALUE_HEADS = ("score.weight", "classifier.weight")
+# Ending of an architecture's name -> its auto class; all others (GPT2LMHeadModel) are language models.
+AUTO = {
+    "ForConditionalGeneration": AutoModelForImageTextToText,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
 
 
 class CheckFailed(Exception):
-    """What was read or written is not what it has to be; the message names it."""
+    """What was read or written is not what it must be; the message names it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A saved model and, without weights (meta device), the `model` it has to be. `names`: its tensors in the model's
-    order, and `parameters` those that training changes. `tied`: names of theirs that are but another name for one of
-    them. `dtype`: that of the parameters where they are merged."""
+    """A saved model and the `model` it must match, on the meta device. `names`: the tensors in the model's order;
+    `parameters`: those that training changes; `tied`: aliases -> names; `dtype`: the type to
+    write."""
 
     directory: Path
     huggingface: Path
@@ -39,13 +57,12 @@ class Source:
     dtype: torch.dtype
 
     @property
-    def gives_values(self) -> bool:
-        """Whether it says what a state is worth, and not which token comes next."""
+    def is_value_model(self) -> bool:
         return not self.model.can_generate()
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """Shapes and types as they are saved."""
+        """Shapes and types as saved."""
         return {name: self.tensors.meta[name] for name in self.names}
 
     @property
@@ -54,19 +71,16 @@ class Source:
         return {name: self.rounded(name, tensor) for name, tensor in self.saved.items()}
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter in the type to be written; buffers keep theirs, such as a router's corrections in float32."""
+        """Return a parameter in the type to write; buffers keep their type, such as a router's corrections in
+        float32."""
         return tensor.to(self.dtype) if name in self.parameters else tensor
 
-    def read(self, name: str) -> Tensor:
-        """A tensor whole, as it will be written."""
-        return self.rounded(name, self.tensors.read(name))
-
     def settings(self) -> dict[str, Any]:
-        """The configuration to write: as it was, but for the type and, of a value model, the class."""
+        """Return the configuration to write: the saved one with this type and, for a value model, its class."""
         settings = json.loads((self.huggingface / CONFIG).read_text(encoding="utf-8"))
         settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = type_name(self.dtype)
         settings["architectures"] = [type(self.model).__name__]
-        if self.gives_values:
+        if self.is_value_model:
             settings |= {"id2label": self.model.config.id2label, "label2id": self.model.config.label2id}
         return settings
 
@@ -88,51 +102,112 @@ def open_source(
     tensors: Tensors | None = None,
     huggingface: Path | None = None,
 ) -> Source:
-    """Open a saved model and hold its tensors against its configuration. `dtype` to merge it in; by default the one
-    that it computed in. `trusted`: code that the model brings may run. `tensors` and `huggingface` are given where the
-    directory holds an adapter, of which others are the base.
-
-    Raises ConfigError, or CheckFailed where tensors are missing, not the model's or of other shapes.
-    """
+    """Open a saved model and compare its tensors with its configuration. `dtype`: the type to merge it in, by default
+    the one it computed in. `trusted`: custom code of the model may run. `tensors` and `huggingface` are given for an
+    adapter. Raises ConfigError, or CheckFailed if tensors are missing, unknown, or of another shape."""
     tensors = tensors or open_tensors(directory)
     if adapters := [name for name in tensors.meta if "lora_" in name]:
-        raise ConfigError(
-            f"{directory} holds a LoRA adapter ({adapters[0]}), which is not merged yet; peft can merge it"
-        )
+        cause = f"{directory} holds a LoRA adapter ({adapters[0]}), which cannot be merged yet"
+        raise ConfigError(cause, fix="merge it with peft")
     huggingface = huggingface or resolve_model(str(directory))
-    model = blank_model(huggingface, tensors.meta, value_model=value_model, trusted=trusted)
+    model = _blank_model(huggingface, tensors.meta, value_model=value_model, trusted=trusted)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
     tied = {name: names[id(value)] for name, value in state.items() if names.get(id(value), name) != name}
     all_parts, parameters = parts(model), dict(model.named_parameters())
     expected = {name: value for part in all_parts for name, value in part.published.items()}
     tensors = as_published(tensors, model)
-    if wrong := _differences(tensors.meta, expected, tied):
+    if mismatch := _mismatch(tensors.meta, expected, tied):
         raise CheckFailed(
-            f"{directory}: of the tensors of {type(model).__name__}, {wrong}; it is not whole, or "
-            f"{huggingface / CONFIG} is of another model"
+            f"{directory}: of the tensors of {type(model).__name__}, {mismatch}; it is incomplete, or "
+            f"{huggingface / CONFIG} describes another model"
         )
     trained = frozenset(name for part in all_parts if part.names[0] in parameters for name in part.published)
-    dtype = dtype or _own_type(directory, model, [tensors.meta[name].dtype for name in trained])
+    dtype = dtype or _computed_type(directory, model, [tensors.meta[name].dtype for name in trained])
     return Source(directory, huggingface, tensors, model, tuple(expected), trained, tied, dtype)
 
 
-def _own_type(directory: Path, model: PreTrainedModel, saved: Iterable[torch.dtype]) -> torch.dtype:
-    """The type that a model computed in: ours have it in their configuration; of verl's, which does not say, bfloat16,
-    in which its own merger writes all. A wider one than was saved would add nothing."""
+def _blank_model(directory: Path, saved: dict[str, Tensor], *, value_model: bool, trusted: bool) -> PreTrainedModel:
+    """Build the model of a configuration on the meta device: a value model if stated, or if a value head was saved, as
+    verl keeps the language model's architecture in a critic's configuration."""
+    file = directory / CONFIG
+    if not file.is_file():
+        cause = f"{file} is missing, which describes the model"
+        raise ConfigError(cause, fix="copy it from the model that training started with")
+    try:
+        settings = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError) as error:
+        fix = "" if trusted else "--trust-remote-code runs custom code of the model"
+        raise ConfigError(f"{file}: {str(error).splitlines()[0][:200]}", fix=fix) from error
+    heads = [name for name in VALUE_HEADS if name in saved]
+    architecture = (settings.architectures or [""])[0]
+    if value_model or heads:
+        architecture = "ForTokenClassification"
+    if heads:
+        settings.num_labels = saved[heads[0]].shape[0]
+    kind = next((auto for ending, auto in AUTO.items() if architecture.endswith(ending)), AutoModelForCausalLM)
+    with torch.device("meta"):
+        try:
+            return kind.from_config(settings, trust_remote_code=trusted)
+        except ValueError as error:
+            raise ConfigError(f"{file}: {str(error).splitlines()[0][:200]}") from error
+
+
+def _computed_type(directory: Path, model: PreTrainedModel, saved: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the type a model computed in, but none wider than saved, which would add nothing. hybridrl records it in
+    the configuration; verl does not, and its own merger writes bfloat16."""
     widest = max(saved, key=lambda kind: kind.itemsize)
     computed_in = torch.bfloat16 if holds_verl(directory) else model.config.dtype
     return widest if computed_in is None or computed_in.itemsize > widest.itemsize else computed_in
 
 
-def _differences(saved: dict[str, Tensor], expected: dict[str, Tensor], tied: dict[str, str]) -> str:
-    """In which of three ways the tensors are not those of the model, in words; empty where they are."""
-    common = [name for name in expected if name in saved]
-    shapes = {name: f"{name}: {list(saved[name].shape)} for {list(expected[name].shape)}" for name in common}
-    wrong = {
+def _mismatch(saved: dict[str, Tensor], expected: dict[str, Tensor], tied: dict[str, str]) -> str:
+    """Describe the first of three ways in which tensors differ from the model's; empty if they match."""
+    common = [name for name in expected if name in saved and saved[name].shape != expected[name].shape]
+    mismatches = {
         "missing": [name for name in expected if name not in saved],
         "not the model's": [name for name in saved if name not in expected and name not in tied],
-        "of another shape": [shapes[name] for name in common if saved[name].shape != expected[name].shape],
+        "of another shape": [f"{n}: {list(saved[n].shape)} for {list(expected[n].shape)}" for n in common],
     }
-    found = (f"{len(names)} are {words} ({', '.join(names[:3])})" for words, names in wrong.items() if names)
-    return next(found, "")
+    lines = (f"{len(names)} are {kind} ({', '.join(names[:3])})" for kind, names in mismatches.items() if names)
+    return next(lines, "")
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """An adapter, and the model it was trained on: its `directory`, and the tensors of `base`."""
+
+    adapter: Adapter
+    directory: Path
+    base: Tensors
+
+    def source(self, dtype: torch.dtype | None, *, value_model: bool, trusted: bool) -> Source:
+        """Open the merged model. A value model has its own head in place of the language model's."""
+        tensors = merged(self.base, self.adapter)
+        if self.adapter.settings.get("task_type") == "TOKEN_CLS":
+            within = {name.removeprefix(PREFIX).split(".")[0] for name in self.adapter.tensors.meta}
+            meta = {name: tensor for name, tensor in tensors.meta.items() if name.split(".")[0] in within}
+            tensors = replace(tensors, meta=meta)
+        options = {"value_model": value_model, "trusted": trusted, "tensors": tensors}
+        return open_source(self.adapter.directory, dtype, huggingface=resolve_model(str(self.directory)), **options)
+
+
+def open_adapted(directory: Path, base: str | None) -> AdaptedModel:
+    """Open an adapter and its base model; `base` names the base if it has moved. Raises ConfigError if the base is
+    missing, or has other weights than the adapter was trained on."""
+    adapter = open_adapter(directory)
+    name = base or adapter.settings["base_model_name_or_path"]
+    path = Path(name)
+    if not path.is_dir():
+        try:
+            path = Path(snapshot_download(name))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            cause = f"{directory} is an adapter of {name}, which is not there"
+            raise ConfigError(cause, fix="name the directory of that model: --base DIR") from error
+    state = directory.absolute().parent / STATE
+    bases = json.loads(state.read_text(encoding="utf-8")).get("bases", {}) if state.is_file() else {}
+    known = [base for key, base in bases.items() if key.startswith("critic") == (directory.name == "critic")]
+    if known and model_fingerprint(str(path) if Path(name).is_dir() else name) not in known:
+        cause = f"{name} has other weights than the model that {directory} was trained on"
+        raise ConfigError(cause, fix="name that model: --base")
+    return AdaptedModel(adapter, path, open_tensors(path))

@@ -1,4 +1,4 @@
-"""The merged directory loaded by vLLM, which answers greedily, against the checkpoint's own model in transformers."""
+"""Compare a merged directory in vLLM, decoding greedily, with the checkpoint's own tensors in transformers."""
 
 from pathlib import Path
 
@@ -6,39 +6,39 @@ import torch
 from vllm import LLM, SamplingParams
 
 from hybridrl.checkpoint.tensors import UNREADABLE
+from hybridrl.model_merger.checks import checkpoint_model, outputs
 from hybridrl.model_merger.source import CheckFailed, Source, type_name
-from hybridrl.model_merger.transformers_check import answers, own_model
-from hybridrl.rollout.vllm import repairs
+from hybridrl.rollout.vllm.repairs import Repaired, prepare_for
 
-PROMPT, ANSWER = 8, 24
-# The largest difference of a log-prob that rounding explains, by the type of the weights.
+PROMPT, RESPONSE = 8, 24  # tokens
+# The largest difference between log-probs that rounding explains, by the type of the weights.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 def check_in_vllm(source: Source, directory: Path) -> str:
-    """Refuse a directory of whose answer in vLLM transformers says otherwise. Returns what was found, in words."""
+    """Compare the log-probs of a greedy response; return a description of the result, or raise CheckFailed."""
     prompt = [number * 37 % source.model.config.get_text_config().vocab_size for number in range(PROMPT)]
-    repairs.prepare_for(directory)
+    prepare_for(directory)
     try:
         engine = LLM(
             model=str(directory),
             dtype=type_name(source.dtype),
             skip_tokenizer_init=True,
             enforce_eager=True,
-            max_model_len=PROMPT + ANSWER,
+            max_model_len=PROMPT + RESPONSE,
             max_num_seqs=1,
             kv_cache_memory_bytes=256 << 20,
-            worker_extension_cls=f"{repairs.__name__}.Repaired",
+            worker_extension_cls=f"{Repaired.__module__}.{Repaired.__qualname__}",
         )
     except UNREADABLE as error:
-        raise CheckFailed(
-            f"vLLM cannot load what was written ({str(error).splitlines()[0]}); --verify transformers needs no vLLM"
-        ) from error
-    greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=0, detokenize=False)
-    answer = engine.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
-    theirs = torch.tensor([step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)])
-    ours = answers(own_model(source), torch.tensor([*prompt, *answer.token_ids]))[-ANSWER:]
-    gap = float((theirs - ours).abs().max())
+        cause = f"vLLM cannot load what was written ({str(error).splitlines()[0]})"
+        raise CheckFailed(f"{cause}; --verify transformers needs no vLLM") from error
+    greedy = SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, logprobs=0, detokenize=False)
+    response = engine.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
+    steps = zip(response.token_ids, response.logprobs, strict=True)
+    rollout = torch.tensor([step[token].logprob for token, step in steps])
+    expected = outputs(checkpoint_model(source), torch.tensor([*prompt, *response.token_ids]))[-RESPONSE:]
+    gap = float((rollout - expected).abs().max())
     if not gap <= TOLERANCE[source.dtype]:
         raise CheckFailed(f"in vLLM log-probs differ by up to {gap:.2g} from those of the checkpoint")
-    return f"greedy log-probs of {ANSWER} tokens within {gap:.1g} of transformers'"
+    return f"greedy log-probs of {RESPONSE} tokens within {gap:.1g} of transformers'"

@@ -1,4 +1,4 @@
-"""The scorers that come along, by `data_source`. A new one is a file in `scorers/` and a line in a table here."""
+"""Built-in scorers by `data_source`. A new one is a function in `scorers/` and a line in the tables here."""
 
 import functools
 import importlib
@@ -8,7 +8,17 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 
-# Names of data, and of modules in `scorers/`. They are loaded when rows ask for them: one of them imports sympy.
+# The function of each scorer; its file is imported when rows need it, since one of them imports sympy.
+_FUNCTIONS = {
+    "gsm8k": "short_answers:score_gsm8k",
+    "countdown": "short_answers:score_countdown",
+    "multiple_choice": "short_answers:score_multiple_choice",
+    "search_qa": "short_answers:score_search_qa",
+    "math": "math:compute_score",
+    "math_dapo": "math:compute_dapo_score",
+    "code": "code:compute_score",
+}
+# Scorers by data source.
 SCORERS = {
     "openai/gsm8k": "gsm8k",
     "gsm8k": "gsm8k",
@@ -29,58 +39,59 @@ SCORERS = {
     "openai_humaneval": "code",
     "areal/code": "code",
 }
-# Beginnings of names, where the whole name is not above.
+# Scorers by the beginning of a data source that is not above.
 FAMILIES = {"numina_": "math", "amc": "math", "aime": "math_dapo", "searchR1_": "search_qa"}
-# An answer's CPU seconds, beyond which the answer is wrong; the slowest graded answer takes half a second.
+# CPU seconds per response, beyond which it counts as wrong; the slowest correct response takes half a second.
 CPU_SECONDS = 3
 
-# A ground truth that each scorer can be tried on together with an empty answer.
+# A ground truth on which a scorer can be tried with an empty response, if not an empty text.
 _TRIAL_TRUTH = {"code": "pass"}
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> Any:
-    """The score by the scorer for `data_source`, with those options that it takes; ConfigError where there is none."""
+    """Score by the scorer of `data_source`, with those options that it takes; ConfigError if there is none."""
     check_data_sources([data_source])
-    scorer, known = _scorer(module_of(data_source))
-    return scorer(solution_str, ground_truth, **{name: value for name, value in options.items() if name in known})
+    scorer, taken = _load(scorer_of(data_source))
+    return scorer(solution_str, ground_truth, **{name: value for name, value in options.items() if name in taken})
 
 
 def prepare(data_sources: Iterable[str], options: dict[str, Any]) -> None:
-    """Load the scorers of these data; ConfigError for an option that none of them takes, or one of them refuses."""
-    modules = sorted({module for name in data_sources if (module := module_of(name)) is not None})
-    known = {name for module in modules for name in _scorer(module)[1]}
-    if modules and (unknown := sorted(set(options) - known)):
+    """Load the scorers of these data; ConfigError for an option that none of them takes, or that one rejects."""
+    names = sorted({scorer for source in data_sources if (scorer := scorer_of(source)) is not None})
+    known = {option for name in names for option in _load(name)[1]}
+    if names and (unknown := sorted(set(options) - known)):
         raise ConfigError(
             f"reward.custom_reward_function.reward_kwargs.{unknown[0]}: the built-in scorers of these data "
-            f"({', '.join(modules)}) have no such option; they have {', '.join(sorted(known)) or 'none'}"
+            f"({', '.join(names)}) have no such option",
+            fix=f"they have {', '.join(sorted(known)) or 'none'}",
         )
-    for module in modules:
-        scorer, known_here = _scorer(module)
-        own = {name: value for name, value in options.items() if name in known_here}
-        scorer("", _TRIAL_TRUTH.get(module, ""), **own)
+    for name in names:
+        scorer, taken = _load(name)
+        scorer("", _TRIAL_TRUTH.get(name, ""), **{name: value for name, value in options.items() if name in taken})
 
 
 def check_data_sources(names: Iterable[str]) -> None:
-    """Refuse rows for which no scorer is built in; to be asked only where no custom function is set."""
-    unknown = sorted({str(name) for name in names if module_of(name) is None})
+    """Raise ConfigError for rows without a built-in scorer; to be called only if no custom function is set."""
+    unknown = sorted({str(name) for name in names if scorer_of(name) is None})
     if unknown:
         built_in = [*SCORERS, *(f"{beginning}*" for beginning in FAMILIES)]
         raise ConfigError(
-            f"no reward is built in for data_source {', '.join(unknown)} (built in: {', '.join(built_in)}); "
-            "set reward.custom_reward_function.path to a .py file with your own function"
+            f"no reward is built in for data_source {', '.join(unknown)} (built in: {', '.join(built_in)})",
+            fix="set reward.custom_reward_function.path to a .py file with a custom function",
         )
 
 
-def module_of(data_source: str) -> str | None:
-    """The module in `scorers/` that judges answers to rows of this data, or None."""
-    families = (module for beginning, module in FAMILIES.items() if str(data_source).startswith(beginning))
+def scorer_of(data_source: str) -> str | None:
+    """Return the name of the scorer for rows of this data, or None."""
+    families = (scorer for beginning, scorer in FAMILIES.items() if str(data_source).startswith(beginning))
     return SCORERS.get(data_source) or next(families, None)
 
 
 @functools.cache
-def _scorer(module: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """The function of a module in `scorers/`, and the names of its options."""
-    scorer = importlib.import_module(f"hybridrl.rewards.scorers.{module}").compute_score
-    return scorer, tuple(inspect.signature(scorer).parameters)[2:]
+def _load(scorer: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return the function of a scorer, and the names of its options."""
+    file, _, name = _FUNCTIONS[scorer].partition(":")
+    function = vars(importlib.import_module(f"hybridrl.rewards.scorers.{file}"))[name]
+    return function, tuple(inspect.signature(function).parameters)[2:]

@@ -1,57 +1,106 @@
-"""Answers in, one Score each out, from processes in which no answer takes longer than its time limit.
+"""Scores requests in processes, each response within a time limit; requests in, one Score each out.
 
-Own code, since a library's pool runs the driver's main module again in each process, is lost as a whole where
-an idle process is killed from outside, and leaves alive what a hung scorer has started.
+A library's process pool would run the driver's main module again in each process, is lost as a whole when an idle
+process is killed from outside, and does not kill what a hung scorer has started.
 """
 
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from hybridrl.config.schema_reward import RewardConfig
-from hybridrl.rewards.built_in import CPU_SECONDS
-from hybridrl.rewards.load import load_reward
-from hybridrl.rewards.managers import in_one_call, processes
+from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.rewards.load import in_one_call, load_reward, processes
 from hybridrl.rewards.process import ScoringProcess
-from hybridrl.rewards.score import Answer, Score
+from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.rewards.worker import Scoring
 
-_MOST_AT_ONCE = 64  # answers sent to a process together: enough that sending costs little beside scoring
+_MOST_AT_ONCE = 256  # requests sent to a scorer together: enough that sending is cheap compared with scoring
+
+
+class Scorer(Protocol):
+    """Scores requests one list at a time: in this process, in one that it supervises, or on another machine."""
+
+    def start(self) -> bool:
+        """Load the reward; return whether it reads token ids. ConfigError: it could not be loaded."""
+
+    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
+        """Yield one Score per request, in order."""
+
+    def stop(self) -> None:
+        """End what is running and do not start again; from any thread."""
+
+    def close(self) -> None:
+        """Release the connection; from the thread that called the other methods."""
+
+
+class CallerScorer:
+    """Scores in the caller's thread, without a time limit."""
+
+    def __init__(self, config: RewardConfig, data_sources: Collection[str]) -> None:
+        self._config, self._data_sources = config, data_sources
+
+    def start(self) -> bool:
+        reward = load_reward(self._config, self._data_sources)
+        self._scoring = Scoring(reward, self._config)
+        return reward.takes_tokens
+
+    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
+        return self._scoring.scores(list(requests))
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
 class _Job:
-    answer: Answer
+    request: ScoringRequest
     future: Future[Score]
     tries_left: int
-    note: str = ""
 
 
 class ScorerPool:
-    """Scores answers in `config.num_workers` processes; 0: in the caller's thread and without a time limit.
+    """Scores requests with `scorers`, by default `config.num_workers` processes of this machine; 0: in the caller.
 
-    Opening it waits until every process has loaded the reward; ConfigError says why one could not. `data_sources` are
-    those of the rows. What a reward function prints goes to the file `log_path`, or to the driver's own output.
-    With `in_one_call` the function is called once for all answers of a `submit`.
+    Opening it waits until every scorer has loaded the reward, unless `wait` is false. `data_sources` are those of the
+    rows. What a reward function prints goes to `log_path`, or to the driver's output. With `in_one_call` the function
+    is called once for all requests of a `submit`.
     """
 
-    def __init__(self, config: RewardConfig, log_path: Path | None = None, data_sources: Collection[str] = ()):
-        self._config, self.in_one_call = config, in_one_call(config)
-        self._here = Scoring(load_reward(config, data_sources), config) if config.num_workers == 0 else None
-        self._processes = [ScoringProcess(config, data_sources, log_path) for _ in range(processes(config))]
+    def __init__(
+        self,
+        config: RewardConfig,
+        log_path: Path | None = None,
+        data_sources: Collection[str] = (),
+        scorers: Sequence[Scorer] | None = None,
+        wait: bool = True,
+    ) -> None:
+        self._retries, self.in_one_call = config.retries, in_one_call(config)
+        self._inline = config.num_workers == 0
+        if scorers is None:
+            here = [CallerScorer(config, data_sources)] if self._inline else []
+            scorers = here or [ScoringProcess(config, data_sources, log_path) for _ in range(processes(config))]
+        self._scorers = list(scorers)
         self._waiting: deque[_Job] = deque()
         self._changed = threading.Condition()
-        self._loaded = 0
+        self._loaded: list[bool] = [self._scorers[0].start()] if self._inline else []
         self._end: Exception | None = None  # why nothing is scored any more
-        self._threads = [threading.Thread(target=self._serve, args=[p], daemon=True) for p in self._processes]
+        served = [] if self._inline else self._scorers
+        self._threads = [threading.Thread(target=self._serve, args=[scorer], daemon=True) for scorer in served]
         for thread in self._threads:
             thread.start()
+        if wait:
+            self.wait_until_loaded()
+
+    def wait_until_loaded(self) -> None:
+        """Wait until every scorer has loaded the reward; if one cannot, close the pool and raise ConfigError."""
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._end is not None or self._loaded == len(self._processes))
+                self._changed.wait_for(lambda: self._end is not None or len(self._loaded) == len(self._scorers))
             if self._end is not None:
                 raise self._end
         except BaseException:
@@ -60,16 +109,16 @@ class ScorerPool:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether the reward asks for the answers' `response_ids`."""
-        return self._here.takes_tokens if self._here else any(process.takes_tokens for process in self._processes)
+        """Whether the reward reads the token ids of the responses."""
+        return any(self._loaded)
 
-    def submit(self, answers: list[Answer]) -> list[Future[Score]]:
-        """A future for each answer, from any thread; it always resolves to a Score and cannot be cancelled.
+    def submit(self, requests: list[ScoringRequest]) -> list[Future[Score]]:
+        """Return one future per request, from any thread; it always resolves to a Score and cannot be cancelled.
 
-        Raises where nothing can be scored any more: after `close`, or when a process started in place of
+        Raises if nothing can be scored any more: after `close`, or when a process started in place of
         a lost one could not load the reward.
         """
-        jobs = [_Job(answer, Future(), self._config.retries) for answer in answers]
+        jobs = [_Job(request, Future(), self._retries) for request in requests]
         with self._changed:
             if self._end is not None:
                 raise self._end
@@ -77,14 +126,13 @@ class ScorerPool:
                 job.future.set_running_or_notify_cancel()
             self._waiting.extend(jobs)
             self._changed.notify_all()
-        while self._here is not None and self._waiting:
-            here, self._waiting = list(self._waiting), deque()
-            for job, score in zip(here, self._here.scores([job.answer for job in here]), strict=True):
-                self._settle(job, score)
+        while self._inline and self._waiting:
+            taken, self._waiting = self._waiting, deque()
+            self._score(self._scorers[0], taken)
         return [job.future for job in jobs]
 
     def close(self) -> None:
-        """Kill the processes; what is not scored yet resolves to the fault "died"."""
+        """Stop the scorers; requests not scored yet resolve to the fault "died"."""
         self._stop(RuntimeError("the scorer pool is closed"))
         for thread in self._threads:
             thread.join()
@@ -95,70 +143,62 @@ class ScorerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self, process: ScoringProcess) -> None:
-        """What one process's thread does for as long as the pool is open."""
+    def _serve(self, scorer: Scorer) -> None:
+        """Run one scorer until the pool is closed, in a thread of its own."""
         jobs: deque[_Job] = deque()
         try:
-            process.start()
+            takes_tokens = scorer.start()
             with self._changed:
-                self._loaded += 1
+                self._loaded.append(takes_tokens)
                 self._changed.notify_all()
             while jobs := self._take():
-                self._score(process, jobs)
+                self._score(scorer, jobs)
         except Exception as error:
             self._stop(error)
             _give_up(jobs, error)
         finally:
-            process.close()
+            scorer.close()
 
     def _take(self) -> deque[_Job]:
-        """A process's next jobs: fewer as the queue runs dry, so all finish together; none at the end."""
+        """Return a scorer's next jobs, fewer as the queue runs dry so that all finish together; none at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._end is not None)
-            fair_share = -(-len(self._waiting) // (2 * len(self._processes)))
+            fair_share = -(-len(self._waiting) // (2 * len(self._scorers)))
             count = len(self._waiting) if self.in_one_call else min(fair_share, _MOST_AT_ONCE)
             return deque(self._waiting.popleft() for _ in range(count))
 
-    def _score(self, process: ScoringProcess, jobs: deque[_Job]) -> None:
-        """Resolve the jobs in order; one that costs the process its life costs the others nothing."""
-        process.send([job.answer for job in jobs])
-        while jobs:
-            score = process.receive()
+    def _score(self, scorer: Scorer, jobs: deque[_Job]) -> None:
+        """Resolve the jobs in order; a faulty one goes back to the queue while it has tries left."""
+        for score in scorer.score([job.request for job in jobs]):
             job = jobs.popleft()
-            if score.fault == "overran" and job.answer.solution:
-                job.note = f"it took more than {CPU_SECONDS} s of CPU time to judge, and counts as an empty answer"
-                job.answer = replace(job.answer, solution="")
-                jobs.appendleft(job)
-            else:
-                self._settle(job, score)
-            if process.lost:
-                while self.in_one_call and jobs:  # the call was theirs too
-                    self._settle(jobs.popleft(), score)
-                process.start()
-                if jobs:
-                    process.send([job.answer for job in jobs])
-
-    def _settle(self, job: _Job, score: Score) -> None:
-        """Resolve the job, or put it back where it failed and may be tried again."""
-        if score.fault is None or not job.tries_left:
-            job.future.set_result(replace(score, detail=job.note) if job.note else score)
-            return
-        job.tries_left -= 1
-        with self._changed:
-            if self._end is None:
-                self._waiting.append(job)
-                self._changed.notify_all()
-                return
-        job.future.set_result(score)
+            if score.fault is not None and job.tries_left:
+                job.tries_left -= 1
+                with self._changed:
+                    if self._end is None:
+                        self._waiting.append(job)
+                        self._changed.notify_all()
+                        continue
+            job.future.set_result(score)
 
     def _stop(self, reason: Exception) -> None:
         with self._changed:
             self._end = self._end or reason
             unscored, self._waiting = self._waiting, deque()
             self._changed.notify_all()
-        for process in self._processes:
-            process.stop()
+        for scorer in self._scorers:
+            scorer.stop()
         _give_up(unscored, reason)
+
+
+def check_loads(config: RewardConfig, log_path: Path | None = None, data_sources: Collection[str] = ()) -> None:
+    """Load the reward once, in a process that is ended again; ConfigError if it cannot be loaded."""
+    if config.num_workers:
+        scorer = ScoringProcess(config, data_sources, log_path)
+        try:
+            scorer.start()
+        finally:
+            scorer.stop()
+            scorer.close()
 
 
 def _give_up(jobs: deque[_Job], reason: Exception) -> None:

@@ -1,6 +1,6 @@
-"""The driver's side of one scoring process: start, send answers, receive each score within its limits, kill.
+"""One scoring process and its supervisor: start, send requests, receive each score within its limits, kill.
 
-Knows nothing of queues or of other processes. The other side is `worker.py`.
+The supervisor runs in the driver or in a scoring actor. The program of the process is `worker.py`.
 """
 
 import contextlib
@@ -11,98 +11,162 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from hybridrl.config import ConfigError
-from hybridrl.config.schema_reward import RewardConfig
-from hybridrl.rewards.managers import seconds_between_calls
-from hybridrl.rewards.messages import Messages, NoMessage
-from hybridrl.rewards.score import Answer, Score
+from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.rewards.built_in import CPU_SECONDS
+from hybridrl.rewards.load import in_one_call, seconds_between_calls
+from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.rewards.worker import Messages, NoMessage
 
-# Seconds for the user's file to be imported: a large library on a busy machine takes tens.
-_LOAD_TIMEOUT = 300
-# Seconds that a process has to give up a coroutine by itself, which costs the other calls under way nothing.
+LOAD_TIMEOUT = 300  # seconds to import the user's file: a large library on a busy machine takes tens
+# Seconds that a process has to cancel a coroutine by itself, which does not disturb the other calls in progress.
 _GRACE = 1.0
-# Seconds that a process has to end once its connection is closed, so that its exit code is the one reported.
+# Seconds that a process has to end once its socket is closed, so that its exit code is the one reported.
 _END_TIMEOUT = 2.0
-_SECONDS_BETWEEN_LOOKS = 0.1  # at a process's memory
+_SECONDS_BETWEEN_CHECKS = 0.1  # of a process's memory
 _MIB = 1 << 20
-_LEAST_DEFAULT_MEMORY, _DEFAULT_SHARE = 4096, 8
+_MIN_DEFAULT_MEMORY, _DEFAULT_SHARE = 4096, 8
 
 
-class _TooMuchMemory(Exception):
+@dataclass(frozen=True)
+class Launch:
+    """Where a scoring process starts: the driver's import path, working directory and environment variables."""
+
+    path: Sequence[str]
+    directory: str | None
+    environment: dict[str, str]
+
+    @classmethod
+    def here(cls) -> "Launch":
+        return cls(list(sys.path), os.getcwd(), dict(os.environ))
+
+
+class _MemoryExceeded(Exception):
     """A scoring process is above reward.memory_mb."""
 
 
 class ScoringProcess:
-    """One process with the reward loaded. Only `stop` may be called from another thread than `start`.
+    """A scorer in a process of its own. Only `stop` may be called from another thread than the other methods.
 
-    The kernel kills the process when the thread that started it ends. `lost`: there is none until the next `start`.
+    The kernel kills the process when the thread that started it ends.
     """
 
-    def __init__(self, config: RewardConfig, data_sources: Collection[str], log_path: Path | None):
+    def __init__(
+        self,
+        config: RewardConfig,
+        data_sources: Collection[str],
+        log_path: Path | None,
+        launch: Launch | None = None,
+    ):
         self._config, self._data_sources = config, frozenset(data_sources)
         self._limit = config.timeout + _GRACE + seconds_between_calls(config)
-        self.lost, self.takes_tokens = True, False
-        self._log_path = log_path
-        self._memory_mb = config.memory_mb or _default_memory()
-        self._next_look = 0.0
+        self._lost = True  # there is no process until the next start
+        self._log_path, self._launch = log_path, launch
+        default_memory = max(psutil.virtual_memory().total // _MIB // _DEFAULT_SHARE, _MIN_DEFAULT_MEMORY)
+        self._memory_mb = config.memory_mb or default_memory
+        self._next_check = 0.0
         self._messages: Messages | None = None
         self._may_start = True
         self._launching = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start, or replace what was lost, and wait until the reward is loaded; ConfigError: it is not."""
+    def start(self) -> bool:
+        """Start or replace the process and load the reward; return whether it reads token ids.
+
+        ConfigError: the reward could not be loaded.
+        """
         self.close()
         ours, theirs = socket.socketpair()
         self._messages = Messages(ours)
         with theirs, self._launching:
             if not self._may_start:
                 raise RuntimeError("the scoring process was stopped")
-            self._process = _launch(theirs.fileno(), self._log_path)
+            self._process = self._popen(theirs.fileno())
+        see_log = "" if self._log_path is None else f"; its output is in {self._log_path}"
         try:
-            self._messages.send((self._config, self._data_sources), _LOAD_TIMEOUT)
-            reply = self._reply(_LOAD_TIMEOUT)
+            self._messages.send((self._config, self._data_sources), LOAD_TIMEOUT)
+            reply = self._reply(LOAD_TIMEOUT)
         except TimeoutError:
-            reply = f"the reward did not load within {_LOAD_TIMEOUT} s"
-        except _TooMuchMemory:
-            reply = f"the reward used {self._too_much()} while it was loaded; set a higher limit"
+            reply = f"the reward did not load within {LOAD_TIMEOUT} s"
+        except _MemoryExceeded as error:
+            reply = f"the reward used {error} while it was loaded; set a higher limit"
         except NoMessage:
-            reply = f"the reward wrote to the connection of its scoring process while it was loaded{self._see_log()}"
+            reply = f"the reward wrote to the connection of its scoring process while it was loaded{see_log}"
         except (EOFError, OSError):
-            reply = f"a scoring process {self._kill(_END_TIMEOUT)} while it loaded the reward{self._see_log()}"
+            reply = f"a scoring process {self._kill(_END_TIMEOUT)} while it loaded the reward{see_log}"
         if isinstance(reply, str):
             self._kill()
             raise ConfigError(reply)
-        self.lost, self.takes_tokens = False, reply
+        self._lost = False
+        return reply
 
-    def send(self, answers: list[Answer]) -> None:
-        """Hand over answers; one `receive` for each must follow."""
+    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
+        """Yield one Score per request, in order; a request that ends the process does not affect the others.
+
+        ConfigError: a process started in place of a lost one could not load the reward.
+        """
+        waiting, detail = deque(requests), ""
+        if self._lost:
+            self.start()
+        self._send(waiting)
+        while waiting:
+            score, request = self._receive(), waiting.popleft()
+            if score.fault == "overran" and request.solution:
+                detail = f"scoring took more than {CPU_SECONDS} s of CPU time, so the response counts as empty"
+                waiting.appendleft(replace(request, solution=""))
+            else:
+                yield replace(score, detail=detail) if detail else score
+                detail = ""
+            if self._lost:
+                while in_one_call(self._config) and waiting:  # the call was for all of them
+                    waiting.popleft()
+                    yield score
+                self.start()
+                if waiting:
+                    self._send(waiting)
+
+    def stop(self) -> None:
+        """Kill the process and do not start another."""
+        with self._launching:
+            self._may_start = False
+            if self._process is not None:
+                self._kill()
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._messages is not None:
+            self._messages.close()
+
+    def _send(self, requests: Collection[ScoringRequest]) -> None:
+        """Send requests; one `_receive` per request must follow."""
         try:
-            self._messages.send(answers, self._limit)
+            self._messages.send(list(requests), self._limit)
         except OSError:  # killed or stopped from outside while it was idle
             self._kill()
             self.start()
-            self._messages.send(answers, self._limit)
+            self._messages.send(list(requests), self._limit)
 
-    def receive(self) -> Score:
-        """The next answer's score. Where the process had to be killed for it or ended by itself, it is `lost`.
+    def _receive(self) -> Score:
+        """Return the next score; if it is a fault that cost the process its life, the process is lost.
 
-        The fault "overran": a built-in scorer met its limit of CPU time.
+        The fault "overran": a built-in scorer reached its limit of CPU time.
         """
         try:
             return self._reply(self._limit)
         except TimeoutError:
             fault, detail = "timeout", f"no score within {self._config.timeout:g} s (reward.timeout)"
-        except _TooMuchMemory:
-            fault, detail = "memory", f"the scoring process used {self._too_much()}"
+        except _MemoryExceeded as error:
+            fault, detail = "memory", f"the scoring process used {error}"
         except NoMessage:
-            fault, detail = "died", "what the scoring process sent is no score: the reward wrote to its connection"
+            fault, detail = "died", "what the scoring process sent is not a score: the reward wrote to its connection"
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
             overran = self._process.returncode == -signal.SIGPROF
@@ -110,80 +174,60 @@ class ScoringProcess:
         self._kill()
         return Score(None, fault=fault, detail=detail)
 
-    def stop(self) -> None:
-        """Kill the process and let none start again."""
-        with self._launching:
-            self._may_start = False
-            if self._process is not None:
-                self._kill()
-
-    def close(self) -> None:
-        """Close the connection; only from the thread that uses it."""
-        if self._messages is not None:
-            self._messages.close()
-
     def _reply(self, seconds: float) -> Any:
-        """The next message, with a look at the memory of the process now and then."""
+        """Return the next message, checking the memory of the process now and then."""
         deadline = time.monotonic() + seconds
         while True:
             now = time.monotonic()
-            if now >= self._next_look:
-                self._next_look = now + _SECONDS_BETWEEN_LOOKS
-                if _most_memory(self._process.pid) > self._memory_mb * _MIB:
-                    raise _TooMuchMemory
+            if now >= self._next_check:
+                self._next_check = now + _SECONDS_BETWEEN_CHECKS
+                if _max_memory(self._process.pid) > self._memory_mb * _MIB:
+                    raise _MemoryExceeded(f"more than {self._memory_mb:,} MiB of memory (reward.memory_mb)")
             try:
-                return self._messages.receive(min(_SECONDS_BETWEEN_LOOKS, max(deadline - now, 0)))
+                return self._messages.receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise
 
-    def _too_much(self) -> str:
-        return f"more than {self._memory_mb:,} MiB of memory (reward.memory_mb)"
-
-    def _see_log(self) -> str:
-        return "" if self._log_path is None else f"; its output is in {self._log_path}"
-
     def _kill(self, seconds_to_end: float = 0.0) -> str:
-        """Kill the process, unless it ends by itself in time, and all that it started; say how it ended."""
+        """Kill the process, unless it ends in time, and all that it started; return how it ended."""
         if self._process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds_to_end)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()  # should it have left its group
-        self.lost = True
+            self._process.kill()  # in case it has left its group
+        self._lost = True
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-
-def _launch(descriptor: int, log_path: Path | None) -> subprocess.Popen[bytes]:
-    """A bare interpreter with this one's `sys.path`: it imports `worker.py`, not the driver's main module."""
-    code = f"import sys; sys.path[:] = {sys.path}; from hybridrl.rewards.worker import main; "
-    code += f"main({descriptor}, {os.getpid()})"
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(open(log_path, "ab")) if log_path is not None else None
-        return subprocess.Popen(
-            [sys.executable, "-u", "-c", code],
-            pass_fds=[descriptor],
-            process_group=0,  # out of reach of the terminal's Ctrl-C, and killed with its own children
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-
-
-def _default_memory() -> int:
-    return max(psutil.virtual_memory().total // _MIB // _DEFAULT_SHARE, _LEAST_DEFAULT_MEMORY)
+    def _popen(self, descriptor: int) -> subprocess.Popen[bytes]:
+        """Start a bare interpreter with the driver's `sys.path`, which does not import the driver's main module."""
+        launch = self._launch or Launch.here()
+        code = f"import sys; sys.path[:] = {list(launch.path)}; from hybridrl.rewards.worker import main; "
+        code += f"main({descriptor}, {os.getpid()})"
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(open(self._log_path, "ab")) if self._log_path is not None else None
+            return subprocess.Popen(
+                [sys.executable, "-u", "-c", code],
+                pass_fds=[descriptor],
+                process_group=0,  # not reached by the terminal's Ctrl-C, and killed with its own children
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=launch.directory,
+                env=launch.environment,
+            )
 
 
-def _most_memory(process: int) -> int:
-    """Bytes in memory of this process, or of one that it has started if that has more; 0 where the system does not say.
+def _max_memory(process: int) -> int:
+    """Return the resident bytes of a process, or of a descendant with more; 0 where the system does not report it.
 
-    Their sum would count memory several times that they share.
+    The sum would count memory that they share several times.
     """
     own, children = 0, []
     with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
         own = int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         for task in Path(f"/proc/{process}/task").iterdir():
             children += [int(child) for child in (task / "children").read_text().split()]
-    return max([own, *map(_most_memory, children)])
+    return max([own, *map(_max_memory, children)])

@@ -1,7 +1,4 @@
-"""An answer, its score, and the way from what a reward function returns to a score.
-
-Knows neither where the function came from nor in which process it runs.
-"""
+"""Requests and scores, and the conversion of what a reward function returns into a score."""
 
 import logging
 import math
@@ -15,27 +12,25 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Answer:
-    """What a reward function is asked about; `solution` is the decoded response.
-
-    `response_ids` are its tokens, there only where a function asks for them.
-    """
+class ScoringRequest:
+    """One response to score. `solution` is its text; None: the scorer decodes `response_ids`, its token ids."""
 
     data_source: str
-    solution: str
+    solution: str | None
     ground_truth: Any
     extra_info: dict[str, Any]
-    response_ids: list[int] | None = None
+    response_ids: Sequence[int] | None = None
 
 
 @dataclass
 class Score:
-    """The verdict on one answer, e.g. `Score(1.0, {"acc": 1.0})`; a wrong answer is 0.0 and no fault.
+    """The score of one response, e.g. `Score(1.0, {"acc": 1.0})`; a wrong response has 0.0 and is not a fault.
 
-    Where the grader itself failed, `value` is None, `detail` a line for people and `fault` the class:
+    If the scorer itself failed, `value` is None, `detail` a readable line and `fault` the class:
     "none", "nan" (or infinite), "type", "raised:<exception>", "timeout", "memory" or "died".
     `extras` holds every key of a returned dict, or {"acc": value}, as plain Python values. `token_rewards` are one
-    a response token and add up to `value`; None: all of it is on the last token.
+    per response token and sum to `value`; None: all of it is on the last token. `text` is the decoded response of a
+    request without a `solution`.
     """
 
     value: float | None
@@ -43,9 +38,10 @@ class Score:
     fault: str | None = None
     detail: str = ""
     token_rewards: list[float] | None = None
+    text: str | None = None
 
     def with_value(self, value: float) -> "Score":
-        """The same with another value; what that adds or takes is on the last token."""
+        """Return this score with another value; the difference goes to the last token."""
         if self.token_rewards is None or self.value is None:
             return replace(self, value=value)
         *others, last = self.token_rewards
@@ -53,30 +49,30 @@ class Score:
 
 
 class OutOfTime(Exception):
-    """A call of a reward function was given up at its time limit."""
+    """A call of a reward function was cancelled at its time limit."""
 
 
-RewardFunction = Callable[[Answer], Score]
+RewardFunction = Callable[[ScoringRequest], Score]
 
 
-def score_answer(reward: RewardFunction, answer: Answer) -> Score:
-    """Call the reward; whatever it raises becomes a fault, its traceback goes to the log."""
+def score_request(reward: RewardFunction, request: ScoringRequest) -> Score:
+    """Call the reward; an exception becomes a fault, and its traceback goes to the log."""
     try:
-        return reward(answer)
+        return reward(request)
     except (Exception, SystemExit) as error:
-        return fault_of(error, f"a row of {answer.data_source}")
+        return fault_of(error, f"a row of {request.data_source}")
 
 
-def fault_of(error: Exception | SystemExit, place: str) -> Score:
-    """The fault that an exception of a reward function is."""
+def fault_of(error: Exception | SystemExit, context: str) -> Score:
+    """Return the fault for an exception of a reward function."""
     if isinstance(error, OutOfTime):
         return Score(None, fault="timeout", detail=str(error))
-    logger.warning("the reward function failed on %s", place, exc_info=error)
-    return Score(None, fault=f"raised:{type(error).__name__}", detail=_where_and_what(error))
+    logger.warning("the reward function failed on %s", context, exc_info=error)
+    return Score(None, fault=f"raised:{type(error).__name__}", detail=_describe(error))
 
 
 def to_score(returned: Any, *, needs_score: bool = True) -> Score:
-    """The score in a returned number, dict with "score" or "token_rewards", or sequence that starts with a number.
+    """Convert a returned number, dict with "score" or "token_rewards", or sequence that starts with a number.
 
     Without `needs_score` a dict may have neither, and its value is 0.
     """
@@ -93,40 +89,42 @@ def to_score(returned: Any, *, needs_score: bool = True) -> Score:
 
 
 def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """One score of several, each kept under its name; the first fault among them is the whole's.
+    """Combine scores into one, keeping each under its name; the first fault among them is the result's.
 
-    `weights` names what counts: keys of the main one's extras, further ones, or "score", the main one's value.
-    Empty: the main value and all further ones count alike.
+    The keys of `weights` are keys of the main score's extras, names of `further`, or "score", the main score's value.
+    Empty: the main value and all further ones have equal weight.
     """
     for name, score in further.items():
         if score.fault is not None:
             return replace(score, detail=f"{name}: {score.detail}")
     if main.fault is not None:
         return main
-    parts = main.extras | {name: score.value for name, score in further.items()} | {"score": main.value}
-    chosen = weights or dict.fromkeys(["score", *further], 1.0)
-    for name in chosen:
-        if not isinstance(parts.get(name), bool | int | float):
-            detail = f'reward.weights.{name}: the reward gave no number under "{name}"; its keys: {", ".join(parts)}'
+    components = main.extras | {name: score.value for name, score in further.items()} | {"score": main.value}
+    weights = weights or dict.fromkeys(["score", *further], 1.0)
+    for name in weights:
+        if not isinstance(components.get(name), bool | int | float):
+            detail = (
+                f'reward.weights.{name}: the reward gave no number under "{name}"; its keys: {", ".join(components)}'
+            )
             return Score(None, fault="type", detail=detail)
-    value = sum(weight * float(parts[name]) for name, weight in chosen.items())
+    value = sum(weight * float(components[name]) for name, weight in weights.items())
     if not math.isfinite(value):
         return Score(None, fault="nan", detail=f"the weighted sum is {value}")
-    return replace(main.with_value(value), extras=parts | {"score": value})
+    return replace(main.with_value(value), extras=components | {"score": value})
 
 
-def part_means(scores: Sequence[Score]) -> dict[str, float]:
-    """The mean of every number that the reward gave besides the score, over the answers for which it gave one."""
-    parts: dict[str, list[float]] = defaultdict(list)
+def component_means(scores: Sequence[Score]) -> dict[str, float]:
+    """Return the mean of every reward component other than the score, over the responses that have it."""
+    components: dict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.extras.items():
             if isinstance(value, bool | int | float) and name != "score":
-                parts[name].append(float(value))
-    return {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in parts.items()}
+                components[name].append(float(value))
+    return {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in components.items()}
 
 
 def plain(value: Any) -> Any:
-    """The value without classes of the user's or of numpy, so that any process can unpickle and dump it."""
+    """Return the value without custom or numpy classes, so that any process can unpickle and dump it."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -151,21 +149,21 @@ def _as_score(number: Any, extras: dict[str, Any]) -> Score:
 
 
 def _from_tokens(tokens: Any, total: Any, extras: dict[str, Any]) -> Score:
-    """Rewards one by one; where a "score" stands beside them, it must be their sum."""
+    """Convert rewards per token; a "score" next to them must be their sum."""
     numbers = [_as_float(number) for number in list(tokens)]
     if not numbers or None in numbers:
-        return Score(None, fault="type", detail=f"token_rewards is no list of numbers: {tokens!r:.80}")
+        return Score(None, fault="type", detail=f"token_rewards is not a list of numbers: {tokens!r:.80}")
     value = math.fsum(numbers)
     if not math.isfinite(value):
         return Score(None, fault="nan", detail=f"token_rewards add up to {value}")
     if total is not None and not math.isclose(_as_float(total) or 0.0, value, rel_tol=1e-4, abs_tol=1e-6):
-        detail = f"token_rewards add up to {value:g}, but score is {total!r:.40}; leave score out, or make them agree"
+        detail = f"token_rewards sum to {value:g}, but score is {total!r:.40}; leave score out, or make them agree"
         return Score(None, fault="type", detail=detail)
     return Score(value, extras | {"score": value}, token_rewards=numbers)
 
 
 def _as_float(number: Any) -> float | None:
-    """Whatever converts itself to a float (numpy and torch scalars too), but no text that looks like one."""
+    """Convert anything with __float__ (numpy and torch scalars too), but not a text that looks like a number."""
     if not isinstance(number, SupportsFloat):
         return None
     try:
@@ -174,10 +172,10 @@ def _as_float(number: Any) -> float | None:
         return None
 
 
-def _where_and_what(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     message = " ".join(str(error).split())
     if isinstance(error, SystemExit):
         message = f"the reward function called exit({error.code!r:.40}); return a score instead"
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {message:.200}{place}"
+    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {message:.200}{location}"

@@ -1,7 +1,7 @@
-"""verl's graders under their own signatures, for reward files that call them (verl_names.py says under which names).
+"""verl's graders with their signatures, for reward files that call them by the names in `verl_names.py`.
 
-gsm8k, MATH, DAPO and search questions get verl's verdicts. What verl compares symbolically is compared by `math.py`,
-and programs run in the sandbox.
+gsm8k, MATH, DAPO and search questions get verl's verdicts. `math.py` compares what verl compares symbolically, and
+programs run in the sandbox. A docstring says what is not plain from verl's name.
 """
 
 import re
@@ -10,9 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.rewards import built_in
-from hybridrl.rewards.scorers import code, search_qa
-from hybridrl.rewards.scorers.boxed import last_tagged
-from hybridrl.rewards.scorers.texts import last_box, math_box, math_unboxed, minerva_spelling, same_in_math, unboxed
+from hybridrl.rewards.scorers import code
+from hybridrl.rewards.scorers.short_answers import normalised, score_search_qa
+from hybridrl.rewards.scorers.texts import (
+    last_box,
+    last_tagged,
+    math_box,
+    math_unboxed,
+    minerva_spelling,
+    same_in_math,
+    unboxed,
+)
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _MARKED_NUMBER, _ANY_NUMBER = re.compile(r"#### (-?[0-9.,]+)"), re.compile(r"-?[0-9.,]+")
@@ -24,20 +32,20 @@ _THOUGHT_THEN_BOX = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *_: Any, **options: Any
 ) -> float | dict[str, Any]:
-    """By data_source: a dict for DAPO's data, else a number. NotImplementedError where there is no grader."""
-    module = "geo3k" if data_source == "hiyouga/geometry3k" else built_in.module_of(data_source)
-    if module is None:
+    """Score by data_source: a dict for DAPO's data, else a number. NotImplementedError if there is no grader."""
+    scorer = "geo3k" if data_source == "hiyouga/geometry3k" else built_in.scorer_of(data_source)
+    if scorer is None:
         raise NotImplementedError(f"no reward is built in for data_source {data_source}")
-    if module == "gsm8k":
+    if scorer == "gsm8k":
         return gsm8k_score(solution_str, ground_truth)
-    if module == "math_dapo":
+    if scorer == "math_dapo":
         return dapo_score(solution_str, ground_truth)
-    if module == "math":
+    if scorer == "math":
         symbolic = data_source.startswith(tuple(built_in.FAMILIES))
         return float((symbolic_score if symbolic else math_score)(solution_str, ground_truth))
-    if module == "code":
+    if scorer == "code":
         return float(code_score(solution_str, ground_truth, True, memory_mb=options.get("memory_limit_mb"))[0])
-    if module == "geo3k":
+    if scorer == "geo3k":
         return geo3k_score(solution_str, ground_truth)
     returned = built_in.compute_score(data_source, solution_str, ground_truth)
     return returned if isinstance(returned, dict) else float(returned)
@@ -51,7 +59,7 @@ def gsm8k_score(
 
 
 def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:
-    """The last number after "#### " without separators, or the last one of all as it is written."""
+    """Return the last number after "#### " without separators, or the last number as written."""
     assert method in ("strict", "flexible"), f"method={method}: strict or flexible"
     if method == "strict":
         marked = _MARKED_NUMBER.findall(solution_str[-_TAIL:])
@@ -88,19 +96,19 @@ def dapo_score(
 def dapo_verdict(
     solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> tuple[bool, str | None]:
-    """Whether the line "Answer: ..." is right, and what it says; the box where there is no such line, or strictly."""
-    right, said = minerva_verdict(solution_str, answer)
-    if said != _ABSENT and not strict_box_verify:
-        return right, said
+    """Return whether the line "Answer: ..." is right, and its text; the box if there is no such line, or strictly."""
+    right, stated = minerva_verdict(solution_str, answer)
+    if stated != _ABSENT and not strict_box_verify:
+        return right, stated
     score, boxed = strict_box_verdict(solution_str, answer, pause_tokens_index)
-    return (right, said) if boxed is None and not strict_box_verify else (score == 1, boxed)
+    return (right, stated) if boxed is None and not strict_box_verify else (score == 1, boxed)
 
 
 def minerva_verdict(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str | re.Pattern[str] = _ANSWER
 ) -> tuple[bool, str]:
-    said = re.findall(answer_pattern, solution_str)
-    result = minerva_spelling(said[-1] if said else _ABSENT)
+    stated = re.findall(answer_pattern, solution_str)
+    result = minerva_spelling(stated[-1] if stated else _ABSENT)
     return result == minerva_spelling(unboxed(last_box(gt) or "") if gt_need_extract else gt), result
 
 
@@ -111,7 +119,7 @@ def strict_box_verdict(pred: str, gt: str, pause_tokens_index: list[int] | None 
 
 
 def symbolic_score(model_output: str, ground_truth: str, timeout_score: float = 0.0, timeout: float = 30.0) -> float:
-    """No time limit but that of the scoring process."""
+    """Score symbolically, with no time limit except that of the scoring process."""
     return float(_symbolic(str(model_output), ground_truth)["acc"])
 
 
@@ -141,7 +149,7 @@ def geo3k_accuracy(predict_str: str, ground_truth: str, use_boxed: bool = True) 
 def code_score(
     completion: str, test_cases: Any, continuous: bool = False, memory_mb: int | None = None
 ) -> tuple[float | bool, list[dict[str, Any]]]:
-    """verl's share is of the first ten tests, this one of all."""
+    """Return the share of all tests; verl's is of the first ten."""
     results = code.passed(code.last_program(completion), test_cases, _limits(10.0, memory_mb))
     share = sum(results) / len(results)
     return share if continuous else all(results), [{"res": str(result)} for result in results]
@@ -156,7 +164,7 @@ def sandbox_score(
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Here, in the sandbox, whatever the service's address."""
+    """Score in the local sandbox, whatever the service's address."""
     share, details = code_score(completion, test_cases, True, memory_limit_mb)
     return float(share), details
 
@@ -164,7 +172,7 @@ def sandbox_score(
 def run_test(
     in_outs: Mapping[str, Any], test: str = "", debug: bool = False, timeout: float = 15
 ) -> tuple[list[bool], dict[str, Any]]:
-    """Whether the program `test` passes, test by test."""
+    """Return whether the program `test` passes, test by test."""
     return code.passed(test, in_outs, _limits(timeout)), {}
 
 
@@ -178,7 +186,7 @@ def check_correctness(
 def search_score(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    return search_qa.compute_score(solution_str, ground_truth, format_score, score)
+    return score_search_qa(solution_str, ground_truth, format_score, score)
 
 
 def search_part_score(
@@ -190,12 +198,12 @@ def search_part_score(
 
 def exact_match(prediction: str, golden_answers: str | Sequence[str]) -> int:
     accepted = [golden_answers] if isinstance(golden_answers, str) else golden_answers
-    return int(search_qa.normalised(prediction) in map(search_qa.normalised, accepted))
+    return int(normalised(prediction) in map(normalised, accepted))
 
 
 def part_match(prediction: str, golden_answers: str | Sequence[str]) -> int:
     accepted = [golden_answers] if isinstance(golden_answers, str) else golden_answers
-    return int(any(search_qa.normalised(answer) in search_qa.normalised(prediction) for answer in accepted))
+    return int(any(normalised(answer) in normalised(prediction) for answer in accepted))
 
 
 def _symbolic(solution: str, truth: str) -> dict[str, Any]:

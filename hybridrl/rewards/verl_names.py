@@ -1,21 +1,25 @@
-"""`import verl...` in reward files: counterparts of verl's graders and helpers where verl itself is not installed."""
+"""Let reward files `import verl...`: replacements for verl's graders and helpers if verl itself is not installed.
 
+The graders are in `verl_graders.py`; decorators, and classes to inherit from or to annotate with, are here.
+"""
+
+import asyncio
+import functools
 import importlib
 import logging
+import signal
 import sys
-from collections.abc import Sequence
-from functools import partial
+import threading
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hybridrl.rewards.verl_stand_ins import stand_in
-
 logger = logging.getLogger(__name__)
 
 _GRADERS, _TEXTS = "hybridrl.rewards.verl_graders", "hybridrl.rewards.scorers.texts"
-_STAND_INS = "hybridrl.rewards.verl_stand_ins"
+_HERE = "hybridrl.rewards.verl_names"
 _SCORE = "verl.utils.reward_score"
 
 _DEFAULT = {name: f"{_GRADERS}.default_compute_score" for name in ("default_compute_score", "_default_compute_score")}
@@ -26,8 +30,8 @@ _MATH = {
     "remove_boxed": f"{_TEXTS}.math_unboxed",
     "strip_string": f"{_TEXTS}.math_spelling",
 }
-_REWARD_MANAGERS = {"register": f"{_STAND_INS}.leaves_unchanged", "RawRewardFn": ""}
-# By verl's modules: each name there, and the function here; empty: a stand-in for a class.
+_REWARD_MANAGERS = {"register": f"{_HERE}.leaves_unchanged", "RawRewardFn": ""}
+# By verl's modules: each name in them, and the function that replaces it; empty: a placeholder class.
 NAMES: dict[str, dict[str, str]] = {
     "verl": {"DataProto": ""},
     "verl.protocol": {"DataProto": ""},
@@ -62,8 +66,8 @@ NAMES: dict[str, dict[str, str]] = {
         "compute_score": f"{_GRADERS}.search_score",
         "compute_score_subem": f"{_GRADERS}.search_part_score",
         "em_check": f"{_GRADERS}.exact_match",
-        "extract_solution": "hybridrl.rewards.scorers.boxed.last_tagged",
-        "normalize_answer": "hybridrl.rewards.scorers.search_qa.normalised",
+        "extract_solution": f"{_TEXTS}.last_tagged",
+        "normalize_answer": "hybridrl.rewards.scorers.short_answers.normalised",
         "subem_check": f"{_GRADERS}.part_match",
     },
     f"{_SCORE}.prime_code": {"compute_score": f"{_GRADERS}.code_score"},
@@ -77,11 +81,11 @@ NAMES: dict[str, dict[str, str]] = {
     "verl.tools.schemas": {"OpenAIFunctionToolSchema": "", "ToolResponse": ""},
     "verl.utils.dataset": {"RLHFDataset": ""},
     "verl.utils.dataset.rl_dataset": {"RLHFDataset": ""},
-    "verl.utils.import_utils": {"deprecated": f"{_STAND_INS}.leaves_unchanged"},
+    "verl.utils.import_utils": {"deprecated": f"{_HERE}.leaves_unchanged"},
     "verl.utils.model": {"compute_position_id_with_mask": ""},
-    "verl.utils.py_functional": {"timeout_limit": f"{_STAND_INS}.timeout_limit"},
-    "verl.utils.ray_utils": {"get_event_loop": f"{_STAND_INS}.get_event_loop"},
-    "verl.utils.rollout_trace": {"rollout_trace_op": f"{_STAND_INS}.unchanged"},
+    "verl.utils.py_functional": {"timeout_limit": f"{_HERE}.timeout_limit"},
+    "verl.utils.ray_utils": {"get_event_loop": f"{_HERE}.get_event_loop"},
+    "verl.utils.rollout_trace": {"rollout_trace_op": f"{_HERE}.unchanged"},
     "verl.utils.torch_functional": {},
     "verl.workers.reward_manager": _REWARD_MANAGERS | {"AbstractRewardManager": "", "NaiveRewardManager": ""},
     "verl.workers.reward_manager.abstract": {"AbstractRewardManager": "", "RawRewardFn": ""},
@@ -89,17 +93,17 @@ NAMES: dict[str, dict[str, str]] = {
 _MODULES = {".".join(name.split(".")[:count]) for name in NAMES for count in range(1, name.count(".") + 2)}
 
 
-def answer_verl_imports() -> None:
-    """From now on `import verl...` in this process gives a verl that can be imported, else the counterparts here."""
+def provide_verl_imports() -> None:
+    """From now on `import verl...` in this process imports verl if that works, else the replacements."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
 
-class _Counterparts(MetaPathFinder, Loader):
-    """Finds verl and what is below it. The first import of verl decides whether that is the real one."""
+class _Replacements(MetaPathFinder, Loader):
+    """Finds verl and its submodules. The first import of verl decides whether the real one is used."""
 
     def __init__(self) -> None:
-        self.cause: str | None = None  # why the real one is not used, once that is known
+        self.cause: str | None = None  # why the real one is not used, once known
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == "verl":
@@ -113,21 +117,21 @@ class _Counterparts(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__getattr__ = partial(self._member, module.__name__)  # type: ignore[method-assign]
+        module.__getattr__ = functools.partial(self._member, module.__name__)  # type: ignore[method-assign]
 
     def replace(self, module: ModuleType, cause: str) -> None:
-        """Turn the package of a verl that does not import into the counterpart."""
+        """Turn the package of a verl that does not import into the replacement."""
         for name in [name for name in sys.modules if name.startswith("verl.")]:
             del sys.modules[name]
         self.cause, module.__path__ = cause, []
         self.exec_module(module)
 
     def _real(self, *wanted: Any) -> ModuleSpec | None:
-        """The spec of a verl package with an __init__.py, whose failure to import is tolerated."""
+        """Return the spec of a verl package with an __init__.py, whose failure to import is tolerated."""
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(*wanted)
             if spec is not None and spec.origin is not None and spec.loader is not None:
-                spec.loader = _OrCounterpart(spec.loader, self)
+                spec.loader = _OrReplacement(spec.loader, self)
                 return spec
         return None
 
@@ -141,25 +145,26 @@ class _Counterparts(MetaPathFinder, Loader):
         if target is None:
             raise ImportError(self._missing(full), name=full)
         home, _, function = target.rpartition(".")
-        return vars(importlib.import_module(home))[function] if target else stand_in(full)
+        return vars(importlib.import_module(home))[function] if target else placeholder(full)
 
     def _missing(self, name: str) -> str:
-        above = next(parent for parent in _parents(name) if parent in _MODULES)
+        parts = name.split(".")
+        parents = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+        above = next(parent for parent in parents if parent in _MODULES)
         below = {
             other.removeprefix(f"{above}.").partition(".")[0] for other in _MODULES if other.startswith(f"{above}.")
         }
         return (
-            f"{self.cause}, and {name} has no counterpart here; of {above} there are "
-            f"{', '.join(sorted({*NAMES.get(above, {}), *below}))}: take what else the file needs into it"
+            f"{self.cause}, and {name} has no replacement; of {above} there are "
+            f"{', '.join(sorted({*NAMES.get(above, {}), *below}))}: copy what else the file needs into it"
         )
 
 
-class _OrCounterpart(Loader):
-    """Executes the real package, or puts the counterpart in its place where that fails, as for a clone without its
-    libraries."""
+class _OrReplacement(Loader):
+    """Executes the real package, or replaces it if that fails, as for a clone without its libraries."""
 
-    def __init__(self, real: Loader, counterparts: _Counterparts) -> None:
-        self._real, self._counterparts = real, counterparts
+    def __init__(self, real: Loader, replacements: _Replacements) -> None:
+        self._real, self._replacements = real, replacements
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._real.create_module(spec)
@@ -169,13 +174,61 @@ class _OrCounterpart(Loader):
             self._real.exec_module(module)
         except Exception as error:
             cause = f"the verl in {module.__file__} does not import ({type(error).__name__}: {error})"
-            logger.warning("%s; its counterparts here are used", cause)
-            self._counterparts.replace(module, cause)
+            logger.warning("%s; replacements are used", cause)
+            self._replacements.replace(module, cause)
 
 
-def _parents(name: str) -> Sequence[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+@functools.cache
+def placeholder(name: str) -> type:
+    """Return a class with the name of a verl class, which can be inherited from but not instantiated."""
+
+    def reject(self: Any, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"{name} is a class of verl, which is not installed; only reward functions run here")
+
+    return type(name.rpartition(".")[2], (), {"__init__": reject, "__module__": name.rpartition(".")[0]})
 
 
-_FINDER = _Counterparts()
+def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function itself."""
+    return function
+
+
+def leaves_unchanged(*_: Any, **__: Any) -> Callable[..., Any]:
+    """Return a decorator that changes nothing, for any arguments."""
+    return unchanged
+
+
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this thread, creating one if there is none."""
+    try:
+        return asyncio.get_event_loop()
+    except RuntimeError:  # not in the main thread
+        asyncio.set_event_loop(asyncio.new_event_loop())
+        return asyncio.get_event_loop()
+
+
+def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[..., Any]:
+    """Raise TimeoutError after `seconds` in the main thread; elsewhere only reward.timeout applies."""
+
+    def out_of_time(*_: Any) -> None:
+        raise TimeoutError("the function took longer than its timeout_limit")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def limited(*arguments: Any, **named: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                return function(*arguments, **named)
+            before = signal.signal(signal.SIGALRM, out_of_time)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            try:
+                return function(*arguments, **named)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+
+        return limited
+
+    return decorate
+
+
+_FINDER = _Replacements()

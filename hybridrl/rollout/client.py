@@ -1,152 +1,266 @@
-"""All rollout servers as one: least-loaded dispatch, finished answers streamed, dead servers replaced, retries bounded.
+"""Client of all rollout servers, for any number of callers: `completion = await client.generate(request)`.
 
-A server that died raises; one that is slow merely takes longer: only silence for `timeout` seconds makes it count as
-hung. In either case it is rebuilt by `revive` and asked again for what it had not finished.
+A request goes to the least loaded server, samples of one prompt together, as they share the prefix cache. Responses are
+streamed back in coalesced calls, dead servers are rebuilt, retries are bounded. Each request has its own seed, so
+neither the server nor the order in which responses finish changes a result.
+
+A server that died raises; one that is slow merely takes longer: only silence of all servers for `timeout` seconds makes
+them count as hung. Either way the server is rebuilt by `revive` and its unfinished requests are retried.
 """
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
 
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-
-from hybridrl.cluster import cause, wait
-from hybridrl.rollout.types import Completion, Request, Sampling
+from hybridrl.rollout.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, int]
-
 CHECK_SECONDS = 10.0
+LOOK_SECONDS = 2.0  # between looks for silence, and for a lost cluster
+
+
+class ServerFailure(RuntimeError):
+    """A call of a server failed, or its process is gone; `cause` is the reason in one line."""
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class RolloutFailure(RuntimeError):
-    """An answer could not be had although its server was rebuilt as often as allowed."""
+    """A response could not be sampled although its server was rebuilt as often as allowed."""
+
+
+class ModeError(RuntimeError):
+    """The call needs the devices in the other mode: rollout or training."""
+
+
+class Server(Protocol):
+    """A rollout server as the client uses it; awaited calls raise ServerFailure."""
+
+    def submit(self, requests: list[tuple[int, Request]]) -> None: ...
+    async def take(self) -> list[tuple[int, Completion]]: ...
+    async def check(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass
+class Job:
+    """A request in flight, with the future that its caller awaits."""
+
+    ticket: int
+    request: Request
+    future: asyncio.Future[Completion]
+    attempts: int = 0
 
 
 @dataclass
 class Lane:
-    """One server and what it is working on; `given` is all that it was asked for in this call."""
+    """One server and its work; `given` is everything that it was given since it was last idle."""
 
-    server: ActorHandle
-    running: dict[Key, Request] = field(default_factory=dict)
-    given: list[Request] = field(default_factory=list)
-    taking: ray.ObjectRef | None = None
+    server: Server
+    running: dict[int, Job] = field(default_factory=dict)
+    given: list[Job] = field(default_factory=list)
+    pump: asyncio.Task | None = None  # fetches responses as long as any is running
+    rebuilding: bool = False
 
 
-class RolloutPool:
-    """Servers with equal weights. `capacity` is the number of answers given to a server at a time; with `fixed` each
-    is given its share of the prompts at once, whole again after a loss, so that it samples the same batches each time.
+class RolloutClient:
+    """Servers with equal weights. `capacity` limits the requests that a server works on at a time.
+
+    With `fixed`, prompts are assigned to servers by number, each server gets its share at once, and the whole share
+    again after a loss, so that engines form the same batches every time. `check_cluster` raises if the servers can
+    never respond again. `available` is set by the owner of the devices: false while the engines sleep.
     """
 
     def __init__(
         self,
-        servers: Sequence[ActorHandle],
-        revive: Callable[[int], ActorHandle],
+        servers: Sequence[Server],
+        revive: Callable[[int], Server],
         *,
         capacity: int,
         timeout: float,
         retries: int,
         fixed: bool = False,
+        check_cluster: Callable[[], None] = lambda: None,
     ) -> None:
         self.lanes = [Lane(server) for server in servers]
-        self.revive, self.capacity, self.timeout, self.retries = revive, capacity, timeout, retries
-        self.fixed = fixed
+        self.revive, self.check_cluster = revive, check_cluster
+        self.capacity, self.timeout, self.retries, self.fixed = capacity, timeout, retries, fixed
+        self.available = True
         self.restarts = 0
         self.retried = 0
+        self._waiting: deque[Job] = deque()
+        self._tickets = count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._dispatch_due = False
+        self._watch_task: asyncio.Task | None = None
+        self._last_response = 0.0
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Answer every request once; answers come in the order in which they finish."""
-        waiting = deque(requests)
-        attempts: dict[Key, int] = {}
-        missing = {(request.prompt, request.sample) for request in requests}
-        for lane in self.lanes:
-            lane.given = []
+    def generate(self, request: Request) -> asyncio.Future[Completion]:
+        """Sample one response; `await` the result, in the event loop of the other requests in flight."""
+        if not self.available:
+            raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what an earlier loop left unfinished has no callers any more
+            self._loop, self._dispatch_due = loop, False
+            self._waiting.clear()
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._waiting.append(Job(next(self._tickets), request, future))
+        if not self._dispatch_due:  # once for all requests of this turn of the loop: they travel in one call per server
+            self._dispatch_due = True
+            loop.call_soon(self._dispatch)
+        return future
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[list[tuple[int, Completion]]]:
+        """Sample a response to every request and yield them as they finish, with the indices of the requests; those
+        that arrive together come in one list."""
+        finished: asyncio.Queue[tuple[int, asyncio.Future[Completion]]] = asyncio.Queue()
+        for index, request in enumerate(requests):
+            self.generate(request).add_done_callback(lambda future, index=index: finished.put_nowait((index, future)))
+        missing = len(requests)
         while missing:
-            self._dispatch(waiting, sampling)
-            for lane in self._ready():
-                try:
-                    completions = ray.get(lane.taking)
-                except (RayActorError, RayTaskError) as error:
-                    waiting.extendleft(self._replace(lane, attempts, error))
-                    continue
-                lane.taking = None
-                for completion in completions:
-                    del lane.running[completion.prompt, completion.sample]
-                # A whole share that was asked for again holds answers that came before the loss.
-                news = [completion for completion in completions if (completion.prompt, completion.sample) in missing]
-                missing -= {(completion.prompt, completion.sample) for completion in news}
-                yield news
+            arrived = [await finished.get()]
+            while not finished.empty():
+                arrived.append(finished.get_nowait())
+            missing -= len(arrived)
+            yield [(index, future.result()) for index, future in arrived]
 
-    def replace(self, index: int, server: ActorHandle) -> None:
-        """Put a new server in the place of a lost one that was not generating."""
+    def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample a response to every request, for a caller without an event loop."""
+
+        async def gather() -> list[Completion]:
+            return await asyncio.gather(*map(self.generate, requests))
+
+        return asyncio.run(gather())
+
+    def replace(self, index: int, server: Server) -> None:
+        """Replace a server that was lost while nothing was generated."""
         self.restarts += 1
         self.lanes[index] = Lane(server)
 
-    def _dispatch(self, waiting: deque[Request], sampling: Sampling) -> None:
-        """Give waiting requests to the least loaded servers, samples of one prompt together (they share its cache)."""
-        given: dict[int, list[Request]] = {}
-        while waiting:
-            prompt = waiting[0].prompt
+    def _dispatch(self) -> None:
+        """Give waiting requests to servers with capacity, all samples of a prompt to the same one."""
+        self._dispatch_due = False
+        given: dict[int, list[Job]] = {}
+        while self._waiting:
+            prompt = self._waiting[0].request.prompt
             index = prompt % len(self.lanes) if self.fixed else self._least_loaded()
             lane = self.lanes[index]
-            if len(lane.running) >= self.capacity and not self.fixed:
+            if lane.rebuilding or (len(lane.running) >= self.capacity and not self.fixed):
                 break
-            while waiting and waiting[0].prompt == prompt:
-                request = waiting.popleft()
-                lane.running[request.prompt, request.sample] = request
-                lane.given.append(request)
-                given.setdefault(index, []).append(request)
-        for index, requests in given.items():
-            self.lanes[index].server.submit.remote(requests, sampling)
-        for lane in self.lanes:
-            if lane.running and lane.taking is None:
-                lane.taking = lane.server.take.remote()
+            while self._waiting and self._waiting[0].request.prompt == prompt:
+                job = self._waiting.popleft()
+                lane.running[job.ticket] = job
+                lane.given.append(job)
+                given.setdefault(index, []).append(job)
+        for index, jobs in given.items():
+            lane = self.lanes[index]
+            lane.server.submit([(job.ticket, job.request) for job in jobs])
+            if lane.pump is None:
+                lane.pump = asyncio.create_task(self._pump(lane))
+        if given and (self._watch_task is None or self._watch_task.done()):
+            self._last_response = asyncio.get_running_loop().time()
+            self._watch_task = asyncio.create_task(self._watch())
 
     def _least_loaded(self) -> int:
-        return min(range(len(self.lanes)), key=lambda index: len(self.lanes[index].running))
+        """Return the index of the server with the fewest requests; one that is being rebuilt only if all are."""
+        load = [(lane.rebuilding, len(lane.running)) for lane in self.lanes]
+        return min(range(len(load)), key=load.__getitem__)
 
-    def _ready(self) -> list[Lane]:
-        """Servers with something to fetch; where all are silent for too long, the hung ones are made to fail."""
-        taking = {lane.taking: lane for lane in self.lanes if lane.taking is not None}
-        done, _ = wait(list(taking), self.timeout)
-        if not done:
-            logger.warning("no answer finished within %g s on any of %d servers", self.timeout, len(taking))
-            for lane in taking.values():
-                ray.kill(lane.server)
-            done = list(taking)
-        more, _ = ray.wait(list(taking), num_returns=len(taking), timeout=0)
-        return [taking[ref] for ref in {*done, *more}]
+    async def _pump(self, lane: Lane) -> None:
+        """Fetch a server's responses as they finish until none is missing; a failure ends all requests in flight."""
+        try:
+            while lane.running:
+                try:
+                    finished = await lane.server.take()
+                except ServerFailure as failure:
+                    await self._rebuild(lane, failure)
+                    continue
+                self._last_response = asyncio.get_running_loop().time()
+                for ticket, completion in finished:
+                    job = lane.running.pop(ticket, None)  # None: of requests that were abandoned
+                    if job and not job.future.done():  # done: the caller gave up, or a whole share is retried
+                        job.future.set_result(completion)
+                self._dispatch()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            lane.running, lane.given, lane.pump = {}, [], None
 
-    def _replace(self, lane: Lane, attempts: dict[Key, int], error: RayActorError | RayTaskError) -> list[Request]:
-        """Rebuild a lost server; returns what it had not finished, last first."""
+    async def _rebuild(self, lane: Lane, failure: ServerFailure) -> None:
+        """Rebuild a lost server and retry what it had not finished."""
         index = self.lanes.index(lane)
-        if _is_well(lane.server):
-            raise RolloutFailure(f"rollout server {index} is well but refused a request:\n{error}")
+        if await self._is_well(lane.server):
+            raise RolloutFailure(f"rollout server {index} is well but rejected a request:\n{failure}")
         lost = lane.given if self.fixed else list(lane.running.values())
-        for request in lost:
-            key = (request.prompt, request.sample)
-            attempts[key] = attempts.get(key, 0) + 1
-        most = max(attempts[request.prompt, request.sample] for request in lost)
-        if most > self.retries:
+        for job in lost:
+            job.attempts += 1
+        attempts = max(job.attempts for job in lost)
+        if attempts > self.retries:
             raise RolloutFailure(
-                f"rollout server {index} was lost {most} times over the same answers "
-                f"(actor_rollout_ref.rollout.request_retries={self.retries}); the last reason:\n{error}"
+                f"rollout server {index} was lost {attempts} times during the same requests "
+                f"(actor_rollout_ref.rollout.request_retries={self.retries}); the last reason:\n{failure}"
             )
-        again = f"rebuilding it, {len(lost)} answers are asked for again"
-        logger.warning("rollout server %d was lost (%s); %s", index, cause(error), again)
+        logger.warning(
+            "rollout server %d was lost (%s); rebuilding it and retrying %d requests", index, failure.cause, len(lost)
+        )
         self.restarts += 1
         self.retried += len(lost)
-        lane.server, lane.running, lane.given, lane.taking = self.revive(index), {}, [], None
-        return lost[::-1]
+        lane.running, lane.given, lane.rebuilding = {}, [], True
+        self._waiting.extendleft(reversed(lost))
+        self._dispatch()  # the other servers may have capacity
 
+        def revive() -> None:  # completes also if all requests finish elsewhere first and this task is cancelled
+            try:
+                lane.server = self.revive(index)
+            finally:
+                lane.rebuilding = False
 
-def _is_well(server: ActorHandle) -> bool:
-    try:
-        ray.get(server.check.remote(), timeout=CHECK_SECONDS)
-    except (RayActorError, RayTaskError, GetTimeoutError):
-        return False
-    return True
+        await asyncio.to_thread(revive)
+        self._last_response = asyncio.get_running_loop().time()
+        self._dispatch()
+
+    @staticmethod
+    async def _is_well(server: Server) -> bool:
+        try:
+            await asyncio.wait_for(server.check(), CHECK_SECONDS)
+        except (ServerFailure, TimeoutError):
+            return False
+        return True
+
+    async def _watch(self) -> None:
+        """Kill servers that work on requests while none has responded for `timeout` seconds; `take` then raises."""
+        loop = asyncio.get_running_loop()
+        try:
+            while any(lane.running or lane.rebuilding for lane in self.lanes):
+                await asyncio.sleep(min(LOOK_SECONDS, self.timeout))
+                self.check_cluster()
+                busy = [lane for lane in self.lanes if lane.running]
+                silent = loop.time() - self._last_response >= self.timeout
+                if not busy or not silent or any(lane.rebuilding for lane in self.lanes):
+                    continue
+                logger.warning("no response within %g s from any of %d servers", self.timeout, len(busy))
+                for lane in busy:
+                    lane.server.kill()
+                self._last_response = loop.time()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End every request in flight with the error."""
+        jobs = [*self._waiting, *(job for lane in self.lanes for job in lane.running.values())]
+        self._waiting.clear()
+        for lane in self.lanes:
+            lane.running = {}
+            if lane.pump is not None and lane.pump is not asyncio.current_task():
+                lane.pump.cancel()
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_exception(error)
+                job.future.exception()  # counts as retrieved: one caller's report is enough

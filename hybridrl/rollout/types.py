@@ -1,4 +1,4 @@
-"""What is asked of an engine and what comes back."""
+"""What a rollout engine is given and what it returns."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,29 +7,8 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Request:
-    """One answer wanted to one prompt; `prompt` and `sample` name it wherever it travels."""
-
-    prompt: int
-    sample: int
-    prompt_ids: list[int]
-    seed: int
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer: its tokens [T] int64, the end token included, and their log-probs [T] float32 as sampled."""
-
-    prompt: int
-    sample: int
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    truncated: bool
-
-
-@dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn; temperature 0 is greedy. `stop_ids` end an answer."""
+    """How responses are sampled; temperature 0 is greedy. Any of `stop_ids` ends a response."""
 
     max_tokens: int
     stop_ids: tuple[int, ...]
@@ -41,7 +20,32 @@ class Sampling:
     ignore_eos: bool = False
 
 
-def request_seed(run_seed: int, *place: int | str) -> int:
-    """The seed of one draw, from the run's seed and its place in the run: the same wherever it is drawn."""
-    text = "/".join(map(str, (run_seed, *place)))
+@dataclass(frozen=True)
+class Request:
+    """One response wanted to one prompt. Requests with the same `prompt` number share a prefix, and `sample` counts
+    them."""
+
+    prompt: int
+    sample: int
+    prompt_ids: list[int]
+    seed: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response: its tokens [T] int64, the end token included, and their log-probs [T] float32 as sampled.
+
+    `versions` is the weight version that each token was sampled with: [T] int64, or one number for all of them.
+    """
+
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    truncated: bool
+    versions: np.ndarray | int
+
+
+def request_seed(run_seed: int, *keys: int | str) -> int:
+    """Derive the seed of one response from the run's seed and its place in the run, such as position and sample."""
+    text = "/".join(map(str, (run_seed, *keys)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") & 0x7FFFFFFF

@@ -1,179 +1,171 @@
-"""A reinforcement learning run, put together: data and reward first, then devices, then steps."""
+"""A reinforcement learning run, put together: data and reward first, then devices, then the task."""
 
-import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from hybridrl.algorithms import Algorithm
+from hybridrl.checkpoint.saver import Stateful
 from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.config import PPOConfig
-from hybridrl.config.arithmetic import batch_arithmetic
-from hybridrl.config.compose import as_yaml
-from hybridrl.config.schema_reward import RewardConfig
-from hybridrl.data.order import Order
-from hybridrl.data.prompts import PromptDataset
-from hybridrl.evaluation.evaluator import Validator
-from hybridrl.experience.collector import Experience
+from hybridrl.config.files import resolve_model
+from hybridrl.config.help import batch_arithmetic
+from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.evaluation.evaluator import Evaluator
+from hybridrl.experience.collector import SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter
-from hybridrl.experience.episodes import Respondent
-from hybridrl.experience.sample_log import Records
+from hybridrl.experience.episodes import EpisodeRunner
+from hybridrl.experience.sample_log import SampleLog
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.rewards.faults import FaultGuard
-from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.shaping import OverlongPenalty, Shaping
-from hybridrl.run_state import RunState
-from hybridrl.runs.prepare import prepare
-from hybridrl.runs.resume import (
-    chart_course,
-    contents_to_save,
-    restore,
-)
-from hybridrl.runs.settings import (
-    build_agreement,
-    ppo_worker_config,
-    training_sampling,
-    validation_sampling,
-)
-from hybridrl.runs.setup import (
-    as_laid_out,
-    end_tokens,
-    open_run_directory,
-    open_store,
-    open_tracker,
-    probe_ids,
-    save_times,
-    start_session,
-    start_train_workers,
-    with_restarts,
-)
-from hybridrl.saving import SavePlan, Saver
-from hybridrl.tracking import Resume, Tracker, draw_curves, summary
-from hybridrl.tracking.log import info
-from hybridrl.trainer import Schedule, Trainer
+from hybridrl.rewards.actor import open_scorer_pool
+from hybridrl.rewards.pool import check_loads
+from hybridrl.rewards.postprocess import FaultGuard, OverlongPenalty, Shaping
+from hybridrl.rollout.fleet import RolloutFleet
+from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
+from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume
+from hybridrl.runs.settings import ppo_worker_config, training_sampling, validation_sampling
+from hybridrl.runs.setup import padded_plans, start_train_workers
+from hybridrl.runs.setup import train as run_training
+from hybridrl.tracking import Tracker
+from hybridrl.tracking.console import info
+from hybridrl.trainer import RLTask, Schedule, Task
 from hybridrl.training.worker import TrainWorker, WorkerConfig
 from hybridrl.training.worker_group import TrainWorkers
+from hybridrl.weights.colocated import ColocatedSync
+
+PROBE_LENGTH = 24
 
 
 def train(config: PPOConfig) -> None:
-    """Run the whole of it, and anew where a worker dies and the configuration says so."""
-    with_restarts(lambda: _train(config), config.trainer)
+    run_training(config, lambda: PPOJob(config))
 
 
-def _train(config: PPOConfig) -> None:
-    """One attempt, which leaves nothing running however it ends."""
-    began = time.monotonic()
-    directory = open_run_directory(config)
-    prepared = prepare(config)
-    prepared.refusals.close()
-    algorithm, tokenizer, prompts, order = prepared.algorithm, prepared.tokenizer, prepared.prompts, prepared.order
-    assert algorithm is not None and tokenizer is not None and prompts is not None and order is not None
-    for remark in prepared.remarks:
-        info(remark)
-    trainer = config.trainer
-    with ExitStack() as stack:
-        store = stack.enter_context(closing(open_store(config, directory)))
-        course = chart_course(config, algorithm, len(prompts), order.size, directory)
-        saved, done, steps = course.saved, course.done, course.steps
-        info(f"{steps} steps: {batch_arithmetic(config)}")
-        if done >= steps and not trainer.val_only:
-            return info(f"the run is complete: {done} of {steps} steps are done ({saved.path})")
-        log = directory / "logs" / "reward.log"
-        scorers = stack.enter_context(ScorerPool(config.reward, log, prepared.data_sources))
-        session = start_session(trainer, config.ray_kwargs.ray_init)
-        stack.callback(session.close)
-        worker = ppo_worker_config(config, algorithm, directory, steps)
-        group, engine = start_devices(config, session, worker, directory / "logs", probe_ids(prompts[0].ids))
-        plans = as_laid_out(group, prepared.policy, prepared.critic, trainer.step_timeout)
-        workers = TrainWorkers(group, *plans, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
-        seed, shaping = config.actor_rollout_ref.rollout.seed, build_shaping(config.reward)
-        respondent = Respondent(tokenizer, scorers, seed, shaping)
-        stop_ids = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
-        experience = build_experience(config, algorithm, prompts, order, respondent, stop_ids, course.prompts_in_all)
-        resume = Resume(done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
-        records = build_records(config, stack.enter_context(open_tracker(config, directory, steps, resume)))
-        identity = course.identity
-        recognised = {"fingerprint": identity.run, "data": identity.data, "bases": identity.bases}
-        state = RunState(algorithm, experience, workers, records, **recognised)
-        start_up = {"timing_s/start_up": time.monotonic() - began}
-        if saved:
-            restore(config, saved, course.contents, workers, state, order.size)
-        else:
-            records.log(0, start_up)
-        held_out = prepared.validation
-        validator = build_validator(config, held_out, respondent, stop_ids) if held_out else None
-        saver = Saver(workers, store, build_save_plan(config, algorithm, tokenizer))
-        schedule = build_schedule(config, steps)
-        hall = Trainer(algorithm, experience, engine, workers, validator, records, saver, state, schedule)
-        hall.fit(done, start_up)
-    draw_curves(directory)
-    info(summary(directory))
+class PPOJob:
+    """The parts of a reinforcement learning run (see `Job`)."""
 
+    def __init__(self, config: PPOConfig) -> None:
+        inputs = prepare(config)
+        inputs.rejections.close()
+        for message in inputs.messages:
+            info(message)
+        algorithm, prompts, order, tokenizer = inputs.algorithm, inputs.prompts, inputs.order, inputs.tokenizer
+        assert algorithm is not None and prompts is not None and order is not None and tokenizer is not None
+        self.config, self.inputs = config, inputs
+        self.algorithm, self.prompts, self.order, self.tokenizer = algorithm, prompts, order, tokenizer
+        logs = Path(config.trainer.default_local_dir).expanduser() / "logs"
+        check_loads(config.reward, logs / "reward.log", inputs.data_sources)
+        self.rows = order.size
+        self.description = batch_arithmetic(config)
+        self.contents = contents_to_save(config, algorithm)
+        self.asynchronous_saves = config.actor_rollout_ref.actor.checkpoint.async_save
 
-def build_save_plan(config: PPOConfig, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase) -> SavePlan:
-    actor, contents = config.actor_rollout_ref.actor.checkpoint, contents_to_save(config, algorithm)
-    times = save_times(config.trainer)
-    return SavePlan(contents, times, tokenizer.save_pretrained, as_yaml(config), asynchronous=actor.async_save)
+    def plan(self, directory: Path) -> ResumePlan:
+        self.resume = plan_resume(self.config, self.algorithm, len(self.prompts), self.order.size, directory)
+        return self.resume
+
+    def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
+        config, inputs, logs = self.config, self.inputs, directory / "logs"
+        load = partial(tokenizer_elsewhere, config)
+        self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, load))
+        worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
+        group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids))
+        self.scorers.wait_until_loaded()
+        timeout, export_dtype = config.trainer.step_timeout, config.actor_rollout_ref.rollout.dtype
+        plans = padded_plans(group, inputs.policy, inputs.critic, timeout)
+        return TrainWorkers(group, *plans, export_dtype, timeout)
+
+    def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
+        config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
+        stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
+        runner = EpisodeRunner(self.engine.client, self.scorers, rollout.seed, build_shaping(config.reward))
+        experience = self._experience(runner, stop_ids)
+        evaluator = None
+        if self.inputs.validation:
+            sampling = validation_sampling(rollout, stop_ids)
+            evaluator = Evaluator(self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n)
+        sample_log = SampleLog(
+            tracker,
+            training_dir=trainer.rollout_data_dir,
+            validation_dir=trainer.validation_data_dir,
+            shown=trainer.log_val_generations,
+        )
+        if self.resume.checkpoint:
+            sample_log.delete_after(self.resume.done)
+        task = RLTask(
+            self.algorithm,
+            experience,
+            self.engine,
+            workers,
+            evaluator,
+            sample_log,
+            config.actor_rollout_ref.ref.refresh_freq,
+        )
+        return task, {"experience": experience, "algorithm": self.algorithm, "workers": workers}
+
+    def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...]) -> SynchronousExperience:
+        config, data, reward = self.config, self.config.data, self.config.reward
+        rollout, filter_groups, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, None
+        if filter_groups.enable and rollout.n > 1:
+            metric = filter_groups.metric or "score"
+            group_filter = GroupFilter(metric, filter_groups.max_num_gen_batches, data.gen_batch_size)
+        return SynchronousExperience(
+            self.engine,
+            self.prompts,
+            self.order,
+            runner,
+            FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps),
+            prompts_per_step=data.train_batch_size,
+            samples_per_prompt=rollout.n,
+            sampling=training_sampling(rollout, stop_ids),
+            group_filter=group_filter,
+            greedy_baseline=self.algorithm.reads_greedy_rewards,
+            reward_keys=tuple(config.algorithm.gdpo_reward_keys),
+            mask_truncated=config.algorithm.mask_truncated,
+            prompts_in_all=self.resume.total_prompts,
+        )
+
+    def schedule(self, steps: int) -> Schedule:
+        trainer = self.config.trainer
+        validates = self.inputs.validation is not None
+        return Schedule(
+            steps,
+            validate_every=trainer.test_freq,
+            validate_first=validates and (trainer.val_before_train or trainer.val_only),
+            validate_only=trainer.val_only,
+            max_skipped_updates=trainer.max_skipped_updates,
+        )
 
 
 def start_devices(
     config: PPOConfig, session: RaySession, worker: WorkerConfig, logs: Path, probe: list[int]
 ) -> tuple[Group, HybridEngine]:
-    """Training ranks and rollout servers, built side by side and ready for the first hand-over."""
-    section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
+    """Start training ranks and rollout servers at the same time; returns when both are ready for the first sync."""
+    section, limit, timeout = config.actor_rollout_ref, config.trainer.startup_timeout, config.trainer.step_timeout
     workers = start_train_workers(session, logs)
-    engine = HybridEngine(
+    fleet = RolloutFleet(
         session,
-        workers,
         section.model,
         section.rollout,
-        train_dtype=section.actor.fsdp_config.dtype or "float32",
+        devices=len(workers),
         logs=logs,
         startup_timeout=limit,
-        timeout=config.trainer.step_timeout,
+        timeout=timeout,
     )
-    info(f"starting {len(workers)} training ranks and {len(engine.servers)} rollout servers; their logs: {logs}")
-    places = workers.broadcast(TrainWorker.place, timeout=limit)
-    starting = engine.start([place["gpus"] for place in places])
-    if session.device == "cuda":  # an engine measures what memory it may take, and nobody else may move meanwhile
-        gather(starting, "rollout server.start", limit, engine.servers.logs)
-        engine.sleep()
+    info(f"starting {len(workers)} training ranks and {len(fleet.servers)} rollout servers; their logs: {logs}")
+    places = workers.broadcast(TrainWorker.location, timeout=limit)
+    starting = fleet.start([place["gpus"] for place in places])
+    if session.device == "cuda":  # an engine measures how much memory is free, so nothing else may use it meanwhile
+        gather(starting, "rollout server.start", limit, fleet.servers.logs)
+        fleet.sleep()
     building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
-    gather([*building, *starting], "start-up", limit, [*workers.logs, *engine.servers.logs])
+    gather([*building, *starting], "start-up", limit, [*workers.logs, *fleet.servers.logs])
     if session.device == "cpu":
-        engine.sleep()
-    engine.ready(probe)
-    return workers, engine
-
-
-def build_experience(
-    config: PPOConfig,
-    algorithm: Algorithm,
-    prompts: PromptDataset,
-    order: Order,
-    respondent: Respondent,
-    stop_ids: tuple[int, ...],
-    prompts_in_all: int | None,
-) -> Experience:
-    data, reward, rollout = config.data, config.reward, config.actor_rollout_ref.rollout
-    chosen, group_filter = config.algorithm.filter_groups, None
-    if chosen.enable and rollout.n > 1:
-        group_filter = GroupFilter(chosen.metric or "score", chosen.max_num_gen_batches, data.gen_batch_size)
-    return Experience(
-        prompts,
-        order,
-        respondent,
-        FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps),
-        prompts_per_step=data.train_batch_size,
-        samples_per_prompt=rollout.n,
-        sampling=training_sampling(rollout, stop_ids),
-        group_filter=group_filter,
-        greedy_baseline=algorithm.needs == "greedy_rewards",
-        reward_keys=tuple(config.algorithm.gdpo_reward_keys),
-        mask_truncated=config.algorithm.mask_truncated,
-        prompts_in_all=prompts_in_all,
-    )
+        fleet.sleep()
+    dtype = section.actor.fsdp_config.dtype or "float32"
+    sync = ColocatedSync(workers, fleet.servers, section.rollout, probe=probe, train_dtype=dtype, timeout=timeout)
+    engine = HybridEngine(workers, fleet, sync, timeout=timeout)
+    return engine.trainers, engine
 
 
 def build_shaping(reward: RewardConfig) -> Shaping:
@@ -184,32 +176,17 @@ def build_shaping(reward: RewardConfig) -> Shaping:
     return Shaping(reward.scale, (clip[0], clip[1]) if clip else None, overlong)
 
 
-def build_schedule(config: PPOConfig, steps: int) -> Schedule:
-    trainer = config.trainer
-    return Schedule(
-        steps,
-        validate_every=trainer.test_freq,
-        validate_first=trainer.val_before_train,
-        validate_only=trainer.val_only,
-        first_policy_update=trainer.critic_warmup,
-        refresh_reference_every=config.actor_rollout_ref.ref.refresh_freq,
-        most_skipped_updates=trainer.max_skipped_updates,
-        agreement=build_agreement(config),
-    )
+def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's end token, and those of the model's generation config."""
+    try:
+        configured = GenerationConfig.from_pretrained(str(resolve_model(model_path))).eos_token_id
+    except OSError:
+        configured = None
+    further = configured if isinstance(configured, list) else [] if configured is None else [configured]
+    return tuple(sorted({tokenizer.eos_token_id, *further}))
 
 
-def build_validator(
-    config: PPOConfig, prompts: PromptDataset, respondent: Respondent, stop_ids: tuple[int, ...]
-) -> Validator:
-    rollout = config.actor_rollout_ref.rollout
-    return Validator(prompts, respondent, validation_sampling(rollout, stop_ids), rollout.val_kwargs.n)
-
-
-def build_records(config: PPOConfig, tracker: Tracker) -> Records:
-    trainer = config.trainer
-    return Records(
-        tracker,
-        training_dir=trainer.rollout_data_dir,
-        validation_dir=trainer.validation_data_dir,
-        shown=trainer.log_val_generations,
-    )
+def probe_ids(prompt_ids: list[int], length: int = PROBE_LENGTH) -> list[int]:
+    """The fixed sequence that verifies a weight sync: the end of the first prompt, repeated if it is short."""
+    repeated = prompt_ids * (length // len(prompt_ids) + 1)
+    return repeated[-length:]

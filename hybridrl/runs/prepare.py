@@ -1,36 +1,41 @@
 """What a run has before it has devices: algorithm, plans, tokenizer and data, each checked against the others.
 
-`main_ppo` and the doctor call the same function, so that neither accepts what the other refuses.
+`main_ppo` and the doctor call the same function, so that neither accepts what the other rejects.
 """
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.config import PPOConfig
+from hybridrl.checkpoint.read import open_tensors, stored_tensors
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig
+from hybridrl.config.checks.model import why_unsupported
 from hybridrl.config.custom_code import import_libraries, publish_own_keys
-from hybridrl.config.error import Refusals
-from hybridrl.data.order import Order
+from hybridrl.config.files import is_sharded, resolve_model
+from hybridrl.config.findings import Findings
+from hybridrl.config.schema import ModelConfig
+from hybridrl.data.conversations import ConversationDataset, load_conversations
+from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
-from hybridrl.data.sampler import build_order
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.resume import adapted_models
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan
-from hybridrl.runs.setup import refuse_damaged_weights, refuse_hub_model, refuse_unknown_tokens
+from hybridrl.tracking.console import info
 from hybridrl.training.lora import check_adapter
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan
 
 
 @dataclass
-class Prepared:
-    """The parts of a run; where anything is refused, those that are refused or need such a one are None."""
+class RunInputs:
+    """The parts of a run that need no device; what is rejected, or depends on something rejected, is None."""
 
-    refusals: Refusals = field(default_factory=Refusals)
-    remarks: list[str] = field(default_factory=list)
+    rejections: Findings = field(default_factory=Findings)
+    messages: list[str] = field(default_factory=list)
     algorithm: Algorithm | None = None
     policy: PolicyPlan | None = None
     critic: CriticPlan | None = None
@@ -44,47 +49,50 @@ class Prepared:
         return {source for data in (self.prompts, self.validation) if data is not None for source in data.data_sources}
 
 
-def prepare(config: PPOConfig) -> Prepared:
-    """Everything that can be made without a device. What is refused is collected: close `refusals` to raise it all."""
-    prepared = Prepared()
+def prepare(config: PPOConfig) -> RunInputs:
+    """Make everything that needs no device. Rejections are collected: close `rejections` to raise them together."""
+    inputs = RunInputs()
     publish_own_keys(config.own)
-    with prepared.refusals.gathered():
+    with inputs.rejections.gathered():
         import_libraries(config.actor_rollout_ref.model.external_lib)
-    if prepared.refusals.lines:
-        return prepared  # a model or a tokenizer may be what it registers
-    _plan(config, prepared)
-    with prepared.refusals.gathered():
-        prepared.tokenizer = _tokenizer(config)
-    if prepared.tokenizer is not None:
-        _check_models(config, prepared)
-        _load_data(config, prepared.tokenizer, prepared)
-    return prepared
-
-
-def _plan(config: PPOConfig, prepared: Prepared) -> None:
-    refusals = prepared.refusals
-    with refusals.gathered():
-        prepared.algorithm = build_algorithm(config)
-    with refusals.gathered():
-        prepared.policy = build_policy_plan(config)
+    if inputs.rejections.errors:
+        return inputs  # a model or a tokenizer may be what the library registers
+    with inputs.rejections.gathered():
+        inputs.algorithm = build_algorithm(config)
+    with inputs.rejections.gathered():
+        inputs.policy = build_policy_plan(config)
     if config.critic.enable:
-        with refusals.gathered():
-            prepared.critic = build_critic_plan(config)
+        with inputs.rejections.gathered():
+            inputs.critic = build_critic_plan(config)
+    with inputs.rejections.gathered():
+        inputs.tokenizer = model_tokenizer(config, config.actor_rollout_ref.model)
+    if inputs.tokenizer is not None:
+        _check_models(config, inputs)
+        _load_data(config, inputs.tokenizer, inputs)
+    return inputs
 
 
-def _tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
-    model = config.actor_rollout_ref.model
+def model_tokenizer(
+    config: PPOConfig | SFTConfig, model: ModelConfig, key: str = "actor_rollout_ref.model.path"
+) -> PreTrainedTokenizerBase:
     return load_tokenizer(
         model.path,
         tokenizer_path=config.data.tokenizer or model.tokenizer_path,
         trust_remote_code=config.data.trust_remote_code or model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
+        model_key=key,
     )
 
 
-def _check_models(config: PPOConfig, prepared: Prepared) -> None:
-    """Models of the hub, weights and adapters: the settings of models in directories are judged with the keys."""
-    algorithm, section, refusals = prepared.algorithm, config.actor_rollout_ref, prepared.refusals
+def tokenizer_elsewhere(config: PPOConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, in another process than the driver's, where no library is imported yet."""
+    import_libraries(config.actor_rollout_ref.model.external_lib)
+    return model_tokenizer(config, config.actor_rollout_ref.model)
+
+
+def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
+    """Check models of the hub, weights and adapters; settings of local models were checked with the configuration."""
+    algorithm, section = inputs.algorithm, config.actor_rollout_ref
     if algorithm is None:
         return
     models = {"actor_rollout_ref.model.path": section.model}
@@ -93,32 +101,90 @@ def _check_models(config: PPOConfig, prepared: Prepared) -> None:
     if algorithm.uses_critic:
         models["critic.model.path"] = config.critic.model
     for key, model in models.items():
-        with refusals.gathered():
-            refuse_hub_model(model, key)
-            refuse_damaged_weights(model, key)
+        with inputs.rejections.gathered():
+            reject_hub_model(model, key)
+            reject_damaged_weights(model, key)
     for key, model in adapted_models(config, algorithm).items():
-        with refusals.gathered():
-            prepared.remarks.append(check_adapter(model, key))
+        with inputs.rejections.gathered():
+            inputs.messages.append(check_adapter(model, key))
 
 
-def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
-    """Training and validation prompts; refuses rows with tokens that the model has not, or that no scorer can judge."""
-    data, refusals, own = config.data, prepared.refusals, config.own.get("data")
-    load = partial(load_prompts, config=data, tokenizer=tokenizer, own=own)
-    with refusals.gathered():
-        most, shuffle = data.train_max_samples, data.shuffle
-        prepared.prompts = load(data.train_files, max_samples=most, shuffle=shuffle, key="data.train_files")
+def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: RunInputs) -> None:
+    """Load prompts; reject rows with tokens that the model does not have, or that no scorer can score."""
+    data, rejections, own = config.data, inputs.rejections, config.own.get("data")
+    load = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=own)
+    with rejections.gathered():
+        limit, shuffle = data.train_max_samples, data.shuffle
+        inputs.prompts = load(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files")
     if data.val_files:
-        with refusals.gathered():
-            most, shuffle = data.val_max_samples, data.validation_shuffle
-            prepared.validation = load(data.val_files, max_samples=most, shuffle=shuffle, key="data.val_files")
-    if prepared.prompts is not None:
-        with refusals.gathered():
-            prepared.order = build_order(data, prepared.prompts, own)
-    loaded = [dataset for dataset in (prepared.prompts, prepared.validation) if dataset is not None]
-    if loaded:
-        with refusals.gathered():
-            refuse_unknown_tokens(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *loaded)
+        with rejections.gathered():
+            limit, shuffle = data.val_max_samples, data.validation_shuffle
+            inputs.validation = load(data.val_files, max_samples=limit, shuffle=shuffle, key="data.val_files")
+    if inputs.prompts is not None:
+        with rejections.gathered():
+            inputs.order = build_order(data, inputs.prompts, own)
+    datasets = [dataset for dataset in (inputs.prompts, inputs.validation) if dataset is not None]
+    if datasets:
+        with rejections.gathered():
+            reject_unknown_tokens(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *datasets)
     if uses_built_in(config.reward):
-        with refusals.gathered():
-            check_data_sources(prepared.data_sources)
+        with rejections.gathered():
+            check_data_sources(inputs.data_sources)
+
+
+def load_sft_inputs(
+    config: SFTConfig,
+) -> tuple[PreTrainedTokenizerBase, ConversationDataset, ConversationDataset | None]:
+    """Tokenizer, training and validation conversations of a supervised run; raises ConfigError."""
+    data, model = config.data, config.model
+    import_libraries(model.external_lib)
+    tokenizer = model_tokenizer(config, model, "model.path")
+    reject_hub_model(model, "model.path")
+    if model.lora_rank:
+        info(check_adapter(model, "model"))
+    load = partial(load_conversations, config=data, tokenizer=tokenizer)
+    limit, shuffle = data.train_max_samples, data.shuffle
+    training, validation = load(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files"), None
+    if data.val_files:
+        validation = load(data.val_files, max_samples=data.val_max_samples, shuffle=False, key="data.val_files")
+    reject_unknown_tokens(model, "model.path", training, validation)
+    return tokenizer, training, validation
+
+
+def reject_hub_model(model: ModelConfig, key: str) -> None:
+    """Reject a hub model that is missing or cannot be trained; a local one was checked with the configuration."""
+    if Path(model.path).is_dir():
+        return
+    try:
+        settings = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).to_dict()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{key}={model.path} is neither a directory nor a model that the hub provides ({reason})"
+        ) from error
+    if reason := why_unsupported(settings | model.override_config):
+        raise ConfigError(f"{key}={model.path}: {reason}")
+
+
+def reject_damaged_weights(model: ModelConfig, key: str) -> None:
+    """Reject a local model whose weight files cannot be read, by their headers."""
+    directory = resolve_model(model.path)
+    try:
+        if is_sharded(model.path):
+            open_tensors(Path(model.path))
+        elif directory.is_dir():
+            stored_tensors(directory)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={model.path}: {error}", fix="save or download the model again") from error
+
+
+def reject_unknown_tokens(model: ModelConfig, key: str, *datasets: PromptDataset | ConversationDataset | None) -> None:
+    """Reject rows with a token id beyond the model's embedding; embedding rows without a token do no harm."""
+    options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
+    known = AutoConfig.from_pretrained(str(resolve_model(model.path)), **options).get_text_config().vocab_size
+    largest = max(dataset.largest_id for dataset in datasets if dataset is not None)
+    if largest >= known:
+        raise ConfigError(
+            f"{key}={model.path}: the model has {known} tokens, and the data has token {largest} of its tokenizer",
+            fix="name the model's own tokenizer in data.tokenizer, or resize the model's token embeddings",
+        )

@@ -1,1 +1,1 @@
-"""What surrounds a run on this machine: the command line, signals, the guard process, private directories, timers."""
+"""The process of a run on its machine: command line, signals, guard process, private directories, timers."""

@@ -1,11 +1,11 @@
-"""A run in a process of its own, and a parent that clears up after it: however a run ends, nothing of it stays behind.
+"""Runs a command in a child process and cleans up after it: however a run ends, it leaves no process behind.
 
-Ray ends its processes with the driver in the ordinary cases. Where the driver is killed outright, some would live for
-minutes; the parent adopts every process that its own children leave behind, and ends it. Where the parent is killed
-too, `keeper.py` does that for Ray's processes.
+Ray normally ends its processes with the driver. If the driver is killed, some would live for minutes: the parent adopts
+every process that its child leaves behind, and ends it. If the parent is killed too, `keeper.py` does so for Ray's
+processes.
 
-The run is in a session of its own: a signal to the parent's process group, as a terminal or `timeout` sends it, must
-not end Ray, without which the step could not be saved. The parent passes the signal to the driver alone.
+The run has its own session: a signal to the parent's process group, as sent by a terminal or `timeout`, must not end
+Ray, which is needed to save the step. The parent passes the signal to the driver only.
 """
 
 import contextlib
@@ -14,19 +14,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
 from hybridrl.runtime.keeper import END_SECONDS, is_keeper
-from hybridrl.runtime.oom import killer
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_KILLED = 128 + signal.SIGKILL
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KERNEL_COUNTS = Path("/proc/vmstat")
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Run `work` in a child process and return its exit status, with every process it started gone."""
+    """Run `work` in a child process and return its exit status after ending every process it started."""
     if sys.platform != "linux":
         return work()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -35,30 +36,27 @@ def guarded(work: Callable[[], int]) -> int:
         end_with_parent(guard, signal.SIGTERM)
         os.setsid()
         return work()
-    for number in PASSED_ON:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+    for number in FORWARDED:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: _send(child, number))
     status = _wait_for(child)
     _end_orphans()
     if status == -signal.SIGKILL:
-        print(
-            f"failed the driver was killed (signal 9, {killer()}); everything it had started is stopped",
-            flush=True,
-        )
+        print(f"failed: the driver was killed (signal 9, {kill_cause()}); all its processes are stopped", flush=True)
         return EXIT_KILLED
     return status if status >= 0 else 128 - status
 
 
 def end_with_parent(parent: int, how: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that happens."""
+    """Have the kernel send this process a signal when its parent ends for any reason."""
     _prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os.kill(os.getpid(), how)
 
 
 def begin_actor(log_file: str) -> None:
-    """Have an actor end with the Ray of its machine, which it does not see end while it waits in a collective, and send
-    all that it, its libraries and its children print to a file."""
+    """Have an actor end with the Ray of its machine, whose end it does not notice while waiting in a collective, and
+    redirect the output of its process and children to a file."""
     end_with_parent(os.getppid(), signal.SIGKILL)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -71,8 +69,16 @@ def _send(child: int, number: int) -> None:
         os.kill(child, number)
 
 
+def _wait_for(child: int) -> int:
+    """Return the child's exit status, negative for a signal; adopted orphans are reaped meanwhile."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
 def _end_orphans() -> None:
-    """End what the child has left; a keeper ends when it has cleared up."""
+    """End the processes that the child left behind; a keeper ends by itself after cleaning up."""
     keepers = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -80,13 +86,28 @@ def _end_orphans() -> None:
     psutil.wait_procs(keepers, timeout=END_SECONDS)
 
 
-def _wait_for(child: int) -> int:
-    """The child's exit status, negative for a signal; adopted orphans are reaped on the way."""
-    while True:
-        pid, status = os.wait()
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
-
-
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+def _oom_kills() -> int | None:
+    """Return how many processes the kernel of this machine has killed for lack of memory, or None if unknown."""
+    try:
+        counts = dict(line.split() for line in KERNEL_COUNTS.read_text().splitlines())
+    except OSError:
+        return None
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None
+
+
+_OOM_KILLS_BEFORE = _oom_kills()  # when the run began
+
+
+def kill_cause() -> str:
+    """Return who probably killed a process of this machine with signal 9: "by hand ..." or "by the kernel ..."."""
+    now = _oom_kills()
+    if now is None or _OOM_KILLS_BEFORE is None:
+        return "by hand, or by the kernel for lack of memory (see dmesg)"
+    if now == _OOM_KILLS_BEFORE:
+        return "by hand or by a scheduler: the kernel has killed nothing here for lack of memory since the run began"
+    killed = now - _OOM_KILLS_BEFORE
+    return f"by the kernel for lack of memory: it has killed {killed} of this machine's processes since the run began"

@@ -1,8 +1,8 @@
-"""A private directory in /tmp, and a process that removes it, with every process that works there, when its owner ends.
+"""A private directory in /tmp, and a process that removes it and every process using it when its owner ends.
 
-The owner may be killed together with whatever watches over it, so that process is one of its own, in its own session:
-`python keeper.py DIRECTORY PID LOCK`. What works in the directory is known by its TMPDIR. Only the standard library is
-imported, so that it starts in no time and takes little memory.
+The owner may be killed together with its guard, so the keeper is a separate process in its own session:
+`python keeper.py DIRECTORY PID LOCK`. Processes that use the directory are recognized by their TMPDIR. The keeper
+imports only the standard library, to start quickly and use little memory.
 """
 
 import contextlib
@@ -18,33 +18,37 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PLACE, PREFIX = Path("/tmp"), "hybridrl-"  # whatever TMPDIR says: Ray's sockets need a short path
-LOCK = "lock"  # held by the owner and the keeper: where it is free, both are gone
-END_SECONDS = 30.0  # for processes that were killed to be gone
-OPEN: list["PrivateDirectory"] = []  # until this process ends
+ROOT, PREFIX = Path("/tmp"), "hybridrl-"  # independent of TMPDIR: Ray's sockets need a short path
+LOCK = "lock"  # held by the owner and the keeper: if it is free, both are gone
+END_SECONDS = 30.0  # for killed processes to disappear
+OPEN: list["PrivateDirectory"] = []  # kept open until this process ends
 
 
 class PrivateDirectory:
-    """A directory that nobody else may enter, removed by `close` or when this process ends, whichever comes first."""
+    """A directory that no other user may enter, removed by `close` or when this process ends."""
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix=PREFIX, dir=PLACE)
-        self._lock = _locked(Path(self.path))
+        self.path = tempfile.mkdtemp(prefix=PREFIX, dir=ROOT)
+        # The file gets its name only after it is locked, so that no other keeper finds it unlocked.
+        unnamed = Path(self.path, "new")
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(Path(self.path, LOCK))
         command = [sys.executable, "-IS", __file__, self.path, str(os.getpid()), str(self._lock)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        elsewhere = os.environ | {"TMPDIR": ""}  # the keeper of the directory where its owner works must not end it
-        # What is launched leaves the keeper behind, which ends when its input does, and its output with it.
-        launched = subprocess.Popen(command, env=elsewhere, pass_fds=[self._lock], start_new_session=True, **pipes)
+        environment = os.environ | {"TMPDIR": ""}  # or the keeper of this process's TMPDIR would end the new one
+        # The launched process forks the keeper and ends. The keeper ends when its input is closed.
+        launched = subprocess.Popen(command, env=environment, pass_fds=[self._lock], start_new_session=True, **pipes)
         launched.wait()
         self._input, self._output = launched.stdin, launched.stdout
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of processes that are to work here; with SPT_NOENV a process that sets its title keeps them."""
+        """Variables of processes that use the directory; SPT_NOENV keeps them readable if a process sets its title."""
         return {"TMPDIR": self.path, "SPT_NOENV": "1"}
 
     def close(self) -> None:
-        """End what still works here, and remove it."""
+        """End all processes that use the directory, and remove it."""
         self._input.close()
         self._output.read()
         self._output.close()
@@ -55,7 +59,7 @@ def work_in_private() -> None:
     """Have this process's temporary files removed, and the children that it starts from now on ended, when it ends."""
     OPEN.append(PrivateDirectory())
     os.environ.update(OPEN[-1].environment)
-    tempfile.tempdir = None  # it is found again
+    tempfile.tempdir = None  # computed again from TMPDIR
 
 
 def is_keeper(command: list[str]) -> bool:
@@ -63,53 +67,44 @@ def is_keeper(command: list[str]) -> bool:
 
 
 def keep(directory: Path, owner: int) -> None:
-    """Wait for the owner's end, then clear up; first what others have left whose keeper was killed too."""
+    """Wait for the owner's end, then clean up; first clean up the directories of killed owners and keepers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for left in _abandoned():
-        _clear(left)
-    watched = [sys.stdin.fileno()]  # it is closed by the owner, or with the last process that the owner has forked
-    with contextlib.suppress(OSError, AttributeError):  # on an old kernel, and where the owner has ended already
+    for abandoned in _abandoned():
+        _clear(abandoned)
+    watched = [sys.stdin.fileno()]  # closed by the owner, or with the last process that the owner forked
+    with contextlib.suppress(OSError, AttributeError):  # an old kernel, or the owner has ended
         watched.append(os.pidfd_open(owner))
     select.select(watched, [], [])
     _clear(directory)
 
 
 def working_in(directory: Path) -> list[int]:
-    """The processes that were started with this TMPDIR."""
-    mark, found = os.fsencode(f"TMPDIR={directory}"), []
+    """Return the processes that were started with this TMPDIR."""
+    variable, pids = os.fsencode(f"TMPDIR={directory}"), []
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if mark in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-    return found
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if variable in environment.read_bytes().split(b"\0"):
+                pids.append(int(environment.parent.name))
+    return pids
 
 
 def _clear(directory: Path) -> None:
     deadline = time.monotonic() + END_SECONDS
     while directory.exists() and time.monotonic() < deadline:
-        found = working_in(directory)
-        for pid in found:
+        pids = working_in(directory)
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if found:
+        if pids:
             time.sleep(0.02)
-        else:  # again, where a thread that was not yet dead has made a file meanwhile
+        else:  # repeated if a dying thread has created a file meanwhile
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _locked(directory: Path) -> int:
-    """An open file with a lock on it, which has its name only once it is locked."""
-    new = directory / "new"
-    descriptor = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    new.rename(directory / LOCK)
-    return descriptor
-
-
 def _abandoned() -> Iterator[Path]:
-    """This user's directories whose lock nobody holds."""
-    for lock in PLACE.glob(f"{PREFIX}*/{LOCK}"):
+    """Yield this user's directories whose lock is free."""
+    for lock in ROOT.glob(f"{PREFIX}*/{LOCK}"):
         with contextlib.suppress(OSError), lock.open("rb+") as file:
             if os.fstat(file.fileno()).st_uid == os.getuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

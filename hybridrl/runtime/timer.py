@@ -1,4 +1,4 @@
-"""Seconds by name, collected by whoever does the work and taken once a step."""
+"""Seconds by name, collected during a step and logged once per step."""
 
 import time
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
+        start = time.monotonic()
         yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
     def take(self) -> dict[str, float]:
-        """All seconds since the last call, as metrics."""
+        """Return all seconds since the last call, as metrics."""
         taken, self._seconds = self._seconds, {}
         return {f"timing_s/{name}": seconds for name, seconds in taken.items()}

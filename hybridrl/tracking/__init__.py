@@ -1,4 +1,4 @@
-"""Seeing a run: its sinks while it goes on, its report at the end."""
+"""Metrics of a run: sinks during training, curves and summary at the end."""
 
 from hybridrl.tracking.report import draw_curves, read_metrics, summary
 from hybridrl.tracking.sink import SampleRow, Sink

@@ -1,5 +1,9 @@
-"""The console: a progress bar and a compact line a step on a terminal, verl's plain lines elsewhere."""
+"""Console output: messages of the driver, a progress bar with one line per step on a terminal, plain lines elsewhere.
 
+All messages that may appear while the progress bar is shown use `info` and `warn`, which keep the bar below them.
+"""
+
+import errno
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,31 +14,48 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from hybridrl.tracking import names
+from hybridrl.tracking import sink as names
 from hybridrl.tracking.sink import SampleRow, Sink
 
 SHOWN_CHARACTERS = 240
+SECONDS_BETWEEN_LINES = 0.5
+
+console = Console()
+
+
+def info(text: str) -> None:
+    _print(Text(text))
+
+
+def warn(text: str) -> None:
+    _print(Text.assemble(("warning: ", "yellow"), text))
+
+
+def _print(text: Text) -> None:
+    try:
+        console.print(text, soft_wrap=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):  # a full disk or a lost terminal does not end a run
+            raise
 
 
 class PlainSink(Sink):
-    """`step:N - key:value - key:value ...`, the line that scripts around verl read."""
+    """`step:N - key:value - key:value ...`, the line format of verl, which scripts parse."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        values = (f"{name}:{_compact(value)}" for name, value in metrics.items())
+        values = [f"{name}:{value if isinstance(value, int) else f'{value:.6g}'}" for name, value in metrics.items()]
         self._console.print(Text(" - ".join([f"step:{step}", *values])), soft_wrap=True)
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         self._console.print(sample_table(step, rows))
 
 
-SECONDS_BETWEEN_LINES = 0.5
-
-
 class TerminalSink(Sink):
-    """A bar over the steps with the time left, and above it a line a step, at most two a second without news."""
+    """A progress bar with the remaining time, below one line per step; at most two lines per second are printed,
+    except for validations."""
 
     def __init__(
         self,
@@ -61,10 +82,10 @@ class TerminalSink(Sink):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         now = self._clock()
-        told_anyway = step == self._total_steps or any(map(names.is_validation_score, metrics))
-        if told_anyway or now - self._last_line >= SECONDS_BETWEEN_LINES:
+        always = step == self._total_steps or any(map(names.is_validation_score, metrics))
+        if always or now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
-            # Cropped, not wrapped: one step is one line on a narrow terminal too.
+            # Cropped, not wrapped: a step is one line on a narrow terminal too.
             self._console.print(step_line(step, metrics), no_wrap=True, overflow="ellipsis")
         if step > self._step:
             self._step = step
@@ -81,14 +102,14 @@ class TerminalSink(Sink):
 
 
 def seconds_left(step_ends: list[float], steps_left: int) -> float | None:
-    """Mean time of a step x `steps_left`; the first two count only until there are others: they warm up."""
+    """Return the mean step time x `steps_left`; the first interval, a warm-up, is left out once there are others."""
     times = [end - start for start, end in pairwise(step_ends)]
     times = times[1:] or times
     return sum(times) / len(times) * steps_left if times else None
 
 
 def step_line(step: int, metrics: dict[str, float]) -> Text:
-    """What one looks at while a run goes on, with the seconds by phase; what is not logged is left out."""
+    """Return the main metrics of a step in one line, with the seconds per phase; metrics not logged are left out."""
     scores = [value for name, value in metrics.items() if names.is_validation_score(name)]
     shown = [
         ("reward", next((metrics[name] for name in names.REWARD if name in metrics), None), ".3f"),
@@ -115,21 +136,17 @@ def step_line(step: int, metrics: dict[str, float]) -> Text:
 
 def sample_table(step: int, rows: list[SampleRow]) -> Table:
     table = Table(title=f"validation samples, step {step}", title_justify="left", show_lines=True)
-    for column in ("prompt", "answer", "ground truth"):
+    for column in ("prompt", "response", "ground truth"):
         table.add_column(column, overflow="fold")
     table.add_column("score", justify="right")
     for row in rows:
-        cells = (Text(_shown(text)) for text in (row.prompt, row.answer, row.ground_truth))
+        cells = (Text(_shown(text)) for text in (row.prompt, row.response, row.ground_truth))
         table.add_row(*cells, f"{row.score:.3g}")
     return table
 
 
 def _shown(text: str) -> str:
-    """Both ends of a long text; a model can write escape codes, which must not reach the terminal."""
+    """Shorten a long text to both its ends, and replace escape codes, which a model can write."""
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.strip())
-
-
-def _compact(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.6g}"

@@ -1,7 +1,6 @@
-"""`metrics.jsonl`: one `log` call, one line `{"step": N, ...}`, on disk when the call returns.
+"""`metrics.jsonl`: each `log` call is one line `{"step": N, ...}`, on disk when the call returns.
 
-A second call for a step is a second line, so that nothing waits in memory for a step to end;
-`report.read_metrics` joins them.
+A second call for a step is a second line, so nothing is buffered until a step ends; `read_metrics` joins them.
 """
 
 import json
@@ -10,29 +9,38 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hybridrl.tracking.log import warn
+from hybridrl.tracking.console import warn
 from hybridrl.tracking.sink import Sink
 
 Record = dict[str, float | None]
 
 
-def logged(path: Path) -> list[tuple[str, Record]]:
-    """The lines that can be read, each with what it says.
+def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics by step, in order; of a name logged twice for a step the later value is kept. null is NaN."""
+    steps: dict[int, dict[str, float]] = {}
+    for _, record in _read_lines(run_dir / "metrics.jsonl"):
+        values = {name: math.nan if value is None else value for name, value in record.items()}
+        steps.setdefault(int(values.pop("step")), {}).update(values)
+    return dict(sorted(steps.items()))
 
-    A killed run may leave half a line at the end, and a machine that lost its power one of zeros.
+
+def _read_lines(path: Path) -> list[tuple[str, Record]]:
+    """Return the readable lines with their records.
+
+    A killed run may leave an incomplete line at the end, and a machine that lost power a line of zeros.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    found = []
+    lines = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
-        record = _record(line)
+        record = _parse(line)
         if record is None:
-            warn(f"{path}, line {number} cannot be read as metrics and is left out: {line[:40]!r}")
+            warn(f"{path}, line {number} cannot be read as metrics and is skipped: {line[:40]!r}")
         else:
-            found.append((line, record))
-    return found
+            lines.append((line, record))
+    return lines
 
 
-def _record(line: str) -> Record | None:
+def _parse(line: str) -> Record | None:
     try:
         record = json.loads(line)
     except ValueError:
@@ -43,21 +51,25 @@ def _record(line: str) -> Record | None:
 
 
 class JsonlSink(Sink):
-    """Appends to what a run had logged up to `last_step`, where it goes on; a new one moves an older file aside.
+    """Appends to the lines up to `last_step` if the run is resumed; a new run moves an existing file aside.
 
-    What a full disk has no room for is written before the next line.
+    Lines that a full disk has no room for are written before the next line.
     """
 
     def __init__(self, path: Path, last_step: int | None = None) -> None:
         if last_step is not None:
-            _cut(path, last_step)
+            _drop_later_steps(path, last_step)
         elif path.exists():
             path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        values = {name: _json_number(value) for name, value in metrics.items()}
+        # JSON has no NaN and no infinity, and a reader must not need Python's dialect of it.
+        values = {
+            name: value if isinstance(value, int) else float(value) if math.isfinite(value) else None
+            for name, value in metrics.items()
+        }
         self._unwritten += json.dumps({"step": step} | values).encode() + b"\n"
         self._write()
 
@@ -65,7 +77,7 @@ class JsonlSink(Sink):
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         self._write()
         os.fsync(self._file.fileno())
         return {}
@@ -75,18 +87,11 @@ class JsonlSink(Sink):
             self._write()
 
 
-def _cut(path: Path, last_step: int) -> None:
-    """Drop later steps and what cannot be read, by one rename: a kill in between leaves the file as it was."""
-    aside = path.with_name(f".{path.name}.writing")
-    with aside.open("w") as file:
-        file.writelines(line + "\n" for line, record in logged(path) if record["step"] <= last_step)
+def _drop_later_steps(path: Path, last_step: int) -> None:
+    """Drop later steps and unreadable lines by one rename: a kill in between leaves the file unchanged."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with temporary.open("w") as file:
+        file.writelines(line + "\n" for line, record in _read_lines(path) if record["step"] <= last_step)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def _json_number(value: float) -> int | float | None:
-    # JSON has no NaN and no infinity, and a reader of the file must not need Python's dialect.
-    if isinstance(value, int):
-        return value
-    return float(value) if math.isfinite(value) else None
+    temporary.replace(path)

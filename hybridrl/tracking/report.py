@@ -1,56 +1,108 @@
-"""What a finished run leaves for its reader, made from `metrics.jsonl` alone."""
+"""The report of a run, made from `metrics.jsonl` alone: curves as a picture, and a summary as text."""
 
 import math
 from pathlib import Path
 
-from hybridrl.tracking import names
-from hybridrl.tracking.jsonl import logged
+from hybridrl.tracking import sink as names
+from hybridrl.tracking.jsonl import read_metrics
 
 Metrics = dict[str, float]
 Series = dict[int, float]  # step -> value
 
 CONTENTS = {
-    "config.yaml": "the configuration as it was run",
-    "metrics.jsonl": "every metric, one line a step",
-    "curves.png": "the curves as a picture",
+    "config.yaml": "the configuration of the run",
+    "metrics.jsonl": "all metrics, one line per step",
+    "curves.png": "the curves",
     "samples": "validation samples",
     "rollouts": "training samples",
-    "tensorboard": "`tensorboard --logdir` shows it",
+    "tensorboard": "for `tensorboard --logdir`",
     "wandb": "the Weights & Biases run",
-    "logs": "one log a process",
+    "logs": "one log per process",
     "global_step_*": "checkpoints",
+}
+COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#64748b")
+INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
+STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
 }
 
 
-def read_metrics(run_dir: Path) -> dict[int, Metrics]:
-    """Metrics by step, in order; of a name logged twice for a step the later value stands. null is NaN."""
-    steps: dict[int, Metrics] = {}
-    for _, record in logged(run_dir / "metrics.jsonl"):
-        values = {name: math.nan if value is None else value for name, value in record.items()}
-        steps.setdefault(int(values.pop("step")), {}).update(values)
-    return dict(sorted(steps.items()))
-
-
 def draw_curves(run_dir: Path, title: str | None = None) -> Path | None:
-    """Draw `curves.png`, titled with the directory's name unless told; None if there is nothing to draw."""
+    """Draw `curves.png`, by default titled with the directory's name. Returns None if there is nothing to draw."""
     panels = _panels(read_metrics(run_dir))
     if not panels:
         return None
-    # matplotlib costs half a second, and only this needs it.
-    from hybridrl.tracking.curves import draw
+    # matplotlib takes half a second to import and is used only here.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    return draw(panels, title or run_dir.name, run_dir / "curves.png")
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.4 * len(panels) + 0.4, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.12))
+        figure.suptitle(title or run_dir.name, x=0.015, ha="left", fontsize=14, fontweight="bold")
+        grid = figure.subplots(1, len(panels), squeeze=False, sharex=True)
+        for number, (axes, (panel, lines)) in enumerate(zip(grid[0], panels.items(), strict=True)):
+            axes.set_title(panel, pad=10)
+            _draw_lines(axes, lines, first_color=number if len(lines) == 1 else 0)
+        figure.savefig(run_dir / "curves.png", dpi=150, facecolor="white")
+    return run_dir / "curves.png"
+
+
+def _draw_lines(axes, lines: dict[str, Series], first_color: int) -> None:
+    axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True, nbins=6)
+    axes.margins(x=0.03, y=0.08)
+    for number, (name, series) in enumerate(lines.items()):
+        color = COLORS[(first_color + number) % len(COLORS)]
+        steps, values = list(series), list(series.values())
+        width, marker = (2, "o") if len(values) <= 50 else (1.2, "")
+        last = f"{values[-1]:.3g}"
+        axes.plot(steps, values, color=color, linewidth=width, marker=marker, markersize=4, label=f"{name}: {last}")
+        if len(lines) == 1:
+            axes.set_ylabel(name)
+            axes.annotate(
+                last,
+                (steps[-1], values[-1]),
+                xytext=(5, 0),
+                textcoords="offset points",
+                color=color,
+                va="center",
+                fontweight="bold",
+                annotation_clip=False,
+            )
+    if len(lines) > 1:
+        axes.legend(fontsize=8)
 
 
 def summary(run_dir: Path) -> str:
-    """First, last and best value of what the run was for, its seconds by phase, and where everything is."""
+    """Return first, last and best value of the main metrics, the seconds per phase, and the files of the run."""
     steps = read_metrics(run_dir)
-    blocks = [_values_block(steps), _seconds_block(steps), _files_block(run_dir)]
+    files = [f"  {pattern:<16}{meaning}" for pattern, meaning in CONTENTS.items() if any(run_dir.glob(pattern))]
+    blocks = [_values_block(steps), _seconds_block(steps), "\n".join([f"output directory: {run_dir}", *files])]
     return "\n\n".join(block for block in blocks if block)
 
 
 def _panels(steps: dict[int, Metrics]) -> dict[str, dict[str, Series]]:
-    """Title of a panel -> name of a metric -> its finite values."""
+    """Return title of a panel -> name of a metric -> its finite values, without empty panels."""
     logged = sorted({name for metrics in steps.values() for name in metrics})
     chosen = {
         "Training reward": [name for name in names.REWARD if name in logged][:1],
@@ -58,10 +110,8 @@ def _panels(steps: dict[int, Metrics]) -> dict[str, dict[str, Series]]:
         "Response length": [name for name in logged if name == names.RESPONSE_LENGTH],
         "Loss": [name for name in names.LOSSES if name in logged],
     }
-    panels = {
-        panel: {name: series for name in metrics if (series := _series(steps, name))}
-        for panel, metrics in chosen.items()
-    }
+    panels = {panel: {name: _series(steps, name) for name in metrics} for panel, metrics in chosen.items()}
+    panels = {panel: {name: series for name, series in lines.items() if series} for panel, lines in panels.items()}
     return {panel: lines for panel, lines in panels.items() if lines}
 
 
@@ -75,17 +125,13 @@ def _values_block(steps: dict[int, Metrics]) -> str:
     for panel, lines in _panels(steps).items():
         for name, series in lines.items():
             values = list(series.values())
-            rows.append((name, f"{values[0]:.4g}", f"{values[-1]:.4g}", _best(panel, series)))
+            step = (min if panel == "Loss" else max)(series, key=series.__getitem__)
+            # Neither a long nor a short response is better.
+            best = "" if panel == "Response length" else f"{series[step]:.4g} (step {step})"
+            rows.append((name, f"{values[0]:.4g}", f"{values[-1]:.4g}", best))
     width = max(len(name) for name, *_ in rows)
     lines = [f"{name:<{width}}{first:>10}{last:>10}  {best}" for name, first, last, best in rows]
     return "\n".join(lines) if len(rows) > 1 else ""
-
-
-def _best(panel: str, series: Series) -> str:
-    if panel == "Response length":  # neither long nor short is better
-        return ""
-    best = (min if panel == "Loss" else max)(series, key=series.__getitem__)
-    return f"{series[best]:.4g} (step {best})"
 
 
 def _seconds_block(steps: dict[int, Metrics]) -> str:
@@ -98,9 +144,4 @@ def _seconds_block(steps: dict[int, Metrics]) -> str:
             seconds[phase] += spent
     seconds["other"] = total - sum(seconds.values())
     rows = [f"  {phase:<14}{spent:10.1f} s {spent / total:7.1%}" for phase, spent in seconds.items() if spent > 0]
-    return "\n".join([f"{'seconds in all':<16}{total:10.1f} s", *rows])
-
-
-def _files_block(run_dir: Path) -> str:
-    rows = [f"  {pattern:<16}{meaning}" for pattern, meaning in CONTENTS.items() if any(run_dir.glob(pattern))]
-    return "\n".join([f"everything is in {run_dir}", *rows])
+    return "\n".join([f"{'total seconds':<16}{total:10.1f} s", *rows])

@@ -1,21 +1,37 @@
-"""What a sink is: one class with `log(step, metrics)`. A new destination of metrics is one such class."""
+"""The interface of a sink, one class with `log(step, metrics)`, and the metrics that sinks and reports show."""
 
 from dataclasses import dataclass
 from typing import Any
 
+# Phase of a step -> its `timing_s/` timers. The timers of one line do not overlap.
+PHASES = {
+    "start-up": ("start_up",),
+    "rollout": ("gen", "gen_max"),
+    "reward": ("reward",),
+    "log-probs": ("old_log_prob", "ref", "values"),
+    "update": ("adv", "update_actor", "update_critic"),
+    "switch": ("switch", "update_weights"),
+    "validation": ("testing",),
+    "saving": ("save_checkpoint",),
+}
+STEP_SECONDS = "timing_s/step"
+REWARD = ("critic/rewards/mean", "critic/score/mean")  # the first that is logged is shown
+RESPONSE_LENGTH = "response_length/mean"
+LOSSES = ("train/loss", "val/loss")
+
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One validation answer as it is shown to people."""
+    """One validation sample as shown to the user."""
 
     prompt: str
-    answer: str
+    response: str
     ground_truth: str
     score: float
 
 
 class Sink:
-    """A destination of metrics; what a sink has no place for (sample tables, say) it leaves as it is here."""
+    """A destination of metrics; a sink overrides the methods that it supports, at least `log`."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         raise NotImplementedError
@@ -23,12 +39,31 @@ class Sink:
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         return
 
-    def state(self) -> dict[str, Any]:
-        """What a later process needs to go on in the same place.
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed process needs to continue in the same place.
 
-        A saved step may outlive a power failure, so files that were written have reached the disk when this returns.
+        A checkpoint may outlive a power failure, so written files have reached the disk when this returns.
         """
         return {}
 
     def close(self) -> None:
         return
+
+
+def is_validation_score(name: str) -> bool:
+    """Whether the name is `val-core/<data_source>/<acc|reward>/mean@n`; a data source may contain slashes."""
+    return name.startswith("val-core/") and name.rsplit("/", 1)[1].startswith("mean@")
+
+
+def phase_seconds(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of each phase with a timer among the metrics."""
+    timers = {
+        phase: [metrics[f"timing_s/{name}"] for name in names if f"timing_s/{name}" in metrics]
+        for phase, names in PHASES.items()
+    }
+    return {phase: sum(seconds) for phase, seconds in timers.items() if seconds}
+
+
+def line_seconds(metrics: dict[str, float]) -> float:
+    """Return the seconds that one log call accounts for; without a step (the first validation) it has only phases."""
+    return max(metrics.get(STEP_SECONDS, 0.0), sum(phase_seconds(metrics).values()))

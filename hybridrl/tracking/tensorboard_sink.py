@@ -1,4 +1,4 @@
-"""TensorBoard event files, by TensorBoard's own record writer (neither torch nor TensorFlow is needed)."""
+"""TensorBoard event files, written by TensorBoard's record writer without torch or TensorFlow."""
 
 import os
 import socket
@@ -17,14 +17,14 @@ EVENT_FILE = "events.out.tfevents."
 
 
 class TensorBoardSink(Sink):
-    """Goes on after `last_step`; a new run begins with step 0."""
+    """Writes a new event file, after `last_step` if the run is resumed, else from step 0."""
 
     def __init__(self, directory: Path, last_step: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._file = _next_file(directory).open("wb")
         self._writer = RecordWriter(self._file)
         self._add(0, file_version="brain.Event:2")
-        # TensorBoard forgets what was left in this directory from this step on.
+        # TensorBoard discards earlier events of this directory from this step on.
         first_step = 0 if last_step is None else last_step + 1
         self._add(first_step, session_log=SessionLog(status=SessionLog.START))
 
@@ -33,9 +33,13 @@ class TensorBoardSink(Sink):
         self._add(step, summary=Summary(value=values))
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
-        self._add(step, summary=text_pb("validation samples", _markdown(rows)))
+        lines = ["| prompt | response | ground truth | score |", "|---|---|---|---|"]
+        for row in rows:
+            texts = [text.strip().replace("|", "\\|") for text in (row.prompt, row.response, row.ground_truth)]
+            lines.append(f"| {' | '.join(texts)} | {row.score:.3g} |".replace("\n", "<br>"))
+        self._add(step, summary=text_pb("validation samples", "\n".join(lines)))
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         os.fsync(self._file.fileno())
         return {}
 
@@ -48,18 +52,9 @@ class TensorBoardSink(Sink):
 
 
 def _next_file(directory: Path) -> Path:
-    """A file that is read after those present: they are read by name, which begins with a time in seconds, and clocks
-    of machines differ."""
+    """Return a file that is read after the existing ones: TensorBoard reads files by name, which begins with a time in
+    seconds, and clocks of machines differ."""
     numbers = [path.name.removeprefix(EVENT_FILE).split(".")[0] for path in directory.glob(f"{EVENT_FILE}*")]
     latest = max((int(number) for number in numbers if number.isdecimal()), default=0)
     number = max(int(time.time()), latest + 1)
     return directory / f"{EVENT_FILE}{number:010}.{socket.gethostname()}.{os.getpid()}"
-
-
-def _markdown(rows: list[SampleRow]) -> str:
-    def cell(text: str) -> str:
-        return text.strip().replace("|", "\\|").replace("\n", "<br>")
-
-    lines = ["| prompt | answer | ground truth | score |", "|---|---|---|---|"]
-    lines += [f"| {cell(r.prompt)} | {cell(r.answer)} | {cell(r.ground_truth)} | {r.score:.3g} |" for r in rows]
-    return "\n".join(lines)

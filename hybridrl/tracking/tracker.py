@@ -1,22 +1,24 @@
-"""Hands the metrics of a run to every sink that `trainer.logger` names; knows neither trainer nor workers."""
+"""Logs the metrics of a run to every sink in `trainer.logger`; knows neither trainer nor workers."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from hybridrl.tracking import log as messages
-from hybridrl.tracking.console import PlainSink, TerminalSink
+from hybridrl.tracking import console
+from hybridrl.tracking.console import PlainSink, TerminalSink, warn
 from hybridrl.tracking.jsonl import JsonlSink
 from hybridrl.tracking.sink import SampleRow, Sink
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A run goes on after `step`; `sinks` is what `Tracker.state` gave when that step was saved.
+    """The run resumes after `step`; `sinks` is the `Tracker.state_dict()` of that checkpoint.
 
-    Without `sinks` (a run that branches off into a directory of its own) nothing outside the directory is continued.
+    Without `sinks` (a run that branches off into a new directory) nothing outside the directory is continued.
     """
 
     step: int
@@ -24,9 +26,9 @@ class Resume:
 
 
 class Tracker:
-    """All sinks of a run as one; `metrics.jsonl` in `run_dir` (verl's `file`) is always among them.
+    """All sinks of a run; `metrics.jsonl` in `run_dir` (verl's `file`) is always among them.
 
-    A resumed run's sinks go on where they were: what was logged for later steps is dropped.
+    The sinks of a resumed run continue after its step: anything logged for later steps is dropped.
     """
 
     def __init__(
@@ -43,10 +45,10 @@ class Tracker:
         last_step, states = (resume.step, resume.sinks) if resume else (None, {})
         self._run_dir = run_dir
         self._sinks: dict[str, Sink] = {}
-        self._failed: set[str] = set()  # that have been warned of
+        self._failed: set[str] = set()  # sinks with a warning already printed
         self._closing = ExitStack()
         self._add("file", JsonlSink(run_dir / "metrics.jsonl", last_step))
-        # The modules of the next two are imported only when chosen: they are heavy, and wandb is an extra.
+        # The modules of the next two are imported only if configured: they are heavy, and wandb is an extra.
         if "tensorboard" in loggers:
             from hybridrl.tracking.tensorboard_sink import TensorBoardSink
 
@@ -55,41 +57,32 @@ class Tracker:
             try:
                 from hybridrl.tracking.wandb_sink import WandbSink
             except ImportError as error:
-                messages.warn(f"trainer.logger=wandb left out: {error} (`pip install hybridrl[wandb]`)")
+                warn(f"trainer.logger=wandb is skipped: {error} (`pip install hybridrl[wandb]`)")
             else:
                 run_id = states.get("wandb", {}).get("id")
                 self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))
         if "console" in loggers:
-            # Last to open, so that what the others say at their start stands above the bar.
-            console = messages.console
-            terminal = console.file.isatty() and not console.is_dumb_terminal
-            self._add("console", TerminalSink(console, total_steps, last_step or 0) if terminal else PlainSink(console))
+            # Opened last, so that messages of the other sinks appear above the bar.
+            output = console.console
+            terminal = output.file.isatty() and not output.is_dumb_terminal
+            self._add("console", TerminalSink(output, total_steps, last_step or 0) if terminal else PlainSink(output))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, sink in self._sinks.items():
-            with self._surviving(name):
-                sink.log(step, metrics)
+            self._try(name, sink.log, step, metrics)
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
-        """Show validation answers on the console and in the sinks that have tables."""
+        """Show validation samples on the console and in the sinks that have tables."""
         for name, sink in self._sinks.items():
-            with self._surviving(name):
-                sink.samples(step, rows)
+            self._try(name, sink.samples, step, rows)
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """What is saved with a step, for `Resume`; what was logged to files has reached the disk when this returns."""
-        states = {}
-        for name, sink in self._sinks.items():
-            with self._surviving(name):
-                states[name] = sink.state()
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the state of the sinks, for `Resume`; logged files have reached the disk when this returns."""
+        states = {name: self._try(name, sink.state_dict) for name, sink in self._sinks.items()}
         return {name: state for name, state in states.items() if state}
 
-    def print(self, text: str) -> None:
-        """Print above the progress bar."""
-        messages.info(text)
-
     def close(self) -> None:
-        """Close every sink, also when one of them fails; a second call does nothing."""
+        """Close every sink, even if one of them fails; a second call does nothing."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -100,21 +93,15 @@ class Tracker:
 
     def _add(self, name: str, sink: Sink) -> None:
         self._sinks[name] = sink
-        self._closing.callback(self._close, name)
+        self._closing.callback(self._try, name, sink.close)
 
-    def _close(self, name: str) -> None:
-        with self._surviving(name):
-            self._sinks[name].close()
-
-    @contextmanager
-    def _surviving(self, name: str) -> Iterator[None]:
-        """Let a full disk cost no more than metrics, with one warning: a run is resumed without them."""
+    def _try(self, name: str, method: Callable[..., T], *arguments: Any) -> T | None:
+        """Call a method of a sink; a full disk costs only metrics, with one warning per sink."""
         try:
-            yield
+            return method(*arguments)
         except OSError as error:
             if name not in self._failed:
                 self._failed.add(name)
-                where = f"{self._run_dir}, logger {name}"
-                messages.warn(
-                    f"{where}: {error.strerror or error}; training continues, and metrics may be missing there"
-                )
+                cause = f"{self._run_dir}, logger {name}: {error.strerror or error}"
+                warn(f"{cause}; training continues, and metrics may be missing there")
+            return None

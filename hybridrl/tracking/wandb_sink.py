@@ -1,4 +1,4 @@
-"""Weights & Biases; without a key the run is recorded offline, and nobody is ever asked for one."""
+"""Weights & Biases; without an API key the run is recorded offline, and no key is prompted for."""
 
 import netrc
 import os
@@ -8,17 +8,17 @@ from urllib.parse import urlparse
 
 from wandb import Settings, Table, init
 
-from hybridrl.tracking.log import info, warn
-from hybridrl.tracking.report import read_metrics
+from hybridrl.tracking.console import info, warn
+from hybridrl.tracking.jsonl import read_metrics
 from hybridrl.tracking.sink import SampleRow, Sink
 
 
 class WandbSink(Sink):
-    """A new W&B run, or the one of `run_id` continued.
+    """A new W&B run, or the continuation of `run_id`.
 
-    W&B takes steps in order and forgets none: of a run that died later than it was saved it keeps the steps after the
-    save, and those before that it lacks are given to it from `metrics.jsonl` (all of them where it records offline, as
-    one offline recording replaces another when they are uploaded).
+    W&B accepts steps only in order and deletes none: steps after the checkpoint stay as they were logged before the run
+    stopped, and missing earlier steps are logged again from `metrics.jsonl` (all of them when recording offline, since
+    an uploaded offline recording replaces the previous one).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WandbSink(Sink):
             mode=mode,
             id=run_id,
             resume="allow" if run_id else None,
-            # Its capture of the console would fight with the progress bar.
+            # W&B's capture of the console would break the progress bar.
             settings=Settings(console="off", silent=mode != "online"),
         )
         self._catch_up(read_metrics(run_dir))
@@ -56,11 +56,11 @@ class WandbSink(Sink):
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         if step < self._run.starting_step:
             return
-        data = [[row.prompt, row.answer, row.ground_truth, row.score] for row in rows]
-        table = Table(columns=["prompt", "answer", "ground truth", "score"], data=data)
+        data = [[row.prompt, row.response, row.ground_truth, row.score] for row in rows]
+        table = Table(columns=["prompt", "response", "ground truth", "score"], data=data)
         self._run.log({"validation samples": table}, step=step)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"id": self._run.id}
 
     def close(self) -> None:

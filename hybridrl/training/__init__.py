@@ -1,1 +1,1 @@
-"""Training: FSDP2 workers and what they compute. Knows rows of tokens; neither text nor the rollout engine."""
+"""Training: FSDP2 workers and what they compute. Knows only tokens, neither text nor the rollout engine."""

@@ -1,8 +1,8 @@
-"""Sharding a model over the training ranks with FSDP2, and taking it apart again."""
+"""Sharding a model over the training ranks with FSDP2, and working with its sharded tensors (DTensors)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
@@ -16,22 +16,21 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from hybridrl import device as devices
 from hybridrl.checkpoint.published import Part, own_tensors
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.training.adapted import without_pairs
 from hybridrl.training.loading import fill, layer_classes
-from hybridrl.training.model import LanguageModel
-from hybridrl.training.recompute import compile_layers
-from hybridrl.training.shards import host_places, local, whole
-from hybridrl.training.value_model import ValueModel, new_head
+from hybridrl.training.model import LanguageModel, ValueModel, new_head, without_pairs
+
+ALIGNMENT = 64  # bytes, as in torch's own CPU allocator
 
 
 @cache
 def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
-    """All ranks in one row of shards, or in several rows that replicate one another."""
+    """Return a mesh of all ranks: one group of shards, or several groups that replicate one another."""
     if shards == ranks:
         return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
     return init_device_mesh(device, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
@@ -65,15 +64,21 @@ def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool
     return model
 
 
+def compile_layers(layers: list[nn.Module]) -> None:
+    """Compile the forward pass of each layer for rows of any lengths; attention itself is not compiled."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def shard_and_fill(
     blank: Model, path: str, config: FSDPConfig, grid: DeviceMesh, device: torch.device, *, offloaded: bool = False
 ) -> Model:
-    """Shard a model without weights, and read those that this rank keeps to a device; collective. With `offloaded` they
+    """Shard a model without weights and read this rank's part of them to the device; collective. With `offloaded` they
     are then moved to host memory, and only the buffers stay."""
     sharded = shard(blank, config, grid, offloaded=offloaded)
     with without_pairs(sharded.model):
         fill(sharded.model, path, device, new_head(sharded) if isinstance(sharded, ValueModel) else None)
-    sharded.to(device)  # moves buffers alone, and FSDP2 notes where its parameters are
+    sharded.to(device)  # moves only buffers, and FSDP2 records where its parameters are
     if offloaded:
         move_parameters(sharded, host_parameters(sharded))
         devices.release_cached_memory(device.type)
@@ -81,40 +86,78 @@ def shard_and_fill(
 
 
 def reshard(model: nn.Module) -> None:
-    """Give up every gathered parameter: a forward without a backward leaves some, the root's always."""
+    """Free every gathered parameter: a forward without a backward pass leaves some, the root's always."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def host_parameters(model: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """A place in host memory for each parameter's shard, in one allocation (`host_places`)."""
+    """Allocate host memory for each parameter's shard, in one allocation (`host_copies`)."""
     parameters = list(model.parameters())
-    return dict(zip(parameters, host_places(parameters, parameters[0].device.type), strict=True))
+    return dict(zip(parameters, host_copies(parameters, parameters[0].device.type), strict=True))
 
 
 @torch.no_grad()
-def move_parameters(model: nn.Module, places: Mapping[nn.Parameter, Tensor]) -> None:
-    """Have a sharded model's parameters in these places from now on; buffers stay where they are."""
+def move_parameters(model: nn.Module, targets: Mapping[nn.Parameter, Tensor]) -> None:
+    """Move a sharded model's parameters to these tensors; buffers stay where they are."""
 
     def move(tensor: Tensor) -> Tensor:
-        place = places.get(tensor)
-        if place is None or local(place).data_ptr() == local(tensor).data_ptr():  # a tied parameter comes twice
+        target = targets.get(tensor)
+        if target is None or local(target).data_ptr() == local(tensor).data_ptr():  # a tied parameter comes twice
             return tensor
-        local(place).copy_(local(tensor), non_blocking=True)
-        return place
+        local(target).copy_(local(tensor), non_blocking=True)
+        return target
 
-    model._apply(move)  # of FSDP2, which notes where its parameters are
+    model._apply(move)  # overridden by FSDP2, which records where its parameters are
 
 
 @torch.no_grad()
-def whole_tensors(
-    model: PreTrainedModel, parts: Iterable[Part], made: Mapping[str, Callable[[], Tensor]] | None = None
+def full_tensors(
+    model: PreTrainedModel, parts: Iterable[Part], computed: Mapping[str, Callable[[], Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that these parts are published as, unsharded, part by part; collective: each rank must walk through
-    all of them. Those of the model's own that are `made` take the place of what it has under their names."""
-    own, made = own_tensors(model), made or {}
+    """Yield the tensors that these parts are published as, unsharded, part by part; collective: each rank must iterate
+    over all of them. `computed` ones replace the model's own tensors of the same names."""
+    own, computed = own_tensors(model), computed or {}
     for part in parts:
         dtype = next(iter(part.published.values())).dtype
-        found = {n: made[n]().to(dtype) if n in made else whole(own[n].detach(), dtype) for n in part.names}
-        yield from part.publish(model, found).items()
+        tensors = {
+            name: computed[name]().to(dtype) if name in computed else full_tensor(own[name].detach(), dtype)
+            for name in part.names
+        }
+        yield from part.publish(model, tensors).items()
+
+
+def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor unsharded, in this type; collective. Shards in host memory are gathered on the device."""
+    value = value if dtype is None else value.to(dtype)
+    return value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_shard(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of an unsharded tensor, sharded and located like the other tensor."""
+    if not isinstance(like, DTensor):
+        return tensor
+    part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return part.to_local().to(like.device)
+
+
+def host_copies(tensors: Sequence[Tensor], device: str) -> list[Tensor]:
+    """Return a tensor in host memory for each tensor, of the same shape, type and sharding; uninitialised, all in one
+    allocation (`device.host_buffer`)."""
+    shards = [local(tensor) for tensor in tensors]
+    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in shards]
+    ends = list(accumulate(sizes, initial=0))
+    buffer = devices.host_buffer(ends[-1], device)
+    cut = zip(shards, ends, strict=False)
+    copies = [buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape) for part, begin in cut]
+    # DTensor.from_local would move what is on another device than the mesh.
+    return [
+        DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
+        for tensor, copy in zip(tensors, copies, strict=True)
+    ]

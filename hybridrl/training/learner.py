@@ -1,7 +1,8 @@
-"""A sharded model that learns: gradients pass by pass, one optimizer step a mini-batch. Which loss, it is told.
+"""A sharded model in training: gradients micro-batch by micro-batch, one optimizer step per mini-batch. The loss is
+passed in.
 
 A loss, ratio or gradient that is not finite never reaches the parameters: the update is skipped on every rank, and the
-rows that made it are written to a file.
+rows that caused it are written to a file.
 """
 
 import math
@@ -14,45 +15,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl import device as devices
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
-from hybridrl.config.schema import FSDPConfig
-from hybridrl.training.fsdp import host_parameters, move_parameters
+from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
+from hybridrl.training.fsdp import full_tensor, host_parameters, move_parameters, reshard, shard_and_fill
+from hybridrl.training.lora import add_adapter, load_adapter
+from hybridrl.training.model import LanguageModel, ValueModel, packed_rows_interact
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, lay_out
-from hybridrl.training.sequence_parallel import slice_of
-from hybridrl.training.shards import whole
+from hybridrl.training.sequence_parallel import sequence_group, slice_of
 
-MOST_FILES = 100  # of skipped updates that a rank writes for a model
+MOST_FILES = 100  # of skipped updates that a rank writes per model
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """A model that is trained; without an optimizer only its gradient can be computed."""
+
+    model: ModelConfig
+    fsdp: FSDPConfig
+    optimizer: OptimizerConfig
+    total_updates: int
+    updates_per_step: int = 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.fsdp.dtype or "float32")
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Return the type of the model's own parameters: with an adapter they never change and need no higher
+        precision than the computation."""
+        return self.compute_dtype if self.model.lora_rank else getattr(torch, self.fsdp.model_dtype)
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One rank's share of an optimizer update: its passes, and the divisors of the whole mini-batch."""
+    """One rank's share of an optimizer update: its micro-batches, and the divisors of the complete mini-batch."""
 
-    passes: list[list[int]]
+    micro_batches: list[list[int]]
     totals: Totals
 
 
-# Rows of a pass and the totals of its mini-batch -> this pass's share of the loss, and of each metric. Without totals
-# the rows only stand in, to keep step with other ranks: the loss is 0, of whatever the model says.
+# Maps the rows of a micro-batch and the totals of its mini-batch to this micro-batch's share of the loss and of each
+# metric. Totals are None for a dummy row (see `Learner.backward`): the loss is then 0 times the model's outputs.
 Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
 # Rows and mini-batch as they are trained on, and shares of metrics measured before the gradient.
-Prepared = tuple[Batch, MiniBatch, dict[str, Tensor]]
-Prepare = Callable[[Batch, MiniBatch], Prepared]
+RunInputs = tuple[Batch, MiniBatch, dict[str, Tensor]]
+Prepare = Callable[[Batch, MiniBatch], RunInputs]
 
 
-def unchanged(batch: Batch, mini_batch: MiniBatch) -> Prepared:
+def unchanged(batch: Batch, mini_batch: MiniBatch) -> RunInputs:
     return batch, mini_batch, {}
 
 
 class Learner:
-    """One rank's part of a model in training. Files of a skipped update's rows are named by `evidence`, a path. The
-    ranks of `group`, where there is one, have the same rows: each returns the same shares, which count once."""
+    """One rank's part of a model in training. `dump_prefix` is the path prefix of the files with a skipped update's
+    rows. The ranks of a sequence-parallel `group` have the same rows: each returns the same shares, which count once.
+    """
 
     def __init__(
         self,
@@ -62,17 +87,17 @@ class Learner:
         device: torch.device,
         *,
         padded: bool,
-        evidence: Path,
+        dump_prefix: Path,
         group: ProcessGroup | None = None,
     ) -> None:
-        self.model, self.optimizers, self.fsdp, self.device = model, optimizers, fsdp, device
-        self.padded, self.evidence, self.group = padded, evidence, group
-        self.leaves = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
-        self.places: dict[nn.Parameter, Tensor] = {}  # in host memory, once the parameters have been there
-        self.away = False
+        self.model, self.optimizers, self.device = model, optimizers, device
+        self.padded, self.dump_prefix, self.group = padded, dump_prefix, group
+        self.offloads = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
+        self.host_parameters: dict[nn.Parameter, Tensor] = {}  # filled when the parameters are first offloaded
+        self.on_host = False
 
     def inputs(self, rows: Batch) -> ModelInputs:
-        """What this rank's model sees of rows."""
+        """Return this rank's model inputs for these rows."""
         return slice_of(lay_out(rows, self.padded), self.group).to(self.device)
 
     def update(
@@ -82,121 +107,149 @@ class Learner:
         loss: Loss,
         clip: float,
         step: int,
-        repeats: Callable[[], object] = bool,
+        on_retry: Callable[[], object] = bool,
         prepare: Prepare = unchanged,
     ) -> list[Shares]:
-        """Optimizer updates, one a mini-batch. Returns this rank's share of each metric (shares add up over ranks,
-        of a group's one). `repeats` is called before a mini-batch is gone through once more."""
+        """Run one optimizer update per mini-batch. Returns this rank's share of each metric (shares add up over ranks,
+        counting one per group). `on_retry` is called before a mini-batch is repeated."""
         self.model.train()
-        found, scale = [], self.optimizers.loss_scale
+        metrics, scale = [], self.optimizers.loss_scale
         ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up
         for number, (part, mini_batch, more) in enumerate(map(partial(prepare, batch), mini_batches), 1):
             factor = scale.factor
-            shares, sound, all_sound, norm = self._gradient(part, mini_batch, loss, clip)
-            while all_sound and not math.isfinite(norm) and scale.shrink():
+            shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
+            # A finite loss with an infinite gradient is what float16 makes of a loss scale that is too large: no row is
+            # at fault, so the mini-batch is repeated with half the scale until the gradient is finite. At scale 1 the
+            # rows are at fault. All ranks decide alike, as the norm and `all_finite` are reduced over them.
+            while all_finite and not math.isfinite(norm) and scale.shrink():
                 self.optimizers.zero_grad()
-                repeats()
-                shares, sound, all_sound, norm = self._gradient(part, mini_batch, loss, clip)
-            lr, applied = self.optimizers.lr, all_sound and math.isfinite(norm)
-            if not applied:
-                scale.factor = factor  # it was not to blame
-            self._step(applied)
+                on_retry()
+                shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
+            lr, applied = self.optimizers.lr, all_finite and math.isfinite(norm)
             if applied:
+                self.optimizers.step()
+                scale.grow()
                 shares |= more | {"grad_norm": torch.tensor(norm / ranks)}
             else:
-                self._write_rows(part, mini_batch, sound, all_sound, f"step-{step}-update-{number}")
+                scale.factor = factor  # it was not the cause
+                self.optimizers.skip()
+                self._write_rows(part, mini_batch, finite, all_finite, f"step-{step}-update-{number}")
                 shares = {}
-            found.append({name: float(value) for name, value in shares.items()})
-            found[-1] |= {"lr": lr / ranks, "skipped_updates": (not applied) / ranks}
+            self.optimizers.zero_grad()
+            metrics.append({name: float(value) for name, value in shares.items()})
+            metrics[-1] |= {"lr": lr / ranks, "skipped_updates": (not applied) / ranks}
             if scale.adapts:
-                found[-1]["loss_scale"] = scale.factor / ranks
-        return found
+                metrics[-1]["loss_scale"] = scale.factor / ranks
+        return metrics
 
     def _gradient(
         self, batch: Batch, mini_batch: MiniBatch, loss: Loss, clip: float
     ) -> tuple[dict[str, Tensor], Tensor, bool, float]:
-        """The gradient of a mini-batch, no larger than `clip`. Returns shares of metrics, which passes' losses are
-        finite, whether those of all ranks are, and the gradient's norm as it was."""
+        """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics, which micro-batches
+        have a finite loss, whether those of all ranks do, and the norm before clipping, the same on every rank."""
         shares: dict[str, Tensor] = {}
-        losses = [self.backward(batch, rows, mini_batch.totals, loss, shares) for rows in mini_batch.passes]
+        losses = [self.backward(batch, rows, mini_batch.totals, loss, shares) for rows in mini_batch.micro_batches]
         self.optimizers.loss_scale.undo(self.model)
-        sound = torch.stack(losses).isfinite()
-        return shares, sound, self._on_all_ranks(bool(sound.all())), self._clip(clip)
+        finite = torch.stack(losses).isfinite()
+        # An infinite loss may leave the gradient finite, so the ranks exchange it.
+        broken = torch.tensor(float(not finite.all()), device=self.device)
+        dist.all_reduce(broken)
+        norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)))
+        return shares, finite, not broken, norm
 
     def backward(
         self, batch: Batch, rows: list[int], totals: Totals, loss: Loss, shares: dict[str, Tensor] | None = None
     ) -> Tensor:
-        """Forward and backward of one pass; a rank without rows keeps step with a loss of 0. Returns the loss."""
-        total, found = loss(batch.select(rows or [0]), totals if rows else None)
-        # FSDP averages over ranks; the divisors are those of the whole mini-batch already. Of a loss that the ranks of
-        # a group share, each has the gradient of its own slice.
+        """Run forward and backward of one micro-batch. Returns the loss."""
+        # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is empty
+        # therefore runs one dummy row with a loss of 0; without it the others' collectives would wait forever.
+        total, metrics = loss(batch.select(rows or [0]), totals if rows else None)
+        # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks of a
+        # group share a loss, each has the gradient of its own slice.
         (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
         if rows and shares is not None:
-            for name, value in ({"loss": total} | found).items():
+            for name, value in ({"loss": total} | metrics).items():
                 shares[name] = shares.get(name, 0.0) + value.detach()
         return total.detach()
 
-    def whole_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare) -> dict[str, Tensor]:
-        """The gradient of one mini-batch by parameter name, unsharded, without an update; for tests and diagnosis."""
+    def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare) -> dict[str, Tensor]:
+        """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
         self.model.train()
         part, mini_batch, _ = prepare(batch, mini_batch)
-        for rows in mini_batch.passes:
+        for rows in mini_batch.micro_batches:
             self.backward(part, rows, mini_batch.totals, loss)
         self.optimizers.loss_scale.undo(self.model)
         named = self.model.named_parameters()
-        found = {name: whole(p.grad).cpu() for name, p in named if p.grad is not None}
+        gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
         self.optimizers.zero_grad()
-        return found
+        return gradient
 
-    def _clip(self, limit: float) -> float:
-        """Scale the gradient down to a norm. Returns the norm before, the same on every rank."""
-        return float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
+    def _write_rows(self, batch: Batch, mini_batch: MiniBatch, finite: Tensor, all_finite: bool, name: str) -> None:
+        """Write the micro-batches whose loss is not finite to a file, for diagnosis: `torch.load` gives a dictionary.
 
-    def _on_all_ranks(self, holds: bool) -> bool:
-        """An infinite loss may leave the gradient finite, so ranks have to tell one another of it."""
-        broken = torch.tensor(float(not holds), device=self.device)
-        dist.all_reduce(broken)
-        return not broken
-
-    def _step(self, applied: bool) -> None:
-        self.optimizers.step() if applied else self.optimizers.skip()
-        if applied:
-            self.optimizers.loss_scale.grow()
-        self.optimizers.zero_grad()
-
-    def _write_rows(self, batch: Batch, mini_batch: MiniBatch, sound: Tensor, all_sound: bool, name: str) -> None:
-        """Keep the passes whose loss is not finite for whoever looks for the fault: `torch.load` of a dictionary.
-
-        Where no rank has one, any row may be the fault: then all of them, by their tokens alone.
+        If the losses of all ranks are finite, any row may be the cause: then all rows are written, with only tokens.
         """
         if self.group is not None and self.group.rank():
             return  # another rank writes the same
-        suspects = torch.ones_like(sound) if all_sound else ~sound
-        rows = sorted({row for index in suspects.nonzero().flatten() for row in mini_batch.passes[index]})
-        directory, rank = self.evidence.parent, f"rank-{dist.get_rank()}.pt"
+        suspects = torch.ones_like(finite) if all_finite else ~finite
+        rows = sorted({row for index in suspects.nonzero().flatten() for row in mini_batch.micro_batches[index]})
+        directory, rank = self.dump_prefix.parent, f"rank-{dist.get_rank()}.pt"
         directory.mkdir(parents=True, exist_ok=True)
-        if not rows or len(list(directory.glob(f"{self.evidence.name}-*-{rank}"))) >= MOST_FILES:
+        if not rows or len(list(directory.glob(f"{self.dump_prefix.name}-*-{rank}"))) >= MOST_FILES:
             return
         part = batch.select(rows)
-        part = part.only() if all_sound else part
+        part = part.only() if all_finite else part
         values = {item.name: vars(part)[item.name] for item in fields(part) if vars(part)[item.name] is not None}
-        torch.save(values, directory / f"{self.evidence.name}-{name}-{rank}")
+        torch.save(values, directory / f"{self.dump_prefix.name}-{name}-{rank}")
 
     def offload(self, *, to_host: bool) -> None:
-        """Move the parameters to or from host memory, if the configuration says that they may leave the device."""
-        if not self.leaves or self.away == to_host:
+        """Move the parameters to or from host memory, if the configuration allows them to leave the device."""
+        if not self.offloads or self.on_host == to_host:
             return
         if to_host:
-            self.places = self.places or host_parameters(self.model)
-            move_parameters(self.model, self.places)
-            devices.synchronize(self.device.type)  # whoever reads host memory need not know that copies were on the way
+            self.host_parameters = self.host_parameters or host_parameters(self.model)
+            move_parameters(self.model, self.host_parameters)
+            devices.synchronize(self.device.type)  # readers of host memory need not know about pending copies
         else:
             self.model.to(self.device, non_blocking=True)
-        self.away = to_host
+        self.on_host = to_host
+
+
+def build_learner(
+    blank: LanguageModel | ValueModel,
+    config: LearnerConfig,
+    grid: DeviceMesh,
+    device: torch.device,
+    *,
+    seed: int,
+    collective_timeout: float,
+    dump_prefix: Path,
+) -> Learner:
+    """Shard a model without weights, with an adapter if one is configured, load it and create its optimizers;
+    collective."""
+    model, fsdp = config.model, config.fsdp
+    if model.lora_rank:
+        add_adapter(blank.model, model, getattr(torch, fsdp.model_dtype), seed, f"the {dump_prefix.name}'s model")
+    sharded = shard_and_fill(blank, model.path, fsdp, grid, device, offloaded=fsdp.offload_policy)
+    if model.lora_rank and model.lora_adapter_path:
+        load_adapter(sharded.model, Path(model.lora_adapter_path))
+    optimizers = Optimizers(
+        sharded,
+        config.optimizer,
+        config.total_updates,
+        dtype=config.compute_dtype,
+        updates_per_step=config.updates_per_step,
+        # Under offload_policy the optimizer steps in host memory, where parameters and moments already are.
+        offloaded=fsdp.optimizer_offload and not fsdp.offload_policy and device.type == "cuda",
+    )
+    group = sequence_group(fsdp.ulysses_sequence_parallel_size, collective_timeout)
+    padded = not model.use_remove_padding or (group is None and packed_rows_interact(sharded, device))
+    reshard(sharded)
+    return Learner(sharded, optimizers, fsdp, device, padded=padded, dump_prefix=dump_prefix, group=group)
 
 
 def on_device(learner: Learner, *others: Learner | None) -> Learner:
-    """This learner with its parameters on the device; the others' leave it first, if their configuration allows it."""
+    """Return this learner with its parameters on the device; others that may be offloaded are offloaded first."""
     for other in others:
         if other is not None:
             other.offload(to_host=True)

@@ -1,46 +1,32 @@
-"""Log-probs, and what else is asked of tokens, from what a head sees: no more logits exist than those of a chunk.
+"""Log-probs and other token outputs from hidden states and a head, without materialising more logits than a chunk's.
 
-Gradients are worked out here and not by autograd, so that a chunk's logits and their gradient share their memory. The
-arithmetic of a chunk is in `logit_tables`, on CUDA in `logit_kernels`.
+Gradients are computed here and not by autograd, so that a chunk's logits and their gradient share their memory. The
+arithmetic of a chunk is `token_outputs.LogitTables`, on CUDA `logit_kernels.LogitKernels`.
 
-Knows neither models nor losses; but a loss may tell its gradient in advance.
+Knows neither models nor losses, but a loss can pass in a function that computes its gradient early.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridrl.training.logit_tables import LogitTables
-from hybridrl.training.token_outputs import Asked, Foresight, Head, TokenOutputs
+from hybridrl.training.token_outputs import Head, LogitTables, OutputSpec, TokenOutputs
 
-# Of logits, as if in float32. On CUDA few large chunks: each adds its share to the head's gradient in that one's type.
+# Of float32 logits. Large chunks on CUDA, as each one adds its share to the head's gradient in the gradient's type.
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}
-# In a chunk, however large the vocabulary: each one reads the whole head, and reads and writes its whole gradient.
+# Per chunk, however large the vocabulary: each one reads the entire head, and reads and writes its entire gradient.
 FEWEST_TOKENS = 256
-SAME = 1e-5  # Gradients that differ by less, relative to the largest number in them, differ by rounding.
+SAME = 1e-5  # gradients that differ by less, relative to their largest number, differ by rounding
 
 
 def tokens_at_once(device: str, vocabulary: int) -> int:
-    """How many tokens a chunk has."""
+    """Return how many tokens a chunk has."""
     return max(CHUNK_BYTES[device] // (4 * vocabulary), FEWEST_TOKENS)
 
 
-class Arithmetic(Protocol):
-    """The memory for one chunk after another, at most `tokens` each, and what is computed in it."""
-
-    def __init__(self, head: Head, asked: Asked, tokens: int) -> None: ...
-
-    def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, learning: bool) -> TokenOutputs:
-        """The outputs of a chunk's hidden states [tokens, width], the reference's too, and targets [tokens]; where they
-        are learnt from, what `gradient` needs is kept until the next chunk."""
-
-    def gradient(self, by: TokenOutputs) -> Tensor:
-        """The gradient by a chunk's logits [tokens, vocabulary], in the head's type, from that by its outputs; once."""
-
-
-def arithmetic(device: str) -> type[Arithmetic]:
-    """Torch's operations, or on CUDA kernels that read a logit once."""
+def arithmetic(device: str) -> type[LogitTables]:
+    """Return torch's own operations, or on CUDA kernels that read each logit once."""
     if device == "cpu":
         return LogitTables
     from hybridrl.training.logit_kernels import LogitKernels
@@ -48,13 +34,13 @@ def arithmetic(device: str) -> type[Arithmetic]:
     return LogitKernels
 
 
-def token_outputs(hidden: Tensor, head: Head, targets: Tensor, asked: Asked) -> TokenOutputs:
-    """Of these targets [N], where the head sees `hidden` [N, width].
+def token_outputs(hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec) -> TokenOutputs:
+    """Return the outputs for these targets [N], given what the head sees, `hidden` [N, width].
 
-    In the backward pass logits are formed again; but not where one chunk holds them all, nor where the gradient that
-    arrives is a multiple of the one foreseen: then those of hidden states and head were formed with the outputs.
+    The backward pass computes the logits again, with two exceptions: if one chunk holds them all, they are kept; if the
+    arriving gradient is a multiple of the early one, the gradients that were computed with the outputs are scaled.
     """
-    chunks = _Chunks(hidden, head, targets, asked)
+    chunks = _Chunks(hidden, head, targets, spec)
     if torch.is_grad_enabled():
         return TokenOutputs(*_Differentiable.apply(hidden, head.weight, head.bias, chunks))
     chunks.fill_all()
@@ -70,68 +56,63 @@ class _Gradients(NamedTuple):
 
 
 class _Chunks:
-    """The outputs of all tokens, filled chunk by chunk, and gradients from theirs."""
+    """The outputs of all tokens, computed chunk by chunk, and the gradients that follow from theirs."""
 
-    def __init__(self, hidden: Tensor, head: Head, targets: Tensor, asked: Asked) -> None:
-        weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
-        self.hidden, self.head, self.targets, self.asked = (
-            hidden.detach(),
-            Head(weight, bias, head.rule),
-            targets,
-            asked,
-        )
-        most = tokens_at_once(hidden.device.type, len(weight)) // (1 if asked.against is None else 2)
-        self.size = max(min(most, len(hidden)), 1)  # a slice of a line may have no response token
+    def __init__(self, hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec) -> None:
+        self.hidden, self.targets, self.spec = hidden.detach(), targets, spec
+        self.head = Head(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.rule)
+        most = tokens_at_once(hidden.device.type, len(head.weight)) // (1 if spec.against is None else 2)
+        self.size = max(min(most, len(hidden)), 1)  # a slice of packed rows may have no response token
         self.spans = [slice(start, start + self.size) for start in range(0, len(hidden), self.size)]
-        self.outputs = self._outputs(asked.outputs)
+        self.outputs = self._empty(spec.outputs)
 
-    def _outputs(self, wanted: tuple[bool, ...]) -> TokenOutputs:
+    def _empty(self, wanted: tuple[bool, ...]) -> TokenOutputs:
         zeros = self.hidden.new_zeros(len(wanted), len(self.hidden), dtype=torch.float32)
         return TokenOutputs(*(row if want else None for row, want in zip(zeros, wanted, strict=True)))
 
-    def arithmetic(self) -> Arithmetic:
-        return arithmetic(self.hidden.device.type)(self.head, self.asked, self.size)
+    def arithmetic(self) -> LogitTables:
+        return arithmetic(self.hidden.device.type)(self.head, self.spec, self.size)
 
     def fill_all(self) -> None:
         memory = self.arithmetic()
         for span in self.spans:
-            self.fill(memory, span, learning=False)
+            self.fill(memory, span, keep=False)
 
-    def fill(self, memory: Arithmetic, span: slice, *, learning: bool) -> None:
-        """The outputs of a chunk."""
-        against = None if self.asked.against is None else self.asked.against.hidden[span]
-        found = memory.fill(self.hidden[span], self.targets[span], against, learning=learning)
-        for whole, part in zip(self.outputs, found, strict=True):
-            if whole is not None:
-                whole[span] = part
+    def fill(self, memory: LogitTables, span: slice, *, keep: bool) -> None:
+        """Compute the outputs of a chunk."""
+        against = None if self.spec.against is None else self.spec.against.hidden[span]
+        chunk = memory.fill(self.hidden[span], self.targets[span], against, keep=keep)
+        for column, part in zip(self.outputs, chunk, strict=True):
+            if column is not None:
+                column[span] = part
 
-    def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: Arithmetic | None) -> _Gradients:
-        """From the gradient by the outputs; `filled` has what belongs to the only chunk, if it was kept."""
+    def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: LogitTables | None) -> _Gradients:
+        """Return the gradients given that of the outputs; `filled` is the memory of the only chunk, if it was kept."""
         memory, into = filled or self.arithmetic(), self._zeros(needed)
         for span in self.spans:
             if filled is None:
-                self.fill(memory, span, learning=True)
+                self.fill(memory, span, keep=True)
             self._add(into, span, memory, by)
         return into
 
-    def fill_foreseeing(self, needed: tuple[bool, ...], foresight: Foresight) -> tuple[TokenOutputs, _Gradients]:
-        """All outputs, and with them the gradient that is foreseen by these, and what follows from it."""
-        memory, into, foreseen = self.arithmetic(), self._zeros(needed), self._outputs(self.asked.learnt)
+    def fill_with_gradients(self, needed: tuple[bool, ...]) -> tuple[TokenOutputs, _Gradients]:
+        """Compute all outputs together with the early gradient of the loss and the gradients that follow from it."""
+        memory, into, early = self.arithmetic(), self._zeros(needed), self._empty(self.spec.differentiable)
         for span in self.spans:
-            self.fill(memory, span, learning=True)
-            for whole, so_far in zip(foreseen, foresight(self.outputs), strict=True):
-                if whole is not None:
-                    whole[span] = so_far[span]
-            self._add(into, span, memory, foreseen)
-        return foreseen, into
+            self.fill(memory, span, keep=True)
+            for column, so_far in zip(early, self.spec.loss_gradient(self.outputs), strict=True):
+                if column is not None:
+                    column[span] = so_far[span]
+            self._add(into, span, memory, early)
+        return early, into
 
     def _zeros(self, needed: tuple[bool, ...]) -> _Gradients:
         values = (self.hidden, self.head.weight, self.head.bias)
         return _Gradients(*(torch.zeros_like(v) if need else None for v, need in zip(values, needed, strict=True)))
 
-    def _add(self, into: _Gradients, span: slice, filled: Arithmetic, by: TokenOutputs) -> None:
-        """A chunk's share, which uses up what it was filled with."""
-        by_logits = filled.gradient(TokenOutputs(*(value if value is None else value[span] for value in by)))
+    def _add(self, into: _Gradients, span: slice, filled: LogitTables, by: TokenOutputs) -> None:
+        """Add a chunk's share, which uses up the contents of `filled`."""
+        by_logits = filled.gradient(by.map(lambda value: value[span]))
         if into.hidden is not None:
             torch.mm(by_logits, self.head.weight, out=into.hidden[span])
         if into.weight is not None:
@@ -141,42 +122,41 @@ class _Chunks:
 
 
 class _Differentiable(torch.autograd.Function):
-    """The outputs as a function of hidden states, weight and bias, which `chunks` has too."""
+    """The outputs as a function of hidden states, weight and bias, which `chunks` holds as well."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: _Chunks) -> tuple:
-        ctx.chunks, ctx.filled, ctx.foreseen, ctx.formed = chunks, None, None, None
-        foresight = chunks.asked.foresight
+        ctx.chunks, ctx.filled, ctx.early, ctx.gradients = chunks, None, None, None
         if len(chunks.spans) == 1:
             ctx.filled = chunks.arithmetic()
-            chunks.fill(ctx.filled, chunks.spans[0], learning=True)
-        # Where float16 computes, only the gradient that arrives is scaled so that it does not vanish.
-        elif foresight is None or weight.dtype == torch.float16:
+            chunks.fill(ctx.filled, chunks.spans[0], keep=True)
+        # In float16 only the arriving gradient is scaled so that it does not vanish.
+        elif chunks.spec.loss_gradient is None or weight.dtype == torch.float16:
             chunks.fill_all()
         else:
-            ctx.foreseen, ctx.formed = chunks.fill_foreseeing(ctx.needs_input_grad[:3], foresight)
-        # Not those that `chunks` has: what is returned knows of this context, which would never be freed.
-        outputs = tuple(value if value is None else value.detach() for value in chunks.outputs)
-        told = zip(outputs, chunks.asked.learnt, strict=True)
-        ctx.mark_non_differentiable(*(value for value, learnt in told if value is not None and not learnt))
+            ctx.early, ctx.gradients = chunks.fill_with_gradients(ctx.needs_input_grad[:3])
+        # Detached copies: what is returned references this context, so returning `chunks.outputs` would leak it.
+        outputs = tuple(chunks.outputs.map(torch.detach))
+        fixed = [v for v, learns in zip(outputs, chunks.spec.differentiable, strict=True) if not learns]
+        ctx.mark_non_differentiable(*(value for value in fixed if value is not None))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> tuple:
         arrived = TokenOutputs(*by)
-        # Both are used up: a second time logits are formed again.
-        filled, formed, ctx.filled, ctx.formed = ctx.filled, ctx.formed, None, None
-        factor = None if formed is None else _factor(arrived, ctx.foreseen)
+        # Both are used up: a second backward pass computes the logits again.
+        filled, gradients, ctx.filled, ctx.gradients = ctx.filled, ctx.gradients, None, None
+        factor = None if gradients is None else _factor(arrived, ctx.early)
         if factor is not None:
-            return *(value if value is None else value.mul_(factor) for value in formed), None
-        del formed
+            return *(value if value is None else value.mul_(factor) for value in gradients), None
+        del gradients
         return *ctx.chunks.gradients(ctx.needs_input_grad[:3], arrived, filled), None
 
 
-def _factor(arrived: TokenOutputs, foreseen: TokenOutputs) -> Tensor | None:
-    """What the gradient that arrived is of the other; None where it is no multiple, as with a NaN in it."""
-    pairs = [(one, other) for one, other in zip(arrived, foreseen, strict=True) if other is not None]
+def _factor(arrived: TokenOutputs, early: TokenOutputs) -> Tensor | None:
+    """Return the factor of the arriving gradient to the early one; None if it is no multiple, e.g. contains a NaN."""
+    pairs = [(one, other) for one, other in zip(arrived, early, strict=True) if other is not None]
     one, other = (torch.cat(values) for values in zip(*pairs, strict=True))
-    place = other.abs().argmax()
-    factor = torch.where(other[place] == 0, 0.0, one[place] / other[place])
+    largest = other.abs().argmax()
+    factor = torch.where(other[largest] == 0, 0.0, one[largest] / other[largest])
     return factor if (one - factor * other).abs().max() <= SAME * one.abs().max() else None

@@ -1,8 +1,7 @@
-"""LoRA (Hu et al. 2021): a model that stays as it is, with a pair of small matrices beside its linear layers which is
-all that is trained.
+"""LoRA (Hu et al. 2021): only a pair of small matrices for each linear layer is trained, the base model is frozen.
 
-peft makes the pairs; here stands which layers get one, where they begin, what a weight is with its pair, and how they
-are written and read. The model itself may have no memory yet (meta device).
+peft creates the pairs. This module decides which layers get one, initialises, merges, reads and writes them. The base
+model may still be on the meta device.
 """
 
 import re
@@ -13,26 +12,24 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.checkpoint.adapter import ADAPTER, ADAPTER_WEIGHTS, merge_into, open_adapter
 from hybridrl.config import ConfigError
-from hybridrl.config.lora_checks import ALL_LINEAR
-from hybridrl.config.names import nearest
+from hybridrl.config.checks.lora import ALL_LINEAR
+from hybridrl.config.keys import nearest
 from hybridrl.config.schema import ModelConfig
-from hybridrl.training.adapted import adapter_parameters, pairs
+from hybridrl.training.fsdp import full_tensor, local, own_shard
 from hybridrl.training.loading import load_settings
-from hybridrl.training.model import HOST
-from hybridrl.training.shards import whole
+from hybridrl.training.model import HOST, adapter_parameters, pairs
 
-PATTERN = re.compile(r"[^\w.-]")  # what stands in a regular expression and in no name
+PATTERN = re.compile(r"[^\w.-]")  # characters of a regular expression that no name has
 
 
 def check_adapter(config: ModelConfig, key: str) -> str:
-    """What is trained of how much, in words, from the configuration alone: no weights are read.
+    """Return a description of what is trained, from the configuration alone: no weights are read.
 
-    Raises ConfigError where the model lacks the layers, or the adapter named is of another model.
+    Raises ConfigError if the model lacks the layers, or if the configured adapter belongs to another model.
     """
     settings = load_settings(config)
     with torch.device("meta"):
@@ -48,12 +45,14 @@ def check_adapter(config: ModelConfig, key: str) -> str:
 
 
 def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> None:
-    """Freeze a model that is not sharded yet, and put a new adapter of this type into it, in host memory: its B is
-    zero, its A follows from the seed. A value head is trained as it is.
+    """Freeze a model that is not sharded yet and add a new adapter of this type to it, in host memory: B is zero, A
+    follows from the seed. A value head is trained directly.
 
     Raises ConfigError as `check_adapter` does.
     """
-    heads = _value_heads(model)
+    heads = []
+    if not model.can_generate():  # a value model
+        heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
     settings = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -65,108 +64,102 @@ def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype,
     with torch.random.fork_rng(devices=[]):
         inject_adapter_in_model(settings, model, ADAPTER)
         torch.manual_seed(seed)
-        for layer in pairs(model).values():  # anew: peft puts a pair where its layer is, which may be nowhere yet
+        for layer in pairs(model).values():  # peft creates a pair on its layer's device, which may be meta
             for half in (layer.lora_A, layer.lora_B):
                 half[ADAPTER].to_empty(device=HOST).to(dtype)
             layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-    settings.inference_mode, settings.modules_to_save = True, heads or None  # as its file says
+    settings.inference_mode, settings.modules_to_save = (
+        True,
+        heads or None,
+    )  # as peft writes them to adapter_config.json
     for name in heads:
         model.get_submodule(name).requires_grad_(True)
         model.get_submodule(name).to(dtype)
     if config.lora_adapter_path:
-        _refuse_other(model, config.lora_adapter_path, f"{key}.lora_adapter_path={config.lora_adapter_path}")
-
-
-def _value_heads(model: PreTrainedModel) -> list[str]:
-    """The linear layers on top of a model that gives values."""
-    if model.can_generate():
-        return []
-    return [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+        _check_saved_adapter(model, config.lora_adapter_path, key)
 
 
 def _targets(model: PreTrainedModel, config: ModelConfig, heads: list[str], key: str) -> list[str]:
-    """The linear layers that get a pair: by the ends of their names where no other layer's name ends so."""
+    """Return the linear layers that get a pair, by the last part of their names if that is unambiguous."""
     tops = [model.get_output_embeddings(), *map(model.get_submodule, heads)]
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in tops]
-    chosen = linear if config.target_modules == ALL_LINEAR else _named("target_modules", config, linear, key)
+    targets = linear if config.target_modules == ALL_LINEAR else _named("target_modules", config, linear, key)
     excluded = _named("exclude_modules", config, linear, key)
-    kept = [name for name in chosen if name not in excluded]
+    kept = [name for name in targets if name not in excluded]
     if not kept:
-        raise ConfigError(f"{key}.target_modules: no layer of {config.path} is left to adapt")
+        raise ConfigError(
+            f"{key}.target_modules: no layer of {config.path} is left to adapt", fix="exclude fewer layers"
+        )
     ends = {_end(name) for name in kept}
     return sorted(ends) if kept == [name for name in linear if _end(name) in ends] else kept
 
 
 def _named(option: str, config: ModelConfig, linear: list[str], key: str) -> list[str]:
-    """The layers that an option names, each by the end of its name or by a regular expression of all of it.
+    """Return the layers that an option selects, by the end of a name or by a regular expression for the full name.
 
-    A name without a layer is refused. An expression may exclude none: one list serves models with and without a part.
+    A name without a layer is rejected. An expression may exclude nothing: one list then suits several models.
     """
-    wanted: list[str] = vars(config)[option]
-    found: dict[str, None] = {}
-    for text in wanted:
+    selected: dict[str, None] = {}
+    for text in vars(config)[option]:
         try:
             pattern = re.compile(rf"(.*\.)?{re.escape(text)}|{text}")
         except re.error as error:
-            raise ConfigError(f"{key}.{option}: {text} is no regular expression ({error})") from error
+            raise ConfigError(f"{key}.{option}: {text} is not a valid regular expression ({error})") from error
         matching = [name for name in linear if pattern.fullmatch(name)]
         if not matching and not (option == "exclude_modules" and PATTERN.search(text)):
             ends = sorted({_end(name) for name in linear})
-            near = nearest(text.rsplit(".", 1)[-1], ends) if ends else []
-            hint = f"nearest: {', '.join(near)}" if near else f"those that it has: {', '.join(ends) or 'none'}"
-            raise ConfigError(f"{key}.{option}: {text} is no linear layer in {config.path}; {hint}")
-        found |= dict.fromkeys(matching)
-    return list(found)
+            near = nearest(_end(text), ends) if ends else []
+            hint = f"nearest: {', '.join(near)}" if near else f"available: {', '.join(ends) or 'none'}"
+            raise ConfigError(f"{key}.{option}: {text} is not a linear layer of {config.path}; {hint}")
+        selected |= dict.fromkeys(matching)
+    return list(selected)
 
 
 def _end(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def _refuse_other(model: PreTrainedModel, path: str, asked: str) -> None:
-    """Refuse an adapter on disk that is not of this model."""
+def _check_saved_adapter(model: PreTrainedModel, path: str, key: str) -> None:
+    """Reject an adapter on disk that does not belong to this model."""
     saved, present = open_adapter(Path(path)).tensors, adapter_parameters(model)
-    wrong = [f"it has no {name}" for name in present if name not in saved.meta]
-    wrong += [f"it has {name}, which the model has no place for" for name in saved.meta if name not in present]
-    wrong += [
+    errors = [f"it has no {name}" for name in present if name not in saved.meta]
+    errors += [f"it has {name}, which the model does not have" for name in saved.meta if name not in present]
+    errors += [
         f"{name} is {list(saved.meta[name].shape)} there and {list(present[name].shape)} here"
         for name in present
         if name in saved.meta and saved.meta[name].shape != present[name].shape
     ]
-    if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ConfigError(f"{asked}: the adapter is of another model: {'; '.join(wrong[:3])}{more}")
+    if errors:
+        more = f"; and {len(errors) - 3} more" if len(errors) > 3 else ""
+        raise ConfigError(
+            f"{key}.lora_adapter_path={path}: the adapter belongs to another model: {'; '.join(errors[:3])}{more}",
+            fix=f"name its base model in {key}.path, or another adapter",
+        )
 
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Take the values of an adapter on disk; of a sharded model each rank what it keeps."""
+    """Load an adapter from disk; into a sharded model, each rank its own shard."""
     saved = open_adapter(directory).tensors
     for name, parameter in adapter_parameters(model).items():
-        value = saved.read(name).to(parameter.device)
-        if isinstance(parameter, DTensor):
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(value)
+        local(parameter).copy_(own_shard(saved.read(name).to(parameter.device), parameter))
 
 
 def merged(layer: LoraLayer) -> Tensor:
-    """A layer's weight with its pair added, whole and in float32; collective."""
+    """Return a layer's weight with its pair added, unsharded and in float32; collective."""
     parts = (layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-    return merge_into(*(whole(part.detach()) for part in parts), layer.scaling[ADAPTER])
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
+    return merge_into(*(full_tensor(part.detach()) for part in parts), layer.scaling[ADAPTER])
 
 
 def export_adapter(model: PreTrainedModel, directory: Path, *, writes: bool) -> None:
-    """Write an adapter as peft does; collective."""
-    tensors = {name: whole(value.detach()).cpu() for name, value in adapter_parameters(model).items()}
+    """Write an adapter in peft's format; collective, one rank writes."""
+    tensors = {name: full_tensor(value.detach()).cpu() for name, value in adapter_parameters(model).items()}
     if writes:
         export_adapter_settings(model, directory)
         save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def export_adapter_settings(model: PreTrainedModel, directory: Path) -> None:
-    """Write adapter_config.json. Without the base's config.json beside it transformers loads base and adapter."""
+    """Write adapter_config.json. As long as the directory has no config.json, transformers loads base and adapter."""
     directory.mkdir(parents=True, exist_ok=True)
     model.peft_config[ADAPTER].save_pretrained(directory)

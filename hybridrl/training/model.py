@@ -1,46 +1,70 @@
-"""A Hugging Face causal language model that answers for given tokens: log-probs, and what a loss may ask beside them.
+"""Hugging Face models that compute outputs for given tokens: log-probs and more of a causal language model, values of a
+critic; with or without LoRA adapters.
 
-Knows nothing of rewards or losses. `hidden_states` serves the value model too.
+Knows neither rewards, returns nor losses, and not how adapters are created.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForTokenClassification
 
 from hybridrl.batch import Batch
+from hybridrl.checkpoint.adapter import ADAPTER, file_name
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
 from hybridrl.training.linear_log_probs import token_outputs
 from hybridrl.training.loading import blank_model, fill, load_settings
-from hybridrl.training.packing import ModelInputs, lay_out
-from hybridrl.training.rows_apart import take_rows_apart
-from hybridrl.training.sequence_parallel import of_all_slices, slice_of
-from hybridrl.training.token_outputs import Asked, Foresight, Head, LogitRule, ReferenceOutputs, TokenOutputs
+from hybridrl.training.packing import ModelInputs, lay_out, separate_rows
+from hybridrl.training.sequence_parallel import gather_slices, slice_of
+from hybridrl.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, ReferenceOutputs, TokenOutputs
 
 HOST = torch.device("cpu")
-MIXED = 0.1  # of a hidden state: by so much at least a row that sees another differs, and rounding makes less
-# The largest difference of a log-prob, our way against the model's own, by the type of the computation.
+MIXED = 0.1  # relative change of a hidden state that only another row can cause; rounding causes less
+# The largest difference between a log-prob computed here and by the model itself, by the type of the computation.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
-def logit_rule(settings: PreTrainedConfig) -> LogitRule:
-    """As the model's configuration has it: Cohere multiplies, Granite divides, Gemma caps."""
-    told = settings.to_dict()
-    scale = (told.get("logit_scale") or 1.0) / (told.get("logits_scaling") or 1.0)
-    return LogitRule(scale, told.get("final_logit_softcapping"))
-
-
-class LanguageModel(nn.Module):
-    """Answers for the response tokens of packed rows. Logits, the reference's too, are divided by the temperature."""
+class TokenModel(nn.Module):
+    """Computes outputs for the response tokens of rows, with a Hugging Face model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.rule = logit_rule(model.config)
-        take_rows_apart(model)
+        separate_rows(model)
+
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
+        hidden = self.model.base_model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            packed=inputs.packed,
+            use_cache=False,
+        ).last_hidden_state
+        return hidden.flatten(0, 1)[inputs.predictors]
+
+
+class LanguageModel(TokenModel):
+    """Computes log-probs and more. All logits, also the reference's, are divided by the temperature."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        # Cohere multiplies its logits, Granite divides them, Gemma caps them.
+        settings = model.config.to_dict()
+        scale = (settings.get("logit_scale") or 1.0) / (settings.get("logits_scaling") or 1.0)
+        self.rule = LogitRule(scale, settings.get("final_logit_softcapping"))
 
     def forward(
         self,
@@ -51,66 +75,161 @@ class LanguageModel(nn.Module):
         entropy_gradient: bool = False,
         sum_pi_squared: bool = False,
         against: ReferenceOutputs | None = None,
-        foresight: Foresight | None = None,
+        loss_gradient: LossGradient | None = None,
     ) -> TokenOutputs:
-        """With a loss's foresight the gradient of just this loss takes less time."""
-        if inputs.shared is not None:
-            foresight = None  # a slice's outputs are not all that its rows' loss wants
-        asked = Asked(temperature, entropies, entropy_gradient, sum_pi_squared, against, foresight)
-        found = token_outputs(hidden_states(self.model, inputs), self.head, inputs.targets, asked)
-        return TokenOutputs(*(of_all_slices(column, inputs.shared) for column in found))
+        """Return the requested outputs (`OutputSpec`). The backward pass of the loss whose `loss_gradient` is given
+        takes less time."""
+        if inputs.slice is not None:
+            loss_gradient = None  # a loss needs the outputs of all slices
+        spec = OutputSpec(temperature, entropies, entropy_gradient, sum_pi_squared, against, loss_gradient)
+        # The class's method: that of an FSDP2 instance would gather the parameters, as forward() has done already.
+        hidden = TokenModel.hidden_states(self, inputs)
+        outputs = token_outputs(hidden, self.head, inputs.targets, spec)
+        return outputs.map(partial(gather_slices, slice_=inputs.slice))
 
     @property
     def head(self) -> Head:
-        """Whole only while the model's own parameters are."""
+        """Return the head; unsharded only while the root's parameters are gathered."""
         linear = self.model.get_output_embeddings()
         return Head(linear.weight, linear.bias, self.rule)
 
-    def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """What the head sees where it predicts the response tokens [response tokens, width]."""
-        return hidden_states(self.model, inputs)
-
     def own_log_probs(self, row: Tensor) -> Tensor:
-        """Log-probs of a row's tokens after the first, in the model's own forward pass."""
+        """Return the log-probs of a row's tokens after the first, from the model's own forward pass."""
         logits = self.model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(-1, row[1:, None]).squeeze(-1)
 
 
-def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
-    """The base model's output at the predictors [response tokens, width], of a slice at its own."""
-    hidden = model.base_model(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        line=inputs.line,
-        use_cache=False,
-    ).last_hidden_state
-    return hidden.flatten(0, 1)[inputs.predictors]
+class ValueModel(TokenModel):
+    """Computes the values of the states in which response tokens were sampled [response tokens], in float32.
+
+    It is transformers' token classification with one label, so that a saved value model loads there as such, and can
+    start from any causal language model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.head_name = next(name for name, child in model.named_children() if isinstance(child, nn.Linear))
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        hidden = self.hidden_states(inputs)
+        head = self.model.get_submodule(self.head_name)
+        # Skips transformers' dropout, which would add noise; in float32, as bfloat16 rounds 0.9 by up to 0.002.
+        values = hidden.float() @ head.weight[0].float()
+        values = values if head.bias is None else values + head.bias.float()
+        return gather_slices(values, inputs.slice)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def blank_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
-    """The model of a directory or hub name without its weights, which `fill` reads once it is sharded."""
+    """Return the model of a directory or hub name without its weights, which `fill` reads once it is sharded."""
     settings = load_settings(config)
     make = partial(AutoModelForCausalLM.from_config, trust_remote_code=config.trust_remote_code)
     return LanguageModel(blank_model(make, settings, config, dtype))
 
 
 def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
-    """The model of a directory or hub name, whole, in host memory."""
+    """Load the model of a directory or hub name unsharded to host memory."""
     blank = blank_language_model(config, dtype)
     fill(blank.model, config.path, HOST)
     return blank
 
 
+def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
+    """Return the value model of a directory, or a language model with a new head, without its weights."""
+    settings = load_settings(config, num_labels=1)
+    family = _token_classification(settings, config.path)
+    model = ValueModel(blank_model(family._from_config, settings, config, dtype))
+    model.model.config.architectures = [family.__name__]
+    return model
+
+
+def new_head(model: ValueModel) -> dict[str, Tensor]:
+    """Return zeros for the head of a directory that has none.
+
+    Values then start at 0 however large the hidden states are, and are the same on every rank whatever its seed. One
+    output has no symmetry to break: its gradient is the hidden state, so the first update already trains it.
+    """
+    head = model.model.get_submodule(model.head_name)
+    return {f"{model.head_name}.{name}": torch.zeros(p.shape) for name, p in head.named_parameters()}
+
+
+def load_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
+    """Load a saved value model, or a language model with a new head, unsharded to host memory."""
+    blank = blank_value_model(config, dtype)
+    fill(blank.model, config.path, HOST, new_head(blank))
+    return blank
+
+
+def _token_classification(settings: PreTrainedConfig, path: str) -> type[PreTrainedModel]:
+    """Return the family's class with a head for every token: transformers' own, or its generic one on the base."""
+    if type(settings) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(settings)]
+    if type(settings) not in MODEL_MAPPING:
+        raise ValueError(
+            f"critic.model.path={path}: transformers has no base of the family {settings.model_type} for a value head; "
+            f"name a model of another family"
+        )
+    family = MODEL_MAPPING[type(settings)].__bases__[0]  # which knows the names of the layers to shard
+    name = family.__name__.removesuffix("PreTrainedModel") + "ForTokenClassification"
+    return type(name, (GenericForTokenClassification, family), {})
+
+
+# -- LoRA adapters -----------------------------------------------------------------------------------------------------
+
+
+def pairs(model: PreTrainedModel) -> dict[str, LoraLayer]:
+    """Return the adapted layers, by the name of their weight in the base model; empty without an adapter."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return {f"{name}.weight": layer for name, layer in layers}
+
+
+def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the trained parameters of an adapted model, by the names in peft's files."""
+    return {file_name(name): value for name, value in model.named_parameters() if value.requires_grad}
+
+
+@contextmanager
+def adapter_off(model: PreTrainedModel) -> Iterator[None]:
+    """Compute with the base model. (peft's own switch also freezes the adapter's parameters, while FSDP2 keeps the
+    properties that a parameter has when it is first gathered.)"""
+    layers = pairs(model).values()
+    for layer in layers:
+        layer.set_scale(ADAPTER, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(ADAPTER, 1.0)
+
+
+@contextmanager
+def without_pairs(model: PreTrainedModel) -> Iterator[None]:
+    """Remove the adapter's layers for a while, to read and write the base model under its own names."""
+    layers = {name.removesuffix(".weight"): layer for name, layer in pairs(model).items()}
+    try:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer.get_base_layer())
+        yield
+    finally:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def rows_mix(model: nn.Module, device: torch.device = HOST) -> bool:
-    """Whether rows that lie in one line see one another, as with attention that takes no boundaries; collective, of a
-    sharded model. Of hidden states, since a new value head makes zeros of all."""
+def packed_rows_interact(model: nn.Module, device: torch.device = HOST) -> bool:
+    """Return whether packed rows influence each other, as with attention that ignores boundaries; collective, for a
+    sharded model. Compares hidden states, since a new value head maps everything to zero."""
     settings, training = model.model.config, model.training
     batch = _two_rows(_some_tokens(settings))
     model.eval()
-    in_line, apart = (model.hidden_states(lay_out(batch, padded).to(device)).float() for padded in (False, True))
+    packed, padded = (model.hidden_states(lay_out(batch, padded).to(device)).float() for padded in (False, True))
     model.train(training)
-    return bool(((in_line - apart).norm(dim=-1) > MIXED * apart.norm(dim=-1)).any())
+    return bool(((packed - padded).norm(dim=-1) > MIXED * padded.norm(dim=-1)).any())
 
 
 @torch.no_grad()
@@ -122,18 +241,17 @@ def check_log_probs(
     padded: bool,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Refuse a model that computes in this type and whose log-probs come out otherwise here than in its own forward
-    pass, one row at a time; collective, of a sharded one.
+    """Raise ValueError if log-probs computed here in this type differ from those of the model's own forward pass, one
+    row at a time; collective, for a sharded model.
 
-    So it is with families that do to their logits what no `LogitRule` knows, and with attention that takes more than
-    masks, windows, caps and sinks.
+    They differ for families that transform their logits in ways that `LogitRule` does not cover, and for attention that
+    needs more than masks, windows, caps and sinks.
     """
     model = language_model.model
     ids = _some_tokens(model.config)
-    batch = _two_rows(ids)
     training = model.training
     language_model.eval()
-    ours = language_model(slice_of(lay_out(batch, padded), group).to(device), 1.0).log_probs
+    ours = language_model(slice_of(lay_out(_two_rows(ids), padded), group).to(device), 1.0).log_probs
     model.set_attn_implementation("eager")
     theirs = [language_model.own_log_probs(row) for row in ids.to(device).split([5, 9])]
     model.set_attn_implementation(attention.NAME)
@@ -144,7 +262,7 @@ def check_log_probs(
         if group is not None:
             together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1"
         raise ValueError(
-            f"{model.config.model_type}: the trainer's log-probs differ by {gap:.2g} from the model's own, so this "
+            f"{model.config.model_type}: the training log-probs differ by {gap:.2g} from the model's own, so this "
             f"family cannot be trained here{together}"
         )
 
@@ -154,7 +272,7 @@ def _some_tokens(settings: PreTrainedConfig) -> Tensor:
 
 
 def _two_rows(ids: Tensor) -> Batch:
-    """Rows of 5 and 9 tokens, of each of which the first is the prompt."""
+    """Return rows of 5 and 9 tokens, each with its first token as the prompt."""
     numbers = torch.arange(2)
     return Batch(
         prompt_lengths=torch.ones(2, dtype=torch.int64),

@@ -1,8 +1,8 @@
-"""Neighbouring ranks that share rows: each computes a slice of the line that they lie in, and in attention all tokens
-of its share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+"""DeepSpeed-Ulysses (Jacobs et al. 2023): neighbours share rows. Each computes a slice of the packed tokens, and
+in attention all tokens for its share of the heads.
 
-Every rank of a group ends with the outputs of all response tokens, so that a loss needs not know of it; in the backward
-pass it goes on with those of its slice alone, so that the ranks' gradients add up to that of the rows.
+Every rank of a group ends with the outputs of all response tokens, so that a loss does not depend on sequence
+parallelism. Its backward pass starts from the outputs of its own slice, so that the ranks' gradients add up.
 """
 
 from dataclasses import replace
@@ -17,24 +17,24 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from hybridrl.training.packing import Line, ModelInputs, SharedLine
+from hybridrl.training.packing import ModelInputs, PackedRows, SequenceSlice
 
 
 @cache
 def sequence_group(size: int, timeout_seconds: float) -> ProcessGroup | None:
-    """The `size` neighbouring ranks that share rows with this one; collective. None: it has its rows for itself."""
+    """Return the group of `size` neighbouring ranks that share rows with this one, or None for size 1; collective."""
     if size == 1:
         return None
     return dist.new_subgroups(size, timeout=timedelta(seconds=timeout_seconds))[0]
 
 
 def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
-    """This rank's slice of rows that lie in one line, with the lengths of all of them; as it is without a group.
+    """Return this rank's slice of packed rows, with the lengths of all rows; unchanged without a group.
 
-    So that slices are equally long, tokens that nothing reads follow as a further row."""
+    Padding tokens, which no output reads, follow as a further row so that all slices have the same length."""
     if group is None:
         return inputs
-    assert inputs.line is not None, "rows laid out apart are in no line"
+    assert inputs.packed is not None, "padded rows cannot be sliced"
     tokens = inputs.input_ids.shape[1]
     padding = -tokens % group.size()
     width = (tokens + padding) // group.size()
@@ -46,19 +46,19 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
         position_ids=F.pad(inputs.position_ids, (0, padding))[:, first : first + width],
         predictors=inputs.predictors[start:end] - first,
         targets=inputs.targets[start:end],
-        line=Line.of([*inputs.line.lengths, *[padding] * bool(padding)], group),
-        shared=SharedLine(group, start, len(inputs.targets)),
+        packed=PackedRows.of([*inputs.packed.lengths, *[padding] * bool(padding)], group),
+        slice=SequenceSlice(group, start, len(inputs.targets)),
     )
 
 
-def of_all_slices(own: Tensor | None, shared: SharedLine | None) -> Tensor | None:
-    """Outputs of all response tokens from those of this rank's slice; collective, but not in the backward pass."""
-    return own if own is None or shared is None else _OfAllSlices.apply(own, shared)
+def gather_slices(own: Tensor, slice_: SequenceSlice | None) -> Tensor:
+    """Return the outputs of all response tokens, given those of this rank's slice; collective, except backwards."""
+    return own if slice_ is None else _GatherSlices.apply(own, slice_)
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, heads, T / ranks, width] of a slice -> [1, heads / ranks, T, width] of the line; collective both ways. Where
-    keys and values have too few heads for the ranks, a head goes to several."""
+    """Exchange [1, heads, T / ranks, width] of a slice for [1, heads / ranks, T, width]; collective both ways. Where
+    there are fewer key and value heads than ranks, several ranks get the same head."""
     ranks, heads = group.size(), query.shape[1]
     if heads % ranks:
         raise ValueError(f"ulysses_sequence_parallel_size={ranks}: must divide the model's {heads} attention heads")
@@ -71,38 +71,38 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> 
 
 
 def to_tokens(output: Tensor, group: ProcessGroup) -> Tensor:
-    """The way back, of an attention's output: [1, T, heads / ranks, width] -> [1, T / ranks, heads, width]."""
+    """Undo `to_heads` for an attention output: [1, T, heads / ranks, width] -> [1, T / ranks, heads, width]."""
     return _Exchange.apply(output[0].unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)[None]
 
 
 class _Exchange(Function):
-    """Rank i's block j becomes rank j's block i [ranks, ...], which is its own inverse and its own transpose."""
+    """All-to-all: block j of rank i becomes block i of rank j [ranks, ...]. It is its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx, blocks: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchanged(blocks, group)
+        return _all_to_all(blocks, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(gradient, ctx.group), None
+        return _all_to_all(gradient, ctx.group), None
 
 
-def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
-    found = torch.empty_like(blocks, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(found, blocks.contiguous(), group=group)
-    return found
+def _all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, blocks.contiguous(), group=group)
+    return received
 
 
-class _OfAllSlices(Function):
+class _GatherSlices(Function):
     @staticmethod
-    def forward(ctx, own: Tensor, shared: SharedLine) -> Tensor:
-        ctx.place = slice(shared.start, shared.start + len(own))
-        whole = own.new_zeros(shared.total)
-        whole[ctx.place] = own
-        dist.all_reduce(whole, group=shared.group)  # exact: all other ranks add zeros
-        return whole
+    def forward(ctx, own: Tensor, slice_: SequenceSlice) -> Tensor:
+        ctx.span = slice(slice_.start, slice_.start + len(own))
+        outputs = own.new_zeros(slice_.total)
+        outputs[ctx.span] = own
+        dist.all_reduce(outputs, group=slice_.group)  # exact: all other ranks add zeros
+        return outputs
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[ctx.place], None
+        return gradient[ctx.span], None

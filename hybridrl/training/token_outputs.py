@@ -1,4 +1,10 @@
-"""What may be asked of a language model's head about given tokens, and what it says. Computes nothing of it."""
+"""Outputs computed from the logits of given tokens, and how: with torch's own operations on float32 tables.
+
+Logits become probabilities, and these the gradient with respect to the logits, in place. For a token y, with p the
+softmax of the logits, entropy H, and KL = KL(p || q), the gradients with respect to the logit of a token v are
+
+    log p_y:  1[v = y] - p_v        H:  -p_v (log p_v + H)        KL:  p_v (log p_v - log q_v - KL)
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,18 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-# Named tuples: FSDP2 looks for tensors in what a model takes and returns, and not in every torch inside dataclasses.
+# Named tuples: FSDP2 searches what a model takes and returns for tensors, but not in every torch inside dataclasses.
 class TokenOutputs(NamedTuple):
-    """What a language model says of each response token, in float32; None where not asked for."""
+    """Outputs for each response token, in float32; None where not requested."""
 
     log_probs: Tensor  # [response tokens]
     entropies: Tensor | None = None  # [response tokens]
     sum_pi_squared: Tensor | None = None  # [response tokens] of all tokens' squared probabilities; without a gradient
     reference_kl: Tensor | None = None  # [response tokens] KL(policy || reference), exact
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TokenOutputs":
+        """Apply a function to the fields that are not None."""
+        return TokenOutputs(*(value if value is None else function(value) for value in self))
+
 
 class LogitRule(NamedTuple):
-    """What a family does to its logits after the head: scales them, and bends them so that none exceeds a cap."""
+    """The transformation that a model family applies to its logits after the head: a scale, then a soft cap."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -30,59 +40,138 @@ class LogitRule(NamedTuple):
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def slopes(self, logits: Tensor) -> Tensor | None:
-        """Of the cap, where it made these logits; None: there is no cap, and slopes are 1."""
+        """Return the derivative of the cap at capped logits; None without a cap, where it is 1."""
         return None if self.cap is None else 1 - (logits / self.cap).square_()
 
 
 class Head(NamedTuple):
-    """From hidden states to logits."""
+    """Maps hidden states to logits."""
 
-    weight: Tensor  # [vocabulary, width], whole
+    weight: Tensor  # [vocabulary, width], unsharded
     bias: Tensor | None = None  # [vocabulary]
     rule: LogitRule = LogitRule()
 
-    def linear(self, hidden: Tensor, room: Tensor) -> Tensor:
-        """Before the rule, in the head's type, written into `room` [tokens, vocabulary]; without a gradient."""
+    def linear(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Write logits before the rule, in the head's type, into `out` [tokens, vocabulary]; without a gradient."""
         if self.bias is None:
-            return torch.mm(hidden, self.weight.t(), out=room)
-        return torch.addmm(self.bias, hidden, self.weight.t(), out=room)
+            return torch.mm(hidden, self.weight.t(), out=out)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
 
-    def logits(self, hidden: Tensor, room: Tensor) -> Tensor:
-        """In float32, written into `room` [tokens, vocabulary]; without a gradient."""
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Write float32 logits into `out` [tokens, vocabulary]; without a gradient."""
         if self.weight.dtype == torch.float32:
-            self.linear(hidden, room)
+            self.linear(hidden, out)
         else:
-            room.copy_(F.linear(hidden, self.weight, self.bias))
-        return self.rule.apply_(room)
+            out.copy_(F.linear(hidden, self.weight, self.bias))
+        return self.rule.apply_(out)
 
 
 class ReferenceOutputs(NamedTuple):
-    """From which a reference's logits of the same response tokens are formed."""
+    """The hidden states and head that give the reference's logits for the same response tokens."""
 
     hidden: Tensor  # [response tokens, width]
     head: Head
 
 
-# From what is said of the tokens so far, with zeros for those to come, to a loss's gradient by it, right so far.
-Foresight = Callable[[TokenOutputs], TokenOutputs]
+# Maps the outputs computed so far, with zeros for the remaining tokens, to the gradient of a loss with respect to them,
+# which must already be correct for the tokens so far.
+LossGradient = Callable[[TokenOutputs], TokenOutputs]
 
 
-class Asked(NamedTuple):
-    """What is wanted beside log-probs, of logits over a temperature, the reference's too."""
+class OutputSpec(NamedTuple):
+    """The outputs to compute in addition to log-probs. All logits are divided by the temperature."""
 
     temperature: float = 1.0
     entropies: bool = False
     entropy_gradient: bool = False
     sum_pi_squared: bool = False
     against: ReferenceOutputs | None = None
-    foresight: Foresight | None = None
+    loss_gradient: LossGradient | None = None
 
     @property
     def outputs(self) -> tuple[bool, ...]:
-        """Which of `TokenOutputs` are wanted."""
+        """Return which fields of `TokenOutputs` are requested."""
         return True, self.entropies, self.sum_pi_squared, self.against is not None
 
     @property
-    def learnt(self) -> tuple[bool, ...]:
-        """Which of `TokenOutputs` have a gradient."""
+    def differentiable(self) -> tuple[bool, ...]:
+        """Return which fields of `TokenOutputs` have a gradient."""
         return True, self.entropies and self.entropy_gradient, False, self.against is not None
+
+
+class LogitTables:
+    """The memory for one chunk after another, at most `tokens` each, and what is computed in it.
+
+    The tables [tokens, vocabulary] are allocated once for all chunks: on CPU fresh memory costs time. On CUDA
+    `logit_kernels.LogitKernels` has the same methods.
+    """
+
+    def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
+        self.head, self.spec = head, spec
+        tables = 1 + spec.entropies + (spec.against is not None)
+        shape = (tables, tokens, len(head.weight))
+        self.tables = list(head.weight.new_empty(shape, dtype=torch.float32))
+
+    def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs:
+        """Return the outputs of a chunk's hidden states [tokens, width], the reference's too, and targets [tokens].
+        With `keep`, what `gradient` needs is kept until the next chunk."""
+        self.targets, spec = targets[:, None], self.spec
+        # Where nothing else needs the logits, the probabilities overwrite them.
+        first, second, last = (self.tables[index][: len(targets)] for index in (0, int(spec.entropies), -1))
+        if against is not None:
+            others = self._below_largest(spec.against.head.logits(against, last))
+            others_normaliser = torch.exp(others, out=first).sum(-1, keepdim=True).log()
+        logits = self.head.logits(hidden, first)
+        self.slopes = self.head.rule.slopes(logits) if keep else None
+        own = self._below_largest(logits).gather(-1, self.targets)
+        if against is not None:
+            gaps = torch.sub(logits, others, out=last)
+        probabilities = torch.exp(logits, out=second)
+        sums = probabilities.sum(-1, keepdim=True)
+        self.normaliser = sums.log()  # of logits less each token's largest
+        log_probs = (own - self.normaliser).squeeze(-1)
+        if not keep and not any(spec.outputs[1:]):
+            return TokenOutputs(log_probs)
+        self.probabilities = probabilities.div_(sums)
+        self.logits = logits if spec.entropies else None
+        self.gaps = gaps.add_(others_normaliser - self.normaliser) if against is not None else None
+        self.outputs = TokenOutputs(log_probs, *self._sums())
+        return self.outputs
+
+    def _below_largest(self, logits: Tensor) -> Tensor:
+        """Divide by the temperature and subtract each token's largest logit, in place."""
+        if self.spec.temperature != 1:
+            logits.div_(self.spec.temperature)
+        return logits.sub_(logits.amax(-1, keepdim=True))
+
+    def _sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return entropies, sums of squares and KL; logits and gaps are multiplied by the probabilities in place."""
+        probabilities, entropies, squares, kl = self.probabilities, None, None, None
+        if self.logits is not None:
+            entropies = self.normaliser.squeeze(-1) - self.logits.mul_(probabilities).sum(-1)
+        if self.spec.sum_pi_squared:
+            squares = torch.linalg.vector_norm(probabilities, dim=-1).square()
+        if self.gaps is not None:
+            kl = self.gaps.mul_(probabilities).sum(-1)
+        return entropies, squares, kl
+
+    def gradient(self, by: TokenOutputs) -> Tensor:
+        """Return the gradient with respect to a chunk's logits [tokens, vocabulary], in the head's type, given that
+        with respect to its outputs; can be called once."""
+        _, entropies, _, kl = self.spec.differentiable
+        outputs, by = (of.map(lambda value: value[:, None]) for of in (self.outputs, by))
+        factor = -by.log_probs
+        if entropies:
+            factor = factor + by.entropies * (self.normaliser - outputs.entropies)
+        if kl:
+            factor = factor - by.reference_kl * outputs.reference_kl
+        table = self.probabilities.mul_(factor)
+        if entropies:
+            table.addcmul_(self.logits, by.entropies, value=-1)
+        if kl:
+            table.addcmul_(self.gaps, by.reference_kl)
+        table.scatter_add_(-1, self.targets, by.log_probs)
+        if self.slopes is not None:
+            table.mul_(self.slopes)
+        scale = self.head.rule.scale / self.spec.temperature
+        return (table if scale == 1 else table.mul_(scale)).to(self.head.weight.dtype)

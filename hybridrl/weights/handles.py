@@ -1,7 +1,7 @@
 """Memory that one process fills and another on the same device reads without a copy.
 
-On CUDA the handle is CUDA IPC's, on CPU the file descriptor of an anonymous file in memory. Both are plain numbers and
-bytes, so no pickle is needed to pass them on, and both vanish with their processes: nothing stays behind in /dev/shm.
+The handle is a CUDA IPC handle, or on CPU the file descriptor of an anonymous file in memory. Both are plain data that
+needs no pickle, and both vanish with their processes: nothing stays behind in /dev/shm.
 """
 
 import mmap
@@ -16,7 +16,7 @@ Handle = dict[str, Any]
 
 
 class SharedBuffer:
-    """A uint8 buffer on this process's device that others can open by `handle`."""
+    """A uint8 buffer on this process's device that other processes can open by `handle`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         if device.type == "cuda":
@@ -29,7 +29,7 @@ class SharedBuffer:
             self.handle = {"pid": os.getpid(), "descriptor": descriptor, "size": size}
 
     def close(self, *, reader_died: bool = False) -> None:
-        """Give the memory up. On CUDA torch keeps it until its reader has closed it, which one that died cannot do."""
+        """Free the memory. On CUDA torch keeps it until its reader has closed it, which a dead reader cannot do."""
         if "descriptor" in self.handle:
             return os.close(self.handle["descriptor"])
         held = devices.allocated_bytes()
@@ -40,7 +40,7 @@ class SharedBuffer:
 
 
 def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
-    """The sender's memory as a uint8 tensor of this process."""
+    """Return the sender's memory as a uint8 tensor of this process; RuntimeError if it cannot be opened."""
     try:
         return _open_cuda(handle, device) if device.type == "cuda" else _open_file(handle)
     except (OSError, ValueError, RuntimeError) as error:
@@ -51,7 +51,7 @@ def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
 
 
 def digest(buffer: torch.Tensor) -> int:
-    """A checksum of a uint8 buffer whose size is a multiple of 8: the sum of its 64-bit words, modulo 2**64."""
+    """Return a checksum of a uint8 buffer whose size is a multiple of 8: the sum of its 64-bit words, modulo 2**64."""
     return int(buffer.view(torch.int64).sum())
 
 
@@ -65,7 +65,7 @@ def _open_file(handle: Handle) -> torch.Tensor:
 
 
 def _cuda_handle(tensor: torch.Tensor) -> Handle:
-    """What torch.multiprocessing would pickle for this storage, as plain data."""
+    """Return what torch.multiprocessing would pickle for this storage, as plain data."""
     _, memory, size, offset, counter, counter_offset, event, synchronise = tensor.untyped_storage()._share_cuda_()
     return {
         "memory": memory,

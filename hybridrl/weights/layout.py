@@ -1,4 +1,4 @@
-"""Which tensor lies where in which bucket: worked out once, from names, shapes and types alone."""
+"""Layout of a model's tensors in buckets, computed once from names, shapes and types."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's place in its bucket; plain data, so that it passes any serialiser. `offset` and `bytes` in bytes."""
+    """A tensor's place in its bucket, as plain data for any serialiser. `offset` and `bytes` are in bytes."""
 
     name: str
     shape: list[int]
@@ -20,41 +20,41 @@ class Tensor:
     bytes: int
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
-        """This tensor's values inside a uint8 bucket."""
+        """Return this tensor's values inside a uint8 bucket."""
         flat = bucket[self.offset : self.offset + self.bytes].view(getattr(torch, self.dtype))
         return flat.view(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that are sent together, in the trainer's buffer from `start` on: of two that follow each other one can be
-    filled while the engines read the other."""
+    """Tensors that are sent together, at `start` in the trainer's buffer: of two successive buckets one can be filled
+    while the engines read the other."""
 
     tensors: list[Tensor]
     bytes: int
     start: int = 0
 
-    def room(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This bucket's part of the buffer."""
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return this bucket's part of the buffer."""
         return buffer[self.start : self.start + self.bytes]
 
 
 @dataclass(frozen=True)
-class HandOver:
-    """What goes to an engine: the model (once, where it is but the base of an adapter), then the adapter, if there is
-    one that goes by itself."""
+class SyncPlan:
+    """Everything that a weight sync sends: the model (once, if it is only the base of an adapter), then the adapter, if
+    one is sent separately."""
 
     model: list[Bucket]
     adapter: list[Bucket]
 
 
 def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limit: int) -> list[Bucket]:
-    """Cut a model's parameters into buckets, two of which take at most `limit` bytes, whole layers in one bucket.
+    """Partition a model's parameters into buckets, two of which take at most `limit` bytes, without splitting layers.
 
-    An engine fuses tensors of one layer (q, k, v into one matrix) and reads them when the last has come; a bucket is
-    written over by the next but one, so a layer may not straddle two: a layer above the limit gets a bucket of its own.
-    What belongs to no layer (embedding, last norm, head) comes last and together whatever its size, as an engine that
-    pads the vocabulary reads it only at the end.
+    An engine fuses tensors of one layer (q, k, v into one matrix) and reads them when the last one has arrived; a
+    bucket is overwritten by the second one after it, so a layer may not straddle two: a layer above the limit gets a
+    separate bucket. Parameters outside the layers (embedding, last norm, head) come last and together whatever their
+    size, as an engine that pads the vocabulary reads them only at the end.
     """
     limit //= 2
     layers: dict[str, list[tuple[str, torch.Size, torch.dtype]]] = {}
@@ -76,12 +76,12 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
 
 
 def buffer_bytes(buckets: Sequence[Bucket]) -> int:
-    """The size of a buffer in which all of these have their room."""
+    """Return the size of a buffer that holds any of these buckets at its place."""
     return max((bucket.start + bucket.bytes for bucket in buckets), default=0)
 
 
 def _layer(name: str) -> str:
-    """The name up to its first number: one string a layer, empty for what lies outside the layers."""
+    """Return the name up to its first number: one string per layer, empty for parameters outside the layers."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():

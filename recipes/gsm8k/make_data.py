@@ -1,7 +1,7 @@
 """GSM8K as rows for reinforcement learning: train.parquet and test.parquet.
 
-From the public data set, or from local files. `--random_model` also writes a tiny untrained model with a
-tokenizer, to try the whole job for a few steps on a laptop.
+Reads the public dataset or local files. `--random_model` also writes a tiny untrained model with a tokenizer, to try
+the full run for a few steps on a laptop.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def read_split(split: str, local_dir: Path | None) -> list[dict[str, str]]:
-    """Rows of question and answer, from `local_dir`/gsm8k_<split>.jsonl or from the Hugging Face hub."""
+    """Return rows of question and answer, from `local_dir`/gsm8k_<split>.jsonl or from the Hugging Face hub."""
     if local_dir is None:
         return load_dataset(SOURCE, "main", split=split).to_list()
     with (local_dir / f"gsm8k_{split}.jsonl").open(encoding="utf-8") as lines:
@@ -46,7 +46,7 @@ def prompt_row(problem: dict[str, str], index: int, split: str) -> dict[str, Any
 
 
 def write_random_model(directory: Path, texts: Iterable[str]) -> None:
-    """A Qwen2 model of 0.85 M random parameters, and a tokenizer learnt from `texts`."""
+    """Write a Qwen2 model of 0.85 M random parameters, and a tokenizer trained on `texts`."""
     bytes_only = Qwen2Tokenizer(
         eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"]
     )

@@ -1,8 +1,7 @@
-"""Makes what the quickstart needs: a tiny model and its tokenizer, demonstrations, problems to solve.
+"""Make the inputs of the quickstart: a tiny model and its tokenizer, demonstrations, problems to solve.
 
-The pupil of the demonstrations is mostly lazy: it blurts out an answer and forgets the carries. Sometimes it
-works digit by digit, the last one first, and then usually carries. Reinforcement learning is to find out what
-pays.
+The demonstrations come from three solvers. Most are lazy: they give an answer without work and forget the carries. The
+others add digit by digit, the last digit first, mostly with carries. Reinforcement learning finds out which is right.
 
     What is 767+488?
     lazy      #### 1145
@@ -53,7 +52,7 @@ def lazy(problem: Problem) -> str:
 
 
 def _worked(problem: Problem, *, carries: bool) -> str:
-    """The addition digit by digit; without carries each one is written as 0."""
+    """Write the addition digit by digit; without `carries` each carry is written as 0."""
     lines, digits, carry = [], "", 0
     for x, y in zip(reversed(str(problem[0])), reversed(str(problem[1])), strict=True):
         total = int(x) + int(y) + carry
@@ -64,13 +63,13 @@ def _worked(problem: Problem, *, carries: bool) -> str:
 
 
 def draw_problems(split: str, count: int, seed: int) -> list[Problem]:
-    """Different problems, three digits each; a problem's own hash puts it into "train" or into "val"."""
-    draw, found = random.Random(f"{split} {seed}"), dict[Problem, None]()
-    while len(found) < count:
+    """Return different problems of three digits each; the hash of a problem assigns it to "train" or "val"."""
+    draw, problems = random.Random(f"{split} {seed}"), dict[Problem, None]()
+    while len(problems) < count:
         problem = draw.randint(100, 999), draw.randint(100, 999)
         if (_hash(problem) % 10 == 0) == (split == "val"):
-            found[problem] = None
-    return list(found)
+            problems[problem] = None
+    return list(problems)
 
 
 def _hash(problem: Problem) -> int:
@@ -79,19 +78,19 @@ def _hash(problem: Problem) -> int:
 
 def warmup_rows(seed: int) -> Iterator[dict[str, Any]]:
     problems, draw = draw_problems("train", WARMUP_PROBLEMS, 1000 + seed), random.Random(f"warmup {seed}")
-    pupils: list[Callable[[Problem], str]] = [lazy, careful, careless]
-    for pupil in draw.choices(pupils, (SHARE_LAZY, SHARE_CAREFUL, SHARE_CARELESS), k=WARMUP_ROWS):
+    solvers: list[Callable[[Problem], str]] = [lazy, careful, careless]
+    for solver in draw.choices(solvers, (SHARE_LAZY, SHARE_CAREFUL, SHARE_CARELESS), k=WARMUP_ROWS):
         problem = draw.choice(problems)
         yield {
             "messages": [
                 {"role": "user", "content": question(problem)},
-                {"role": "assistant", "content": pupil(problem)},
+                {"role": "assistant", "content": solver(problem)},
             ]
         }
 
 
 def prompt_rows(split: str, count: int) -> Iterator[dict[str, Any]]:
-    """Rows for reinforcement learning; the same for every seed, so that runs can be compared."""
+    """Yield rows for reinforcement learning; they are the same for every seed, so that runs can be compared."""
     for index, problem in enumerate(draw_problems(split, count, 0)):
         yield {
             "data_source": "quickstart/addition",
@@ -103,7 +102,7 @@ def prompt_rows(split: str, count: int) -> Iterator[dict[str, Any]]:
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Bytes and digits, with the few words of the task learnt as wholes: 19 tokens a prompt, 35 an answer."""
+    """Return a tokenizer of bytes with merges for the few words of the task: 19 tokens per prompt, 35 per response."""
     bytes_only = Qwen2Tokenizer(
         eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"]
     )
@@ -114,7 +113,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
-    """0.57 M parameters, random."""
+    """Return a model of 0.57 M random parameters."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,
@@ -140,7 +139,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the quickstart's model, tokenizer and data.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the demonstrations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model's weights and of the demonstrations")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     out: Path = arguments.out

@@ -1,4 +1,4 @@
-"""The quickstart's reward: GSM8K's strict rule. An example of a reward file of your own:
+"""The quickstart's reward: GSM8K's strict rule. It is an example of a custom reward file:
 
 python -m hybridrl.main_ppo reward.custom_reward_function.path=recipes/quickstart/reward.py ...
 """
@@ -12,7 +12,7 @@ ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """1 where the last "#### number" is the ground truth; `worked` where anything stands before it."""
+    """Return score 1 if the last "#### number" is the ground truth; `worked` is 1 if there is text before it."""
     answers = ANSWER.findall(solution_str)
     pred = answers[-1].replace(",", "") if answers else ""
     score = float(pred == ground_truth)

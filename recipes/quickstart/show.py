@@ -1,7 +1,7 @@
-"""The quickstart's last page: a problem before and after, the figures, where the seconds went, what to try next.
+"""The quickstart's results: one problem before and after, accuracy and time figures, commands to try next.
 
-Reads a run's metrics and samples, and judges answers by the quickstart's own rule, whatever reward the run was given.
-Ends with status 1 where the run did not learn what it should have.
+Reads a run's metrics and samples, and scores responses by the quickstart's own rule, independent of the run's reward.
+Exits with status 1 if the run did not reach the expected accuracy.
 """
 
 import argparse
@@ -15,15 +15,15 @@ from statistics import fmean
 from reward import compute_score
 
 from hybridrl.tracking import read_metrics
-from hybridrl.tracking.names import PHASES, RESPONSE_LENGTH, STEP_SECONDS, phase_seconds
+from hybridrl.tracking.sink import PHASES, RESPONSE_LENGTH, STEP_SECONDS, phase_seconds
 
 LAST_STEPS, LEAST_SAMPLED, LEAST_GREEDY = 5, 0.85, 0.95
 
 WHAT_CHANGED = """\
-What reinforcement changed is above all the choice of a strategy. Adding digit by digit, with carries, was in the
-demonstrations; so were blurting out an answer and forgetting the carries. Told nothing but right or wrong, the model
-found out what pays: nearly every answer shows work now, and of those that do more are right. It did not discover
-addition."""
+Reinforcement learning changed mainly the choice of a strategy. Adding digit by digit, with carries, was in the
+demonstrations; so were answering without work and forgetting the carries. From a reward of right or wrong only, the
+model learned which strategy pays: nearly every response shows work now, and more of those are right. It did not
+discover addition."""
 
 NEXT = """\
 Three commands to try next
@@ -31,7 +31,7 @@ Three commands to try next
   GSM8K with Qwen2.5-0.5B, on a GPU (recipes/gsm8k/README.md):
     .venv/bin/python recipes/gsm8k/make_data.py --out outputs/gsm8k/data && bash recipes/gsm8k/run_0.5b_1gpu.sh
 
-  A reward of your own; change what compute_score returns:
+  A custom reward; change what compute_score returns:
     cp recipes/quickstart/reward.py my_reward.py
     bash scripts/quickstart.sh reward.custom_reward_function.path=my_reward.py
 
@@ -42,7 +42,7 @@ Three commands to try next
 @dataclass(frozen=True)
 class Sample:
     question: str
-    answer: str
+    response: str
     truth: str
     score: float | None  # None: the reward failed
     right: bool
@@ -51,15 +51,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Stage:
-    """The run at its beginning or at its end."""
+    """The samples at the beginning or at the end of the run."""
 
     sampled: list[Sample]
     greedy: list[Sample]
-    tokens: float  # of a sampled answer
+    tokens: float  # mean length of a sampled response
 
 
 def read_stages(run_dir: Path) -> tuple[Stage, Stage]:
-    """Step 1 with the first validation, and the last steps with the last one."""
+    """Return step 1 with the first validation, and the last steps with the last validation."""
     metrics = read_metrics(run_dir)
     trained = [step for step, values in metrics.items() if STEP_SECONDS in values]
     validated = [step for step, values in metrics.items() if "timing_s/testing" in values]
@@ -78,10 +78,10 @@ def read_samples(file: Path) -> list[Sample]:
     samples = []
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        judged = compute_score("", row["output"], row["gts"])
-        question, answer = _one_line(row["input"].removeprefix("user: ")), _one_line(row["output"])
-        right, worked = judged["score"] == 1, judged["worked"] == 1
-        samples.append(Sample(question, answer, row["gts"], row["score"], right, worked))
+        result = compute_score("", row["output"], row["gts"])
+        question, response = _one_line(row["input"].removeprefix("user: ")), _one_line(row["output"])
+        right, worked = result["score"] == 1, result["worked"] == 1
+        samples.append(Sample(question, response, row["gts"], row["score"], right, worked))
     return samples
 
 
@@ -90,16 +90,16 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in "  ".join(text.splitlines()))
 
 
-def telling_pair(before: Sequence[Sample], after: Sequence[Sample]) -> tuple[Sample, Sample]:
-    """The answers to the first problem that was wrong before and is right after; else to the first problem."""
+def example_pair(before: Sequence[Sample], after: Sequence[Sample]) -> tuple[Sample, Sample]:
+    """Return the responses to the first problem that was wrong before and is right after, else to the first problem."""
     pairs = list(zip(before, after, strict=True))
     return next((pair for pair in pairs if not pair[0].right and pair[1].right), pairs[0])
 
 
 def example_page(before: Sample, after: Sample) -> str:
-    width = max(len(before.answer), len(after.answer))
+    width = max(len(before.response), len(after.response))
     rows = [
-        f"    {name:<9}{sample.answer:<{width}}   {'right' if sample.right else 'wrong'}"
+        f"    {name:<9}{sample.response:<{width}}   {'right' if sample.right else 'wrong'}"
         for name, sample in (("before", before), ("after", after))
     ]
     return "\n".join([f"  {before.question}  (It is {before.truth}.)", *rows])
@@ -109,12 +109,12 @@ def figures_page(*stages: Stage) -> str:
     scores = [[sample.score for sample in stage.sampled if sample.score is not None] for stage in stages]
     worked = [[sample for sample in stage.sampled if sample.worked] for stage in stages]
     rows = [
-        (f"sampled answers (step 1; last {LAST_STEPS} steps)", "before", "after"),
+        (f"sampled responses (step 1; last {LAST_STEPS} steps)", "before", "after"),
         ("  mean reward", *(_figure(values) for values in scores)),
-        ("  share that shows work", *(_figure([sample.worked for sample in stage.sampled]) for stage in stages)),
-        ("  share of those that is right", *(_figure([sample.right for sample in samples]) for samples in worked)),
+        ("  share with work shown", *(_figure([sample.worked for sample in stage.sampled]) for stage in stages)),
+        ("  share of those that are right", *(_figure([sample.right for sample in samples]) for samples in worked)),
         ("  tokens", *(f"{stage.tokens:.1f}" for stage in stages)),
-        ("greedy answers to problems never trained on", "", ""),
+        ("greedy responses to problems not trained on", "", ""),
         ("  accuracy", *(_figure([sample.right for sample in stage.greedy]) for stage in stages)),
     ]
     return "\n".join(f"  {name:<44}{before:>8}{after:>9}".rstrip() for name, before, after in rows)
@@ -125,41 +125,41 @@ def _figure(values: Sequence[float]) -> str:
 
 
 def seconds_page(run_dir: Path, total: float, warm_start: float) -> str:
-    """The time of the whole quickstart by phase; `other` is imports, shutting down and this page."""
+    """Return the time of the quickstart by phase; `other` is imports, shutdown and this script."""
     seconds = {"warm start": warm_start} | dict.fromkeys(PHASES, 0.0)
     for metrics in read_metrics(run_dir).values():
         for phase, spent in phase_seconds(metrics).items():
             seconds[phase] += spent
     seconds["other"] = total - sum(seconds.values())
     rows = [f"    {phase:<12}{spent:8.1f} s{spent / total:8.1%}" for phase, spent in seconds.items()]
-    return "\n".join([f"  {'seconds in all':<14}{total:8.1f} s", *rows])
+    return "\n".join([f"  {'total seconds':<14}{total:8.1f} s", *rows])
 
 
-def learnt(after: Stage) -> bool:
+def has_learned(after: Stage) -> bool:
     sampled, greedy = (fmean(sample.right for sample in samples) for samples in (after.sampled, after.greedy))
     return sampled > LEAST_SAMPLED and greedy > LEAST_GREEDY
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Show what a run of the quickstart has learnt.")
+    parser = argparse.ArgumentParser(description="Show what a run of the quickstart has learned.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--seconds", type=float, help="that everything took; without it no shares are shown")
-    parser.add_argument("--warm-start-seconds", type=float, default=0.0, help="that data and warm start took")
+    parser.add_argument("--seconds", type=float, help="total time; without it no shares are shown")
+    parser.add_argument("--warm-start-seconds", type=float, default=0.0, help="time of data and warm start")
     arguments = parser.parse_args()
     run_dir: Path = arguments.run_dir
     before, after = read_stages(run_dir)
-    pages = [example_page(*telling_pair(before.greedy, after.greedy)), figures_page(before, after), WHAT_CHANGED]
+    pages = [example_page(*example_pair(before.greedy, after.greedy)), figures_page(before, after), WHAT_CHANGED]
     if arguments.seconds:
         pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
     pages += [f"The curves: {run_dir}/curves.png", NEXT]
-    if not learnt(after):
+    if not has_learned(after):
         pages.append(
-            f"This run did not learn what the quickstart shows: more than {LEAST_SAMPLED:.0%} of the sampled answers "
-            f"right over the last\n{LAST_STEPS} steps, and more than {LEAST_GREEDY:.0%} of the greedy ones. With fewer "
-            "steps or other values that may well be."
+            f"This run did not reach the expected result: more than {LEAST_SAMPLED:.0%} of the sampled responses right "
+            f"over the last\n{LAST_STEPS} steps, and more than {LEAST_GREEDY:.0%} of the greedy ones. This can happen "
+            "with fewer steps or other values."
         )
     print("\n\n".join(pages))
-    return 0 if learnt(after) else 1
+    return 0 if has_learned(after) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Time of the vectorised advantages beside a plain loop's: `python scripts/benchmark/advantages.py`
+"""Time of the vectorised advantages compared with a plain loop: `python scripts/benchmark/advantages.py`
 
-The loops are those a first version would have: GAE goes over the time steps of a padded rectangle, GRPO over the rows
-with a dict of groups. Both see the same numbers, and must find the same, before they are timed in turn.
+The loops are those of a first implementation: GAE iterates over the time steps of padded rows, GRPO over the rows with
+a dict of groups. Both get the same numbers and must give the same results before they are timed in turn.
 """
 
 import statistics
@@ -12,17 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.estimators.gae import gae
-from hybridrl.algorithms.estimators.grpo import grpo
-from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.algorithms.estimators.group_baselines import grpo
+from hybridrl.algorithms.estimators.token_returns import gae
 from hybridrl.batch import Batch
 
 ROUNDS, TOLERANCE = 5, 1e-5
-SETTINGS = AdvantageSettings(gamma=1.0, lam=0.95)
+GAE = {"gamma": 1.0, "lam": 0.95}
 
 
 def rows(lengths: Tensor, group_size: int) -> Batch:
-    """Random rewards and values; every token was written by the policy."""
+    """Return rows with random rewards and values, whose tokens were all written by the policy."""
     count, tokens = len(lengths), int(lengths.sum())
     numbers = torch.arange(count)
     return Batch(
@@ -40,13 +39,13 @@ def rows(lengths: Tensor, group_size: int) -> Batch:
 
 
 def gae_loop(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """All [B, T]; the mask is 1 where the policy wrote."""
+    """Return GAE from tensors [B, T]; the mask is 1 for tokens that the policy wrote."""
     following = running = torch.zeros(len(rewards))
     backwards = []
     for step in reversed(range(rewards.shape[1])):
         written = mask[:, step]
-        residual = rewards[:, step] + SETTINGS.gamma * following - values[:, step]
-        running = torch.where(written, residual + SETTINGS.gamma * SETTINGS.lam * running, running)
+        residual = rewards[:, step] + GAE["gamma"] * following - values[:, step]
+        running = torch.where(written, residual + GAE["gamma"] * GAE["lam"] * running, running)
         following = torch.where(written, values[:, step], following)
         backwards.append(running)
     advantages = torch.stack(backwards[::-1], dim=1)
@@ -55,20 +54,20 @@ def gae_loop(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def grpo_loop(rewards: Tensor, group: list[int], mask: Tensor) -> Tensor:
-    """Rewards and mask [B, T]."""
+    """Return GRPO's advantages from rewards and mask [B, T]."""
     scores = rewards.sum(dim=1)
     members = defaultdict(list)
     for row, number in enumerate(group):
         members[number].append(scores[row])
-    means = {number: torch.stack(found).mean() for number, found in members.items()}
-    deviations = {number: torch.stack(found).std() for number, found in members.items()}
+    means = {number: torch.stack(scores_of_group).mean() for number, scores_of_group in members.items()}
+    deviations = {number: torch.stack(scores_of_group).std() for number, scores_of_group in members.items()}
     for row, number in enumerate(group):
         scores[row] = (scores[row] - means[number]) / (deviations[number] + 1e-6)
     return scores[:, None] * mask
 
 
 def compare(name: str, batch: Batch, ours: Callable[[], Tensor], loop: Callable[[], Tensor]) -> None:
-    """Stop where the two differ; otherwise print the time of each."""
+    """Exit if the two differ; otherwise print the time of each."""
     difference = float((batch.padded(ours()) - loop()).abs().max())
     if difference > TOLERANCE:
         raise SystemExit(f"{name}: the two differ by {difference:.1e}")
@@ -90,7 +89,7 @@ def main() -> None:
     batch = rows(torch.full((1024,), 2048), group_size=1)
     rectangles = [batch.padded(field) for field in (batch.token_rewards, batch.values)]
     mask = batch.padded(batch.response_mask, fill=False)
-    compare("GAE [1024, 2048]", batch, lambda: gae(batch, SETTINGS)[0], lambda: gae_loop(*rectangles, mask))
+    compare("GAE [1024, 2048]", batch, lambda: gae(batch, **GAE)[0], lambda: gae_loop(*rectangles, mask))
 
     samples = rows(torch.randint(1, 513, (8192,)), group_size=8)
     rewards, group = samples.padded(samples.token_rewards), samples.group.tolist()
@@ -98,7 +97,7 @@ def main() -> None:
     compare(
         "GRPO 8192 samples, 1-512",
         samples,
-        lambda: grpo(samples, SETTINGS)[0],
+        lambda: grpo(samples, norm_adv_by_std_in_grpo=True)[0],
         lambda: grpo_loop(rewards, group, written),
     )
 

@@ -1,9 +1,9 @@
-"""Trains the quickstart once an algorithm, draws docs/algorithms.png and writes the table in docs/algorithms.md:
+"""Trains the quickstart once per algorithm, draws docs/algorithms.png and writes the table in docs/algorithms.md:
 
 python scripts/benchmark/algorithms.py [--seed N] [--steps N] [--only NAME ...] [--out DIR] [--docs DIR]
 
-A run that is complete in --out, of the same overrides, seed and steps, is not made again. Picture and table show every
-such run. Ends with status 1 where a run failed.
+A run that is complete in --out with the same overrides, seed and steps is not repeated. Picture and table show every
+such run. Exits with status 1 if a run failed.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from warm_start import TOP, python, warm_start
 
-from hybridrl.tracking.curves import COLORS, MUTED, STYLE
+from hybridrl.tracking.report import COLORS, MUTED, STYLE
 
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 CORRECTION, OVERLONG = "algorithm.rollout_correction", "reward.reward_kwargs.overlong_buffer_cfg"
 GOAL, LAST_STEPS, COLUMNS = 0.8, 5, 5
 BEGIN, END = "<!-- curves -->", "<!-- /curves -->"
 
-# What differs from recipes/quickstart/train.yaml, where the estimator is grpo and the loss vanilla.
+# Differences from recipes/quickstart/train.yaml, which has the estimator grpo and the loss vanilla.
 ENTRIES = {
     "gae": "algorithm.adv_estimator=gae critic.optim.lr=1.0e-3",
     "grpo": "algorithm.adv_estimator=grpo",
     "grpo_no_std": f"algorithm.norm_adv_by_std_in_grpo=false {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-    # As many answers as elsewhere, but in pairs: of eight the best is seldom better than the second best.
+    # As many responses as elsewhere, but in pairs: of eight, the best is rarely better than the second best.
     "grpo_passk": "algorithm.adv_estimator=grpo_passk actor_rollout_ref.rollout.n=2 data.train_batch_size=128 "
     f"{ACTOR}.ppo_mini_batch_size=32",
     "rloo": "algorithm.adv_estimator=rloo",
@@ -44,7 +44,7 @@ ENTRIES = {
     "gpg": f"algorithm.adv_estimator=gpg {LOSS}.loss_mode=gpg",
     "optimal_token_baseline": "algorithm.adv_estimator=optimal_token_baseline",
     "gdpo": "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[acc,worked]",
-    # A hundred times the paper's window, for answers a hundred times shorter.
+    # A hundred times the paper's clipping range, for responses a hundred times shorter.
     "gspo": f"{LOSS}.loss_mode=gspo {ACTOR}.clip_ratio_low=0.03 {ACTOR}.clip_ratio_high=0.04",
     "cispo": f"{LOSS}.loss_mode=cispo {ACTOR}.clip_ratio_low=1.0 {ACTOR}.clip_ratio_high=0.2",
     "sapo": f"{LOSS}.loss_mode=sapo",
@@ -68,7 +68,7 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A run: the share of right answers at each step."""
+    """A run: the share of correct responses at each step."""
 
     rewards: list[float]
 
@@ -83,7 +83,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """One entry's run in `directory`; `wanted` is written there once it is complete."""
+    """The run of one entry in `directory`; `wanted` is written there once it is complete."""
 
     name: str
     seed: int
@@ -122,14 +122,14 @@ class Run:
         return done
 
     def curve(self) -> Curve:
-        """From every answer sampled, those that dynamic sampling drops included, judged without any penalty."""
+        """Return the curve of all sampled responses, with those that dynamic sampling drops, and without penalties."""
         files = [self.directory / "rollouts" / f"{step}.jsonl" for step in range(1, self.steps + 1)]
         rewards = [fmean(json.loads(line)["acc"] for line in file.read_text().splitlines()) for file in files]
         return Curve(rewards)
 
 
 def draw(curves: dict[str, Curve], path: Path) -> None:
-    """One panel an entry, GRPO's curve in grey behind it."""
+    """Draw one panel per entry, with GRPO's curve in grey behind it."""
     rows = -(-len(curves) // COLUMNS)
     with rc_context(STYLE | {"axes.titlesize": 9, "axes.titleweight": "normal", "font.size": 8}):
         figure = Figure(figsize=(2 * COLUMNS, 1.45 * rows + 0.3), layout="constrained")
@@ -140,7 +140,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
         for axes in grid[len(curves) :]:
             axes.set_visible(False)
         figure.supxlabel("step", color=MUTED, fontsize=9)
-        figure.supylabel("share of sampled answers that are right", color=MUTED, fontsize=9)
+        figure.supylabel("share of correct responses", color=MUTED, fontsize=9)
         figure.savefig(path, dpi=160, facecolor="white")
 
 
@@ -168,24 +168,24 @@ def table(curves: dict[str, Curve]) -> str:
 
 
 def write_page(page: Path, curves: dict[str, Curve], seed: int, steps: int) -> None:
-    """Replace what stands between the markers."""
+    """Replace the text between the markers."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         sys.exit(f"{page}: there is no {BEGIN} ... {END} to write the table into")
-    told = f"Seed {seed}, {steps} steps, {os.cpu_count()} cores:"
-    page.write_text(f"{before}{BEGIN}\n{told}\n\n{table(curves)}\n{END}{after}", encoding="utf-8")
+    caption = f"Seed {seed}, {steps} steps, {os.cpu_count()} cores:"
+    page.write_text(f"{before}{BEGIN}\n{caption}\n\n{table(curves)}\n{END}{after}", encoding="utf-8")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train the quickstart once an algorithm; draw and tabulate the curves."
+        description="Train the quickstart once per algorithm; draw and tabulate the curves."
     )
     parser.add_argument("--seed", type=int, default=0, help="of the warm start and of every run")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="+", choices=ENTRIES, default=list(ENTRIES), metavar="NAME", help="entries")
-    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "algorithms", help="where the runs lie")
-    parser.add_argument("--docs", type=Path, default=TOP / "docs", help="where algorithms.md and algorithms.png lie")
+    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "algorithms", help="directory of the runs")
+    parser.add_argument("--docs", type=Path, default=TOP / "docs", help="directory of algorithms.md and algorithms.png")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 """All comparisons of docs/performance.md: `python scripts/benchmark/all.py [NAME ...] [--peer PYTHON] [--out DIR]`
 
-Runs one script after another, each in a process of its own, on a machine that should have nothing else to do. Writes to
-DIR each one's JSON and, of all that were measured so far, performance.md (the tables) and performance.png (every value
-beside its bar). With --docs the tables in that file are replaced, and the picture beside it.
+Runs one script after another, each in a separate process, on a machine that should be otherwise idle. Writes to DIR the
+JSON of each and, for all results so far, performance.md (the tables) and performance.png (every value next to its
+target). With --docs the tables in that file and the picture next to it are replaced.
 """
 
 import argparse
@@ -17,20 +17,23 @@ from side_by_side import Row, table
 
 HERE = Path(__file__).absolute().parent
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
-PASSES = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
-# By name: what it is called in the tables, and its command.
+MICRO_BATCHES = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
+# By name: the title of its tables, and its command.
 SCRIPTS = {
     "planning": ("Planning, advantages, attention", ["planning.py"]),
     "log_probs": ("Head and log-probs", ["log_probs.py"]),
     "data_plane": ("Rows between driver and ranks", ["data_plane.py"]),
     "start_up": ("Start-up", ["start_up.py"]),
     "export": ("Export", ["export.py"]),
-    "hand_over": ("Hand-over, 0.5 B", ["hand_over.py"]),
+    "weight_sync": ("Weight sync, 0.5 B", ["weight_sync.py"]),
     "threads": ("Threads that wait", ["threads.py"]),
-    "step": ("A step of 25 M parameters", ["step.py", "--rounds", "3", PASSES]),
-    "step_trl": ("A step of 25 M parameters beside TRL", ["step.py", "--no-bare", "--rounds", "3", PASSES]),
+    "step": ("A step of 25 M parameters", ["step.py", "--rounds", "3", MICRO_BATCHES]),
+    "step_trl": (
+        "A step of 25 M parameters compared with TRL",
+        ["step.py", "--no-bare", "--rounds", "3", MICRO_BATCHES],
+    ),
     "quickstart_trl": (
-        "A step of the quickstart beside TRL, 2 slots",
+        "A step of the quickstart compared with TRL, 2 slots",
         ["step.py", "--no-bare", "--case", "quickstart", "--slots", "2"],
     ),
 }
@@ -46,7 +49,7 @@ def run(name: str, out: Path, peer: str) -> bool:
     return subprocess.run(command).returncode == 0
 
 
-def found(out: Path) -> dict[str, dict]:
+def load_results(out: Path) -> dict[str, dict]:
     return {name: json.loads(file.read_text()) for name in SCRIPTS if (file := out / f"{name}.json").is_file()}
 
 
@@ -64,7 +67,7 @@ def tables(results: dict[str, dict]) -> str:
 
 
 def picture(results: dict[str, dict], file: Path) -> None:
-    """How far each value keeps to its bar, on a logarithmic axis: it does where its bar reaches beyond 1."""
+    """Draw each value relative to its target on a logarithmic axis; the target is met from 1 on."""
     rows = [row for result in results.values() for row in rows_of(result) if row.within is not None]
     figure, axes = pyplot.subplots(figsize=(10, 0.32 * len(rows) + 1))
     colours = ["#4477aa" if row.within >= 1 else "#cc6677" for row in rows]
@@ -72,32 +75,34 @@ def picture(results: dict[str, dict], file: Path) -> None:
     axes.set_yticks(range(len(rows)), [row.what[:70] for row in rows], fontsize=7)
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("times better than its bar")
+    axes.set_xlabel("times better than its target")
     axes.invert_yaxis()
     figure.savefig(file, dpi=100, bbox_inches="tight")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*SCRIPTS, "all"], default="all", help="which")
+    parser.add_argument("names", nargs="*", choices=[*SCRIPTS, "all"], default="all", help="scripts to run")
     parser.add_argument("--peer", default="", help="the Python of an environment with TRL (trl_peer.py)")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark"))
-    parser.add_argument("--docs", type=Path, help="file between whose marks the tables are written")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    names = [name for name in SCRIPTS if given.peer or name not in WITH_PEER] if "all" in given.names else given.names
-    if not given.peer and set(names) & set(WITH_PEER):
+    parser.add_argument("--docs", type=Path, help="file with the markers between which the tables are written")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    names = (
+        [name for name in SCRIPTS if options.peer or name not in WITH_PEER] if "all" in options.names else options.names
+    )
+    if not options.peer and set(names) & set(WITH_PEER):
         parser.error(f"{' and '.join(WITH_PEER)} need --peer, the Python of an environment with TRL (trl_peer.py)")
-    failed = [name for name in names if not run(name, given.out, given.peer)]
-    results = found(given.out)
-    (given.out / "performance.md").write_text(tables(results))
-    picture(results, given.out / "performance.png")
-    if given.docs:
-        before, _, rest = given.docs.read_text().partition(BEGIN)
-        given.docs.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n{END}{rest.partition(END)[2]}")
-        picture(results, given.docs.with_suffix(".png"))
+    failed = [name for name in names if not run(name, options.out, options.peer)]
+    results = load_results(options.out)
+    (options.out / "performance.md").write_text(tables(results))
+    picture(results, options.out / "performance.png")
+    if options.docs:
+        before, _, rest = options.docs.read_text().partition(BEGIN)
+        options.docs.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n{END}{rest.partition(END)[2]}")
+        picture(results, options.docs.with_suffix(".png"))
     if failed:
-        sys.exit(f"failed, so their figures are old or missing: {', '.join(failed)}")
+        sys.exit(f"failed, so their results are old or missing: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

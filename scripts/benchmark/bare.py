@@ -1,5 +1,5 @@
-"""What a step is at the least, as a side of step.py: vLLM's own `generate`, and a loop of torch without Ray and FSDP
-over a run's own model, loss and passes."""
+"""The lower bound of a step, as a side of step.py: vLLM's own `generate`, and a torch loop without Ray and FSDP over
+the model, loss and micro-batches of a run."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from hybridrl.training.packing import lay_out
 
 
 class Generation:
-    """vLLM in its plainest form, with the arguments that a run gives it."""
+    """Plain vLLM with the arguments that a run gives it."""
 
     def __init__(self, file: str, device: str) -> None:
         from vllm import LLM
@@ -36,13 +36,13 @@ class Generation:
         self.engine = LLM(**arguments)
 
     def generate(self, file: str) -> dict[str, Any]:
-        """Answers to a file's requests; their tokens are counted and returned."""
+        """Generate responses to the requests in a file; return their tokens and the time."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         requests = json.loads(Path(file).read_text())
         prompts = [TokensPrompt(prompt_token_ids=request["prompt"]) for request in requests]
-        drawn = [
+        sampling = [
             SamplingParams(
                 max_tokens=request["max_tokens"],
                 ignore_eos=True,
@@ -55,14 +55,14 @@ class Generation:
             for request in requests
         ]
         began, cpu = time.perf_counter(), _cpu()
-        outputs = self.engine.generate(prompts, drawn, use_tqdm=False)
+        outputs = self.engine.generate(prompts, sampling, use_tqdm=False)
         seconds, cpu = time.perf_counter() - began, _cpu() - cpu
-        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        responses = [list(output.outputs[0].token_ids) for output in outputs]
         self.engine.reset_prefix_cache()
-        return {"seconds": seconds, "cpu": cpu, "answers": answers}
+        return {"seconds": seconds, "cpu": cpu, "responses": responses}
 
     def keep_weights(self) -> int:
-        """Hold the model's tensors in this process, as a checkpoint names them. Returns their bytes."""
+        """Keep the model's tensors in this process, with the names of the checkpoint. Returns their size in bytes."""
         from safetensors.torch import load_file
 
         directory = Path(self.model)
@@ -73,7 +73,7 @@ class Generation:
         return sum(tensor.nbytes for tensor in self.weights.values())
 
     def reload(self) -> None:
-        """vLLM's own way to take new weights, and the head, which it leaves stale on CPU where it is the embedding."""
+        """Reload weights by vLLM's own call, and refresh the head, which is stale on CPU if it is the embedding."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         def refresh(model: torch.nn.Module) -> None:
@@ -87,12 +87,12 @@ class Generation:
 
 
 class Updates:
-    """A model and AdamW in this process; rows, passes and loss are those of a run."""
+    """A model and AdamW in this process; rows, micro-batches and loss are those of a run."""
 
     def __init__(self, file: str) -> None:
-        given = torch.load(file, weights_only=False)
-        self.model = load_language_model(given["model"], torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.01, **given["optimizer"])
+        settings = torch.load(file, weights_only=False)
+        self.model = load_language_model(settings["model"], torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.01, **settings["optimizer"])
         self.model.train()
 
     def update(self, file: str) -> dict[str, float]:
@@ -108,12 +108,12 @@ class Updates:
 
     def _mini_batch(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig) -> tuple[float, float]:
         total = 0.0
-        for rows in mini_batch.passes:
+        for rows in mini_batch.micro_batches:
             part = batch.select(rows)
-            found = self.model(lay_out(part, padded=False), loss.temperature, entropies=True)
-            share, _ = policy_loss(found, part, mini_batch.totals, loss)
-            share.backward()
-            total += float(share.detach())
+            outputs = self.model(lay_out(part, padded=False), loss.temperature, entropies=True)
+            micro_batch_loss, _ = policy_loss(outputs, part, mini_batch.totals, loss)
+            micro_batch_loss.backward()
+            total += float(micro_batch_loss.detach())
         norm = float(clip_grad_norm_(self.model.parameters(), loss.grad_clip))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -133,29 +133,29 @@ def main() -> None:
     parser.add_argument("--pipes", required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    made: dict[str, Any] = {}
+    sides: dict[str, Any] = {}
 
     def start_engine(file: str) -> None:
-        made["engine"] = Generation(file, arguments.device)
+        sides["engine"] = Generation(file, arguments.device)
 
     def start_updates(file: str) -> None:
-        made["updates"] = Updates(file)
+        sides["updates"] = Updates(file)
 
     serve(
         arguments.pipes,
         {
             "start_engine": start_engine,
             "start_updates": start_updates,
-            "keep_weights": lambda: made["engine"].keep_weights(),
-            "reload": lambda: made["engine"].reload(),
-            "generate": lambda file: made["engine"].generate(file),
-            "update": lambda file: made["updates"].update(file),
+            "keep_weights": lambda: sides["engine"].keep_weights(),
+            "reload": lambda: sides["engine"].reload(),
+            "generate": lambda file: sides["engine"].generate(file),
+            "update": lambda file: sides["updates"].update(file),
         },
     )
 
 
 if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    if "cuda" not in sys.argv:  # must stand before vLLM is imported
+    if "cuda" not in sys.argv:  # must be set before vLLM is imported
         os.environ |= devices.environment("cpu", 1)
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""How many elements of a weight an update changes where parameters are stored in bfloat16, by the learning rate.
+"""How many elements of a weight an update changes if parameters are stored in bfloat16, by learning rate.
 
     python scripts/benchmark/bfloat16_updates.py
 
-AdamW with gradients that are noise, on normal weights with the deviation 0.02 (the usual initializer_range). Prints the
-share of elements changed by the first update, whose size is the learning rate for every element, and by the 50th.
+AdamW with random gradients, on normal weights with a standard deviation of 0.02 (the usual initializer_range). Prints
+the share of elements changed by the first update, whose size is the learning rate for every element, and by the 50th.
 """
 
 import torch
@@ -13,16 +13,16 @@ ELEMENTS, DEVIATION, UPDATES = 1 << 20, 0.02, 50
 
 
 def shares(lr: float, dtype: torch.dtype) -> list[float]:
-    """The share of elements that each update changes."""
+    """Return the share of elements that each update changes."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter((DEVIATION * torch.randn(ELEMENTS, generator=generator)).to(dtype))
-    optimizer, found = AdamW([weight], lr=lr, weight_decay=0.01), []
+    optimizer, changed = AdamW([weight], lr=lr, weight_decay=0.01), []
     for _ in range(UPDATES):
         before = weight.detach().clone()
         weight.grad = torch.randn(ELEMENTS, generator=generator).to(dtype)
         optimizer.step()
-        found.append(float((weight != before).float().mean()))
-    return found
+        changed.append(float((weight != before).float().mean()))
+    return changed
 
 
 if __name__ == "__main__":

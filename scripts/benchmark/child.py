@@ -1,4 +1,4 @@
-"""A side of a comparison that needs a process of its own: it is asked over a pipe, one line of JSON each way."""
+"""A side of a comparison that needs a separate process: requests over a pipe, one line of JSON each way."""
 
 import json
 import os
@@ -11,27 +11,27 @@ from typing import Any
 
 
 class Child:
-    """A script under this process; idle, it waits for a line. Its own output goes to a file."""
+    """A script in a child process, which waits for a request when idle. Its output goes to a file."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.log = log
-        ask, self.question = os.pipe()
-        self.answer, tell = os.pipe()
+        request_end, requests = os.pipe()
+        replies, reply_end = os.pipe()
         with open(log, "w", encoding="utf-8") as output:
             self.process = subprocess.Popen(
-                [*command, "--pipes", f"{ask},{tell}"],
+                [*command, "--pipes", f"{request_end},{reply_end}"],
                 stdout=output,
                 stderr=output,
-                pass_fds=[ask, tell],
+                pass_fds=[request_end, reply_end],
                 env=os.environ | (environment or {}),
             )
-        os.close(ask)
-        os.close(tell)
-        self.questions, self.answers = os.fdopen(self.question, "w"), os.fdopen(self.answer)
+        os.close(request_end)
+        os.close(reply_end)
+        self.requests, self.replies = os.fdopen(requests, "w"), os.fdopen(replies)
 
-    def ask(self, what: str, **more: Any) -> Any:
-        print(json.dumps([what, more]), file=self.questions, flush=True)
-        line = self.answers.readline()
+    def call(self, name: str, **arguments: Any) -> Any:
+        print(json.dumps([name, arguments]), file=self.requests, flush=True)
+        line = self.replies.readline()
         if not line:
             raise RuntimeError(f"{self.log} ends with:\n{self.log.read_text()[-3000:]}")
         return json.loads(line)
@@ -40,19 +40,19 @@ class Child:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.questions.close()
+        self.requests.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
 
-def serve(pipes: str, answers: dict[str, Callable[..., Any]]) -> None:
-    """The other end: answer until the asker is gone."""
-    ask, tell = map(int, pipes.split(","))
-    with os.fdopen(ask) as questions, os.fdopen(tell, "w") as replies:
-        for line in questions:
-            what, more = json.loads(line)
-            print(json.dumps(answers[what](**more)), file=replies, flush=True)
+def serve(pipes: str, functions: dict[str, Callable[..., Any]]) -> None:
+    """Call functions by name, in the child, until the parent is gone."""
+    request_end, reply_end = map(int, pipes.split(","))
+    with os.fdopen(request_end) as requests, os.fdopen(reply_end, "w") as replies:
+        for line in requests:
+            name, arguments = json.loads(line)
+            print(json.dumps(functions[name](**arguments)), file=replies, flush=True)
     sys.stdout.flush()
-    os._exit(0)  # engines and trainers have much to say at their end
+    os._exit(0)  # engines and trainers print many messages when they end normally

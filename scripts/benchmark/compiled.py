@@ -1,6 +1,6 @@
-"""What torch.compile would gain an update on CPU: `OMP_NUM_THREADS=1 python scripts/benchmark/compiled.py`
+"""What an update on CPU would gain from torch.compile: `OMP_NUM_THREADS=1 python scripts/benchmark/compiled.py`
 
-A model of 25 million parameters in float32, sharded over one rank; forward and backward pass of eight rows in one line,
+A model of 25 million parameters in float32, sharded over one rank; forward and backward pass of eight packed rows,
 as it is, and with every decoder layer compiled.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from models import sharded_model
-from side_by_side import Row, arguments, in_turn, report, told
+from side_by_side import Row, arguments, formatted, in_turn, report
 
 from hybridrl.batch import Batch
 from hybridrl.training.packing import lay_out
@@ -19,7 +19,7 @@ ROWS = 8
 
 
 def batch(seed: int) -> Batch:
-    """Rows of 80 to 260 tokens."""
+    """Return rows of 80 to 260 tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(20, 60, (ROWS,), generator=generator)
     responses = torch.randint(60, 200, (ROWS,), generator=generator)
@@ -29,7 +29,7 @@ def batch(seed: int) -> Batch:
 
 
 def side(*, compiled: bool) -> Callable[[int], None]:
-    """An update of rows drawn from a seed, by a model of its own."""
+    """Return an update of rows drawn from a seed, with a separate model."""
     model = sharded_model("25m")
     for layer in model.model.model.layers if compiled else ():
         layer.compile(dynamic=True)
@@ -42,7 +42,7 @@ def side(*, compiled: bool) -> Callable[[int], None]:
 
 
 def seconds_to_begin(update: Callable[[int], None]) -> float:
-    """Of the first two updates, of rows of different lengths, in processor time."""
+    """Return the processor time of the first two updates, with rows of different lengths."""
     began = time.process_time()
     update(1)
     update(2)
@@ -55,12 +55,12 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sides = {"as it is": side(compiled=False), "layers compiled": side(compiled=True)}
     first = {name: seconds_to_begin(update) for name, update in sides.items()}
-    found = in_turn({name: lambda update=update: update(0) for name, update in sides.items()})
-    usual, compiled = found.values()
-    began = (f"{seconds:.0f} s of processor time" for seconds in reversed(first.values()))
+    seconds = in_turn({name: lambda update=update: update(0) for name, update in sides.items()})
+    usual, compiled = seconds.values()
+    first_seconds = (f"{value:.0f} s of processor time" for value in reversed(first.values()))
     rows = [
-        Row("update, layers compiled", told(compiled), told(usual), usual.median / compiled.median),
-        Row("first two updates, layers compiled", *began),
+        Row("update, layers compiled", formatted(compiled), formatted(usual), usual.median / compiled.median),
+        Row("first two updates, layers compiled", *first_seconds),
     ]
     report(rows, options.json)
 

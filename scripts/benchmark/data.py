@@ -1,8 +1,8 @@
 """How long rows take to load, and the memory they take: `python scripts/benchmark/data.py TOKENIZER [--rows 100000]`
 
-Rows like GSM8K's, with the answer and the question once more in extra_info, are written as .jsonl and as .parquet and
-loaded as a run loads them, each in a process of its own. Memory is what is held beyond the libraries and the tokenizer:
-at the most, and at the end.
+Rows like GSM8K's, with the answer and the question repeated in extra_info, are written as .jsonl and as .parquet and
+loaded as a run loads them, each in a separate process. Memory is the peak, and the size at the end, without libraries
+and tokenizer.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import pyarrow.parquet
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import SHIPPED
-from hybridrl.config.load import judge
+from hybridrl.config.load import resolve_config
 from hybridrl.data.prompts import load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
 
@@ -41,14 +41,14 @@ def row(number: int, draw: random.Random) -> dict[str, Any]:
 
 
 def memory(name: str) -> int:
-    """MiB: VmRSS is what is held, VmHWM the most that was."""
+    """Return MiB of this process: VmRSS is the present size, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) // 1024
 
 
 def load(file: str, tokenizer_path: str) -> None:
     needed = [f"data.train_files={file}", "actor_rollout_ref.model.path=a/model", "data.max_prompt_length=4096"]
-    config = judge(PPOConfig, needed, SHIPPED[PPOConfig], elsewhere=True).config
+    config = resolve_config(PPOConfig, needed, SHIPPED[PPOConfig], offline=True).config
     assert config is not None
     tokenizer = load_tokenizer(tokenizer_path)
     tokenizer.encode("a")
@@ -56,10 +56,10 @@ def load(file: str, tokenizer_path: str) -> None:
     prompts = load_prompts([file], config.data, tokenizer, max_samples=-1, shuffle=True, key="data.train_files")
     seconds, cpu = time.monotonic() - began, time.process_time() - used
     gc.collect()
-    most, left = memory("VmHWM"), memory("VmRSS")
+    peak, left = memory("VmHWM"), memory("VmRSS")
     print(
         f"{Path(file).suffix}: {len(prompts)} prompts of {prompts.lengths.mean():.0f} tokens in {seconds:.1f} s "
-        f"({cpu:.1f} s of CPU time); memory: {most - before} MiB at the most, {left - before} MiB at the end; "
+        f"({cpu:.1f} s of CPU time); memory: {peak - before} MiB at the peak, {left - before} MiB at the end; "
         f"the file has {Path(file).stat().st_size >> 20} MiB"
     )
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer")
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--load", metavar="FILE", help="load this file and say what it took")
+    parser.add_argument("--load", metavar="FILE", help="load this file and print time and memory")
     arguments = parser.parse_args()
     if arguments.load:
         return load(arguments.load, arguments.tokenizer)

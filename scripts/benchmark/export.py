@@ -1,7 +1,7 @@
-"""How fast a model is exported to safetensors, over the speed of the disk: `python scripts/benchmark/export.py`
+"""How fast a model is exported to safetensors, relative to the speed of the disk: `python scripts/benchmark/export.py`
 
-A random model in float32 lies in this process, sharded over one rank. In turn, each to the last byte on the disk: the
-training side's export, writing as many bytes from a buffer, and safetensors' own `save_file`.
+A random model in float32 is in this process, sharded over one rank. In turn, each until the last byte is on disk: the
+export of a training run, writing as many bytes from a buffer, and safetensors' own `save_file`.
 """
 
 import os
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from models import SHAPES, sharded_model
 from safetensors.torch import load_file, save_file
-from side_by_side import Row, arguments, in_turn, report, told
+from side_by_side import Row, arguments, formatted, in_turn, report
 
-from hybridrl.checkpoint.export import export_model
 from hybridrl.checkpoint.published import parts
-from hybridrl.training.fsdp import reshard, whole_tensors
+from hybridrl.checkpoint.write import export_model
+from hybridrl.training.fsdp import full_tensors, reshard
 
 BLOCK = 16 << 20
 
@@ -32,16 +32,16 @@ def flushed(file: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
-    parser.add_argument("--directory", type=Path, help="on the disk to write to; else that for temporary files")
-    given = parser.parse_args()
-    with TemporaryDirectory(dir=given.directory) as place:
+    parser.add_argument("--directory", type=Path, help="on the disk to write to; default: that of temporary files")
+    options = parser.parse_args()
+    with TemporaryDirectory(dir=options.directory) as place:
         directory = Path(place)
         dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 1), rank=0, world_size=1)
-        model = sharded_model(given.shape)
+        model = sharded_model(options.shape)
         reshard(model)
 
         def export() -> None:
-            tensors = whole_tensors(model.model, parts(model.model, torch.float32))
+            tensors = full_tensors(model.model, parts(model.model, torch.float32))
             export_model(tensors, model.model, directory / "here", torch.float32, writes=True)
 
         export()
@@ -58,9 +58,9 @@ def main() -> None:
                     file.write(block)
             flushed(directory / "plain")
 
-        def theirs() -> None:
-            save_file(tensors, directory / "theirs.safetensors")
-            flushed(directory / "theirs.safetensors")
+        def save_with_safetensors() -> None:
+            save_file(tensors, directory / "save_file.safetensors")
+            flushed(directory / "save_file.safetensors")
 
         def cleared(work: Callable[[], None], path: Path) -> Callable[[], None]:
             def run() -> None:
@@ -72,14 +72,14 @@ def main() -> None:
         sides = {
             "here": cleared(export, directory / "here"),
             "disk": cleared(plain, directory / "plain"),
-            "save_file": cleared(theirs, directory / "theirs.safetensors"),
+            "save_file": cleared(save_with_safetensors, directory / "save_file.safetensors"),
         }
         seconds = in_turn(sides)
         dist.destroy_process_group()
     share = seconds["disk"].median / seconds["here"].median
     what = f"export of {size / 1e9:.2f} GB over a plain write"
-    other = f"{told(seconds['disk'])}; save_file {told(seconds['save_file'])}"
-    report([Row(what, told(seconds["here"]), other, share, "at least 0.7 (aim 0.9)")], given.json)
+    other = f"{formatted(seconds['disk'])}; save_file {formatted(seconds['save_file'])}"
+    report([Row(what, formatted(seconds["here"]), other, share, "at least 0.7 (aim 0.9)")], options.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Proves families of models, each with a small random one, and writes the table in docs/models.md:
+"""Verifies model families, each with a small random model, and writes the table in docs/models.md:
 
 python scripts/benchmark/families.py [NAME ...] [--docs FILE]
 
-Each is trained on two ranks with two vLLM engines, in float32 (but engines that take bfloat16 alone): weights are
-handed over and log-probs of sampled answers compared, once more after an update; the model is saved, merged, and the
-merged one's answers compared with the saved tensors', in transformers and in vLLM. The last line is a JSON object. Ends
-with status 1 where a family that the checks let pass fails, or one that they refuse does not.
+Each is trained on two ranks with two vLLM engines, in float32 (except for engines that only support bfloat16): weights
+are synced and log-probs of sampled responses compared, and again after an update; the model is saved and merged, and
+the merged model compared with the saved tensors, in transformers and in vLLM. The last line is JSON. Exits with status
+1 if a family that the checks accept fails.
 """
 
 import argparse
@@ -26,22 +26,22 @@ from transformers.utils import logging
 from hybridrl.batch import Batch
 from hybridrl.cluster import RaySession, kill
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.config.families import why_not_served, why_unsupported
+from hybridrl.config.checks.model import why_not_served, why_unsupported
 from hybridrl.data.prompts import Prompt
-from hybridrl.experience.batching import in_groups, to_batch
-from hybridrl.experience.episodes import Sample
+from hybridrl.experience.batching import group_by_prompt, to_batch
+from hybridrl.experience.episodes import Episode, Turn
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Request, Sampling, request_seed
-from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import as_laid_out, probe_ids, start_session
+from hybridrl.runs.setup import padded_plans, start_session
 from hybridrl.training.worker_group import TrainWorkers
 
 TOP = Path(__file__).absolute().parents[2]
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}  # of a log-prob, by the engine's type
-IN_BFLOAT16 = "not checked: on CPU vLLM computes this family in bfloat16 alone"
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}  # of a log-prob, by the engine's dtype
+IN_BFLOAT16 = "not checked: on CPU vLLM supports this family only in bfloat16"
 SHAPES = {
     "vocab_size": 384,
     "hidden_size": 64,
@@ -50,14 +50,14 @@ SHAPES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # answers that are far from uniform
+    "initializer_range": 0.2,  # responses that are far from uniform
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# Experts of DeepSeek's kind, chosen with a buffer's help, after one dense layer.
+# Experts as in DeepSeek, selected with a correction buffer, after one dense layer.
 ROUTED = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -67,7 +67,7 @@ ROUTED = {
     "n_group": 1,
     "topk_group": 1,
 }
-# Attention by way of narrow latents; its heads have 32 + 32 numbers in queries and keys.
+# Multi-head latent attention.
 LATENT = {
     "num_key_value_heads": 2,
     "q_lora_rank": 32,
@@ -76,7 +76,7 @@ LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
-# Three layers that carry a state along the text to one of attention.
+# Three layers of linear attention for each layer of full attention.
 LINEAR = {
     "head_dim": 32,
     "num_hidden_layers": 4,
@@ -84,11 +84,11 @@ LINEAR = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
-    "initializer_range": 0.1,  # in bfloat16, with which larger weights make a gap of their own
+    "initializer_range": 0.1,  # in bfloat16, where larger weights would cause a gap by rounding
 }
-# A token goes to every expert: in bfloat16 engine and trainer would choose others where two score alike.
+# Every expert processes each token: in bfloat16 engine and trainer would select different ones of equal score.
 ALL_EXPERTS = {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 64}
-# A name, the model type, and what differs from SHAPES.
+# By name: the model type, and differences from SHAPES.
 FAMILIES = {
     "Qwen2": ("qwen2", {}),
     "Qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
@@ -136,17 +136,17 @@ SAMPLING = Sampling(max_tokens=24, stop_ids=(2,))
 
 @dataclass
 class Row:
-    """What was found of a family; `failed` says where it ended."""
+    """The results for a family; `failed` is the error, if there was one."""
 
     family: str
     parameters: int = 0
     gap_before: float | None = None
     moved: float | None = None
     gap_after: float | None = None
-    hand_over_seconds: float | None = None
+    sync_seconds: float | None = None
     in_transformers: str = ""
     in_vllm: str = ""
-    refused: str = ""
+    rejected: str = ""
     failed: str = ""
 
 
@@ -156,10 +156,10 @@ def make_model(family: str, directory: Path) -> int:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros: stale ones would not be seen
+        if parameter.dim() == 1:  # norms and biases, initialized to ones and zeros: stale values would not be noticed
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
     for buffer in model.buffers():
-        if buffer.dim() and not buffer.any():  # a router's corrections, which begin as zeros
+        if buffer.dim() and not buffer.any():  # a router's corrections, initialized to zeros
             torch.nn.init.normal_(buffer, 0.0, 0.1)
     model.save_pretrained(directory)
     return model.num_parameters()
@@ -186,43 +186,50 @@ def load_config(model: Path, directory: Path, more: list[str]) -> PPOConfig:
 
 @contextmanager
 def devices(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[tuple[HybridEngine, TrainWorkers]]:
-    """Trainers and engines of one model, ended when left."""
+    """Yield the engine and the workers of one model, and kill them afterwards."""
     logs.mkdir()
     worker = ppo_worker_config(config, build_algorithm(config), logs, steps=1)
     group, engine = start_devices(config, session, worker, logs, probe_ids([1, 20, 30, 40, 50]))
     try:
-        yield engine, TrainWorkers(group, *as_laid_out(group, build_policy_plan(config), None, 300), "float32", 300)
+        yield engine, TrainWorkers(group, *padded_plans(group, build_policy_plan(config), None, 300), "float32", 300)
     finally:
-        for actor in [*group.actors, *engine.servers.actors]:
+        for actor in [*group.actors, *engine.fleet.servers.actors]:
             kill(actor)
 
 
-def answer(engine: HybridEngine, version: int) -> tuple[Batch, float]:
-    """Rows of sampled answers, with the engine's log-probs, and the seconds of the hand-over before them."""
+def sample(engine: HybridEngine, version: int) -> tuple[Batch, float]:
+    """Return rows of sampled responses, with the engine's log-probs, and the seconds of the weight sync before them."""
     engine.to_rollout(version)
     seconds = engine.take_metrics()["timing_s/update_weights"]
-    wanted = [Request(p, s, [1, 20, 30, 40 + p], request_seed(1, p, s)) for p in range(6) for s in range(2)]
-    found = {(c.prompt, c.sample): c for batch in engine.pool.generate(wanted, SAMPLING) for c in batch}
+    requests = [Request(p, s, [1, 20, 30, 40 + p], request_seed(1, p, s), SAMPLING) for p in range(6) for s in range(2)]
+    completions = engine.client.generate_all(requests)
     engine.to_training()
-    samples = [
-        Sample(Prompt(r.prompt, r.prompt_ids, "", "", "", {}), r.sample, found[r.prompt, r.sample], "", Score(r.sample))
-        for r in wanted
+    episodes = [
+        Episode(
+            Prompt(r.prompt, r.prompt_ids, "", "", "", {}),
+            r.prompt,
+            r.sample,
+            [Turn.of(r.prompt_ids, completion)],
+            "",
+            Score(r.sample),
+        )
+        for r, completion in zip(requests, completions, strict=True)
     ]
-    return to_batch(in_groups(samples, range(len(samples)))), seconds
+    return to_batch(group_by_prompt(episodes, range(len(episodes)))), seconds
 
 
 def largest_gap(workers: TrainWorkers, batch: Batch) -> float:
-    return float((workers.log_probs(batch).old_log_probs - batch.rollout_log_probs).abs().max())
+    return float((workers.forward_log_probs(batch).old_log_probs - batch.rollout_log_probs).abs().max())
 
 
-def prove(row: Row, config: PPOConfig, session: RaySession, directory: Path) -> None:
+def verify(row: Row, config: PPOConfig, session: RaySession, directory: Path) -> None:
     with devices(config, session, directory / "logs") as (engine, workers):
-        batch, _ = answer(engine, 0)
+        batch, _ = sample(engine, 0)
         row.gap_before = largest_gap(workers, batch)
         batch.advantages = (batch.rewards - 0.5)[batch.response_row]
         workers.update_policy(batch, 1)
         row.moved = largest_gap(workers, batch)
-        batch, row.hand_over_seconds = answer(engine, 1)
+        batch, row.sync_seconds = sample(engine, 1)
         row.gap_after = largest_gap(workers, batch)
         workers.start_save(directory / "saved", {"actor": ["model"]})
         while not workers.finished_save():
@@ -235,7 +242,7 @@ def prove(row: Row, config: PPOConfig, session: RaySession, directory: Path) -> 
 
 
 def merge(directory: Path, check: str) -> str:
-    """Merge what was saved and have it checked. Returns what was found, in words."""
+    """Merge and check the checkpoint. Returns the result of the check as text."""
     command = [sys.executable, "-m", "hybridrl.model_merger", "merge", "--local_dir", directory / "saved" / "actor"]
     command += ["--target_dir", directory / "merged", "--verify", check]
     done = subprocess.run(command, cwd=TOP, capture_output=True, text=True)
@@ -244,15 +251,15 @@ def merge(directory: Path, check: str) -> str:
     return json.loads((directory / "merged" / "merge_report.json").read_text())["checked"][check]
 
 
-def prove_family(family: str, session: RaySession, directory: Path, more: list[str]) -> Row:
+def verify_family(family: str, session: RaySession, directory: Path, more: list[str]) -> Row:
     row = Row(family)
     row.parameters = make_model(family, directory / "model")
     settings = json.loads((directory / "model" / "config.json").read_text())
-    row.refused = why_unsupported(settings) or why_not_served(settings) or ""
+    row.rejected = why_unsupported(settings) or why_not_served(settings) or ""
     try:
-        if not row.refused:
+        if not row.rejected:
             config = load_config(directory / "model", directory, more)
-            prove(row, config, session, directory)
+            verify(row, config, session, directory)
     except Exception as error:
         row.failed = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return row
@@ -260,18 +267,18 @@ def prove_family(family: str, session: RaySession, directory: Path, more: list[s
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| family | parameters | log-prob gap after a hand-over | the same after an update | moved by the update | "
-        "hand-over | merged model in transformers | in vLLM |",
+        "| family | parameters | log-prob gap after a weight sync | the same after an update | change by the update | "
+        "weight sync | merged model in transformers | in vLLM |",
         "|---|--:|--:|--:|--:|--:|---|---|",
     ]
     for row in rows:
-        if row.refused or row.failed:
-            ending = f"refused: {row.refused}" if row.refused else f"fails: {row.failed}"
+        if row.rejected or row.failed:
+            ending = f"rejected: {row.rejected}" if row.rejected else f"fails: {row.failed}"
             lines.append(f"| {row.family} | {row.parameters:,} | {ending} ||||||")
         else:
             lines.append(
                 f"| {row.family} | {row.parameters:,} | {row.gap_before:.1e} | {row.gap_after:.1e} | {row.moved:.1f} | "
-                f"{row.hand_over_seconds:.2f} s | {row.in_transformers} | {row.in_vllm} |"
+                f"{row.sync_seconds:.2f} s | {row.in_transformers} | {row.in_vllm} |"
             )
     return "\n".join(lines)
 
@@ -295,7 +302,7 @@ def main() -> int:
             for number, family in enumerate(names):
                 directory = Path(name) / str(number)
                 directory.mkdir()
-                rows.append(prove_family(family, session, directory, arguments.set))
+                rows.append(verify_family(family, session, directory, arguments.set))
                 print(rows[-1], file=sys.stderr, flush=True)
         finally:
             session.close()

@@ -1,11 +1,11 @@
-"""What only a GPU can show: `python scripts/benchmark/gpu.py [--shape 0.5b] [--gpus 1] [--json FILE] [-- key=value]`
+"""Measures on GPUs: `python scripts/benchmark/gpu.py [--shape 0.5b] [--gpus 1] [--json FILE] [-- key=value]`
 
 One shape with random weights in bfloat16. Each row is printed, and written with --json, as soon as it is measured, in
 this order: start-up, weight sync by CUDA IPC, the switch, one update of 16k tokens per GPU as a share of the GPU's
 peak, memory of log-probs, rollout, difference of log-probs between engine and trainer, memory that a sleeping engine
-keeps, the update under each of --variants (all of VARIANTS by default), and vLLM's own `generate`. What --seconds leave
-no time for is listed as not measured. Status 1 means that a row failed; the logs of the workers are then printed.
-`--device cpu` runs the script itself with few tokens; its figures mean nothing.
+keeps, the update with each of --variants (all of VARIANTS by default), and vLLM's own `generate`. Rows that are not
+reached within --seconds are listed as not measured. Status 1 means that a row failed; the workers' logs are then
+printed. `--device cpu` only tests the script, with few tokens; its figures have no meaning.
 """
 
 import json
@@ -23,31 +23,30 @@ from tempfile import TemporaryDirectory
 import torch
 from child import Child
 from gpu_work import GROUP, LOADS, cuts, operations, peak_of, sampled
-from hand_over import count_calls
 from limited import Report, cell, measure
 from memory_plan import make_model, overrides
 from models import SHAPES
 from side_by_side import ROUNDS, Row, arguments, in_turn
+from weight_sync import count_calls
 
 from hybridrl.batch import Batch
 from hybridrl.cluster import Group, RemoteFailure, gather, kill
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.hybrid_engine import Mode
-from hybridrl.rollout import Sampling
-from hybridrl.rollout.server import ENVIRONMENT
-from hybridrl.runs.ppo import start_devices
+from hybridrl.rollout.vllm.settings import ENVIRONMENT
+from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import as_laid_out, probe_ids, start_session, start_train_workers
+from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
 from hybridrl.runtime.guard import guarded
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import TrainWorkers
 
 GIB = 2**30
-# Bars by shape: of a weight sync in seconds, and of an update as a share of the GPU's peak.
+# Targets by shape: seconds of a weight sync, and the share of the GPU's peak in an update.
 SYNC_SECONDS = {"0.5b": 0.3, "7b": 1.5}
 SHARES = {"0.5b": 0.28, "1.5b": 0.40, "7b": 0.48}
 BASE = "with recomputation"
-# Settings under which the update is measured too, in training ranks of their own without an engine on the device.
+# Settings with which the update is also measured, in separate training ranks without an engine on the device.
 VARIANTS = {
     "without recomputation": ["actor_rollout_ref.model.enable_gradient_checkpointing=false"],
     "selective recomputation": ["actor_rollout_ref.model.selective_checkpointing=true"],
@@ -61,7 +60,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """GiB of a device: what a rank's tensors take, at most since the peak was reset, and what all else takes."""
+    """GiB of a device: a rank's tensors, their peak since it was reset, and everything else."""
 
     gpu: str
     allocated: float
@@ -69,8 +68,8 @@ class Memory:
     others: float
 
 
-def look(worker: TrainWorker, reset: bool) -> tuple[str, float, float, float]:
-    """Memory's fields, found in a training rank, the only process that may use the device without adding to it."""
+def read_memory(worker: TrainWorker, reset: bool) -> tuple[str, float, float, float]:
+    """Return the fields of Memory; runs in a training rank, as any other process would use memory of the device."""
     if worker.config.device != "cuda":
         return "", 0.0, 0.0, 0.0
     torch.cuda.synchronize()
@@ -78,26 +77,28 @@ def look(worker: TrainWorker, reset: bool) -> tuple[str, float, float, float]:
         torch.cuda.reset_peak_memory_stats()
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()
-    held = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), others)
-    return torch.cuda.get_device_name(), *(size / GIB for size in held)
+    sizes = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), others)
+    return torch.cuda.get_device_name(), *(size / GIB for size in sizes)
 
 
 def memory(group: Group, *, reset: bool = False) -> list[Memory]:
-    """Of each rank."""
-    found = gather([actor.__ray_call__.remote(look, reset) for actor in group.actors], "train worker.look", 60)
-    return [Memory(*rank) for rank in found]
+    """Return the memory of each rank."""
+    memories = gather(
+        [actor.__ray_call__.remote(read_memory, reset) for actor in group.actors], "train worker.read_memory", 60
+    )
+    return [Memory(*rank) for rank in memories]
 
 
 class Bench:
-    """A run of one shape on the devices, without data, and the rows that are measured on it."""
+    """A run of one shape without data, and the rows that are measured with it."""
 
-    def __init__(self, given: Namespace, directory: Path, stack: ExitStack) -> None:
-        self.given, self.directory, self.stack = given, directory, stack
-        self.name, self.shape, self.load = given.shape, SHAPES[given.shape], LOADS[given.device]
+    def __init__(self, options: Namespace, directory: Path, stack: ExitStack) -> None:
+        self.options, self.directory, self.stack = options, directory, stack
+        self.name, self.shape, self.load = options.shape, SHAPES[options.shape], LOADS[options.device]
         self.number, self.calls = 0, Counter()
 
     def tasks(self) -> dict[str, Callable[[], list[Row]]]:
-        found = {
+        tasks = {
             "start-up": self.start,
             "weight sync and switch": self.sync_and_switch,
             f"update, {BASE}": lambda: [self.update(BASE)],
@@ -106,14 +107,14 @@ class Bench:
             "difference of log-probs": self.agreement,
             "memory of a sleeping engine": self.asleep,
         }
-        for name in self.given.variants:
-            found[f"update, {name}"] = lambda name=name: [self.variant(name)]
-        return found | {"rollout against vLLM's generate": self.bare}
+        for name in self.options.variants:
+            tasks[f"update, {name}"] = lambda name=name: [self.variant(name)]
+        return tasks | {"rollout against vLLM's generate": self.bare}
 
     def start(self) -> list[Row]:
         began = time.monotonic()
         self.parameters = make_model(self.shape, self.directory / "model")
-        made, self.config = time.monotonic(), self.configured()
+        written, self.config = time.monotonic(), self.configured()
         self.session = start_session(self.config.trainer, self.config.ray_kwargs.ray_init)
         self.stack.callback(self.session.close)
         count_calls(self.calls)
@@ -123,15 +124,15 @@ class Bench:
         self.group, self.engine = start_devices(self.config, self.session, worker, self.directory, probe)
         self.workers, self.gpu = self.with_plans(self.config), memory(self.group)[0].gpu
         devices = f"{len(self.group)} x {self.gpu or 'CPU'}"
-        took = f"{time.monotonic() - made:.1f} s, model written in {made - began:.1f} s; {devices}"
+        took = f"{time.monotonic() - written:.1f} s, model written in {written - began:.1f} s; {devices}"
         return [Row(f"start-up, {self.name}", took, "")]
 
     def configured(self, *more: str, tokens: int | None = None) -> PPOConfig:
-        """One update of all rows, in one micro-batch where `tokens` leave it at that."""
-        load, prompts = self.load, self.load.rows * self.given.gpus // GROUP
+        """Return the configuration: one update of all rows, in one micro-batch unless `tokens` is smaller."""
+        load, prompts = self.load, self.load.rows * self.options.gpus // GROUP
         options = [
-            f"trainer.device={self.given.device}",
-            f"trainer.n_gpus_per_node={self.given.gpus}",
+            f"trainer.device={self.options.device}",
+            f"trainer.n_gpus_per_node={self.options.gpus}",
             "trainer.save_freq=-1",
             f"data.train_batch_size={prompts}",
             f"data.max_response_length={load.width}",
@@ -140,15 +141,15 @@ class Bench:
             "actor_rollout_ref.rollout.max_num_seqs=256",
             "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
         ]
-        command = [*options, *self.given.overrides, *more]
+        command = [*options, *self.options.overrides, *more]
         return load_ppo_config(overrides(self.directory / "model", self.directory, False, command))
 
     def with_plans(self, config: PPOConfig) -> TrainWorkers:
         timeout = config.trainer.step_timeout
-        plans = as_laid_out(self.group, build_policy_plan(config), None, timeout)
+        plans = padded_plans(self.group, build_policy_plan(config), None, timeout)
         return TrainWorkers(self.group, *plans, config.actor_rollout_ref.rollout.dtype, timeout)
 
-    def there(self) -> None:
+    def to_rollout(self) -> None:
         self.number += 1
         try:
             self.engine.to_rollout(version=self.number)
@@ -162,22 +163,22 @@ class Bench:
         for number in range(ROUNDS + 1):
             if number == 1:  # the first round warms up
                 self.calls.clear()
-            self.there()
+            self.to_rollout()
             self.engine.to_training()
             rounds.append(self.engine.watch.take())
         sync, switch = ([one[f"timing_s/{name}"] for one in rounds[1:]] for name in ("update_weights", "switch"))
         parts = {call: value / ROUNDS for call, value in self.calls.most_common()}
         listed = ", ".join(f"{call} {1e3 * value:.1f}" for call, value in parts.items())
-        bar = f"at most {SYNC_SECONDS[self.name]}" if self.name in SYNC_SECONDS else ""
+        target = f"at most {SYNC_SECONDS[self.name]}" if self.name in SYNC_SECONDS else ""
         asleep = parts["rollout.sleep"] + parts["rollout.wake"]
         return [
-            Row(f"weight sync, seconds, {self.name}", f"{cell(sync)}; {listed} ms", "", median(sync), bar),
+            Row(f"weight sync, seconds, {self.name}", f"{cell(sync)}; {listed} ms", "", median(sync), target),
             Row(f"switch there and back, seconds, {self.name}", cell(switch), "", median(switch)),
             Row(f"sleep and wake, seconds, {self.name}", "", "", asleep, "at most 0.2"),
         ]
 
     def batch(self) -> Batch:
-        return self.algorithm.advantages(self.load.batch(self.given.gpus))[0]
+        return self.algorithm.advantages(self.load.batch(self.options.gpus))[0]
 
     def update(self, variant: str) -> Row:
         batch = self.batch()
@@ -200,46 +201,47 @@ class Bench:
 
     def log_probs(self) -> list[Row]:
         batch, before = self.batch(), memory(self.group, reset=True)
-        seconds = in_turn({"log-probs": lambda: self.workers.log_probs(batch)})["log-probs"]
+        seconds = in_turn({"log-probs": lambda: self.workers.forward_log_probs(batch)})["log-probs"]
         peak = max(after.peak - rank.allocated for after, rank in zip(memory(self.group), before, strict=True))
         plain = 2 * 4 * self.load.rows * (self.load.width - 1) * self.shape["vocab_size"] / GIB
-        what = f"log-probs, peak beyond what is kept, over that of whole logits, {self.name}"
+        what = f"log-probs, peak beyond kept memory, relative to that of full logits, {self.name}"
         ours, other = f"{peak:.2f} GiB; {cell(seconds.wall)}", f"float32 logits and their softmax {plain:.2f} GiB"
         return [Row(what, ours, other, peak / plain if self.gpu else None, "at most 0.1")]
 
     def rollout(self) -> list[Row]:
-        """Each round after a weight sync, which is not counted, as in a run."""
-        asked, sampling = self.load.requests(self.given.gpus), Sampling(self.load.tokens, (), ignore_eos=True)
+        """Each round follows a weight sync, which is not counted, as in a run."""
+        requests = self.load.requests(self.options.gpus)
 
         def generate() -> None:
-            self.answers = [answer for some in self.engine.pool.generate(asked, sampling) for answer in some]
+            self.responses = self.engine.client.generate_all(requests)
 
-        sides = {"there": self.there, "generate": generate, "back": self.engine.to_training}
+        sides = {"to rollout": self.to_rollout, "generate": generate, "to training": self.engine.to_training}
         self.generated = in_turn(sides, rounds=3)["generate"]
         return [Row(f"rollout, {self.name}", self.speed(self.generated.median), "")]
 
     def speed(self, seconds: float) -> str:
-        return f"{self.load.answers * self.load.tokens / seconds:,.0f} tokens/s per GPU; {seconds:.2f} s"
+        return f"{self.load.responses * self.load.tokens / seconds:,.0f} tokens/s per GPU; {seconds:.2f} s"
 
     def agreement(self) -> list[Row]:
-        found = self.workers.log_probs(sampled(self.answers, self.load.requests(self.given.gpus)))
-        gaps = (found.old_log_probs - found.rollout_log_probs).abs()
-        most = f"at most {self.engine.tolerance[0]}"
+        rows = self.workers.forward_log_probs(sampled(self.responses, self.load.requests(self.options.gpus)))
+        gaps = (rows.old_log_probs - rows.rollout_log_probs).abs()
+        most = f"at most {self.engine.sync.tolerance[0]}"
         of = f"largest {float(gaps.max()):.3g}, of {len(gaps):,} tokens"
         return [Row(f"difference of log-probs, mean, {self.name}", of, "", float(gaps.mean()), most)]
 
     def asleep(self) -> list[Row]:
-        """By what the devices have besides the trainers' tensors, with the engines and without: ends the engines."""
-        held = memory(self.group)
-        self.end(self.engine.servers)
-        left = memory(self.group)
-        kept = max(one.others - other.others for one, other in zip(held, left, strict=True))
-        found = f"{held[0].others:.2f} GiB besides the trainer's tensors, {left[0].others:.2f} GiB without the engine"
+        """Compare the devices' memory, minus the trainers' tensors, with and without engines: ends the engines."""
+        before = memory(self.group)
+        self.end(self.engine.fleet.servers)
+        after = memory(self.group)
+        kept = max(one.others - other.others for one, other in zip(before, after, strict=True))
+        with_engine, without = before[0].others, after[0].others
+        sizes = f"{with_engine:.2f} GiB in addition to the trainer's tensors, {without:.2f} GiB without the engine"
         value = kept if self.gpu else None
-        return [Row(f"sleeping engine, GiB on the device, {self.name}", found, "", value, "at most 1.5")]
+        return [Row(f"sleeping engine, GiB on the device, {self.name}", sizes, "", value, "at most 1.5")]
 
     def variant(self, name: str) -> Row:
-        """The update in new training ranks; in smaller micro-batches where one of all rows does not fit."""
+        """Measure the update in new training ranks; in smaller micro-batches if one of all rows does not fit."""
         tokens = self.load.rows * self.load.width
         while True:
             self.end(self.group)
@@ -253,7 +255,7 @@ class Bench:
 
     def build(self, config: PPOConfig) -> None:
         self.group, limit = start_train_workers(self.session, self.directory), config.trainer.startup_timeout
-        places = self.group.broadcast(TrainWorker.place, timeout=limit)
+        places = self.group.broadcast(TrainWorker.location, timeout=limit)
         worker = ppo_worker_config(config, self.algorithm, self.directory, 1)
         address = f"{places[0]['address']}:{places[0]['port']}"
         self.group.broadcast(TrainWorker.build, worker, address, timeout=limit)
@@ -262,24 +264,24 @@ class Bench:
     def end(self, group: Group) -> None:
         for actor in group.actors:
             kill(actor)
-        time.sleep(5 if self.gpu else 0)  # the device's memory comes back when the processes are gone
+        time.sleep(5 if self.gpu else 0)  # the device's memory is free once the processes are gone
 
     def bare(self) -> list[Row]:
-        """vLLM alone on one device, with one GPU's share of the answers."""
+        """Measure plain vLLM on one device, with one GPU's share of the responses."""
         self.end(self.group)
         section = self.config.actor_rollout_ref
-        engine, requests = self.directory / "engine.pt", self.directory / "requests.json"
+        engine, file = self.directory / "engine.pt", self.directory / "requests.json"
         torch.save((section.model, section.rollout, 1), engine)
-        tokens, asked = self.load.tokens, self.load.requests(1)
-        given = [{"prompt": one.prompt_ids, "seed": one.seed, "max_tokens": tokens} for one in asked]
-        requests.write_text(json.dumps(given))
-        command = [sys.executable, str(Path(__file__).with_name("bare.py")), "--device", self.given.device]
+        tokens, requests = self.load.tokens, self.load.requests(1)
+        plain = [{"prompt": one.prompt_ids, "seed": one.seed, "max_tokens": tokens} for one in requests]
+        file.write_text(json.dumps(plain))
+        command = [sys.executable, str(Path(__file__).with_name("bare.py")), "--device", self.options.device]
         side = self.stack.enter_context(Child(command, self.directory / "bare.log", ENVIRONMENT))
-        side.ask("start_engine", file=str(engine))
-        found = median([side.ask("generate", file=str(requests))["seconds"] for _ in range(4)][1:])
+        side.call("start_engine", file=str(engine))
+        seconds = median([side.call("generate", file=str(file))["seconds"] for _ in range(4)][1:])
         ours = self.generated.median
         what = f"rollout against vLLM's generate, {self.name}"
-        return [Row(what, self.speed(ours), self.speed(found), found / ours, "at least 0.98")]
+        return [Row(what, self.speed(ours), self.speed(seconds), seconds / ours, "at least 0.98")]
 
 
 def main() -> int:
@@ -288,12 +290,12 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--device", choices=LOADS, default="cuda")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help='names in VARIANTS, or "key=value ..."')
-    parser.add_argument("--seconds", type=float, default=520.0, help="after which nothing further is measured")
+    parser.add_argument("--seconds", type=float, default=520.0, help="time after which no further row is measured")
     parser.add_argument("overrides", nargs="*", help="key=value of the run, after --")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with TemporaryDirectory() as place, ExitStack() as stack:
-        bench = Bench(given, Path(place), stack)
-        failed = measure(bench.tasks(), Report(given.json), given.seconds)
+        bench = Bench(options, Path(place), stack)
+        failed = measure(bench.tasks(), Report(options.json), options.seconds)
         for log in sorted(Path(place).glob("*.log")) if failed else ():
             print(f"-- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-40:], sep="\n")
     return int(bool(failed))

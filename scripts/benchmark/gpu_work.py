@@ -1,4 +1,4 @@
-"""What the GPU benchmark has its devices do: the rows of an update, the answers of a rollout, and what they cost."""
+"""The work of the GPU benchmark: the rows of an update, the requests of a rollout, and their cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 import torch
 
 from hybridrl.batch import Batch, pack
-from hybridrl.rollout import Completion, Request, request_seed
+from hybridrl.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.training.packing import plan
 from hybridrl.training.worker_group import TrainWorkers
 
 PROMPT = 64
 GROUP = 4  # rows of an update that share a prompt
-# Operations per second in bfloat16 without sparsity, by a part of the GPU's name; the first that fits counts.
+# Operations per second in bfloat16 without sparsity, by a part of the GPU's name; the first match counts.
 PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a GPU is given: rows of one width in an update, answers of so many tokens in a rollout."""
+    """The work of one GPU: `rows` of `width` tokens in an update, `responses` of `tokens` tokens in a rollout."""
 
     rows: int
     width: int
-    answers: int
+    responses: int
     tokens: int
 
     def batch(self, gpus: int) -> Batch:
-        """Rows of an update, scored."""
+        """Return the rows of an update, with rewards."""
         count = self.rows * gpus
         lengths, numbers = torch.full((count,), self.width - 1), torch.arange(count)
         ids = torch.randint(5, 250, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
@@ -44,20 +44,23 @@ class Load:
         )
 
     def requests(self, gpus: int) -> list[Request]:
-        """Of a rollout, eight to a prompt."""
+        """Return the requests of a rollout, eight per prompt."""
         prompts = [[5 + (7 * number + place) % 240 for place in range(PROMPT)] for number in range(240)]
-        return [Request(n // 8, n % 8, prompts[n // 8 % 240], request_seed(0, n)) for n in range(self.answers * gpus)]
+        sampling = Sampling(self.tokens, (), ignore_eos=True)
+        return [
+            Request(n // 8, n % 8, prompts[n // 8 % 240], request_seed(0, n), sampling)
+            for n in range(self.responses * gpus)
+        ]
 
 
 LOADS = {"cuda": Load(32, 512, 256, 256), "cpu": Load(8, 64, 16, 16)}
 
 
-def sampled(answers: list[Completion], asked: list[Request]) -> Batch:
-    """Answers as rows with the engine's log-probs."""
-    prompts = {request.prompt: request.prompt_ids for request in asked}
-    prompt_ids, prompt_lengths = pack([prompts[answer.prompt] for answer in answers], torch.int32)
-    response_ids, response_lengths = pack([answer.token_ids for answer in answers], torch.int32)
-    numbers = torch.arange(len(answers))
+def sampled(responses: list[Completion], requests: list[Request]) -> Batch:
+    """Return responses as rows with the engine's log-probs."""
+    prompt_ids, prompt_lengths = pack([request.prompt_ids for request in requests], torch.int32)
+    response_ids, response_lengths = pack([response.token_ids for response in responses], torch.int32)
+    numbers = torch.arange(len(responses))
     return Batch(
         prompt_lengths=prompt_lengths,
         response_lengths=response_lengths,
@@ -66,13 +69,13 @@ def sampled(answers: list[Completion], asked: list[Request]) -> Batch:
         group=numbers,
         position=numbers,
         sample=numbers,
-        rollout_log_probs=pack([answer.log_probs for answer in answers], torch.float32)[0],
+        rollout_log_probs=pack([response.log_probs for response in responses], torch.float32)[0],
     )
 
 
 def operations(shape: Mapping[str, int], parameters: int, tokens: int, width: int) -> float:
-    """Of an update without recomputation: six per token and parameter that is multiplied with, and attention's, which
-    sees half of a row on average. A table of embeddings is multiplied with where it is the head too."""
+    """Return the operations of an update without recomputation: six per token and multiplied parameter, and those of
+    attention, which covers half of a row on average. The embedding is multiplied only if it is the head as well."""
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     looked_up = 0 if shape.get("tie_word_embeddings", True) else shape["vocab_size"] * hidden
     return 6.0 * tokens * (parameters - looked_up + layers * hidden * width)
@@ -83,7 +86,7 @@ def peak_of(gpu: str) -> float | None:
 
 
 def cuts(workers: TrainWorkers, batch: Batch) -> tuple[int, int]:
-    """How many updates `update_policy` makes of a batch, and how many micro-batches each rank runs in all."""
+    """Return how many updates `update_policy` makes of a batch, and how many micro-batches each rank runs in total."""
     plans, ranks = workers.policy.updates, len(workers.group)
     lengths, mini_batches = batch.lengths.numpy(), plans.mini_batches(batch.group, 1)
     shares = [plan(lengths, ranks, plans.budget, rows)[0] for rows in mini_batches]

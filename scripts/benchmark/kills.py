@@ -1,8 +1,8 @@
-"""Kills runs of the quickstart at random moments, starts them again, and compares each with one that nobody killed:
+"""Kills runs of the quickstart at random moments, restarts them, and compares each with an unbroken run:
 
 python scripts/benchmark/kills.py [--runs N] [--steps N] [--kills N] [--seed N] [--out DIR] [key=value ...]
 
-Prints a line a run and writes them to DIR/kills.json. Ends with status 1 where a run differs or left something running.
+Prints a line per run and writes all to DIR/kills.json. Exits with status 1 if a run differs or leaves processes behind.
 """
 
 import argparse
@@ -30,27 +30,25 @@ def main() -> int:
     for number in range(arguments.runs):
         began, directory = time.monotonic(), out / f"killed-{number}"
         shutil.rmtree(directory, ignore_errors=True)
-        found = test.run_killed(directory, random.Random(arguments.seed + number), arguments.kills)
-        results.append({"run": number, "kills": test.told, "differences": found})
-        told = "; ".join(found[:3]) or "bit-identical"
-        print(f"run {number}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+        differences = test.run_killed(directory, random.Random(arguments.seed + number), arguments.kills)
+        results.append({"run": number, "kills": test.kills, "differences": differences})
+        result = "; ".join(differences[:3]) or "bit-identical"
+        print(f"run {number}: {result} ({time.monotonic() - began:.0f} s)", flush=True)
         (out / "kills.json").write_text(json.dumps(results, indent=1))
-        if not found:
+        if not differences:
             shutil.rmtree(directory)
     same = sum(not result["differences"] for result in results)
-    print(
-        f"{same} of {arguments.runs} runs of {arguments.steps} steps ended as the one that nobody killed, bit for bit"
-    )
+    print(f"{same} of {arguments.runs} runs of {arguments.steps} steps ended bit-identical to the unbroken run")
     return 0 if same == arguments.runs else 1
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description="Kill runs at random moments and compare them with one left alone.")
+    parser = argparse.ArgumentParser(description="Kill runs at random moments and compare them with an unbroken one.")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kills", type=int, default=1, help="how often each run is killed")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and processes of the kills")
-    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "kills", help="where the runs lie")
+    parser.add_argument("--seed", type=int, default=0, help="for the moments and processes of the kills")
+    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "kills", help="directory of the runs")
     return parser.parse_known_args()
 
 

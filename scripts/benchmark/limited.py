@@ -1,4 +1,4 @@
-"""Rows that are measured one after another within a limit of time, each printed and written as soon as it is there."""
+"""Measure rows one after another within a time limit, and print and write each as soon as it is complete."""
 
 import signal
 import time
@@ -11,7 +11,7 @@ from side_by_side import HEAD, Row, line, write
 
 
 class Report:
-    """Rows, printed and written as soon as they are there."""
+    """Rows, printed and written as soon as they are added."""
 
     def __init__(self, file: Path | None) -> None:
         self.file, self.rows = file, []
@@ -26,9 +26,9 @@ class Report:
 
 
 def measure(tasks: Mapping[str, Callable[[], list[Row]]], report: Report, seconds: float) -> list[str]:
-    """Do the tasks until the time is over, none where the first fails. Returns those that failed."""
+    """Run the tasks until the time is over; if the first fails, none of the others. Returns those that failed."""
     deadline, waiting, failed = time.monotonic() + seconds, dict(tasks), []
-    # KeyboardInterrupt is the one exception that also ends a call of Ray's; sent again where it was not noticed.
+    # Only KeyboardInterrupt also interrupts Ray calls; the timer repeats it in case the first was swallowed.
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, seconds, 5)
     try:

@@ -1,7 +1,7 @@
 """How much host memory a rank takes to load a model: `python scripts/benchmark/load_memory.py`
 
-Two ranks load a random model of 142 M parameters, saved in bfloat16, and keep it in float32. Printed are the most
-memory of its own that a rank held (without pages of files), beside what its shard and the whole model take.
+Two ranks load a random model of 142 M parameters, saved in bfloat16, and keep it in float32. Prints the peak of each
+rank's memory (without pages of files), and the sizes of its shard and of the complete model.
 """
 
 import multiprocessing
@@ -34,7 +34,7 @@ CONFIG = Qwen2Config(
 
 
 def own_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Return the memory of this process without mapped files."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
@@ -43,11 +43,11 @@ def load(rank: int, directory: Path, model: ModelConfig, fsdp: FSDPConfig) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), RANKS), rank=rank, world_size=RANKS)
     grid = mesh("cpu", RANKS, RANKS)
-    before, most = own_bytes(), [0]
+    before, peak = own_bytes(), [0]
 
     def watch() -> None:
         while True:
-            most[0] = max(most[0], own_bytes())
+            peak[0] = max(peak[0], own_bytes())
             time.sleep(0.005)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -58,7 +58,7 @@ def load(rank: int, directory: Path, model: ModelConfig, fsdp: FSDPConfig) -> No
     shard = sum(parameter.to_local().nbytes for parameter in loaded.parameters())
     whole = sum(parameter.numel() * parameter.itemsize for parameter in loaded.parameters())
     print(
-        f"rank {rank}: at most {(most[0] - before) / MB:.0f} MB in {seconds:.1f} s; "
+        f"rank {rank}: at most {(peak[0] - before) / MB:.0f} MB in {seconds:.1f} s; "
         f"its shard {shard / MB:.0f} MB, the model {whole / MB:.0f} MB"
     )
     dist.barrier()

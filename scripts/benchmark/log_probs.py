@@ -1,10 +1,10 @@
-"""What log-probs cost over the matrix products of the model's head, and the memory that they take, on CPU in float32:
+"""The cost of log-probs relative to the matrix products of the head, and their memory, on CPU in float32:
 
 python scripts/benchmark/log_probs.py [--tokens N] [--rounds N] [--json FILE]
 
-A head 1,024 wide, a vocabulary of 32,000, one thread. Its three products (logits, the gradient of hidden states, that
-of the weight) are timed in turn with the log-probs' forward and backward pass; values are of the medians. Peaks are
-each of a process of its own.
+A head of width 1,024, a vocabulary of 32,000, one thread. Its three products (logits, the gradients of hidden states
+and of the weight) are timed in turn with the log-probs' forward and backward pass; values are ratios of the medians.
+Each peak is measured in a separate process.
 """
 
 import subprocess
@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from side_by_side import Row, arguments, in_turn, report, told
+from side_by_side import Row, arguments, formatted, in_turn, report
 
 from hybridrl.training.linear_log_probs import token_outputs
-from hybridrl.training.token_outputs import Asked, Head, TokenOutputs
+from hybridrl.training.token_outputs import Head, OutputSpec, TokenOutputs
 
 WIDTH, VOCABULARY = 1024, 32_000
 LONG, LONG_WIDTH, LARGE_VOCABULARY = 8192, 896, 151_936
 
 
 class Case:
-    """What a head sees, its weight, and a loss that is a weighted sum of log-probs."""
+    """The input of a head, its weight, and a loss that is a weighted sum of log-probs."""
 
     def __init__(self, tokens: int, width: int, vocabulary: int) -> None:
         torch.manual_seed(0)
@@ -32,25 +32,25 @@ class Case:
         self.targets = torch.randint(vocabulary, (tokens,))
         self.loss_weights = torch.randn(tokens)
 
-    def log_probs(self, asked: Asked) -> TokenOutputs:
-        return token_outputs(self.hidden, Head(self.weight), self.targets, asked)
+    def log_probs(self, spec: OutputSpec) -> TokenOutputs:
+        return token_outputs(self.hidden, Head(self.weight), self.targets, spec)
 
     def any_loss(self) -> None:
-        self._backward(Asked())
+        self._backward(OutputSpec())
 
     def sum_over_tokens(self) -> None:
-        self._backward(Asked(foresight=lambda _: TokenOutputs(self.loss_weights)))
+        self._backward(OutputSpec(loss_gradient=lambda _: TokenOutputs(self.loss_weights)))
 
     def entropies_alone(self) -> None:
         with torch.no_grad():
-            self.log_probs(Asked(entropies=True))
+            self.log_probs(OutputSpec(entropies=True))
 
-    def _backward(self, asked: Asked) -> None:
+    def _backward(self, spec: OutputSpec) -> None:
         self.hidden.grad = self.weight.grad = None
-        (self.log_probs(asked).log_probs * self.loss_weights).sum().backward()
+        (self.log_probs(spec).log_probs * self.loss_weights).sum().backward()
 
     def products(self) -> Callable[[], None]:
-        """The three, into memory that is there already."""
+        """Return a function that computes the three products into allocated memory."""
         hidden, weight = self.hidden.detach(), self.weight.detach()
         logits = torch.zeros(len(hidden), len(weight))
         by_hidden, by_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
@@ -66,14 +66,16 @@ class Case:
 def times(tokens: int, rounds: int) -> list[Row]:
     case = Case(tokens, WIDTH, VOCABULARY)
     sides = {"products": case.products(), "any": case.any_loss, "sum": case.sum_over_tokens}
-    found = in_turn(sides, rounds)
+    seconds = in_turn(sides, rounds)
     rows = []
-    for side, what, bar in (
+    for side, what, target in (
         ("any", "log-probs and gradients, any loss", "at most 1.6 (aim 1.45)"),
         ("sum", "log-probs and gradients, a sum over tokens", "at most 1.2 (aim 1.1)"),
     ):
-        cost = found[side].median / found["products"].median
-        rows.append(Row(what, told(found[side]), f"three products {told(found['products'])}", cost, bar))
+        cost = seconds[side].median / seconds["products"].median
+        rows.append(
+            Row(what, formatted(seconds[side]), f"three matrix products {formatted(seconds['products'])}", cost, target)
+        )
     return rows
 
 
@@ -99,13 +101,13 @@ def peaks(tokens: int) -> list[Row]:
 
 
 def peak_of(kind: str, *shape: int) -> int:
-    """Bytes beyond inputs and weight, in a process of its own."""
+    """Return the peak in bytes, in addition to inputs and weight, in a separate process."""
     command = [sys.executable, __file__, "--peak", kind, *map(str, shape)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def measure_peak(kind: str, *shape: int) -> None:
-    # The libraries' own memory comes first.
+    # Libraries allocate memory on first use.
     Case(2, 8, 16).sum_over_tokens()
     case = Case(*shape)
     before = resident("VmRSS")
@@ -114,7 +116,7 @@ def measure_peak(kind: str, *shape: int) -> None:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process: now (VmRSS) or at most so far (VmHWM)."""
+    """Return bytes of this process: now (VmRSS) or the peak so far (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
@@ -124,12 +126,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak", nargs=4, help="measure one process's peak: sum or alone, tokens, width, vocabulary")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if given.peak:
-        kind, *shape = given.peak
+    if options.peak:
+        kind, *shape = options.peak
         return measure_peak(kind, *map(int, shape))
-    report(times(given.tokens, given.rounds) + peaks(given.tokens), given.json)
+    report(times(options.tokens, options.rounds) + peaks(options.tokens), options.json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Trains the quickstart in full, and through a LoRA adapter handed over alone and merged; writes docs/lora.md's tables:
+"""Trains the quickstart in full, and with a LoRA adapter, synced separately or merged; writes docs/lora.md's tables:
 
 python scripts/benchmark/lora.py [--seed N] [--steps N] [--only NAME ...] [--out DIR] [--docs DIR]
 
-The second table is of supervised steps on a random model of more parameters, where memory is the model's and not the
-libraries'. A run that is complete in --out, of the same overrides, is not made again. Status 1 where a run failed.
+The second table is of supervised steps on a larger random model, whose memory exceeds that of the libraries. A run that
+is complete in --out with the same overrides is not repeated. Exits with status 1 if a run failed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from peak_memory import process_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 MODEL, GOAL, LAST_STEPS, MIB = "actor_rollout_ref.model", 0.8, 5, 1 << 20
-# On two ranks. Full training has a rate of 1.0e-4; an adapter takes more, here as little as learns well.
+# On two ranks. Full training uses 1.0e-4; an adapter needs a higher rate, here the lowest that trains well.
 LORA = f"{MODEL}.lora_rank=16 {MODEL}.lora_alpha=32 actor_rollout_ref.actor.optim.lr=2.0e-4"
 RUNS = {"full": "", "adapter": LORA, "merged": f"{LORA} {MODEL}.lora.merge=true"}
 MEMORY = {"full": "", "LoRA, rank 16": "model.lora_rank=16"}
@@ -42,7 +42,7 @@ BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 
 @dataclass(frozen=True)
 class Run:
-    """A command in a directory of its own; `told` is what is measured of its processes while it runs."""
+    """A command with a separate directory, where its results and the memory of its processes are written."""
 
     arguments: list[str]
     directory: Path
@@ -66,8 +66,8 @@ class Run:
                 time.sleep(1.0)
                 peak = max([peak, *train_worker_bytes(process.pid)])
         if process.returncode == 0:
-            kept = {"arguments": self.arguments, "train_worker_bytes": peak}
-            (self.directory / "complete.json").write_text(json.dumps(kept))
+            results = {"arguments": self.arguments, "train_worker_bytes": peak}
+            (self.directory / "complete.json").write_text(json.dumps(results))
         return process.returncode == 0
 
     @property
@@ -83,8 +83,8 @@ class Run:
     @property
     def trained(self) -> str:
         log = " ".join((self.directory / "output.log").read_text().split())
-        found = re.search(r"([\d,]+) parameters \(([\d.]+%) of", log)
-        return f"{found[1]} ({found[2]})" if found else "all"
+        match = re.search(r"([\d,]+) parameters \(([\d.]+%) of", log)
+        return f"{match[1]} ({match[2]})" if match else "all"
 
 
 def train_worker_bytes(pid: int) -> list[int]:
@@ -145,23 +145,23 @@ def memory_table(runs: dict[str, Run]) -> list[str]:
     return rows + [f"| {name} | {run.trained} | {run.peak:.0f} |" for name, run in runs.items()]
 
 
-def write_page(page: Path, tables: list[list[str]], told: str) -> None:
-    """Replace what stands between the markers."""
+def write_page(page: Path, tables: list[list[str]], caption: str) -> None:
+    """Replace the text between the markers."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         sys.exit(f"{page}: there is no {BEGIN} ... {END} to write the tables into")
     text = "\n\n".join("\n".join(rows) for rows in tables)
-    page.write_text(f"{before}{BEGIN}\n{told}\n\n{text}\n{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}\n{caption}\n\n{text}\n{END}{after}", encoding="utf-8")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure LoRA beside full training, on the quickstart.")
+    parser = argparse.ArgumentParser(description="Compare LoRA with full training, on the quickstart.")
     parser.add_argument("--seed", type=int, default=0, help="of the warm start and of every run")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="+", choices=[*RUNS, "memory"], default=[*RUNS, "memory"], metavar="NAME")
-    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "lora", help="where the runs lie")
-    parser.add_argument("--docs", type=Path, default=TOP / "docs", help="where lora.md lies")
+    parser.add_argument("--out", type=Path, default=TOP / "outputs" / "lora", help="directory of the runs")
+    parser.add_argument("--docs", type=Path, default=TOP / "docs", help="directory of lora.md")
     return parser.parse_args()
 
 
@@ -178,8 +178,8 @@ def main() -> int:
         learning_table({name: run for name, run in learning.items() if run.complete}),
         memory_table({name: run for name, run in memory.items() if run.complete}),
     ]
-    told = f"Seed {arguments.seed}, {arguments.steps} steps, {os.cpu_count()} cores, float32:"
-    write_page(arguments.docs / "lora.md", tables, told)
+    caption = f"Seed {arguments.seed}, {arguments.steps} steps, {os.cpu_count()} cores, float32:"
+    write_page(arguments.docs / "lora.md", tables, caption)
     print("\n".join(row for table in tables for row in table))
     return 1 if failed else 0
 

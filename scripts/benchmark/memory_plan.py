@@ -1,10 +1,10 @@
-"""The doctor's memory plan against a run's peak: `python scripts/benchmark/memory_plan.py [--shape 25m] [--critic]`
+"""Compares the memory plan with the peak of a run: `python scripts/benchmark/memory_plan.py [--shape 25m] [--critic]`
 
-A random model of that shape is trained for two steps on CPU, and saved after each, so that the second step's update has
-all of it in memory. Measured is the proportional set size of the run's processes together, less that of the same run
-with a model of next to no parameters: what imports alone take. Printed are plan, measurement and error; the last line
-is a JSON object. Ends with status 1 where the error is above 20%. On two cores 25m takes 2 minutes and 4 GiB, 150m
-10 minutes and 13 GiB (with a critic), 0.5b 11 minutes and 17 GiB (with trainer.save_freq=-1).
+A random model of that shape is trained for two steps on CPU and saved after each, so that all buffers are allocated in
+the second step's update. The measurement is the proportional set size of all the run's processes, minus that of the
+same run with a model of negligible size, i.e. of the imports. Prints plan, measurement and error; the last line is a
+JSON object. Exits with status 1 if the error is above 20%. On two cores 25m takes 2 minutes and 4 GiB, 150m 10 minutes
+and 13 GiB (with a critic), 0.5b 11 minutes and 17 GiB (with trainer.save_freq=-1).
 """
 
 import argparse
@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl import main_ppo
 from hybridrl.config import load_ppo_config
-from hybridrl.doctor.memory_plan import Plan, plans, read_models, table
-from hybridrl.doctor.memory_setup import setup
+from hybridrl.doctor.memory_plan import Plan, describe_run, make_plans, table
+from hybridrl.doctor.memory_sizes import read_models
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.timer import Stopwatch
 
@@ -39,8 +39,8 @@ NOTHING = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_h
     "num_key_value_heads": 1,
 }
 PARTS = {"ray::TrainWorker": "trainer", "ray::RolloutServer": "server", "VLLM::": "engine", "ray": "ray"}
-PROMPT, ANSWER, BETWEEN = 64, 192, "between"
-# What a stopwatch measures -> the phase of the plan that it is part of.
+PROMPT, RESPONSE, BETWEEN = 64, 192, "between"
+# The phase of the plan to which each name of a stopwatch belongs.
 PHASES = {
     "start-up": "start-up",
     "step": "rollout",
@@ -49,21 +49,21 @@ PHASES = {
     "values": "critic update",
     "update_critic": "critic update",
     "update_actor": "policy update",
-    "update_weights": "hand-over",
-    "switch": "hand-over",
+    "update_weights": "weight sync",
+    "switch": "weight sync",
     "save_checkpoint": "save",
     BETWEEN: "save",  # written in the background
 }
 
 
 def prepare(shape: dict[str, int], directory: Path, critic: bool, more: list[str]) -> list[str]:
-    """A model, rows and a reward in a directory. Returns the run's command line."""
+    """Write a model, rows and a reward to a directory. Returns the run's command line."""
     make_model(shape, directory / "model")
     return overrides(directory / "model", directory, critic, more)
 
 
 def make_model(shape: dict[str, int], directory: Path) -> int:
-    """A random model and the quickstart's tokenizer. Returns its number of parameters."""
+    """Write a random model and the quickstart's tokenizer. Returns the number of parameters."""
     sys.path.insert(0, str(TOP / "recipes" / "quickstart"))
     from make_data import build_tokenizer
 
@@ -84,7 +84,7 @@ def overrides(model: Path, directory: Path, critic: bool, more: list[str]) -> li
         "data.train_files": rows,
         "data.train_batch_size": 4,
         "data.max_prompt_length": PROMPT,
-        "data.max_response_length": ANSWER,
+        "data.max_response_length": RESPONSE,
         "actor_rollout_ref.model.path": model,
         "critic.model.path": model,
         "actor_rollout_ref.rollout.n": 4,
@@ -111,7 +111,7 @@ def overrides(model: Path, directory: Path, critic: bool, more: list[str]) -> li
 
 
 class Sampler:
-    """Watches a run: most memory in all processes together by the phase that a file names, and by kind of process."""
+    """Samples a run's memory: the peak of all processes by phase, whose name is in a file, and by kind of process."""
 
     def __init__(self, pid: int, phase: Path) -> None:
         self.pid, self.phase, self.ended = pid, phase, threading.Event()
@@ -121,23 +121,23 @@ class Sampler:
 
     def _watch(self) -> None:
         while not self.ended.wait(SECONDS_BETWEEN_SAMPLES):
-            name, found = self.phase.read_text(), self._sample()
+            name, sizes = self.phase.read_text(), self._sample()
             if not name:  # it is being written
                 continue
-            if found["all"] > self.by_phase.get(name, {"all": 0})["all"]:
-                self.by_phase[name] = found
+            if sizes["all"] > self.by_phase.get(name, {"all": 0})["all"]:
+                self.by_phase[name] = sizes
 
     def _sample(self) -> dict[str, int]:
-        found = dict.fromkeys(("all", *PARTS.values(), "driver"), 0)
+        sizes = dict.fromkeys(("all", *PARTS.values(), "driver"), 0)
         try:
             processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
         except psutil.NoSuchProcess:
-            return found
+            return sizes
         for process in processes:
-            held = process_bytes(process.pid)
-            found[_part(process)] += held
-            found["all"] += held
-        return found
+            size = process_bytes(process.pid)
+            sizes[_part(process)] += size
+            sizes["all"] += size
+        return sizes
 
     def stop(self) -> dict[str, dict[str, int]]:
         self.ended.set()
@@ -154,7 +154,7 @@ def _part(process: psutil.Process) -> str:
 
 
 def measure(arguments: list[str], directory: Path) -> dict[str, dict[str, int]]:
-    """Bytes at the peak of each phase, in all processes and by kind."""
+    """Run the command and return bytes at the peak of each phase, in all processes and by kind."""
     phase = directory / "phase"
     phase.write_text("start-up")
     command = [sys.executable, __file__, "--run", str(phase), *arguments]
@@ -162,41 +162,41 @@ def measure(arguments: list[str], directory: Path) -> dict[str, dict[str, int]]:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         sampler = Sampler(process.pid, phase)
         status = process.wait()
-    found = sampler.stop()
+    by_phase = sampler.stop()
     if status:
         raise RuntimeError((directory / "log").read_text()[-2000:])
-    return found
+    return by_phase
 
 
 def run(phase: Path, arguments: list[str]) -> int:
-    """A run that writes into a file what its stopwatches measure at the moment."""
+    """Run a run that writes to a file which stopwatch is active."""
     plain = Stopwatch.__call__
 
     @contextmanager
-    def noting(watch: Stopwatch, name: str) -> Iterator[None]:
+    def recording(watch: Stopwatch, name: str) -> Iterator[None]:
         before = phase.read_text()
         phase.write_text(name)
         with plain(watch, name):
             yield
         phase.write_text(BETWEEN if before == "start-up" else before)
 
-    Stopwatch.__call__ = noting
+    Stopwatch.__call__ = recording
     return guarded(lambda: main_ppo.main(arguments))
 
 
-# -- beside the plan ---------------------------------------------------------------------------------------------------
+# -- comparison with the plan -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Row:
-    """Bytes at the peak, without what imports take; the error is the plan's, of what was measured."""
+    """Bytes at the peak, without imports; `error` is that of the plan relative to the measurement."""
 
     shape: str
     parameters: int
     critic: bool
     planned: float
     measured: float
-    processes: int  # what imports alone take
+    processes: int  # bytes of the imports
     by_kind: dict[str, int]
 
     @property
@@ -204,18 +204,18 @@ class Row:
         return self.planned / self.measured - 1
 
 
-def peak(found: dict[str, dict[str, int]]) -> dict[str, int]:
-    return max(found.values(), key=lambda kinds: kinds["all"])
+def peak(by_phase: dict[str, dict[str, int]]) -> dict[str, int]:
+    return max(by_phase.values(), key=lambda kinds: kinds["all"])
 
 
-def compare(plan: Plan, found: dict[str, dict[str, int]], processes: int) -> str:
-    """The plan, and below it what was measured in its phases."""
-    most = dict.fromkeys(plan.needs, 0)
-    for name, kinds in found.items():
-        most[PHASES[name]] = max(most[PHASES[name]], kinds["all"])
+def compare(plan: Plan, by_phase: dict[str, dict[str, int]], processes: int) -> str:
+    """Return the plan as a table, and below it the measurement of each phase."""
+    peaks = dict.fromkeys(plan.needs, 0)
+    for name, kinds in by_phase.items():
+        peaks[PHASES[name]] = max(peaks[PHASES[name]], kinds["all"])
     lines = [
         f"{phase}: planned {plan.needs[phase].total() / GIB:.2f}, measured {f'{size / GIB:.2f}' if size else 'never'}"
-        for phase, size in most.items()
+        for phase, size in peaks.items()
     ]
     return "\n".join([table(plan), *lines, f"(of which imports {processes / GIB:.2f})"])
 
@@ -224,7 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="25m")
     parser.add_argument("--critic", action="store_true", help="with a critic (GAE) rather than without (GRPO)")
-    parser.add_argument("--processes", type=int, help="bytes that imports alone take, where they were measured before")
+    parser.add_argument("--processes", type=int, help="bytes of the imports, if measured before")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the configuration")
     arguments = parser.parse_args()
     with TemporaryDirectory() as name:
@@ -236,12 +236,12 @@ def main() -> int:
         command = prepare(SHAPES[arguments.shape], directory, arguments.critic, arguments.set)
         config = load_ppo_config(command)
         models = read_models(config)
-        (plan,) = plans(setup(config, models, 0))
-        found = measure(command, directory)
+        (plan,) = make_plans(describe_run(config, models, 0))
+        by_phase = measure(command, directory)
     needs = plan.needs[plan.fullest]
-    planned, measured = needs.total() - needs["processes"], peak(found)["all"] - processes
-    row = Row(arguments.shape, models.policy.parameters, arguments.critic, planned, measured, processes, peak(found))
-    print(compare(plan, found, processes))
+    planned, measured = needs.total() - needs["processes"], peak(by_phase)["all"] - processes
+    row = Row(arguments.shape, models.policy.parameters, arguments.critic, planned, measured, processes, peak(by_phase))
+    print(compare(plan, by_phase, processes))
     print(
         f"peak without imports: planned {planned / GIB:.2f} GiB, measured {measured / GIB:.2f}, error {row.error:+.1%}"
     )

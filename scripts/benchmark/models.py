@@ -1,4 +1,4 @@
-"""Models of random weights for the benchmarks, sharded as training shards them."""
+"""Models with random weights for the benchmarks, sharded as in training."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from hybridrl.training import attention
 from hybridrl.training.fsdp import mesh, shard
 from hybridrl.training.model import LanguageModel
 
-# Qwen2.5-0.5B's, 1.5B's and 7B's shapes, models of 25, 100 and 150 million parameters, and one to try a script with.
+# Qwen2.5-0.5B's, 1.5B's and 7B's shapes, models of 25, 100 and 150 million parameters, and one to test a script with.
 SHAPES = {
     "25m": {
         "vocab_size": 16384,
@@ -86,16 +86,16 @@ FSDP = FSDPConfig(
 
 
 def sharded_model(shape: str) -> LanguageModel:
-    """Over all ranks on CPU, in float32; no rank ever has it whole."""
+    """Return a model sharded over all ranks on CPU, in float32; no rank ever has all of it."""
     config = Qwen2Config(**{"tie_word_embeddings": True} | SHAPES[shape], architectures=["Qwen2ForCausalLM"])
     with torch.device("meta"):
         model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
     ranks = dist.get_world_size()
     sharded = shard(model, FSDP, mesh("cpu", ranks, ranks)).to_empty(device="cpu")
     base = sharded.model.model
-    base.rotary_emb = type(base.rotary_emb)(config)  # its frequencies are no parameters
+    base.rotary_emb = type(base.rotary_emb)(config)  # its frequencies are not parameters
     for name, parameter in base.named_parameters():
         local = parameter.to_local().detach()
-        # What the layers add outweighs what a token is: otherwise a greedy answer would repeat one token.
+        # The layers' outputs outweigh the embedding: otherwise a greedy response would repeat one token.
         local.fill_(1) if name.endswith("norm.weight") else local.normal_(std=0.001 if "embed" in name else 0.05)
     return sharded

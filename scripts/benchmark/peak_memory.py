@@ -1,4 +1,4 @@
-"""Peak memory of a command with all it starts: `python scripts/benchmark/peak_memory.py bash scripts/quickstart.sh`
+"""Peak memory of a command and its children: `python scripts/benchmark/peak_memory.py bash scripts/quickstart.sh`
 
 The proportional set size counts memory that processes share once. Sampled every two seconds.
 """
@@ -14,7 +14,7 @@ SECONDS_BETWEEN_SAMPLES = 2.0
 
 
 def tree_bytes(pid: int) -> int:
-    """Proportional set size of a process and its descendants."""
+    """Return the proportional set size of a process and its descendants."""
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -1,8 +1,8 @@
-"""Time of what is computed about a batch rather than by a model: `python scripts/benchmark/planning.py [--only NAME]`
+"""Time of the computations on a batch outside a model: `python scripts/benchmark/planning.py [--only NAME]`
 
-Rows to ranks, rows to passes, attention over the rows of a pass on CPU, GAE, and rows picked out of a batch. Beside
-each stands what a first version would have: a loop with a heap, best fit decreasing, attention over a padded rectangle,
-a loop over time steps, an index for each token. Both must find the same, where there is one right result, before they
+Rows to ranks, rows to micro-batches, attention over the rows of a micro-batch on CPU, GAE, and rows selected from a
+batch. Each is compared with a first implementation: a loop with a heap, best fit decreasing, attention over padded
+rows, a loop over time steps, an index per token. Where there is a single correct result, both must give it before they
 are timed in turn on one thread.
 """
 
@@ -15,44 +15,44 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from advantages import SETTINGS, gae_loop
+from advantages import GAE, gae_loop
 from advantages import rows as with_rewards
-from side_by_side import Row, Seconds, arguments, in_turn, report, told
+from side_by_side import Row, Seconds, arguments, formatted, in_turn, report
 from torch import Tensor
 
-from hybridrl.algorithms.estimators.gae import gae
+from hybridrl.algorithms.estimators.token_returns import gae
 from hybridrl.batch import Batch, spans
 from hybridrl.training.attention import attend
-from hybridrl.training.packing import Budget, balance, plan
+from hybridrl.training.packing import MicroBatchBudget, PackedRows, balance, plan
 
 CAP = 16_384
 
 
 def lengths_drawn(count: int) -> dict[str, np.ndarray]:
-    """Lengths of rows by the name of their distribution."""
+    """Return lengths of rows by the name of their distribution."""
     draw = np.random.default_rng(0)
-    found = {
+    drawn = {
         "log-normal up to 4,096": np.clip(draw.lognormal(5.7, 1.1, count), 1, 4096),
         "uniform 1..2,048": draw.integers(1, 2049, count),
         "gamma, mean 1,000": np.clip(draw.gamma(4, 250, count), 20, 4096),
     }
-    return {name: lengths.astype(np.int64) for name, lengths in found.items()}
+    return {name: lengths.astype(np.int64) for name, lengths in drawn.items()}
 
 
 def filling(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Rows a little longer, so that `room` tokens are missing to full passes."""
+    """Return slightly longer rows, so that full micro-batches have room for exactly `room` more tokens."""
     missing = -int(lengths.sum() + room) % CAP
     return lengths + missing // len(lengths) + (np.arange(len(lengths)) < missing % len(lengths))
 
 
-def row(what: str, times: dict[str, Seconds], note: str = "", other: str = "", bar: str = "") -> Row:
-    """A line of two sides, ours first: milliseconds where there is a bar, else the speed-up."""
+def row(what: str, times: dict[str, Seconds], detail: str = "", other: str = "", target: str = "") -> Row:
+    """Return a row of two sides, ours first. Its value is milliseconds if there is a target, else the speed-up."""
     (_, ours), (name, theirs) = times.items()
-    cells = f"{told(ours, 'ms')}{note}", f"{name} {told(theirs, 'ms')}{other}"
-    return Row(what, *cells, 1e3 * ours.median if bar else theirs.median / ours.median, bar)
+    cells = f"{formatted(ours, 'ms')}{detail}", f"{name} {formatted(theirs, 'ms')}{other}"
+    return Row(what, *cells, 1e3 * ours.median if target else theirs.median / ours.median, target)
 
 
-# -- rows to ranks and passes --------------------------------------------------------------------------------------
+# -- rows to ranks and micro-batches -------------------------------------------------------------------------------
 
 
 def with_a_heap(lengths: list[int], ranks: int) -> list[list[int]]:
@@ -66,22 +66,22 @@ def with_a_heap(lengths: list[int], ranks: int) -> list[list[int]]:
 
 
 def best_fit(lengths: list[int]) -> list[list[int]]:
-    """Longest first, each into the fullest pass that has room for it."""
+    """Assign the longest row first, each to the fullest micro-batch with room for it."""
     spaces: list[tuple[int, int]] = []
-    passes: list[list[int]] = []
+    micro_batches: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         place = bisect_left(spaces, (lengths[number], 0))
         if place == len(spaces):
-            spaces.append((CAP, len(passes)))
-            passes.append([])
+            spaces.append((CAP, len(micro_batches)))
+            micro_batches.append([])
         space, chosen = spaces.pop(place)
-        passes[chosen].append(number)
+        micro_batches[chosen].append(number)
         insort(spaces, (space - lengths[number], chosen))
-    return passes
+    return micro_batches
 
 
 def uneven(shares: list[list[int]], lengths: np.ndarray) -> float:
-    """The worst rank's tokens over the mean, less 1."""
+    """Return the worst rank's tokens relative to the mean, minus 1."""
     return max(int(lengths[share].sum()) for share in shares) * len(shares) / int(lengths.sum()) - 1
 
 
@@ -92,56 +92,58 @@ def ranks_table() -> Iterator[Row]:
             "ours": partial(balance, np.arange(8192), lengths, 64),
             "a heap": partial(with_a_heap, listed, 64),
         }
-        notes = [f"; worst over mean 1 + {uneven(side(), lengths):.1e}" for side in sides.values()]
+        details = [f"; worst over mean 1 + {uneven(side(), lengths):.1e}" for side in sides.values()]
         yield row(
-            f"8,192 rows to 64 ranks, {name}", in_turn(sides, 21), *notes, "at most 3 (aim 1) ms, 1 + 1e-3 (aim 1e-4)"
+            f"8,192 rows to 64 ranks, {name}", in_turn(sides, 21), *details, "at most 3 (aim 1) ms, 1 + 1e-3 (aim 1e-4)"
         )
 
 
-def passes_table() -> Iterator[Row]:
+def micro_batches_table() -> Iterator[Row]:
     drawn = lengths_drawn(1024)
     tight = {f"{name}, {room} tokens below full": filling(drawn[name], room) for name in drawn for room in (0, 100)}
     for name, lengths in (drawn | tight).items():
         fewest, listed = -(-int(lengths.sum()) // CAP), lengths.tolist()
-        sides = {"ours": partial(plan, lengths, 1, Budget(CAP)), "best fit decreasing": partial(best_fit, listed)}
-        ours, other = plan(lengths, 1, Budget(CAP))[0], best_fit(listed)
+        sides = {
+            "ours": partial(plan, lengths, 1, MicroBatchBudget(CAP)),
+            "best fit decreasing": partial(best_fit, listed),
+        }
+        ours, other = plan(lengths, 1, MicroBatchBudget(CAP))[0], best_fit(listed)
         if sorted(number for rows in ours for number in rows) != list(range(1024)):
-            raise SystemExit(f"{name}: a row is in no pass or in two")
+            raise SystemExit(f"{name}: a row is in no micro-batch or in two")
         over = sum(int(lengths[rows].sum()) > CAP for rows in ours)
-        notes = f"; {len(ours)} passes, {over} over the cap", f"; {len(other)} passes"
-        bar = f"at most 5 (aim 1) ms; {fewest} passes fit the sum: + 1% (aim 0)"
-        yield row(f"1,024 rows to passes of 16,384, {name}", in_turn(sides, 21), *notes, bar)
+        details = f"; {len(ours)} micro-batches, {over} over the cap", f"; {len(other)} micro-batches"
+        target = f"at most 5 (aim 1) ms; {fewest} micro-batches fit the sum: + 1% (aim 0)"
+        yield row(f"1,024 rows to micro-batches of 16,384, {name}", in_turn(sides, 21), *details, target)
 
 
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-def in_a_rectangle(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-    """All rows padded to the longest; [1, heads, T, width] each."""
+def over_padded_rows(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """Compute attention over rows padded to the longest; tensors are [1, heads, T, width]."""
     longest = int(lengths.max())
     places = spans(torch.full_like(lengths, longest), torch.arange(len(lengths)))
     places = places.view(-1, longest)[torch.arange(longest) < lengths[:, None]]
     padded = []
-    for line in (query, key, value):
-        flat = line.new_zeros(len(lengths) * longest, line.shape[1], line.shape[3])
-        flat = flat.index_copy(0, places, line[0].transpose(0, 1))
+    for packed in (query, key, value):
+        flat = packed.new_zeros(len(lengths) * longest, packed.shape[1], packed.shape[3])
+        flat = flat.index_copy(0, places, packed[0].transpose(0, 1))
         padded.append(flat.view(len(lengths), longest, *flat.shape[1:]).transpose(1, 2))
     output = F.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
     return output.transpose(1, 2).flatten(0, 1)[places][None]
 
 
 def with_repeated_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-    """Row by row, without enable_gqa."""
+    """Compute attention row by row, without enable_gqa."""
     shared, outputs = query.shape[1] // key.shape[1], []
-    for q, k, v in zip(*(line.split(lengths.tolist(), dim=2) for line in (query, key, value)), strict=True):
+    for q, k, v in zip(*(packed.split(lengths.tolist(), dim=2) for packed in (query, key, value)), strict=True):
         k, v = (tensor.repeat_interleave(shared, dim=1) for tensor in (k, v))
         outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2))
     return torch.cat(outputs, dim=1)
 
 
 def row_by_row(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-    boundaries = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return attend(torch.nn.Identity(), query, key, value, None, boundaries=boundaries)[0]
+    return attend(torch.nn.Identity(), query, key, value, None, packed=PackedRows.of(lengths.tolist()))[0]
 
 
 def attention_table() -> Iterator[Row]:
@@ -161,20 +163,20 @@ def attention_table() -> Iterator[Row]:
             for count in (heads, of_keys, of_keys)
         ]
 
-        def both_ways(way: Callable[..., Tensor], inputs: list[Tensor], lengths: Tensor) -> list[Tensor]:
-            output = way(*inputs, lengths)
+        def with_gradient(attention: Callable[..., Tensor], inputs: list[Tensor], lengths: Tensor) -> list[Tensor]:
+            output = attention(*inputs, lengths)
             return [output, *torch.autograd.grad(output.square().sum(), inputs)]
 
-        ways = {"ours": row_by_row, "padded": in_a_rectangle, "repeated heads": with_repeated_heads}
-        sides = {label: partial(both_ways, way, inputs, lengths) for label, way in ways.items()}
-        for found in zip(*(side() for side in sides.values()), strict=True):
-            torch.testing.assert_close([found[0]] * 2, [*found[1:]], atol=1e-4, rtol=1e-4)
+        kinds = {"ours": row_by_row, "padded": over_padded_rows, "repeated heads": with_repeated_heads}
+        sides = {label: partial(with_gradient, attention, inputs, lengths) for label, attention in kinds.items()}
+        for results in zip(*(side() for side in sides.values()), strict=True):
+            torch.testing.assert_close([results[0]] * 2, [*results[1:]], atol=1e-4, rtol=1e-4)
         times = in_turn(sides, 5)
-        repeated = f"; with repeated heads {told(times.pop('repeated heads'), 'ms')}"
+        repeated = f"; with repeated heads {formatted(times.pop('repeated heads'), 'ms')}"
         yield row(f"attention and its gradient, {name} of 64", times, repeated)
 
 
-# -- GAE and picking rows ------------------------------------------------------------------------------------------
+# -- GAE and selecting rows ----------------------------------------------------------------------------------------
 
 
 def gae_table() -> Iterator[Row]:
@@ -185,13 +187,13 @@ def gae_table() -> Iterator[Row]:
         batch = with_rewards(lengths, group_size=1)
         padded = [batch.padded(field) for field in (batch.token_rewards, batch.values)]
         mask = batch.padded(batch.response_mask, fill=False)
-        sides = {"ours": partial(gae, batch, SETTINGS), "time steps": partial(gae_loop, *padded, mask)}
-        torch.testing.assert_close(batch.padded(gae(batch, SETTINGS)[0]), gae_loop(*padded, mask), atol=1e-5, rtol=0)
-        yield row(f"GAE [1024, 2048], {name}", in_turn(sides, 9), bar="at most 100 (aim 45) ms")
+        sides = {"ours": partial(gae, batch, **GAE), "time steps": partial(gae_loop, *padded, mask)}
+        torch.testing.assert_close(batch.padded(gae(batch, **GAE)[0]), gae_loop(*padded, mask), atol=1e-5, rtol=0)
+        yield row(f"GAE [1024, 2048], {name}", in_turn(sides, 9), target="at most 100 (aim 45) ms")
 
 
 def with_an_index(batch: Batch, rows: Tensor) -> Batch:
-    """Rows picked by advanced indexing."""
+    """Select rows by advanced indexing."""
     index = {
         "row": rows,
         "prompt": spans(batch.prompt_lengths, rows),
@@ -219,7 +221,7 @@ def select_table() -> Iterator[Row]:
 
 TABLES = {
     "ranks": ranks_table,
-    "passes": passes_table,
+    "micro-batches": micro_batches_table,
     "attention": attention_table,
     "gae": gae_table,
     "select": select_table,
@@ -228,10 +230,10 @@ TABLES = {
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES), help="these alone")
+    parser.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES), help="only these")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    report([line for name in chosen.only for line in TABLES[name]()], chosen.json)
+    report([row for name in chosen.only for row in TABLES[name]()], chosen.json)
 
 
 if __name__ == "__main__":

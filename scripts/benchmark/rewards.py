@@ -1,36 +1,63 @@
-"""How many answers a second are scored: `python scripts/benchmark/rewards.py GSM8K.jsonl MATH.jsonl`
+"""Measure scored responses per second: `python scripts/benchmark/rewards.py GSM8K.jsonl MATH.jsonl [--tokenizer DIR]`
 
-GSM8K.jsonl holds rows with question and answer, each taken as an answer to itself until there are 10,000; MATH.jsonl
-rows with prediction and ground_truth. Both by the built-in scorers, in 2 processes; then programs, in the sandbox.
+GSM8K.jsonl holds rows with question and answer, each used as a response to itself until there are 10,000; MATH.jsonl
+rows with prediction and ground_truth. Both use the built-in scorers in 2 processes; then programs run in the sandbox.
+With --tokenizer, GSM8K is also scored as a run does it: token ids are sent to a Ray actor, which decodes them.
 """
 
 import argparse
 import json
+import tempfile
 import time
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
-from hybridrl.doctor.reward import reward_config
-from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer
+import numpy as np
+from transformers import AutoTokenizer
 
-PROCESSES = 2
+from hybridrl.cluster import RaySession
+from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.doctor.reward import reward_config
+from hybridrl.rewards.actor import open_scorer_pool
+from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.score import ScoringRequest
+
+CONFIG = reward_config(None, ["reward.num_workers=2"])
 PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 TESTS = {"inputs": [f"{n} {n}\n" for n in range(10)], "outputs": [f"{2 * n}\n" for n in range(10)]}
 
 
-def measure(name: str, answers: list[Answer], count: int) -> None:
-    """Print the rate of the second of two passes: the first also fills caches."""
-    answers = list(islice(cycle(answers), count))
-    config = reward_config(None, [f"reward.num_workers={PROCESSES}"])
-    with ScorerPool(config, None, {answer.data_source for answer in answers}) as pool:
+def measure(name: str, requests: list[ScoringRequest], count: int, pool: ScorerPool | None = None) -> None:
+    """Print the rate and the driver's CPU time of the second of two rounds: the first also fills caches."""
+    requests = list(islice(cycle(requests), count))
+    with pool or ScorerPool(CONFIG, None, {request.data_source for request in requests}) as scorers:
+        scorers.wait_until_loaded()
         for _ in range(2):
-            began = time.monotonic()
-            scores = [future.result() for future in pool.submit(answers)]
-            seconds = time.monotonic() - began
-    right = sum(score.extras.get("acc", 0) for score in scores if score.fault is None)
-    told = f"{right:.0f} right, {sum(score.fault is not None for score in scores)} faults"
-    print(f"{name:<36} {count:>6} answers  {seconds:7.2f} s  {count / seconds:9,.0f}/s  {told}", flush=True)
+            began, cpu = time.monotonic(), time.process_time()
+            scores = [future.result() for future in scorers.submit(requests)]
+            seconds, cpu = time.monotonic() - began, time.process_time() - cpu
+    correct = sum(score.extras.get("acc", 0) for score in scores if score.fault is None)
+    result = f"{correct:.0f} correct, {sum(score.fault is not None for score in scores)} faults"
+    rate = f"{count:>6} responses  {seconds:7.2f} s  {count / seconds:9,.0f}/s  {cpu:5.2f} s of driver CPU"
+    print(f"{name:<36} {rate}  {result}", flush=True)
+
+
+def measure_actors(requests: list[ScoringRequest], tokenizer_path: str) -> None:
+    """Measure one scoring actor on this machine, with token ids as input."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    encoded = [
+        ScoringRequest(one.data_source, None, one.ground_truth, {}, np.array(tokenizer(one.solution)["input_ids"]))
+        for one in requests
+    ]
+    session = RaySession("cpu", 1, 1, {}, 60)
+    try:
+        with tempfile.TemporaryDirectory() as logs:
+            load = partial(load_tokenizer, tokenizer_path)
+            pool = open_scorer_pool(session, CONFIG, Path(logs), {"gsm8k"}, load)
+            measure("GSM8K, decoded by an actor", encoded, 10_000, pool)
+    finally:
+        session.close()
 
 
 def rows(path: str) -> list[dict]:
@@ -40,17 +67,22 @@ def rows(path: str) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("gsm8k", type=rows, help="rows with question and answer")
-    parser.add_argument("math", type=rows, help="rows with prediction and ground_truth")
-    files = parser.parse_args()
+    parser.add_argument("math", type=rows, nargs="?", help="rows with prediction and ground_truth")
+    parser.add_argument("--tokenizer", help="directory of a tokenizer: measure a scoring actor too")
+    arguments = parser.parse_args()
     solved = [
-        Answer("gsm8k", row["answer"], row["answer"].rpartition("#### ")[2].replace(",", ""), {}) for row in files.gsm8k
+        ScoringRequest("gsm8k", row["answer"], row["answer"].rpartition("#### ")[2].replace(",", ""), {})
+        for row in arguments.gsm8k
     ]
     measure("GSM8K", solved, 10_000)
-    boxed = [Answer("lighteval/MATH", row["prediction"], row["ground_truth"], {}) for row in files.math]
-    measure("MATH (math-verify)", boxed, 10_000)
-    numbers = [answer for answer in boxed if not answer.ground_truth.isdecimal()]
-    measure("MATH, truths that are no integers", numbers, 2_000)
-    measure("code, a program with 10 tests", [Answer("taco", PROGRAM, TESTS, {})], 100)
+    if arguments.tokenizer:
+        measure_actors(solved, arguments.tokenizer)
+    if arguments.math:
+        boxed = [ScoringRequest("lighteval/MATH", row["prediction"], row["ground_truth"], {}) for row in arguments.math]
+        measure("MATH (math-verify)", boxed, 10_000)
+        numbers = [request for request in boxed if not request.ground_truth.isdecimal()]
+        measure("MATH, truths that are not integers", numbers, 2_000)
+    measure("code, a program with 10 tests", [ScoringRequest("taco", PROGRAM, TESTS, {})], 100)
 
 
 if __name__ == "__main__":

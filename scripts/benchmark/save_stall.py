@@ -1,9 +1,9 @@
-"""How long training stands still for a save: `python scripts/benchmark/save_stall.py --shape 0.5b`
+"""How long a save stops training: `python scripts/benchmark/save_stall.py --shape 0.5b`
 
-Of a model of random weights, on one rank and on two. The state with AdamW in float32, on CPU, is saved in the
+For a model with random weights, on one rank and on two. The state with AdamW in float32, on CPU, is saved in the
 background, is saved while training waits, and as many bytes are copied in memory, on all ranks at once. Qwen2.5-0.5B's
-shapes take 13 GiB of memory (5.5 for parameters and moments, 5.5 for the staging buffer, the rest for two programs),
-and 11 GiB on the disk.
+shapes take 13 GiB of memory (5.5 for parameters and moments, 5.5 for the staging buffer, the rest for two processes),
+and 11 GiB of disk space.
 """
 
 import argparse
@@ -25,33 +25,32 @@ from torch.multiprocessing import spawn
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.optimizer import Optimizers
-from hybridrl.training.state import state_of
-from hybridrl.training.state_writer import StateWriter
+from hybridrl.training.state import StateWriter, state_of
 
 SAVES = 8
-BLOCK = 256 << 20  # of the copy in memory, far beyond a processor's caches
+BLOCK = 256 << 20  # of the copy in memory, much larger than a processor's caches
 GIB = 2**30
 
 
 def build(shape: str) -> tuple[LanguageModel, Optimizers]:
-    """A sharded model whose moments have been written to."""
+    """Return a sharded model and optimizers whose moments have been written to."""
     model = sharded_model(shape)
     adamw = OptimizerConfig("AdamW", 1e-4, [0.9, 0.99], 0.0, "constant", -1, 0.0, 0.0, 0.5, -1, 0.02, 0.95, {})
     optimizers = Optimizers(model, adamw, 1)
     for state in optimizers.optimizers[0].state.values():
         for value in state.values():
-            value.fill_(0.5)  # memory that was only reserved copies faster than it should
+            value.fill_(0.5)  # untouched memory would be copied too fast
     return model, optimizers
 
 
 def slowest(seconds: float) -> float:
-    found = torch.tensor(seconds)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    maximum = torch.tensor(seconds)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return float(maximum)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until the slowest rank is done."""
+    """Return seconds until the slowest rank is done."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -95,15 +94,15 @@ def measure(rank: int, ranks: int, shape: str, directory: str) -> None:
     dist.destroy_process_group()
 
 
-def tell(ranks: int, found: dict[str, Any]) -> None:
-    stalls, copies = found["stalls"], found["copies"]
+def print_figures(ranks: int, figures: dict[str, Any]) -> None:
+    stalls, copies = figures["stalls"], figures["copies"]
     ratio = median(stall / copy for stall, copy in zip(stalls, copies, strict=True))
     print(
-        f"{ranks} ranks: {found['bytes'] / GIB:.2f} GiB of state; the staging buffer has as many\n"
+        f"{ranks} ranks: {figures['bytes'] / GIB:.2f} GiB of state; the staging buffer has the same size\n"
         f"  copied in memory {median(copies):.3f} s\n"
-        f"  stall of the first save {found['first']:.3f} s, from the second on {median(stalls):.3f} s "
-        f"({min(stalls):.3f} to {max(stalls):.3f}): {ratio:.2f} x the copy beside it\n"
-        f"  a save that training waits for {median(found['waited_for']):.3f} s",
+        f"  stall of the first save {figures['first']:.3f} s, from the second on {median(stalls):.3f} s "
+        f"({min(stalls):.3f} to {max(stalls):.3f}): {ratio:.2f} x the copy next to it\n"
+        f"  a save that training waits for {median(figures['waited_for']):.3f} s",
         flush=True,
     )
 
@@ -113,15 +112,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="100m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--directory", help="on the disk to measure; what is written there is removed")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
-    arguments, found = parser.parse_args(), {}
+    parser.add_argument("--json", type=Path, help="file to write all figures to")
+    arguments, figures = parser.parse_args(), {}
     for ranks in arguments.ranks:
         with TemporaryDirectory(dir=arguments.directory) as directory:
             spawn(measure, (ranks, arguments.shape, directory), nprocs=ranks)
-            found[ranks] = json.loads(Path(directory, "figures.json").read_text())
-        tell(ranks, found[ranks])
+            figures[ranks] = json.loads(Path(directory, "figures.json").read_text())
+        print_figures(ranks, figures[ranks])
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        arguments.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What two ranks save that share long rows: `python scripts/benchmark/sequence_parallel.py`
+"""The memory that two ranks save by sharing long rows: `python scripts/benchmark/sequence_parallel.py`
 
 Two ranks on CPU, a model of 25 million parameters in float32 sharded over both, without gradient checkpointing and
-without its head, whose logits come in chunks anyway; two rows. Either each rank has a row of its own, or both share one
-and then the other. Memory is what forward and backward pass hold at most beyond what was there before.
+without its head, whose logits are computed in chunks; two rows. Either each rank has one row, or both share one and
+then the other. Memory is the peak of forward and backward pass minus the memory before.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def row(tokens: int) -> Batch:
 
 
 def peak_bytes(status: str = "VmHWM") -> int:
-    """Of this process's memory, since it was last reset; of `VmRSS` the present."""
+    """Return this process's peak memory since it was last reset; for `VmRSS` the present size."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(status))
 
@@ -48,10 +48,10 @@ def rank(number: int, sharing: int, tokens: int, directory: str) -> None:
 
     update(SHORT)
     before = peak_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     dist.barrier()
     began = time.perf_counter()
-    for _ in range(sharing):  # as many passes as it takes for two rows
+    for _ in range(sharing):  # two rows in total
         update(tokens)
     dist.barrier()
     torch.save((peak_bytes() - before, time.perf_counter() - began), f"{directory}/{sharing}-{number}")
@@ -59,35 +59,37 @@ def rank(number: int, sharing: int, tokens: int, directory: str) -> None:
 
 
 def measured(tokens: int, rounds: int) -> dict[int, list[tuple[float, float]]]:
-    """The larger rank's memory and the seconds of every round, by how many ranks share a row."""
-    found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+    """Return memory, of the larger rank, and seconds of every round, by how many ranks share a row."""
+    rounds_of: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     for _ in range(rounds):
-        for sharing, rows in found.items():
+        for sharing, rows in rounds_of.items():
             with TemporaryDirectory() as directory:
                 spawn(partial(rank), args=(sharing, tokens, directory), nprocs=RANKS)
                 rows.append(max(torch.load(f"{directory}/{sharing}-{number}") for number in range(RANKS)))
-    return found
+    return rounds_of
 
 
 def main(options: argparse.Namespace) -> None:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # of the ranks: what is freed is given back at once
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # in the ranks: freed memory is returned to the system at once
     rows, least = [], {}
     for tokens in options.tokens:
-        found = measured(tokens, options.rounds)
-        memory, seconds = ([min(values[kind] for values in found[sharing]) for sharing in (2, 1)] for kind in (0, 1))
+        by_sharing = measured(tokens, options.rounds)
+        memory, seconds = (
+            [min(values[kind] for values in by_sharing[sharing]) for sharing in (2, 1)] for kind in (0, 1)
+        )
         least[tokens] = memory
-        rows.append(as_row(f"memory of a rank, rows of {tokens} tokens", memory, "MiB", 2**20))
+        rows.append(as_row(f"memory per rank, rows of {tokens} tokens", memory, "MiB", 2**20))
         rows.append(as_row(f"two rows of {tokens} tokens", seconds, "s", 1))
     (low, high), span = (least[length] for length in options.tokens), options.tokens[1] - options.tokens[0]
     slopes = [(b - a) / span for a, b in zip(low, high, strict=True)]
-    rows.append(as_row("memory of a rank for each further token", slopes, "KiB", 1024, bar="about 0.5"))
+    rows.append(as_row("memory per rank and additional token", slopes, "KiB", 1024, target="about 0.5"))
     report(rows, options.json)
 
 
-def as_row(what: str, values: list[float], unit: str, size: float, bar: str = "") -> Row:
-    """Two ranks that share rows, beside ranks with rows of their own."""
+def as_row(what: str, values: list[float], unit: str, size: float, target: str = "") -> Row:
+    """Return a row: two ranks that share rows, compared with ranks that do not."""
     ours, other = (f"{value / size:.3g} {unit}" for value in values)
-    return Row(what, ours, other, values[0] / values[1], bar)
+    return Row(what, ours, other, values[0] / values[1], target)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two or more ways to do the same, timed in turn (A B A B ...) in one tree of processes, and their table."""
+"""Time two or more implementations in turn (A B A B ...) in one process tree, and write their table."""
 
 import argparse
 import gc
@@ -15,12 +15,12 @@ from statistics import median
 import psutil
 
 ROUNDS = 5
-HEAD = "| what | here | beside | value | bar |\n|---|---|---|--:|---|"
+HEAD = "| what | hybridrl | compared with | value | target |\n|---|---|---|--:|---|"
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What every round of a side took: on the clock, and of processors' time over all processes."""
+    """Seconds of every round of a side: wall-clock time, and processor time of all processes."""
 
     wall: list[float]
     cpu: list[float]
@@ -36,27 +36,27 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of docs/performance.md: what was measured, the figures as text, a ratio, and what it has to keep to."""
+    """A row of docs/performance.md: what was measured, the figures as text, a value, and its target."""
 
     what: str
     ours: str
     other: str
-    value: float | None = None  # what the bar is about: a speed-up, a share, a cost over another, milliseconds
-    bar: str = ""  # "at least 2 (aim 4)" or "at most 1.2 (aim 1.1)"
+    value: float | None = None  # what the target refers to: a speed-up, a share, a ratio of costs, milliseconds
+    target: str = ""  # "at least 2 (aim 4)" or "at most 1.2 (aim 1.1)"
 
     @property
     def within(self) -> float | None:
-        """How far the value keeps to the bar: above 1 it does. None without either."""
-        kind, _, rest = self.bar.partition(" ")[2].partition(" ")
+        """How much better the value is than the target, which is met from 1 on; None without a value or a target."""
+        kind, _, rest = self.target.partition(" ")[2].partition(" ")
         if self.value is None or kind not in ("least", "most"):
             return None
-        bar = float(rest.split()[0])
-        return self.value / bar if kind == "least" else bar / self.value
+        target = float(rest.split()[0])
+        return self.value / target if kind == "least" else target / self.value
 
 
 def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, warm_up: int = 1) -> dict[str, Seconds]:
-    """Time each side once a round, one after another; rounds before the first counted one fill caches."""
-    found = {name: Seconds([], []) for name in sides}
+    """Time each side once per round, one after another; warm-up rounds fill caches and are not counted."""
+    seconds = {name: Seconds([], []) for name in sides}
     for number in range(-warm_up, rounds):
         for name, work in sides.items():
             gc.collect()
@@ -64,13 +64,13 @@ def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, war
             work()
             wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
             if number >= 0:
-                found[name].wall.append(wall)
-                found[name].cpu.append(cpu)
-    return found
+                seconds[name].wall.append(wall)
+                seconds[name].cpu.append(cpu)
+    return seconds
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of those under it, also of those that have ended and were waited for."""
+    """Return the processor time of this process and its descendants, including those that were waited for."""
     ended = os.times()
     total = time.process_time() + ended.children_user + ended.children_system
     for child in psutil.Process().children(recursive=True):
@@ -82,22 +82,22 @@ def cpu_seconds() -> float:
     return total
 
 
-def told(seconds: Seconds, unit: str = "s") -> str:
-    """Median, least and processor time as one cell."""
+def formatted(seconds: Seconds, unit: str = "s") -> str:
+    """Return median, minimum and processor time as the text of a cell."""
     factor, digits = {"s": (1, 2), "ms": (1e3, 2)}[unit]
     values = [factor * value for value in (seconds.median, seconds.least, median(seconds.cpu))]
     return "{:.{d}f} {unit} (least {:.{d}f}, CPU {:.{d}f})".format(*values, d=digits, unit=unit)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What every script takes."""
+    """Return a parser with the options of every script."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="file to write the rows and the machine to")
     return parser
 
 
 def report(rows: list[Row], file: Path | None) -> None:
-    """Print the rows as a table, and write them where asked for."""
+    """Print the rows as a table, and write them to a file if one is given."""
     print(f"\n{table(rows)}")
     if file is not None:
         write(rows, file)
@@ -106,18 +106,18 @@ def report(rows: list[Row], file: Path | None) -> None:
 def write(rows: list[Row], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]).replace(f"--json {file}", "").split()
-    found = {"machine": machine(), "command": " ".join(command), "rows": [asdict(row) for row in rows]}
-    file.write_text(json.dumps(found, indent=1))
+    result = {"machine": machine(), "command": " ".join(command), "rows": [asdict(row) for row in rows]}
+    file.write_text(json.dumps(result, indent=1))
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in Markdown."""
+    """Return the rows as a Markdown table."""
     return "\n".join([HEAD, *map(line, rows)])
 
 
 def line(row: Row) -> str:
     value = "" if row.value is None else f"{row.value:.3g}"
-    return f"| {row.what} | {row.ours} | {row.other} | {value} | {row.bar} |"
+    return f"| {row.what} | {row.ours} | {row.other} | {value} | {row.target} |"
 
 
 def machine() -> str:

@@ -1,7 +1,7 @@
-"""How long a thread that waits for others should spin before it sleeps: `python scripts/benchmark/threads.py`
+"""How long a waiting thread should spin before it sleeps: `python scripts/benchmark/threads.py`
 
-The waits of a trainer and of an engine (GOMP_SPINCOUNT) and none, on all cores: many small products with Python between
-them, and an update of 25 million parameters; alone, and beside a program that takes a whole core.
+The settings of a trainer and of an engine (GOMP_SPINCOUNT) and no spinning, on all cores: many small products with
+Python between them, and an update of 25 million parameters; alone, and next to a program that uses one core.
 """
 
 import subprocess
@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 from child import Child, serve
 from compiled import side
-from side_by_side import Row, arguments, in_turn, report, told
+from side_by_side import Row, arguments, formatted, in_turn, report
 
 from hybridrl import device as devices
-from hybridrl.rollout.server import ENVIRONMENT
+from hybridrl.rollout.vllm.settings import ENVIRONMENT
 
-TRAINERS = "a trainer's"
+TRAINERS = "the trainer's"
 WAITS = {
     TRAINERS: devices.environment("cpu", 1)["GOMP_SPINCOUNT"],
-    "an engine's": ENVIRONMENT["GOMP_SPINCOUNT"],
+    "the engine's": ENVIRONMENT["GOMP_SPINCOUNT"],
     "none": "0",
 }
 WORK = {"products": "2,000 products of 128 rows, 384 x 1,280", "update": "an update of 25 M parameters, 8 rows"}
 
 
-def answer(pipes: str) -> None:
-    """Compute what is asked for; a side's process."""
+def work(pipes: str) -> None:
+    """Compute on request; the process of a side."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows, weights, update = torch.randn(128, 384), torch.randn(384, 1280), side(compiled=False)
 
@@ -44,7 +44,7 @@ def answer(pipes: str) -> None:
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Beside a program that takes a whole core."""
+    """Run a program that uses one core."""
     program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -53,7 +53,7 @@ def busy() -> Iterator[None]:
         program.wait()
 
 
-def measured(directory: Path, beside: str) -> list[Row]:
+def measured(directory: Path, load: str) -> list[Row]:
     rows = []
     with ExitStack() as stack:
         sides = {}
@@ -61,25 +61,25 @@ def measured(directory: Path, beside: str) -> list[Row]:
             environment = devices.environment("cpu", 1) | {"GOMP_SPINCOUNT": wait}
             command = [sys.executable, __file__]
             sides[name] = stack.enter_context(Child(command, directory / f"{wait}.log", environment))
-        if beside:
+        if load:
             stack.enter_context(busy())
-        for work, what in WORK.items():
-            found = in_turn({name: partial(child.ask, work) for name, child in sides.items()})
-            usual = found.pop(TRAINERS)
-            for name, seconds in found.items():
-                value = seconds.median / usual.median
-                rows.append(Row(f"{what}, wait {name} over {TRAINERS}{beside}", told(seconds), told(usual), value))
+        for function, what in WORK.items():
+            seconds_of = in_turn({name: partial(child.call, function) for name, child in sides.items()})
+            usual = seconds_of.pop(TRAINERS)
+            for name, seconds in seconds_of.items():
+                row = f"{what}, wait {name} over {TRAINERS}{load}"
+                rows.append(Row(row, formatted(seconds), formatted(usual), seconds.median / usual.median))
     return rows
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--pipes", help="of a side's process")
-    given = parser.parse_args()
-    if given.pipes:
-        return answer(given.pipes)
+    parser.add_argument("--pipes", help="pipes of a side's process")
+    options = parser.parse_args()
+    if options.pipes:
+        return work(options.pipes)
     with TemporaryDirectory() as place:
-        report([row for beside in ("", ", beside a busy program") for row in measured(Path(place), beside)], given.json)
+        report([row for load in ("", ", next to a busy program") for row in measured(Path(place), load)], options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as a side of step.py, in an environment of its own; a step when it is asked for one.
+"""TRL's GRPOTrainer as a side of step.py, in a separate environment; runs a step on request.
 
 python -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0 accelerate datasets
 """
@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Imposed(LogitsProcessor):
-    """Ends each row after its number of tokens, and none before."""
+    """Ends each row after its number of tokens, not before."""
 
     def __init__(self, lengths: list[int], eos: int, prompt: int) -> None:
         self.lengths, self.eos, self.prompt = torch.tensor(lengths), eos, prompt
@@ -32,29 +32,29 @@ class Imposed(LogitsProcessor):
 
 
 class Peer(TrainerCallback):
-    """Steps the trainer by what comes through the pipes."""
+    """Makes the trainer run a step per request from the pipe."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.given = arguments, None
-        ask, tell = map(int, arguments.pipes.split(","))
-        self.questions, self.replies = os.fdopen(ask), os.fdopen(tell, "w")
+        self.arguments, self.responses = arguments, None
+        request_end, reply_end = map(int, arguments.pipes.split(","))
+        self.requests, self.replies = os.fdopen(request_end), os.fdopen(reply_end, "w")
         self.updates = json.loads(arguments.setting.read_text())["updates"]
         self.generating, self.tokens = 0.0, 0
 
     def on_step_begin(self, arguments: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step % self.updates:
             return
-        line = self.questions.readline()
+        line = self.requests.readline()
         if not line:
             os._exit(0)
-        self.given = json.loads(line)[1].get("answers")
+        self.responses = json.loads(line)[1].get("responses")
         self.began, self.generating, self.tokens = time.perf_counter(), 0.0, 0
 
     def on_log(self, arguments: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "grad_norm" in logs and state.global_step % self.updates == 0:
-            told = {"seconds": time.perf_counter() - self.began, "gen": self.generating, "tokens": self.tokens}
-            told |= {"grad_norm": logs["grad_norm"], "loss": logs["loss"]}
-            print(json.dumps(told), file=self.replies, flush=True)
+            reply = {"seconds": time.perf_counter() - self.began, "gen": self.generating, "tokens": self.tokens}
+            reply |= {"grad_norm": logs["grad_norm"], "loss": logs["loss"]}
+            print(json.dumps(reply), file=self.replies, flush=True)
 
 
 def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
@@ -62,7 +62,7 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
     rows = [json.loads(line) for line in Path(setting["rows"]).read_text(encoding="utf-8").splitlines()]
     data = Dataset.from_list([{"prompt": row["prompt"], **row["reward_model"]} for row in rows])
     tokenizer = AutoTokenizer.from_pretrained(setting["model"], padding_side="left")
-    answers = setting["answers"]
+    responses = setting["responses"]
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
@@ -72,10 +72,10 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
         weight_decay=0.01,
         max_grad_norm=1.0,
         per_device_train_batch_size=arguments.micro,
-        gradient_accumulation_steps=len(answers["lengths"]) // setting["updates"] // arguments.micro,
-        steps_per_generation=len(answers["lengths"]) // arguments.micro,
-        num_generations=answers["samples"],
-        max_completion_length=answers["longest"],
+        gradient_accumulation_steps=len(responses["lengths"]) // setting["updates"] // arguments.micro,
+        steps_per_generation=len(responses["lengths"]) // arguments.micro,
+        num_generations=responses["samples"],
+        max_completion_length=responses["longest"],
         temperature=1.0,
         beta=0.0,
         epsilon=0.2,
@@ -90,7 +90,7 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
         disable_tqdm=True,
         optim="adamw_torch_fused",
     )
-    made = GRPOTrainer(
+    grpo = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(setting["model"], dtype=torch.float32),
         reward_funcs=lambda completion_ids, **_: [float(len(ids) % 7) for ids in completion_ids],
         args=config,
@@ -98,32 +98,32 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
         processing_class=tokenizer,
         callbacks=[peer],
     )
-    _impose(made, peer, answers["lengths"], tokenizer.eos_token_id)
-    return made
+    _impose(grpo, peer, responses["lengths"], tokenizer.eos_token_id)
+    return grpo
 
 
-def _impose(made: GRPOTrainer, peer: Peer, lengths: list[int], eos: int) -> None:
-    """Answers of the lengths laid down; or those that were given, to compare gradients."""
-    turn, generate = made._generate_single_turn, made.model.generate
+def _impose(grpo: GRPOTrainer, peer: Peer, lengths: list[int], eos: int) -> None:
+    """Generate responses of the imposed lengths, or use those of the request, to compare gradients."""
+    turn, generate = grpo._generate_single_turn, grpo.model.generate
 
     def imposed(**inputs: Any) -> Any:
         processors = LogitsProcessorList([Imposed(lengths, eos, inputs["input_ids"].shape[1])])
         return generate(**inputs, logits_processor=processors)
 
-    def timed(*inputs: Any, **more: Any) -> Any:
+    def timed(*inputs: Any, **options: Any) -> Any:
         began = time.perf_counter()
-        found = (peer.given, None) if peer.given else turn(*inputs, **more)
+        result = (peer.responses, None) if peer.responses else turn(*inputs, **options)
         peer.generating += time.perf_counter() - began
-        peer.tokens += sum(map(len, found[0]))
-        return found
+        peer.tokens += sum(map(len, result[0]))
+        return result
 
-    made.model.generate, made._generate_single_turn = imposed, timed
+    grpo.model.generate, grpo._generate_single_turn = imposed, timed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("setting", type=Path, help="JSON file of step.py")
-    parser.add_argument("--micro", type=int, default=16, help="rows of a pass")
+    parser.add_argument("--micro", type=int, default=16, help="rows per micro-batch")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pipes", required=True)
     arguments = parser.parse_args()

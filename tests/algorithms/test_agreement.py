@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.agreement import Agreement, Disagreement
 from hybridrl.batch import Batch
-from hybridrl.trainer import Schedule, Trainer
+from hybridrl.training.worker_group import TrainWorkers
 
 ROWS = torch.tensor([2, 2])
 
@@ -61,39 +62,43 @@ def test_without_the_log_probs_of_both_nothing_is_compared() -> None:
         Agreement(0.01, "float32").check(Batch(**{**vars(batch), name: None}))
 
 
-class Workers:
-    """Trainers whose log-probs are not the engine's, found in a pass of their own or in the update's."""
+class Workers(TrainWorkers):
+    """Training ranks whose log-probs are not the engine's, computed before the update or by the update itself."""
 
-    def __init__(self, own_pass: bool) -> None:
-        self.own_pass, self.updates = own_pass, 0
+    def __init__(self, before_update: bool) -> None:
+        plan = SimpleNamespace(first_update=1, agreement=Agreement(0.2, "bfloat16"))
+        self.policy, self.critic, self.before_update, self.updates = plan, None, before_update, 0
 
     def needs_old_log_probs(self, batch: Batch) -> bool:
-        return self.own_pass
+        return self.before_update
 
-    def log_probs(self, batch: Batch, reference_kl: bool) -> Batch:
+    def forward_log_probs(self, batch: Batch, *, reference_kl: bool = False) -> Batch:
         return replace(batch, old_log_probs=batch.rollout_log_probs + 1)
 
     def update_policy(self, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
         self.updates += 1
-        return self.log_probs(batch, reference_kl=False), {}
+        return self.forward_log_probs(batch), {}
 
 
-@pytest.mark.parametrize(("own_pass", "updates"), [(True, 0), (False, 1)])
-def test_a_step_ends_where_they_disagree_before_an_update_if_it_is_known_then(own_pass: bool, updates: int) -> None:
-    algorithm = SimpleNamespace(
-        needs_old_log_probs=False,
-        needs_reference_kl=False,
-        needs_reference_log_probs=False,
-        bypass=False,
-        uses_critic=False,
-        advantages=lambda batch: (batch, {}),
-    )
+@pytest.mark.parametrize(("before_update", "updates"), [(True, 0), (False, 1)])
+def test_a_step_ends_where_they_disagree_before_the_update_if_it_is_known_then(before_update: bool, updates: int):
+    workers = Workers(before_update)
     batch = replace(answers([0.0] * 4, [-1.0] * 4, [True] * 4), old_log_probs=None)
-    experience = SimpleNamespace(collect=lambda pool: SimpleNamespace(batch=batch, samples=[], metrics={}))
-    engine = SimpleNamespace(to_rollout=lambda version: None, to_training=lambda: None, pool=None)
-    schedule = Schedule(1, 0, validate_first=False, validate_only=False, agreement=Agreement(0.2, "bfloat16"))
-    workers = Workers(own_pass)
-    trainer = Trainer(algorithm, experience, engine, workers, None, None, SimpleNamespace(), None, schedule)
     with pytest.raises(Disagreement, match="by 1 on average"):
-        trainer.train_step(1)
+        workers.update(workers.old_log_probs(batch, Algorithm(None), step=1), step=1)
     assert workers.updates == updates
+
+
+def test_in_bypass_mode_the_engine_is_not_compared_with_itself() -> None:
+    batch = replace(answers([0.0] * 4, [-1.0] * 4, [True] * 4), old_log_probs=None)
+    filled = Workers(before_update=True).old_log_probs(batch, Algorithm(None, bypass=True), step=1)
+    assert torch.equal(filled.old_log_probs, batch.rollout_log_probs)
+
+
+def test_before_the_first_update_of_the_policy_its_log_probs_are_not_computed() -> None:
+    workers = Workers(before_update=True)
+    workers.policy.first_update = 2
+    batch = replace(answers([0.0] * 4, [-1.0] * 4, [True] * 4), old_log_probs=None)
+    assert workers.old_log_probs(batch, Algorithm(None), step=1).old_log_probs is None
+    assert workers.update(batch, step=1) == (batch, {})
+    assert workers.updates == 0

@@ -2,13 +2,12 @@ import pytest
 import torch
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.estimators import ESTIMATORS
 from hybridrl.algorithms.kl import KLWeight
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
-from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.config.catalog import Estimator
+from tests.algorithms.parameters import estimator
 
-grpo = ESTIMATORS["grpo"]
-CENTRED = AdvantageSettings(normalise=False)
+grpo, centred = estimator("grpo"), estimator("grpo", norm_adv_by_std_in_grpo=False)
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def scored(make_batch):
 
 
 def test_the_score_lies_on_the_last_token_of_each_answer(scored):
-    batch, metrics = Algorithm(grpo, CENTRED).advantages(scored)
+    batch, metrics = Algorithm(centred).advantages(scored)
     assert batch.token_rewards.tolist() == [0, 1, 0]
     assert batch.advantages.tolist() == batch.returns.tolist() == [0.5, 0.5, -0.5]
     assert metrics == {}
@@ -36,7 +35,7 @@ def test_the_batch_given_stays_as_it_is(scored):
 
 
 def test_a_kl_penalty_is_taken_off_each_token(scored):
-    algorithm = Algorithm(grpo, CENTRED, kl_in_reward="kl", kl_weight=KLWeight(0.1))
+    algorithm = Algorithm(centred, kl_in_reward="kl", kl_weight=KLWeight(0.1))
     batch, metrics = algorithm.advantages(scored)
     # Rows: 1 - 0.1 * 0.5 = 0.95 and 0 + 0.1 * 0.5 = 0.05; their mean is 0.5.
     assert batch.token_rewards.tolist() == pytest.approx([-0.05, 1, 0.05])
@@ -68,14 +67,14 @@ def test_an_adaptive_weight_is_steered_for_the_next_step(scored):
 
 def test_rewards_a_token_are_taken_as_they_are(scored):
     scored.token_rewards = torch.tensor([0.25, 0.5, -1.0])
-    batch, _ = Algorithm(grpo, CENTRED).advantages(scored)
+    batch, _ = Algorithm(centred).advantages(scored)
     assert batch.token_rewards.tolist() == [0.25, 0.5, -1.0]
     assert batch.advantages.tolist() == [0.875, 0.875, -0.875]
 
 
 def test_the_exact_kl_is_taken_off_where_the_form_is_full(scored):
     scored.reference_kl = torch.tensor([0.5, 0.0, 1.0])
-    algorithm = Algorithm(grpo, CENTRED, kl_in_reward="full", kl_weight=KLWeight(0.1))
+    algorithm = Algorithm(centred, kl_in_reward="full", kl_weight=KLWeight(0.1))
     batch, metrics = algorithm.advantages(scored)
     assert batch.token_rewards.tolist() == pytest.approx([-0.05, 1, -0.1])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.25 + 1.0) / 2)
@@ -104,7 +103,12 @@ def test_what_is_asked_of_the_reference_follows_from_both_forms_of_kl(
 
 @pytest.mark.parametrize(
     ("asked", "needed"),
-    [({"kl_in_reward": "kl"}, False), ({"needs": "sum_pi_squared"}, False), ({"kl_in_reward": "full"}, True)],
+    [
+        ({"kl_in_reward": "kl"}, False),
+        ({"entry": Estimator("", "", reads=("sum_pi_squared",))}, False),
+        ({"entry": Estimator("", "", reads=("old_log_probs",))}, False),
+        ({"kl_in_reward": "full"}, True),
+    ],
 )
 def test_in_bypass_mode_only_the_exact_kl_needs_the_trainer_before_the_update(asked, needed):
     assert Algorithm(grpo, **asked).needs_old_log_probs
@@ -117,7 +121,7 @@ def correction(level="token"):
 
 def test_importance_weights_come_from_the_difference_to_the_rollout(scored):
     scored.rollout_log_probs = torch.tensor([-1.0, -2.5, -1.5])
-    algorithm = Algorithm(grpo, CENTRED, correction=correction())
+    algorithm = Algorithm(centred, correction=correction())
     assert algorithm.needs_old_log_probs
     batch, metrics = algorithm.advantages(scored)
     assert batch.importance_weights.tolist() == pytest.approx([1.0, 1.64872, 1.64872], abs=1e-5)
@@ -126,7 +130,7 @@ def test_importance_weights_come_from_the_difference_to_the_rollout(scored):
 
 def test_in_bypass_mode_the_correction_is_left_to_the_loss(scored):
     scored.rollout_log_probs = torch.tensor([-1.0, -2.5, -1.5])
-    batch, metrics = Algorithm(grpo, CENTRED, correction=correction(), bypass=True).advantages(scored)
+    batch, metrics = Algorithm(centred, correction=correction(), bypass=True).advantages(scored)
     assert batch.importance_weights is None
     assert metrics == {}
 
@@ -138,7 +142,7 @@ HIGH, LOW = 0.75**0.5, -(0.75**0.5)
 
 
 @pytest.mark.parametrize(
-    ("estimator", "advantages"),
+    ("name", "advantages"),
     [
         ("gae", [HIGH, 0, LOW, LOW]),
         ("reinforce_plus_plus", [HIGH, 0, LOW, LOW]),
@@ -149,7 +153,7 @@ HIGH, LOW = 0.75**0.5, -(0.75**0.5)
         ("opo", [0.5, 0, -0.5, -0.5]),
     ],
 )
-def test_an_answer_whose_last_token_is_rejected_keeps_its_score(make_batch, estimator, advantages):
+def test_an_answer_whose_last_token_is_rejected_keeps_its_score(make_batch, name, advantages):
     batch = make_batch(
         [2, 2],
         group=[0, 0],
@@ -161,17 +165,19 @@ def test_an_answer_whose_last_token_is_rejected_keeps_its_score(make_batch, esti
         sum_pi_squared=[0.5] * 4,
     )
     rejecting = RolloutCorrection(None, None, 2.0, False, parse_rejections("token_k2", 0.5))
-    learnt, _ = Algorithm(ESTIMATORS[estimator], correction=rejecting).advantages(batch)
+    learnt, _ = Algorithm(estimator(name), correction=rejecting).advantages(batch)
     assert learnt.response_mask.tolist() == [True, False, True, True]
     assert learnt.advantages.tolist() == pytest.approx(advantages, abs=1e-6)
-    if estimator in ("gae", "reinforce_plus_plus", "remax"):
+    if name in ("gae", "reinforce_plus_plus", "remax"):
         assert learnt.returns.tolist() == pytest.approx([1, 0, 0, 0], abs=1e-6)
 
 
-def test_an_own_estimator_is_a_function_of_the_batch_and_the_settings(scored):
-    def doubled(batch, settings):
-        return batch.token_rewards * 2, torch.full_like(batch.token_rewards, settings.gamma)
+def test_the_weight_of_the_kl_penalty_is_its_state(scored):
+    algorithm, resumed = (Algorithm(grpo, kl_weight=KLWeight(weight)) for weight in (0.25, 0.1))
+    resumed.load_state_dict(algorithm.state_dict())
+    assert resumed.kl_weight.value == 0.25
 
-    batch, _ = Algorithm(doubled, AdvantageSettings(gamma=0.5)).advantages(scored)
-    assert batch.advantages.tolist() == [0, 2, 0]
-    assert batch.returns.tolist() == [0.5, 0.5, 0.5]
+
+def test_the_entry_states_what_the_rollout_has_to_provide():
+    assert Algorithm(grpo, Estimator("", "", reads=("greedy_rewards",))).reads_greedy_rewards
+    assert not Algorithm(grpo).reads_greedy_rewards

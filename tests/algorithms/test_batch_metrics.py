@@ -36,7 +36,7 @@ def step(make_batch) -> Batch:
     )
 
 
-def test_a_step_is_told_by_mean_and_extremes_under_verls_names(step):
+def test_metrics_are_mean_and_extremes_under_verls_names(step):
     assert batch_metrics(step) == {
         "critic/score/mean": 0.5,
         "critic/score/max": 1.0,
@@ -72,7 +72,7 @@ def test_the_entropy_is_of_all_that_was_sampled_also_where_a_rejection_left_some
     assert found["critic/advantages/mean"] == pytest.approx((1 - 3 + 0) / 3)
 
 
-def test_without_entropies_none_is_told(step):
+def test_without_entropies_there_is_no_metric_of_them(step):
     step.entropies = None
     assert "actor/entropy" not in batch_metrics(step)
 
@@ -93,7 +93,7 @@ def test_the_step_tells_of_its_values(step):
     assert batch_metrics(step)["critic/values/max"] == 5
 
 
-def test_values_are_told_of_written_tokens_and_of_how_much_of_the_returns_they_explain(make_batch):
+def test_value_metrics_cover_written_tokens_and_the_explained_variance(make_batch):
     # Written are returns 1, 2, 6 of variance 7, predicted wrong by 1, -1, 3, of variance 4.
     batch = make_batch(
         [2, 2],
@@ -117,7 +117,7 @@ def test_returns_that_do_not_vary_have_no_variance_to_explain(make_batch):
     assert "critic/vf_explained_var" not in value_metrics(make_batch([1], values=[1.0], returns=[3.0]))
 
 
-def test_without_a_critic_no_values_are_told(make_batch):
+def test_without_a_critic_there_are_no_value_metrics(make_batch):
     assert value_metrics(make_batch([1], returns=[3.0])) == {}
 
 
@@ -169,7 +169,7 @@ def test_the_ratios_of_chi_squared_are_cut_at_e_to_the_20(make_batch):
     assert metrics["rollout_corr/chi2_seq"] == pytest.approx(math.exp(40) - 1)
 
 
-def test_a_mismatch_too_small_for_single_precision_is_told_all_the_same(make_batch):
+def test_a_mismatch_too_small_for_single_precision_is_measured(make_batch):
     batch = make_batch([2], rollout_log_probs=[-1.0, -1.0], old_log_probs=[-1.0 + 2**-20, -1.0 + 2**-20])
     assert mismatch_metrics(batch)["rollout_corr/k3_kl"] == pytest.approx(2**-41, rel=1e-3, abs=0)
 

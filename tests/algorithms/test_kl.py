@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.kl import KLWeight, kl_estimate, penalised
+from hybridrl.algorithms.kl import KLWeight, kl_estimate, penalized
 
 # One token with log-prob -1, reference -1.5: the difference d = -0.5. Values, and slopes in the log-prob.
 VALUES = {"k1": 0.5, "abs": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5}
@@ -134,18 +134,18 @@ def three_rows(make_batch):
 
 
 def test_each_written_token_pays_for_its_own_kl(three_rows):
-    rewards, _ = penalised(three_rows, "kl", 0.1)
+    rewards, _ = penalized(three_rows, "kl", 0.1)
     assert rewards.tolist() == pytest.approx([-0.05, 0, 1.025, 1.9, 3])
 
 
-def test_the_kl_told_is_the_mean_of_the_rows_means(three_rows):
+def test_the_kl_metric_is_the_mean_of_the_rows_means(three_rows):
     # (0.5 - 0.25) / 2, 1, and 0 of the row in which nothing was written.
-    _, kl = penalised(three_rows, "kl", 0.1)
+    _, kl = penalized(three_rows, "kl", 0.1)
     assert kl == pytest.approx((0.125 + 1 + 0) / 3)
 
 
 def test_the_full_kl_is_the_one_over_the_vocabulary_that_the_rows_bring(three_rows):
-    rewards, kl = penalised(three_rows, "full", 0.1)
+    rewards, kl = penalized(three_rows, "full", 0.1)
     assert rewards.tolist() == pytest.approx([-0.01, 0, 0.97, 1.96, 3])
     assert kl == pytest.approx((0.2 + 0.4 + 0) / 3)
 

@@ -17,8 +17,8 @@ ROWS = st.lists(st.lists(st.tuples(st.floats(-30, 30), st.booleans()), min_size=
 CUTS = {"k1": "0.7_1.4", "k2": "0.13", "k3": "0.11"}
 
 
-def correction(level=None, bounds="2.0", options=None, thresholds=None, batch_normalise=False):
-    return RolloutCorrection(level, *parse_threshold(bounds), batch_normalise, parse_rejections(options, thresholds))
+def correction(level=None, bounds="2.0", options=None, thresholds=None, batch_normalize=False):
+    return RolloutCorrection(level, *parse_threshold(bounds), batch_normalize, parse_rejections(options, thresholds))
 
 
 def rows_of(make_batch, rows, **more):
@@ -91,7 +91,7 @@ def test_a_step_can_divide_weights_by_their_mean_over_tokens_or_rows(make_batch,
     # The policy wrote three tokens of the first row here, so that rows do not count by their tokens.
     longer = [[(LN2, True), (-LN2, True), (0, True)], [(2 * LN2, True), (LN2, True)]]
     batch = two_rows if level == "token" else rows_of(make_batch, longer)
-    normalising = correction(level, "3", batch_normalise=True)
+    normalising = correction(level, "3", batch_normalize=True)
     plain = normalising.weights(log_ratio(batch), batch)
     corrected, metrics = normalising.apply(batch)
     assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(mean)
@@ -100,7 +100,7 @@ def test_a_step_can_divide_weights_by_their_mean_over_tokens_or_rows(make_batch,
 
 def test_weights_that_are_all_zero_are_divided_by_nothing(make_batch):
     batch = rows_of(make_batch, [[(3.0, True), (-3.0, True)]])
-    corrected, metrics = correction("token", "0.5_2.0", batch_normalise=True).apply(batch)
+    corrected, metrics = correction("token", "0.5_2.0", batch_normalize=True).apply(batch)
     assert corrected.importance_weights.tolist() == [0, 0]
     assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
@@ -285,7 +285,7 @@ def ragged(seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bounds", ["1.3", "0.8_1.3"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_and_what_is_told_of_them_follow_the_formulas(make_batch, level, bounds, seed):
+def test_weights_and_their_metrics_follow_the_formulas(make_batch, level, bounds, seed):
     rows, (lower, upper) = ragged(seed), parse_threshold(bounds)
     batch = rows_of(make_batch, rows)
     corrected, metrics = correction(level, bounds).apply(batch)
@@ -298,7 +298,7 @@ def test_weights_and_what_is_told_of_them_follow_the_formulas(make_batch, level,
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_rejection_and_what_is_told_of_it_follow_the_formulas(make_batch, option, seed):
+def test_a_rejection_and_its_metrics_follow_the_formulas(make_batch, option, seed):
     rows, threshold = ragged(seed), CUTS[option[-2:]]
     batch = rows_of(make_batch, rows)
     corrected, metrics = correction(None, options=option, thresholds=threshold).apply(batch)
@@ -312,7 +312,7 @@ def test_a_rejection_and_what_is_told_of_it_follow_the_formulas(make_batch, opti
     assert metrics == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_several_rejections_leave_out_together_is_told_apart_from_each(two_rows):
+def test_several_rejections_have_metrics_together_and_each(two_rows):
     # One leaves out the first and third of four tokens, the other the second and third.
     _, metrics = correction(None, options="token_k3,token_k1", thresholds="0.31,0.3_1.5").apply(two_rows)
     assert metrics["rollout_corr/rollout_rs_token_k3_masked_fraction"] == 1 / 4
@@ -323,10 +323,10 @@ def test_what_several_rejections_leave_out_together_is_told_apart_from_each(two_
 
 
 def everything():
-    return correction("token", "0.5_2.0", OPTIONS, "1.0", batch_normalise=True)
+    return correction("token", "0.5_2.0", OPTIONS, "1.0", batch_normalize=True)
 
 
-def test_rows_of_which_nothing_is_left_are_told_of_all_the_same(make_batch):
+def test_completely_rejected_rows_are_in_the_metrics(make_batch):
     batch = rows_of(make_batch, [[(5.0, True), (6.0, True)], [(7.0, True)]])
     corrected, metrics = everything().apply(batch)
     assert not corrected.response_mask.any()
@@ -334,7 +334,7 @@ def test_rows_of_which_nothing_is_left_are_told_of_all_the_same(make_batch):
     assert all(map(math.isfinite, metrics.values()))
 
 
-def test_one_token_alone_is_told_of(make_batch):
+def test_a_single_token_has_metrics(make_batch):
     _, metrics = everything().apply(rows_of(make_batch, [[(0.1, True)]]))
     assert all(map(math.isfinite, metrics.values()))
 
@@ -373,7 +373,7 @@ def test_weights_stay_within_their_bounds(make_batch, rows, level, upper, lower)
 @given(data=st.data(), rows=ROWS, level=st.sampled_from(LEVELS))
 def test_the_order_of_rows_does_not_matter(make_batch, data, rows, level):
     order = data.draw(st.permutations(range(len(rows))))
-    asked = correction(level, "5", OPTIONS, "3", batch_normalise=True)
+    asked = correction(level, "5", OPTIONS, "3", batch_normalize=True)
     batch = rows_of(make_batch, rows)
     corrected, metrics = asked.apply(batch)
     moved, moved_metrics = asked.apply(batch.select(order))
@@ -385,7 +385,7 @@ def test_the_order_of_rows_does_not_matter(make_batch, data, rows, level):
 
 @given(rows=ROWS, level=st.sampled_from(LEVELS))
 def test_a_row_says_the_same_in_a_pass_of_its_own(make_batch, rows, level):
-    asked, batch = correction(level, "5", OPTIONS, "3", batch_normalise=True), rows_of(make_batch, rows)
+    asked, batch = correction(level, "5", OPTIONS, "3", batch_normalize=True), rows_of(make_batch, rows)
     weights, kept = asked.weights(log_ratio(batch), batch), asked.kept(log_ratio(batch), batch)
     alone = [batch.select([row]) for row in range(len(batch))]
     assert torch.equal(torch.cat([asked.weights(log_ratio(row), row) for row in alone]), weights)
@@ -403,10 +403,10 @@ def test_a_threshold_is_an_upper_bound_or_two(text, bounds):
 @pytest.mark.parametrize(
     "text", ["", "two", 0.55, "-1", "0.5_0.9", "1.1_2.0", "-0.5_2.0", "0_2", "0.5_0.7_3.0", "nan", "inf", True]
 )
-def test_a_threshold_that_equal_probabilities_would_exceed_is_refused(text):
-    with pytest.raises(ValueError, match=r"'0.5_5.0'") as refusal:
+def test_a_threshold_that_equal_probabilities_would_exceed_is_rejected(text):
+    with pytest.raises(ValueError, match=r"'0.5_5.0'") as caught:
         parse_threshold(text)
-    assert repr(text) in str(refusal.value)
+    assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -448,6 +448,6 @@ def test_nothing_named_is_no_rejection(options):
     ],
 )
 def test_what_is_wrong_with_rejections_is_said(options, thresholds, words):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError) as caught:
         parse_rejections(options, thresholds)
-    assert [word for word in words if word not in str(refusal.value)] == []
+    assert [word for word in words if word not in str(caught.value)] == []

@@ -1,4 +1,4 @@
-"""A model directory that brings its own code, in three files."""
+"""A model directory with custom code, in three files."""
 
 import json
 from pathlib import Path

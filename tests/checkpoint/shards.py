@@ -1,4 +1,4 @@
-"""Writes a model as a run saves it: in shards, with settings in `huggingface` beside them."""
+"""Writes a model as a run saves it: in shards, with settings in `huggingface` next to them."""
 
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybridrl.checkpoint.export import export_settings
 from hybridrl.checkpoint.published import own_tensors
+from hybridrl.checkpoint.write import export_settings
 
 
 def whole_model(config: PreTrainedConfig, *, value: bool = False) -> PreTrainedModel:
-    """The model that `save_in_shards` saves, of float32."""
+    """Return the model that `save_in_shards` saves, in float32."""
     torch.manual_seed(0)
     kind = AutoModelForTokenClassification if value else AutoModelForCausalLM
     model = kind.from_config(config)
@@ -32,7 +32,7 @@ def whole_model(config: PreTrainedConfig, *, value: bool = False) -> PreTrainedM
 def save_in_shards(
     directory: Path, config: PreTrainedConfig, *, value: bool = False, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Save the model from these ranks, with moments, each tensor cut over all of them."""
+    """Save the model from these ranks, with moments, each tensor sharded over all of them."""
     model = whole_model(config, value=value)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = {

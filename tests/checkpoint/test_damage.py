@@ -1,4 +1,4 @@
-"""A saved step as runs write it, of which every file in turn is truncated, changed by a byte, or removed."""
+"""A checkpoint as runs write it, of which every file in turn is truncated, changed by a byte, or removed."""
 
 import os
 import shutil
@@ -10,15 +10,14 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM
 
-from hybridrl.checkpoint.export import export_settings
 from hybridrl.checkpoint.read import check_parts
-from hybridrl.checkpoint.resume.select import agree, saved_step
+from hybridrl.checkpoint.resume.select import check_compatible, select_checkpoint
+from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import LATEST, Store
+from hybridrl.checkpoint.write import export_settings
 from hybridrl.config import ConfigError
-from hybridrl.config.model_directory import HUGGINGFACE
-from hybridrl.saving import SavePlan, Saver, SaveTimes
-from hybridrl.training.state import state_of
-from hybridrl.training.state_writer import StateWriter
+from hybridrl.config.files import HUGGINGFACE
+from hybridrl.training.state import StateWriter, state_of
 from tests.training.families import FAMILIES
 from tests.training.test_state import ALL, build, train
 
@@ -38,7 +37,7 @@ OLDER, NEWER = "global_step_1", "global_step_2"
 
 
 class OneRank:
-    """Saves a model as the training ranks do."""
+    """Stands in for the training ranks: saves a model as they do."""
 
     def __init__(self, path: str) -> None:
         self.learner, self.writer = build(path), StateWriter("cpu")
@@ -61,16 +60,16 @@ def tokenizer_files(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A run's directory with two steps."""
+    """A run's directory with two checkpoints."""
     model, run = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("run")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     AutoModelForCausalLM.from_config(FAMILIES["two heads a key"]).save_pretrained(model)
     store = Store(run)
     times = SaveTimes(steps=1, epochs=None, seconds=None, recovery_seconds=-1)
-    plan = SavePlan({"actor": list(ALL)}, times, tokenizer_files, yaml.safe_dump(CONFIG))
-    saver = Saver(OneRank(str(model)), store, plan)
+    plan = SavePlan({"actor": list(ALL)}, times, tokenizer_files, yaml.safe_dump(CONFIG), STATE)
+    saver = Saver(OneRank(str(model)), store, plan, {})
     for step in (1, 2):
-        saver.start(step, STATE | {"step": step})
+        saver.start(step, Save.KEPT, {}, "")
     saver.finish()
     store.close()
     dist.destroy_process_group()
@@ -79,7 +78,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(saved, tmp_path) -> Path:
-    """A copy, by hard links: a file is damaged by putting another in its place."""
+    """A copy by hard links: a file is damaged by replacing it."""
     return shutil.copytree(saved, tmp_path / "run", copy_function=os.link)
 
 
@@ -89,7 +88,7 @@ def truncate(path: Path) -> list[bytes]:
 
 
 def flip(path: Path) -> list[bytes]:
-    """Each byte of a small file, and of a large one some."""
+    """Flip a bit in each byte of a small file, and in some bytes of a large one."""
     content = path.read_bytes()
     places = range(0, len(content), max(len(content) // 50, 1))
     return [
@@ -102,7 +101,7 @@ def remove(path: Path) -> list[None]:
 
 
 def each(run: Path, step: str, damage: Callable[[Path], list[bytes | None]]):
-    """Every file of a step by its name there, damaged in every way in turn, and then whole again."""
+    """Yield every file of a checkpoint by name, damaged in every way in turn, and then restored."""
     files = sorted(path for path in (run / step).rglob("*") if path.is_file())
     assert {path.name for path in files} >= {"state.json", "manifest.json", "config.yaml", ".metadata", "config.json"}
     for path in files:
@@ -117,60 +116,60 @@ def each(run: Path, step: str, damage: Callable[[Path], list[bytes | None]]):
 
 
 def choose(run: Path, *named: str):
-    """The step that a run goes on from, and what it says."""
-    said: list[str] = []
+    """Return the checkpoint that a run resumes from, and what is logged."""
+    logged: list[str] = []
     mode, path = ("resume_path", str(run / named[0])) if named else ("auto", None)
-    found = saved_step(mode, path, run, "fingerprint", said.append)
-    return found, said
+    checkpoint = select_checkpoint(mode, path, run, "fingerprint", logged.append)
+    return checkpoint, logged
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
-def test_whichever_file_is_damaged_it_is_named_and_the_older_step_is_taken(run, damage):
+def test_any_damaged_file_is_named_and_the_older_checkpoint_is_used(run, damage):
     assert choose(run)[0].path == run / NEWER
     for name in each(run, NEWER, damage):
-        found, said = choose(run)
-        assert found.path == run / OLDER
-        assert len(said) == 1 and said[0].startswith(f"{run / NEWER} is passed over: {name}: "), name
+        checkpoint, logged = choose(run)
+        assert checkpoint.path == run / OLDER
+        assert len(logged) == 1 and logged[0].startswith(f"{run / NEWER} is skipped: {name}: "), name
     assert choose(run)[0].path == run / NEWER
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
-def test_no_damage_to_an_older_step_keeps_the_newest_from_being_taken(run, damage):
+def test_damage_to_an_older_checkpoint_does_not_affect_the_newest(run, damage):
     for name in each(run, OLDER, damage):
-        found, said = choose(run)
-        assert (found.path, said) == (run / NEWER, []), name
+        checkpoint, logged = choose(run)
+        assert (checkpoint.path, logged) == (run / NEWER, []), name
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
-def test_a_damaged_step_that_was_asked_for_is_taken_with_a_warning_or_refused_in_a_sentence(run, damage):
+def test_a_damaged_checkpoint_that_was_requested_is_used_with_a_warning_or_rejected(run, damage):
     for name in each(run, NEWER, damage):
         try:
-            found, said = choose(run, NEWER)
+            checkpoint, logged = choose(run, NEWER)
         except ConfigError as error:
             assert name in ("state.json", "actor/.metadata", "manifest.json") and f": {name}: " in str(error)
             assert name != "manifest.json" or damage is not remove
             continue
-        assert f": {name}: " in said[0] and said[0].endswith("it is taken at your word")
-        agree(found, CONFIG | {"critic": {"enable": False}}, "rows", [], False, said.append)
-        check_parts(found.path / "actor", ALL)
+        assert f": {name}: " in logged[0] and logged[0].endswith("using it anyway, as requested")
+        check_compatible(checkpoint, CONFIG | {"critic": {"enable": False}}, "rows", [], False, logged.append)
+        check_parts(checkpoint.path / "actor", ALL)
 
 
 @pytest.mark.parametrize("text", [b"", b"2\n", b"1", b"99", b"-1", b"\xff\x00", None], ids=repr)
-def test_whatever_the_file_that_names_the_latest_step_says_the_directories_are_believed(run, text):
+def test_the_file_that_names_the_latest_step_is_ignored(run, text):
     (run / LATEST).unlink()
     if text is not None:
         (run / LATEST).write_bytes(text)
     assert choose(run)[0].path == run / NEWER
 
 
-def test_what_a_killed_run_left_half_written_is_no_step(run):
+def test_a_half_written_directory_of_a_killed_run_is_not_a_checkpoint(run):
     shutil.copytree(run / NEWER, run / ".global_step_3.writing")
     assert choose(run)[0].path == run / NEWER
     Store(run).close()
     assert not (run / ".global_step_3.writing").exists()
 
 
-def test_a_step_may_lie_elsewhere_and_be_linked_to(run, tmp_path):
+def test_a_checkpoint_may_be_a_link(run, tmp_path):
     (run / NEWER).rename(tmp_path / "large disk")
     (run / NEWER).symlink_to(tmp_path / "large disk")
     assert choose(run)[0].path == run / NEWER
@@ -179,7 +178,7 @@ def test_a_step_may_lie_elsewhere_and_be_linked_to(run, tmp_path):
     assert choose(run, "best")[0].path == run / OLDER
 
 
-def test_of_a_step_that_is_linked_to_retention_removes_the_link_alone(run, tmp_path):
+def test_retention_removes_only_the_link_to_a_checkpoint(run, tmp_path):
     (run / OLDER).rename(tmp_path / "large disk")
     (run / OLDER).symlink_to(tmp_path / "large disk")
     store = Store(run, keep=1)
@@ -190,24 +189,24 @@ def test_of_a_step_that_is_linked_to_retention_removes_the_link_alone(run, tmp_p
     assert (tmp_path / "large disk" / "state.json").is_file()
 
 
-def test_a_link_to_nowhere_is_named_and_passed_over(run, tmp_path):
+def test_a_broken_link_is_named_and_skipped(run, tmp_path):
     (run / "global_step_9").symlink_to(tmp_path / "gone")
-    found, said = choose(run)
-    assert found.path == run / NEWER and said == [f"{run / 'global_step_9'} is passed over: manifest.json: missing"]
-    with pytest.raises(ConfigError, match="there is no such saved step"):
+    checkpoint, logged = choose(run)
+    assert checkpoint.path == run / NEWER and logged == [f"{run / 'global_step_9'} is skipped: manifest.json: missing"]
+    with pytest.raises(ConfigError, match="there is no such checkpoint"):
         choose(run, "global_step_9")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser reads all")
-def test_a_step_that_may_not_be_read_is_named_and_passed_over(run):
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser can read everything")
+def test_a_checkpoint_without_read_permission_is_named_and_skipped(run):
     (run / NEWER).chmod(0)
-    found, said = choose(run)
+    checkpoint, logged = choose(run)
     (run / NEWER).chmod(0o700)
-    assert found.path == run / OLDER
-    assert said == [f"{run / NEWER} is passed over: manifest.json: cannot be read (Permission denied)"]
+    assert checkpoint.path == run / OLDER
+    assert logged == [f"{run / NEWER} is skipped: manifest.json: cannot be read (Permission denied)"]
 
 
 @pytest.mark.parametrize("place", ["", "elsewhere", "actor"])
-def test_a_path_that_is_no_step_is_refused(run, place):
-    with pytest.raises(ConfigError, match=r"there is no such saved step; name one, .*/global_step_N"):
+def test_a_path_that_is_not_a_checkpoint_is_rejected(run, place):
+    with pytest.raises(ConfigError, match=r"there is no such checkpoint; name one, .*/global_step_N"):
         choose(run, f"{NEWER}/{place}" if place == "actor" else place)

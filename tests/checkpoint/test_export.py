@@ -15,10 +15,10 @@ from transformers import (
 )
 
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.export import export_model
+from hybridrl.checkpoint.write import export_model
 from hybridrl.training import attention
+from hybridrl.training.model import load_value_model
 from hybridrl.training.packing import lay_out
-from hybridrl.training.value_model import load_value_model
 from tests.checkpoint.own_code import CODE, save_with_code
 from tests.training.families import model_config
 
@@ -40,16 +40,16 @@ def small_model(*, tied: bool) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
 
 
-def whole(model: PreTrainedModel):
+def all_tensors(model: PreTrainedModel):
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
 def assert_loads_as(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    found, report = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     expected = model.to(dtype).state_dict()
-    assert found.state_dict().keys() == expected.keys()
-    for name, value in found.state_dict().items():
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, value in loaded.state_dict().items():
         assert value.dtype == dtype and torch.equal(value, expected[name]), name
 
 
@@ -58,13 +58,13 @@ def assert_loads_as(directory: Path, model: PreTrainedModel, dtype: torch.dtype)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied head", "own head"])
 def test_transformers_loads_what_was_written(tmp_path, tied, limit, dtype):
     model = small_model(tied=tied)
-    export_model(iter(whole(model)), model, tmp_path / "model", dtype, writes=True, limit=limit)
+    export_model(iter(all_tensors(model)), model, tmp_path / "model", dtype, writes=True, limit=limit)
     assert_loads_as(tmp_path / "model", model, dtype)
 
 
-def test_a_large_model_is_cut_into_files_below_the_limit_with_an_index(tmp_path):
+def test_a_large_model_is_split_into_files_below_the_limit_with_an_index(tmp_path):
     model = small_model(tied=False)
-    export_model(whole(model), model, tmp_path, FLOAT, writes=True, limit=700)
+    export_model(all_tensors(model), model, tmp_path, FLOAT, writes=True, limit=700)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 2
@@ -81,23 +81,23 @@ def test_a_large_model_is_cut_into_files_below_the_limit_with_an_index(tmp_path)
     assert index["metadata"]["total_size"] == total
 
 
-def test_the_type_of_the_weights_is_that_asked_for_and_the_configuration_says_so(tmp_path):
+def test_the_weights_and_the_configuration_have_the_requested_type(tmp_path):
     model = small_model(tied=True)
-    export_model(whole(model), model, tmp_path, HALF, writes=True)
+    export_model(all_tensors(model), model, tmp_path, HALF, writes=True)
     assert AutoConfig.from_pretrained(tmp_path).dtype == HALF
     assert model.config.dtype != HALF
 
 
-def test_the_configuration_names_the_architecture_and_nothing_of_ours(tmp_path):
+def test_the_configuration_has_the_architecture_and_no_internal_names(tmp_path):
     model = small_model(tied=True)
-    export_model(whole(model), model, tmp_path, FLOAT, writes=True)
+    export_model(all_tensors(model), model, tmp_path, FLOAT, writes=True)
     text = (tmp_path / "config.json").read_text()
     assert json.loads(text)["architectures"] == ["Qwen2ForCausalLM"]
     assert attention.NAME not in text
 
 
 @pytest.mark.parametrize("family", ["qwen2", "learned positions"])
-def test_a_value_model_is_loaded_by_transformers_and_by_us_with_the_same_values(tmp_path, family):
+def test_a_value_model_has_the_same_values_in_transformers_and_here(tmp_path, family):
     settings = {"vocab_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     family_settings = {
         "qwen2": Qwen2Config(**settings, hidden_size=8, intermediate_size=8, num_key_value_heads=1),
@@ -107,19 +107,19 @@ def test_a_value_model_is_loaded_by_transformers_and_by_us_with_the_same_values(
     model = load_value_model(model_config(str(tmp_path / "start")), FLOAT)
     torch.manual_seed(0)
     torch.nn.init.normal_(model.model.get_submodule(model.head_name).weight)
-    export_model(whole(model.model), model.model, tmp_path / "saved", FLOAT, writes=True)
+    export_model(all_tensors(model.model), model.model, tmp_path / "saved", FLOAT, writes=True)
     inputs = lay_out(one_row(), padded=False)
     again = load_value_model(model_config(str(tmp_path / "saved")), FLOAT)
     assert torch.equal(again(inputs), model(inputs))
-    theirs, report = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    reloaded, report = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    values = theirs.eval()(inputs.input_ids).logits[0, inputs.predictors, 0]
+    values = reloaded.eval()(inputs.input_ids).logits[0, inputs.predictors, 0]
     torch.testing.assert_close(values, model(inputs))
-    assert theirs.config.architectures == [type(theirs).__name__]
+    assert reloaded.config.architectures == [type(reloaded).__name__]
 
 
 def one_row() -> Batch:
-    """A prompt of two tokens and an answer of three."""
+    """A prompt of two tokens and a response of three."""
     return Batch(
         prompt_lengths=torch.tensor([2]),
         response_lengths=torch.tensor([3]),
@@ -131,27 +131,27 @@ def one_row() -> Batch:
     )
 
 
-def test_a_rank_that_cannot_write_walks_through_all_tensors(tmp_path):
+def test_a_rank_that_cannot_write_exhausts_the_tensors(tmp_path):
     model = small_model(tied=True)
-    walk = iter(whole(model))
+    walk = iter(all_tensors(model))
     (tmp_path / "model").write_text("in the way")
     with pytest.raises(OSError, match="File exists"):
         export_model(walk, model, tmp_path / "model", FLOAT, writes=True)
     assert next(walk, None) is None
 
 
-def test_a_rank_that_does_not_write_walks_through_all_tensors(tmp_path):
+def test_a_rank_that_does_not_write_exhausts_the_tensors(tmp_path):
     model = small_model(tied=True)
-    walk = iter(whole(model))
+    walk = iter(all_tensors(model))
     export_model(walk, model, tmp_path / "model", FLOAT, writes=False)
     assert next(walk, None) is None
     assert not (tmp_path / "model").exists()
 
 
-def test_the_code_that_a_model_brought_along_is_kept(tmp_path):
+def test_a_models_custom_code_is_kept(tmp_path):
     save_with_code(tmp_path / "start")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", trust_remote_code=True)
-    export_model(whole(model), model, tmp_path / "saved", FLOAT, writes=True)
+    export_model(all_tensors(model), model, tmp_path / "saved", FLOAT, writes=True)
     for name in CODE:
         assert (tmp_path / "saved" / name).read_text() == (tmp_path / "start" / name).read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
@@ -159,9 +159,9 @@ def test_the_code_that_a_model_brought_along_is_kept(tmp_path):
     assert torch.equal(again(torch.arange(9)[None]).logits, model(torch.arange(9)[None]).logits)
 
 
-def test_generation_settings_are_kept_also_those_that_transformers_would_not_save(tmp_path):
+def test_generation_settings_are_kept_even_if_transformers_would_not_save_them(tmp_path):
     model = small_model(tied=True)
     model.generation_config = GenerationConfig(eos_token_id=[3, 5], do_sample=False, temperature=0.5)
-    export_model(whole(model), model, tmp_path, FLOAT, writes=True)
+    export_model(all_tensors(model), model, tmp_path, FLOAT, writes=True)
     kept = GenerationConfig.from_pretrained(tmp_path)
     assert (kept.eos_token_id, kept.do_sample, kept.temperature) == ([3, 5], False, 0.5)

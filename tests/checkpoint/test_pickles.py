@@ -10,7 +10,7 @@ from hybridrl.checkpoint.tensors import TYPES, Unreadable
 
 
 def values() -> dict[str, Tensor]:
-    """Each type, and each way in which a tensor may lie in its storage."""
+    """Return a tensor of each type, and of each way to lie in a storage."""
     torch.manual_seed(0)
     matrix = torch.randn(5, 7)
     return {
@@ -31,11 +31,11 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(value.view(torch.uint8) for value in flat))
 
 
-def test_every_tensor_is_found_as_it_lay_in_memory(tmp_path):
+def test_every_tensor_is_read_with_its_values_type_and_shape(tmp_path):
     torch.save(values(), tmp_path / "file")
-    found = load(tmp_path / "file")
-    assert found.keys() == values().keys()
-    assert all(same(found[name].mapped(), value) for name, value in values().items())
+    loaded = load(tmp_path / "file")
+    assert loaded.keys() == values().keys()
+    assert all(same(loaded[name].mapped(), value) for name, value in values().items())
 
 
 @pytest.mark.parametrize("begin", [1, 4095, 4096, 10007])
@@ -43,11 +43,11 @@ def test_an_archive_is_read_from_within_a_file(tmp_path, begin):
     memory = io.BytesIO()
     torch.save(values(), memory)
     (tmp_path / "file").write_bytes(b"x" * begin + memory.getvalue() + b"y" * 100)
-    found = load(tmp_path / "file", begin, len(memory.getvalue()))
-    assert all(same(found[name].mapped(), value) for name, value in values().items())
+    loaded = load(tmp_path / "file", begin, len(memory.getvalue()))
+    assert all(same(loaded[name].mapped(), value) for name, value in values().items())
 
 
-def test_what_is_mapped_may_be_changed_without_changing_the_file(tmp_path):
+def test_changing_a_mapped_tensor_does_not_change_the_file(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "file")
     load(tmp_path / "file")["a"].mapped().zero_()
     assert load(tmp_path / "file")["a"].mapped().tolist() == [1, 1, 1]
@@ -60,7 +60,7 @@ class Thing:
         self.size, self.value = 3, torch.ones(2)
 
 
-def test_objects_become_records_of_what_was_in_them(tmp_path):
+def test_objects_become_records_of_their_attributes(tmp_path):
     torch.save([Thing(), {"plain": (1, "two", None)}], tmp_path / "file")
     thing, plain = load(tmp_path / "file")
     assert isinstance(thing, Record) and type(thing).__name__ == "Thing"
@@ -70,7 +70,7 @@ def test_objects_become_records_of_what_was_in_them(tmp_path):
 
 
 class Call:
-    """Pickled, it is a call of a function."""
+    """Its pickle is a call of a function."""
 
     def __init__(self, function: object, *arguments: object) -> None:
         self.call = function, arguments
@@ -79,7 +79,7 @@ class Call:
         return self.call
 
 
-def test_nothing_that_a_file_names_is_called(tmp_path):
+def test_functions_that_a_file_names_are_not_called(tmp_path):
     trace = tmp_path / "trace"
     torch.save([Call(Path.touch, trace), Call(eval, "1 / 0"), Call(getattr, trace, "touch")], tmp_path / "file")
     assert all(isinstance(value, Record) or issubclass(value, Record) for value in load(tmp_path / "file"))
@@ -91,13 +91,13 @@ def test_nothing_that_a_file_names_is_called(tmp_path):
     [(b"", "cannot mmap an empty file"), (bytes(100), "File is not a zip file")],
     ids=["empty", "no archive"],
 )
-def test_what_torch_did_not_write_is_refused(tmp_path, content, reason):
+def test_a_file_that_torch_did_not_write_is_rejected(tmp_path, content, reason):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(Unreadable, match=f"file cannot be read: {reason}"):
         load(tmp_path / "file")
 
 
-def test_a_byte_changed_in_the_pickle_or_in_a_tensor_is_found(tmp_path):
+def test_a_changed_byte_of_the_pickle_or_a_tensor_is_detected(tmp_path):
     torch.save({"a name": torch.full((4,), 2.0)}, tmp_path / "file")
     content = (tmp_path / "file").read_bytes()
     assert not is_damaged(tmp_path / "file")

@@ -33,14 +33,14 @@ def in_memory(tensors: dict[str, torch.Tensor]) -> Tensors:
     return Tensors("in memory", meta, lambda name: [([0] * tensors[name].dim(), tensors[name])])
 
 
-def test_an_ordinary_models_tensors_are_published_as_they_are():
+def test_a_dense_models_tensors_are_published_unchanged():
     model = make(Qwen2Config(**SMALL, tie_word_embeddings=True))
-    found = parts(model, torch.bfloat16)
-    assert [part.names for part in found] == [(name,) for name, _ in model.named_parameters()]
-    assert {tensor.dtype for part in found for tensor in part.published.values()} == {torch.bfloat16}
+    all_parts = parts(model, torch.bfloat16)
+    assert [part.names for part in all_parts] == [(name,) for name, _ in model.named_parameters()]
+    assert {tensor.dtype for part in all_parts for tensor in part.published.values()} == {torch.bfloat16}
 
 
-def test_a_layers_experts_are_a_part_of_their_own_and_published_one_by_one():
+def test_the_experts_of_a_layer_are_one_part_and_are_published_separately():
     experts = [part for part in parts(make(EXPERTS)) if len(part.names) > 1]
     assert [part.names for part in experts] == [
         tuple(f"model.layers.{layer}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")) for layer in (0, 1)
@@ -52,23 +52,23 @@ def test_a_layers_experts_are_a_part_of_their_own_and_published_one_by_one():
     }
 
 
-def test_tensors_saved_under_the_models_own_names_are_read_as_published(tmp_path):
+def test_tensors_saved_under_the_models_own_names_are_converted(tmp_path):
     model = make(EXPERTS)
     model.save_pretrained(tmp_path)
-    expected, found = read_safetensors(tmp_path), as_published(in_memory(own_tensors(model)), model)
-    assert found.meta.keys() == expected.meta.keys()
-    assert all(torch.equal(found.read(name), expected.read(name)) for name in expected.meta)
-    assert all(found.meta[name].shape == tensor.shape for name, tensor in expected.meta.items())
+    expected, converted = read_safetensors(tmp_path), as_published(in_memory(own_tensors(model)), model)
+    assert converted.meta.keys() == expected.meta.keys()
+    assert all(torch.equal(converted.read(name), expected.read(name)) for name in expected.meta)
+    assert all(converted.meta[name].shape == tensor.shape for name, tensor in expected.meta.items())
 
 
-def test_tensors_that_were_saved_as_published_stay_as_they_are(tmp_path):
+def test_tensors_that_were_saved_as_published_are_not_converted(tmp_path):
     model = make(EXPERTS)
     model.save_pretrained(tmp_path)
     saved = read_safetensors(tmp_path)
     assert as_published(saved, model) is saved
 
 
-def test_buffers_that_no_computation_makes_anew_belong_to_the_model_and_keep_their_type():
+def test_persistent_buffers_belong_to_the_model_and_keep_their_type():
     config = Glm4MoeConfig(
         **SMALL, n_routed_experts=3, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1
     )

@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A model in shards, from so many ranks."""
+    """A model in shards, saved by each number of ranks."""
     directory = tmp_path_factory.mktemp("shards")
     for ranks in RANKS:
         on_ranks(ranks, save_in_shards, directory / str(ranks), qwen2())
@@ -33,7 +33,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
-    """Shards to be spoilt."""
+    """Shards to damage."""
     return shutil.copytree(saved / "2", tmp_path / "copy")
 
 
@@ -42,23 +42,23 @@ def expected() -> dict[str, Tensor]:
 
 
 def assert_equal(directory: Path, model: dict[str, Tensor]) -> None:
-    found = open_tensors(directory)
-    assert found.meta.keys() == model.keys()
+    tensors = open_tensors(directory)
+    assert tensors.meta.keys() == model.keys()
     for name, value in model.items():
-        assert (found.meta[name].shape, found.meta[name].dtype) == (value.shape, value.dtype)
-        assert torch.equal(found.read(name), value), name
+        assert (tensors.meta[name].shape, tensors.meta[name].dtype) == (value.shape, value.dtype)
+        assert torch.equal(tensors.read(name), value), name
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_shards_are_put_together_whatever_the_number_of_ranks(saved, ranks):
+def test_shards_of_any_number_of_ranks_are_assembled(saved, ranks):
     assert_equal(saved / str(ranks), expected())
 
 
-def test_of_a_saved_step_only_the_model_is_seen(saved):
+def test_only_the_model_of_a_checkpoint_is_opened(saved):
     assert not any("exp_avg" in name or "updates" in name for name in open_tensors(saved / "2").meta)
 
 
-def test_what_is_read_is_ones_own(saved):
+def test_reading_returns_a_copy(saved):
     tensors = open_tensors(saved / "2")
     tensors.read("model.norm.weight").zero_()
     assert torch.equal(tensors.read("model.norm.weight"), expected()["model.norm.weight"])
@@ -75,25 +75,25 @@ def test_a_hugging_face_directory_is_read(tmp_path, several):
     assert_equal(tmp_path, model)
 
 
-def test_weights_that_were_saved_as_a_hugging_face_directory_only_are_found_in_it(tmp_path):
+def test_weights_saved_only_as_a_hugging_face_directory_are_read(tmp_path):
     (tmp_path / "huggingface").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "huggingface" / FILE)
     assert_equal(tmp_path, {"a": torch.ones(2)})
 
 
-def test_shards_without_a_model_are_passed_over(copy):
+def test_shards_without_a_model_are_rejected(copy):
     on_ranks(1, dcp.save, {"extra": {"updates": 3}}, checkpoint_id=copy)
     with pytest.raises(ConfigError, match="holds no saved model"):
         open_tensors(copy)
 
 
-def test_a_step_is_refused_with_the_name_of_the_model_in_it(copy, tmp_path):
+def test_a_checkpoint_is_rejected_with_the_path_of_the_model_in_it(copy, tmp_path):
     copy.rename(tmp_path / "actor")
     with pytest.raises(ConfigError, match=rf"holds no saved model; name the model in it, {tmp_path / 'actor'}"):
         open_tensors(tmp_path)
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_directory_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="nowhere is not a directory"):
         open_tensors(tmp_path / "nowhere")
 
@@ -105,7 +105,7 @@ def test_a_missing_file_of_a_rank_is_named(copy):
         tensors.read("model.embed_tokens.weight")
 
 
-def test_a_truncated_file_of_a_rank_is_told(copy):
+def test_a_truncated_file_of_a_rank_is_named(copy):
     os.truncate(copy / "__1_0.distcp", 100)
     tensors = open_tensors(copy)
     with pytest.raises(Unreadable, match=r"__1_0\.distcp cannot be read"):
@@ -113,18 +113,18 @@ def test_a_truncated_file_of_a_rank_is_told(copy):
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000], ids="{} bytes".format)
-def test_a_truncated_list_of_the_shards_is_told(copy, size):
+def test_truncated_metadata_is_named(copy, size):
     os.truncate(copy / ".metadata", size)
     with pytest.raises(Unreadable, match=r"\.metadata cannot be read"):
         open_tensors(copy)
 
 
-def test_a_list_of_shards_that_lacks_some_is_told(copy):
+def test_metadata_that_lacks_shards_is_reported(copy):
     metadata = dcp.FileSystemReader(copy).read_metadata()
     metadata.state_dict_metadata["model.model.norm.weight"].chunks.pop()
     with (copy / ".metadata").open("wb") as file:
         pickle.dump(metadata, file)
-    with pytest.raises(Unreadable, match=r"model\.norm\.weight cannot be read: of its 10 elements 5 were saved"):
+    with pytest.raises(Unreadable, match=r"model\.norm\.weight cannot be read: 5 of its 10 elements were saved"):
         open_tensors(copy).read("model.norm.weight")
 
 
@@ -135,7 +135,7 @@ def test_a_truncated_file_of_safetensors_is_named(tmp_path):
         open_tensors(tmp_path)
 
 
-def test_a_file_that_the_index_names_and_is_missing_is_named(tmp_path):
+def test_a_missing_file_of_the_index_is_named(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))

@@ -1,4 +1,4 @@
-"""What a resumed run may change, what it is recognised by, and what it says of itself."""
+"""What a resumed run may change, how it is identified, and its summary."""
 
 import json
 import subprocess
@@ -13,19 +13,17 @@ import yaml
 
 import hybridrl
 from hybridrl.checkpoint.resume import (
-    Change,
-    changes,
     code_fingerprint,
     data_fingerprint,
-    decide,
     fingerprint,
     fingerprints,
     model_fingerprint,
-    sibling,
-    what_was_restored,
+    resume_summary,
 )
-from hybridrl.checkpoint.resume.select import agree
-from hybridrl.checkpoint.saved import Saved
+from hybridrl.checkpoint.resume.config_diff import Change, check_changes, config_changes
+from hybridrl.checkpoint.resume.fingerprints import matching_run
+from hybridrl.checkpoint.resume.select import check_compatible
+from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.config.compose import as_dict, save_config
 
@@ -34,7 +32,7 @@ SMALL = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "tie_
 
 @pytest.fixture
 def step(tmp_path) -> Path:
-    """A saved step with an actor, and the model that the run began with."""
+    """A checkpoint with an actor, and the model that the run started with."""
     for place in ("saved/global_step_3/actor/huggingface", "model"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "config.json").write_text(json.dumps(SMALL))
@@ -57,7 +55,7 @@ def config(tmp_path) -> dict:
 
 
 def with_values(config: dict, **values: object) -> dict:
-    """A copy with keys set: a__b=1 sets a.b."""
+    """Return a copy with keys set: a__b=1 sets a.b."""
     copy = deepcopy(config)
     for key, value in values.items():
         *sections, last = key.split("__")
@@ -68,20 +66,20 @@ def with_values(config: dict, **values: object) -> dict:
     return copy
 
 
-def found(config: dict, step: Path, same_rows: bool = True, **values: object) -> list[Change]:
-    return changes(config, with_values(config, **values), step=step, same_rows=same_rows)
+def changed_by(config: dict, step: Path, same_rows: bool = True, **values: object) -> list[Change]:
+    return config_changes(config, with_values(config, **values), step=step, same_rows=same_rows)
 
 
-def refusal(changed: list[Change], allow: tuple[str, ...] = (), reset_optimizer: bool = False) -> str:
+def rejection(changed: list[Change], allow: tuple[str, ...] = (), reset_optimizer: bool = False) -> str:
     with pytest.raises(ConfigError) as error:
-        decide(changed, list(allow), reset_optimizer, lambda line: None)
+        check_changes(changed, list(allow), reset_optimizer, lambda line: None)
     return str(error.value)
 
 
-def test_an_unchanged_configuration_has_no_changes_and_nothing_is_said(config, step):
-    said = []
-    decide(found(config, step), [], False, said.append)
-    assert said == []
+def test_an_unchanged_configuration_has_no_changes_and_nothing_is_logged(config, step):
+    logged = []
+    check_changes(changed_by(config, step), [], False, logged.append)
+    assert logged == []
 
 
 def test_a_configuration_that_was_written_and_read_again_is_unchanged(tmp_path):
@@ -93,38 +91,40 @@ def test_a_configuration_that_was_written_and_read_again_is_unchanged(tmp_path):
     sft = load_sft_config([*common, "optim.lr=1e-7"])
     save_config(sft, tmp_path / "config.yaml")
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert changes(written, as_dict(sft), step=tmp_path, same_rows=True) == []
+    assert config_changes(written, as_dict(sft), step=tmp_path, same_rows=True) == []
     other = load_sft_config([*common, "optim.lr=2e-7", "optim.optimizer=Muon"])
-    said = [(change.key, change.verdict) for change in changes(written, asdict(other), step=tmp_path, same_rows=True)]
-    assert said == [("optim.optimizer", "needs_allow"), ("optim.lr", "free")]
+    logged = [
+        (change.key, change.verdict) for change in config_changes(written, asdict(other), step=tmp_path, same_rows=True)
+    ]
+    assert logged == [("optim.optimizer", "needs_allow"), ("optim.lr", "free")]
 
 
-def test_every_change_is_said_key_by_key_and_most_are_free(config, step):
-    said = []
-    changed = found(config, step, data__train_batch_size=16, actor_rollout_ref__actor__optim__lr=2e-6)
-    decide(changed, [], False, said.append)
-    assert said[1:] == ["  data.train_batch_size: 8 -> 16", "  actor_rollout_ref.actor.optim.lr: 1e-06 -> 2e-06"]
+def test_every_change_is_logged_by_key_and_most_are_free(config, step):
+    logged = []
+    changed = changed_by(config, step, data__train_batch_size=16, actor_rollout_ref__actor__optim__lr=2e-6)
+    check_changes(changed, [], False, logged.append)
+    assert logged[1:] == ["  data.train_batch_size: 8 -> 16", "  actor_rollout_ref.actor.optim.lr: 1e-06 -> 2e-06"]
     assert {change.verdict for change in changed} == {"free"}
 
 
 def test_a_key_that_one_configuration_lacks_is_a_change_from_or_to_null(config, step):
     del config["data"]["train_batch_size"]
-    assert [str(change) for change in found(config, step, data__new_key=5)] == ["data.new_key: null -> 5"]
-    assert [str(change) for change in found(with_values(config, data__old_key=[1, 2]), step)] == []
+    assert [str(change) for change in changed_by(config, step, data__new_key=5)] == ["data.new_key: null -> 5"]
+    assert [str(change) for change in changed_by(with_values(config, data__old_key=[1, 2]), step)] == []
     saved = with_values(config, data__old_key=[1, 2])
-    assert [str(change) for change in changes(saved, config, step=step, same_rows=True)] == [
+    assert [str(change) for change in config_changes(saved, config, step=step, same_rows=True)] == [
         "data.old_key: [1, 2] -> null"
     ]
 
 
-def test_a_key_that_is_new_since_the_save_is_no_change_while_it_is_empty(config, step):
+def test_a_new_key_is_no_change_if_it_is_empty(config, step):
     for empty in ([], None, ""):
-        assert changes(config, with_values(config, data__train_weights=empty), step=step, same_rows=True) == []
-    (change,) = changes(config, with_values(config, data__train_weights=[2, 1]), step=step, same_rows=True)
+        assert config_changes(config, with_values(config, data__train_weights=empty), step=step, same_rows=True) == []
+    (change,) = config_changes(config, with_values(config, data__train_weights=[2, 1]), step=step, same_rows=True)
     assert (change.key, change.verdict) == ("data.train_weights", "needs_allow")
 
 
-def test_where_a_run_lies_and_how_it_is_resumed_is_no_change(config, step):
+def test_where_a_run_is_stored_and_how_it_resumes_is_no_change(config, step):
     moved = {
         "trainer__default_local_dir": "b",
         "trainer__logger": [],
@@ -133,7 +133,7 @@ def test_where_a_run_lies_and_how_it_is_resumed_is_no_change(config, step):
         "trainer__resume_allow": ["data.seed"],
         "trainer__reset_optimizer": True,
     }
-    assert found(config, step, **moved) == []
+    assert changed_by(config, step, **moved) == []
 
 
 @pytest.mark.parametrize(
@@ -146,88 +146,88 @@ def test_where_a_run_lies_and_how_it_is_resumed_is_no_change(config, step):
         ("actor_rollout_ref.actor.optim.optimizer", "Muon"),
     ],
 )
-def test_what_makes_another_run_of_it_has_to_be_allowed(config, step, key, value):
-    changed = found(config, step, **{key.replace(".", "__"): value})
-    message = refusal(changed)
+def test_changes_that_make_a_different_run_must_be_allowed(config, step, key, value):
+    changed = changed_by(config, step, **{key.replace(".", "__"): value})
+    message = rejection(changed)
     assert f"{key}: " in message and f"trainer.resume_allow=[{key}]" in message
     assert "trainer.resume_mode=disable" in message
-    decide(changed, [key], False, lambda line: None)
+    check_changes(changed, [key], False, lambda line: None)
 
 
-def test_all_that_needs_allowing_is_refused_at_once_with_the_override_to_type(config, step):
-    changed = found(config, step, data__seed=2, algorithm__adv_estimator="rloo", data__shuffle=False)
-    message = refusal(changed, allow=("data.seed",))
+def test_all_changes_that_must_be_allowed_are_rejected_together_with_the_override(config, step):
+    changed = changed_by(config, step, data__seed=2, algorithm__adv_estimator="rloo", data__shuffle=False)
+    message = rejection(changed, allow=("data.seed",))
     assert "trainer.resume_allow=[data.seed,data.shuffle,algorithm.adv_estimator]" in message
     assert "data.seed: " not in message
-    decide(changed, ["data.seed", "data.shuffle", "algorithm.adv_estimator"], False, lambda line: None)
+    check_changes(changed, ["data.seed", "data.shuffle", "algorithm.adv_estimator"], False, lambda line: None)
 
 
-def test_reset_optimizer_lifts_the_refusal_of_another_optimizer_and_of_nothing_else(config, step):
-    changed = found(config, step, actor_rollout_ref__actor__optim__optimizer="Muon")
-    assert "trainer.reset_optimizer=true" in refusal(changed)
-    decide(changed, [], True, lambda line: None)
-    assert "data.seed" in refusal(found(config, step, data__seed=2), reset_optimizer=True)
+def test_reset_optimizer_allows_another_optimizer_and_nothing_else(config, step):
+    changed = changed_by(config, step, actor_rollout_ref__actor__optim__optimizer="Muon")
+    assert "trainer.reset_optimizer=true" in rejection(changed)
+    check_changes(changed, [], True, lambda line: None)
+    assert "data.seed" in rejection(changed_by(config, step, data__seed=2), reset_optimizer=True)
 
 
 def test_the_same_rows_under_another_name_are_free(config, step):
-    (change,) = found(config, step, data__train_files=["b.jsonl"])
+    (change,) = changed_by(config, step, data__train_files=["b.jsonl"])
     assert change.verdict == "free" and str(change) == "data.train_files: [a.jsonl] -> [b.jsonl] (the same rows)"
 
 
-def test_other_rows_have_to_be_allowed_even_under_the_same_name(config, step):
-    (change,) = found(config, step, same_rows=False)
+def test_other_rows_must_be_allowed_even_under_the_same_name(config, step):
+    (change,) = changed_by(config, step, same_rows=False)
     assert change.verdict == "needs_allow"
-    assert "data.train_files=[a.jsonl] (" in refusal([change])
-    (renamed,) = found(config, step, same_rows=False, data__train_files=["b.jsonl"])
+    assert "data.train_files=[a.jsonl] (" in rejection([change])
+    (renamed,) = changed_by(config, step, same_rows=False, data__train_files=["b.jsonl"])
     assert renamed.verdict == "needs_allow"
 
 
-def test_an_allowance_that_does_nothing_is_said(config, step):
-    said = []
-    decide([], ["data.sede", "data.seed"], False, said.append)
-    (line,) = said
+def test_an_allowance_without_effect_is_logged(config, step):
+    logged = []
+    check_changes([], ["data.sede", "data.seed"], False, logged.append)
+    (line,) = logged
     assert line.startswith("trainer.resume_allow has no effect on data.sede;") and "data.seed" in line
 
 
-def test_a_critic_that_was_not_saved_cannot_be_had(config, step):
-    message = refusal(found(config, step, critic__enable=True), allow=("critic.enable",))
+def test_a_critic_that_was_not_saved_cannot_be_enabled(config, step):
+    message = rejection(changed_by(config, step, critic__enable=True), allow=("critic.enable",))
     assert "critic.enable: false -> true (no critic was saved)" in message
     (step / "critic").mkdir()
-    decide(found(config, step, critic__enable=True), [], False, lambda line: None)
+    check_changes(changed_by(config, step, critic__enable=True), [], False, lambda line: None)
 
 
-def test_what_is_set_for_a_critic_that_is_off_is_free(config, step):
-    (change,) = found(config, step, critic__optim__optimizer="Muon")
+def test_settings_of_a_disabled_critic_are_free(config, step):
+    (change,) = changed_by(config, step, critic__optim__optimizer="Muon")
     assert change.verdict == "free"
     (step / "critic").mkdir()
     used = with_values(config, critic__enable=True)
-    assert "critic.optim.optimizer" in refusal(found(used, step, critic__optim__optimizer="Muon"))
+    assert "critic.optim.optimizer" in rejection(changed_by(used, step, critic__optim__optimizer="Muon"))
 
 
 def test_another_model_of_the_same_shapes_is_free_and_its_weights_are_not_read(config, step, tmp_path):
-    other = {**SMALL, "torch_dtype": "float32", "vocab_size": 5}  # a setting that only one side has decides nothing
+    other = {**SMALL, "torch_dtype": "float32", "vocab_size": 5}  # settings that only one side has are ignored
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(other))
-    (change,) = found(config, step, actor_rollout_ref__model__path=str(tmp_path / "other"))
+    (change,) = changed_by(config, step, actor_rollout_ref__model__path=str(tmp_path / "other"))
     assert change.verdict == "free" and change.why == "the weights are the saved ones"
-    (hub,) = found(config, step, actor_rollout_ref__model__path="Qwen/Qwen3-8B")
+    (hub,) = changed_by(config, step, actor_rollout_ref__model__path="Qwen/Qwen3-8B")
     assert hub.verdict == "free"
 
 
-def test_a_model_of_other_shapes_is_refused_with_the_sizes_of_both(config, step, tmp_path):
+def test_a_model_of_other_shapes_is_rejected_with_both_sizes(config, step, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps({**SMALL, "hidden_size": 128}))
-    changed = found(config, step, actor_rollout_ref__model__path=str(tmp_path / "other"))
-    message = refusal(changed, allow=("actor_rollout_ref.model.path",))
+    changed = changed_by(config, step, actor_rollout_ref__model__path=str(tmp_path / "other"))
+    message = rejection(changed, allow=("actor_rollout_ref.model.path",))
     assert "actor_rollout_ref.model.path: " in message and "hidden_size 128, saved 64" in message
     assert "trainer.resume_allow=" not in message
 
 
-def test_an_override_that_changes_shapes_is_refused(config, step):
-    changed = found(config, step, actor_rollout_ref__model__override_config={"num_hidden_layers": 4})
-    assert "num_hidden_layers 4, saved 2" in refusal(changed)
-    decide(
-        found(config, step, actor_rollout_ref__model__override_config={"attention_dropout": 0.1}),
+def test_an_override_that_changes_shapes_is_rejected(config, step):
+    changed = changed_by(config, step, actor_rollout_ref__model__override_config={"num_hidden_layers": 4})
+    assert "num_hidden_layers 4, saved 2" in rejection(changed)
+    check_changes(
+        changed_by(config, step, actor_rollout_ref__model__override_config={"attention_dropout": 0.1}),
         [],
         False,
         lambda line: None,
@@ -237,26 +237,28 @@ def test_an_override_that_changes_shapes_is_refused(config, step):
 MODEL = "actor_rollout_ref__model__"
 
 
-def test_another_adapter_than_the_saved_one_cannot_be_had(config, step):
+def test_another_adapter_than_the_saved_one_is_rejected(config, step):
     key = "actor_rollout_ref.model.lora_rank"
-    whole, adapted = (with_values(config, **{f"{MODEL}lora_rank": rank, f"{MODEL}lora_alpha": 16}) for rank in (0, 8))
-    assert f"{key}: 0 -> 8 (no adapter was saved)" in refusal(found(whole, step, **{f"{MODEL}lora_rank": 8}))
-    assert f"{key}: 8 -> 0 (an adapter of rank 8 was saved)" in refusal(
-        found(adapted, step, **{f"{MODEL}lora_rank": 0})
+    full, adapted = (with_values(config, **{f"{MODEL}lora_rank": rank, f"{MODEL}lora_alpha": 16}) for rank in (0, 8))
+    assert f"{key}: 0 -> 8 (no adapter was saved)" in rejection(changed_by(full, step, **{f"{MODEL}lora_rank": 8}))
+    assert f"{key}: 8 -> 0 (an adapter of rank 8 was saved)" in rejection(
+        changed_by(adapted, step, **{f"{MODEL}lora_rank": 0})
     )
-    other = refusal(found(adapted, step, **{f"{MODEL}target_modules": ["q_proj"]}), allow=(key,))
+    other = rejection(changed_by(adapted, step, **{f"{MODEL}target_modules": ["q_proj"]}), allow=(key,))
     assert "target_modules: null -> [q_proj] (the saved adapter is on other layers)" in other
-    decide(found(config, step, **{f"{MODEL}lora_rank": 0}), [], False, lambda line: None)  # saved before there was LoRA
+    check_changes(
+        changed_by(config, step, **{f"{MODEL}lora_rank": 0}), [], False, lambda line: None
+    )  # saved before there was LoRA
 
 
-def test_a_scale_that_makes_another_model_of_the_adapter_has_to_be_meant(config, step):
+def test_another_scale_of_the_adapter_must_be_allowed(config, step):
     adapted = with_values(config, **{f"{MODEL}lora_rank": 8, f"{MODEL}lora_alpha": 16})
-    changed = found(adapted, step, **{f"{MODEL}lora_alpha": 32})
-    assert "trainer.resume_allow=[actor_rollout_ref.model.lora_alpha]" in refusal(changed)
-    decide(changed, ["actor_rollout_ref.model.lora_alpha"], False, lambda line: None)
+    changed = changed_by(adapted, step, **{f"{MODEL}lora_alpha": 32})
+    assert "trainer.resume_allow=[actor_rollout_ref.model.lora_alpha]" in rejection(changed)
+    check_changes(changed, ["actor_rollout_ref.model.lora_alpha"], False, lambda line: None)
 
 
-def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(config, step, tmp_path):
+def test_an_adapter_resumes_only_on_the_weights_it_was_trained_on(config, step, tmp_path):
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
     known = model_fingerprint(str(tmp_path / "model"))
     (tmp_path / "model").rename(tmp_path / "moved")
@@ -264,22 +266,22 @@ def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(config, s
     (tmp_path / "moved" / "model.safetensors").write_bytes(b"Weights")
     assert model_fingerprint(str(tmp_path / "moved")) != known
     (step / "config.yaml").write_text(yaml.safe_dump(config))
-    saved = Saved(3, step, {"data": "same", "bases": {"actor_rollout_ref.model.path": known}})
+    saved = Checkpoint(3, step, {"data": "same", "bases": {"actor_rollout_ref.model.path": known}})
     for bases in ({"actor_rollout_ref.model.path": known}, {}):
-        agree(saved, config, "same", [], False, lambda line: None, bases)
+        check_compatible(saved, config, "same", [], False, lambda line: None, bases)
     other = {"actor_rollout_ref.model.path": model_fingerprint(str(tmp_path / "moved"))}
     with pytest.raises(
         ConfigError, match=r"actor_rollout_ref\.model\.path=.*model: the adapter saved in .* other weights"
     ):
-        agree(saved, config, "same", [], False, lambda line: None, other)
+        check_compatible(saved, config, "same", [], False, lambda line: None, other)
 
 
-def test_what_is_impossible_and_what_needs_allowing_are_refused_together(config, step):
-    message = refusal(found(config, step, critic__enable=True, data__seed=2))
+def test_impossible_changes_and_those_to_allow_are_rejected_together(config, step):
+    message = rejection(changed_by(config, step, critic__enable=True, data__seed=2))
     assert "no critic was saved" in message and "trainer.resume_allow=[data.seed]" in message
 
 
-def test_data_is_known_by_its_contents_and_not_by_its_names(tmp_path):
+def test_data_is_identified_by_content_and_not_by_name(tmp_path):
     a, b, c = (tmp_path / name for name in "abc")
     a.write_text("one")
     b.write_text("two")
@@ -300,22 +302,22 @@ def test_a_boundary_between_files_counts(tmp_path):
     assert data_fingerprint([a, b]) != data_fingerprint([c, d])
 
 
-def test_of_a_large_file_size_and_samples_are_read(tmp_path, monkeypatch):
+def test_a_large_file_is_identified_by_size_and_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprints, "SAMPLES", 3)
     monkeypatch.setattr(fingerprints, "SAMPLE_BYTES", 2)
     path = tmp_path / "large"
 
-    def known(text: str) -> str:
+    def identity(text: str) -> str:
         path.write_text(text)
         return data_fingerprint([path])
 
     # Ten bytes in samples of two: at 0, 4 and 8.
-    assert known("0123456789") == known("01xx45xx89")
+    assert identity("0123456789") == identity("01xx45xx89")
     for other in ("x123456789", "0123x56789", "012345678x", "01234567899"):
-        assert known(other) != known("0123456789")
-    assert known("a" * 10) != known("a" * 11)
-    # Six bytes are read whole.
-    assert known("012345") != known("01x345")
+        assert identity(other) != identity("0123456789")
+    assert identity("a" * 10) != identity("a" * 11)
+    # Six bytes are read in full.
+    assert identity("012345") != identity("01x345")
 
 
 def test_a_fingerprint_is_the_same_in_every_process():
@@ -324,22 +326,20 @@ def test_a_fingerprint_is_the_same_in_every_process():
     assert other == fingerprint({"a": [2.5, None], "b": 1}, "x")
 
 
-def test_the_programs_versions_are_told_without_importing_them():
+def test_versions_are_reported_without_importing_the_libraries():
     code = code_fingerprint()
     assert code["hybridrl"] == hybridrl.__version__
     assert code["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert code["commit"] is None or code["commit"].removesuffix("-dirty") == head.stdout.strip()
-    quick = (
-        "import sys; from hybridrl.checkpoint import resume; resume.code_fingerprint(); print(*sys.modules)"
-    )
+    quick = "import sys; from hybridrl.checkpoint import resume; resume.code_fingerprint(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", quick], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "vllm", "ray"} & set(loaded)
 
 
 def test_a_package_outside_a_checkout_has_no_commit(monkeypatch, tmp_path):
     git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a")
-    for command in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "somebody else's")):
+    for command in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "unrelated")):
         subprocess.run([*git, *command], check=True)
     package = tmp_path / "venv" / "site-packages" / "hybridrl"
     package.mkdir(parents=True)
@@ -347,39 +347,39 @@ def test_a_package_outside_a_checkout_has_no_commit(monkeypatch, tmp_path):
     assert code_fingerprint()["commit"] is None
 
 
-def save(run: Path, step: int, known_by: str) -> Path:
+def save(run: Path, step: int, fingerprint: str) -> Path:
     directory = run / f"global_step_{step}"
     directory.mkdir(parents=True)
-    (directory / "state.json").write_text(json.dumps({"fingerprint": known_by}))
+    (directory / "state.json").write_text(json.dumps({"fingerprint": fingerprint}))
     return run
 
 
 @pytest.mark.parametrize("place", ["project/other", "elsewhere/other"])
 def test_a_run_of_the_same_fingerprint_under_another_name_is_found(tmp_path, place):
     other = save(tmp_path / place, 3, "same")
-    assert sibling(tmp_path / "project" / "mine", "same") == other
-    assert sibling(tmp_path / "project" / "mine", "different") is None
+    assert matching_run(tmp_path / "project" / "mine", "same") == other
+    assert matching_run(tmp_path / "project" / "mine", "different") is None
 
 
-def test_a_directory_with_a_saved_step_of_its_own_has_no_sibling(tmp_path):
+def test_a_directory_with_a_checkpoint_has_no_matching_run(tmp_path):
     save(tmp_path / "project" / "other", 3, "same")
     mine = save(tmp_path / "project" / "mine", 1, "different")
-    assert sibling(mine, "same") is None
+    assert matching_run(mine, "same") is None
 
 
-def test_the_newest_step_of_a_sibling_counts_and_the_furthest_sibling_is_taken(tmp_path):
+def test_the_newest_checkpoint_of_a_run_counts_and_the_furthest_run_is_returned(tmp_path):
     save(save(tmp_path / "p" / "changed", 9, "same"), 10, "different")
     save(tmp_path / "p" / "near", 2, "same")
     far = save(save(tmp_path / "p" / "far", 1, "different"), 3, "same")
-    assert sibling(tmp_path / "p" / "mine", "same") == far
+    assert matching_run(tmp_path / "p" / "mine", "same") == far
 
 
-def test_a_damaged_sibling_is_passed_over(tmp_path):
+def test_a_damaged_run_is_skipped(tmp_path):
     run = save(tmp_path / "p" / "torn", 4, "same")
     (run / "global_step_4" / "state.json").write_text('{"fingerpr')
     (save(tmp_path / "p" / "list", 9, "same") / "global_step_9" / "state.json").write_text("[]")
     (save(tmp_path / "p" / "odd", 4, "same") / "global_step_4").rename(tmp_path / "p" / "odd" / "global_step_x")
-    assert sibling(tmp_path / "p" / "mine", "same") == tmp_path / "p" / "odd"
+    assert matching_run(tmp_path / "p" / "mine", "same") == tmp_path / "p" / "odd"
 
 
 def restored(**changed: object) -> str:
@@ -392,22 +392,22 @@ def restored(**changed: object) -> str:
         "kl_weight": 0.00125,
         "trackers": ["metrics.jsonl", "wandb run 1a2b"],
     }
-    return what_was_restored(Path("/runs/a/global_step_12"), 12, **(values | changed))
+    return resume_summary(Path("/runs/a/global_step_12"), 12, **(values | changed))
 
 
-def test_what_was_restored_is_one_block():
+def test_the_summary_is_one_block():
     assert restored().splitlines() == [
-        "goes on after step 12, restored from /runs/a/global_step_12",
+        "resuming after step 12, restored from /runs/a/global_step_12",
         "  weights    actor, critic",
         "  optimizer  actor, critic",
         "  schedule   update 24 of actor, update 12 of critic",
-        "  prompts    1536 used: goes on at place 512 of 1024 in epoch 1 (from 0)",
+        "  prompts    1536 used: resuming at position 512 of 1024 in epoch 1 (from 0)",
         "  KL weight  0.00125",
         "  trackers   metrics.jsonl, wandb run 1a2b",
     ]
 
 
-def test_what_was_not_restored_is_told_with_the_reason():
+def test_what_was_not_restored_is_listed_with_the_reason():
     reset = "trainer.reset_optimizer=true"
     missing = {"optimizer of actor": reset, "schedule of actor": reset, "rollout samples": "none are kept"}
     block = restored(optimizers=["critic"], updates={"critic": 12}, missing=missing)
@@ -417,12 +417,12 @@ def test_what_was_not_restored_is_told_with_the_reason():
     assert lost.count(reset) == 2 and "none are kept" in lost
 
 
-def test_nothing_is_left_out_in_silence():
+def test_everything_missing_is_listed():
     block = restored(optimizers=[], updates={}, prompts=None, trackers=[], kl_weight=None)
     done, _, lost = block.partition("not restored\n")
     assert "optimizer" not in done and "KL weight" not in block
     lost = lost.splitlines()
-    names = [line.removesuffix("not in the saved step").strip() for line in lost]
+    names = [line.removesuffix("not in the checkpoint").strip() for line in lost]
     assert names == [
         "optimizer of actor",
         "optimizer of critic",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.saving import SaveTimes
+from hybridrl.checkpoint.saver import SaveTimes
 
 
 def times(steps=0, epochs=None, seconds=None, recovery_seconds=600.0) -> SaveTimes:

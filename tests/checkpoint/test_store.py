@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint import store as store_module
-from hybridrl.checkpoint.saved import newest_good, saved_steps
-from hybridrl.checkpoint.store import LATEST, Saved, SaveFailed, Store, check
+from hybridrl.checkpoint.store import (
+    LATEST,
+    Checkpoint,
+    SaveFailed,
+    Store,
+    check,
+    list_checkpoints,
+    newest_good,
+)
 from hybridrl.config import ConfigError
 
 FILES = ("actor/__0_0.distcp", "config.yaml", "state.json", "manifest.json")
@@ -33,13 +40,13 @@ def write(aside: Path, text: str) -> None:
     (aside / "config.yaml").write_text("seed: 1234")
 
 
-def save(store: Store, step: int, text: str = "weights", **state: object) -> Saved:
+def save(store: Store, step: int, text: str = "weights", **state: object) -> Checkpoint:
     write(store.begin(step), text)
     return store.publish(step, GOOD | state)
 
 
-def held(saved: Saved) -> str:
-    return (saved.path / "actor" / "__0_0.distcp").read_text()
+def content(checkpoint: Checkpoint) -> str:
+    return (checkpoint.path / "actor" / "__0_0.distcp").read_text()
 
 
 def names(directory: Path) -> set[str]:
@@ -47,88 +54,90 @@ def names(directory: Path) -> set[str]:
 
 
 def steps(store: Store) -> list[int]:
-    return [saved.step for saved in store.saved()]
+    return [saved.step for saved in list_checkpoints(store.directory)]
 
 
-def test_a_published_step_is_whole_and_holds_its_state(store, tmp_path):
+def test_a_published_checkpoint_is_complete_and_has_its_state(store, tmp_path):
     saved = save(store, 5, prompts=320)
     assert saved.path == tmp_path / "global_step_5"
     assert names(saved.path) == {"actor", "config.yaml", "state.json", "manifest.json"}
     assert check(saved.path) == []
-    assert store.saved() == [saved]
+    assert list_checkpoints(store.directory) == [saved]
     assert (saved.state["prompts"], saved.state["healthy"]) == (320, True)
 
 
-def test_a_published_step_is_named_as_the_latest(store, tmp_path):
+def test_a_published_checkpoint_is_named_as_the_latest(store, tmp_path):
     save(store, 5)
     save(store, 10)
     assert (tmp_path / LATEST).read_text() == "10"
     assert names(tmp_path) == {"global_step_5", "global_step_10", LATEST}
 
 
-def test_a_step_is_not_to_be_seen_before_it_is_published(store, tmp_path):
+def test_a_checkpoint_is_invisible_before_it_is_published(store, tmp_path):
     write(store.begin(5), "weights")
     assert names(tmp_path) == {".global_step_5.writing"}
-    assert store.saved() == [] and store.last() is None and store.newest_good(print) is None
+    assert (
+        list_checkpoints(store.directory) == [] and store.last() is None and newest_good(store.directory, print) is None
+    )
 
 
-def test_steps_are_listed_oldest_first(store):
+def test_checkpoints_are_listed_oldest_first(store):
     for step in (5, 10, 100):
         save(store, step)
     assert steps(store) == [5, 10, 100]
 
 
-def test_the_directories_are_believed_where_the_latest_file_names_a_step_that_is_gone(store, tmp_path):
+def test_a_latest_file_that_names_a_missing_checkpoint_is_ignored(store, tmp_path):
     save(store, 5)
     save(store, 10)
     shutil.rmtree(tmp_path / "global_step_10")
     assert (tmp_path / LATEST).read_text() == "10"
     assert store.last() == tmp_path / "global_step_5"
-    assert store.newest_good(pytest.fail).step == 5
+    assert newest_good(store.directory, pytest.fail).step == 5
 
 
-def test_the_last_step_is_the_newest_that_was_healthy(store, tmp_path):
+def test_the_last_checkpoint_is_the_newest_that_was_healthy(store, tmp_path):
     save(store, 5)
     save(store, 10, healthy=False)
     assert store.last() == tmp_path / "global_step_5"
 
 
-def test_a_step_is_begun_empty_whatever_a_dead_run_left_there(store):
+def test_a_directory_to_write_into_is_empty_whatever_a_killed_run_left(store):
     write(store.begin(5), "half")
     assert list(store.begin(5).iterdir()) == []
 
 
-def test_an_abandoned_step_leaves_the_older_ones_and_nothing_of_its_own(store, tmp_path):
+def test_abandoning_a_checkpoint_leaves_only_the_older_ones(store, tmp_path):
     save(store, 5)
     write(store.begin(10), "half")
-    store.abandon(10)
+    store.failed(10, OSError())
     assert names(tmp_path) == {"global_step_5", LATEST}
     assert (tmp_path / LATEST).read_text() == "5"
 
 
-def test_saving_a_step_again_replaces_it(store, tmp_path):
+def test_saving_a_step_again_replaces_its_checkpoint(store, tmp_path):
     save(store, 5, "old")
     (tmp_path / "global_step_5" / "notes.txt").write_text("of the old one")
     saved = save(store, 5, "new")
-    assert held(saved) == "new" * 100
+    assert content(saved) == "new" * 100
     assert names(saved.path) == {"actor", "config.yaml", "state.json", "manifest.json"}
     assert names(tmp_path) == {"global_step_5", LATEST}
 
 
-def test_a_step_saved_again_is_there_until_the_new_one_is_published(store):
+def test_a_replaced_checkpoint_exists_until_the_new_one_is_published(store):
     save(store, 5, "old")
     write(store.begin(5), "new")
-    assert held(store.newest_good(pytest.fail)) == "old" * 100
+    assert content(newest_good(store.directory, pytest.fail)) == "old" * 100
 
 
-# Which is taken
+# Selection
 
 
-def test_the_newest_whole_and_healthy_step_is_taken(store):
+def test_the_newest_intact_and_healthy_checkpoint_is_selected(store):
     for step in (5, 10):
         save(store, step)
-    assert store.newest_good(pytest.fail) == store.saved()[-1]
-    assert store.newest_good(pytest.fail).step == 10
+    assert newest_good(store.directory, pytest.fail) == list_checkpoints(store.directory)[-1]
+    assert newest_good(store.directory, pytest.fail).step == 10
 
 
 def truncate(path: Path) -> None:
@@ -136,8 +145,8 @@ def truncate(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:9] + bytes([content[9] ^ 4]) + content[10:])
+    data = path.read_bytes()
+    path.write_bytes(data[:9] + bytes([data[9] ^ 4]) + data[10:])
 
 
 def remove(path: Path) -> None:
@@ -146,55 +155,55 @@ def remove(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
 @pytest.mark.parametrize("name", FILES)
-def test_a_step_with_a_damaged_file_is_passed_over_and_the_file_named(store, tmp_path, name, damage):
+def test_a_checkpoint_with_a_damaged_file_is_skipped_and_the_file_named(store, tmp_path, name, damage):
     save(store, 5)
     save(store, 10)
     damage(tmp_path / "global_step_10" / name)
-    said: list[str] = []
-    assert store.newest_good(said.append).step == 5
-    assert len(said) == 1
-    assert said[0].startswith(f"{tmp_path / 'global_step_10'} is passed over: {name}: ")
+    logged: list[str] = []
+    assert newest_good(store.directory, logged.append).step == 5
+    assert len(logged) == 1
+    assert logged[0].startswith(f"{tmp_path / 'global_step_10'} is skipped: {name}: ")
     assert check(tmp_path / "global_step_10")[0].startswith(f"{name}: ")
 
 
-def test_each_step_passed_over_is_told_with_the_reason(store, tmp_path):
+def test_each_skipped_checkpoint_is_logged_with_the_reason(store, tmp_path):
     for step in (5, 10, 15):
         save(store, step)
     save(store, 20, healthy=False, reason="loss is nan")
     remove(tmp_path / "global_step_15" / "config.yaml")
     flip(tmp_path / "global_step_10" / "manifest.json")
-    said: list[str] = []
-    assert store.newest_good(said.append).step == 5
-    assert said == [
-        f"{tmp_path / 'global_step_20'} is passed over: not healthy: loss is nan",
-        f"{tmp_path / 'global_step_15'} is passed over: config.yaml: missing",
-        f"{tmp_path / 'global_step_10'} is passed over: manifest.json: damaged",
+    logged: list[str] = []
+    assert newest_good(store.directory, logged.append).step == 5
+    assert logged == [
+        f"{tmp_path / 'global_step_20'} is skipped: not healthy: loss is nan",
+        f"{tmp_path / 'global_step_15'} is skipped: config.yaml: missing",
+        f"{tmp_path / 'global_step_10'} is skipped: manifest.json: damaged",
     ]
 
 
-def test_where_no_step_is_good_there_is_none(store, tmp_path):
+def test_without_a_good_checkpoint_none_is_selected(store, tmp_path):
     save(store, 5, healthy=False)
     save(store, 10)
     remove(tmp_path / "global_step_10" / "state.json")
-    said: list[str] = []
-    assert store.newest_good(said.append) is None
-    assert len(said) == 2
+    logged: list[str] = []
+    assert newest_good(store.directory, logged.append) is None
+    assert len(logged) == 2
 
 
-def test_a_directory_of_another_program_is_passed_over_and_never_deleted(tmp_path):
+def test_a_directory_of_another_program_is_skipped_and_never_deleted(tmp_path):
     (tmp_path / "global_step_50" / "actor").mkdir(parents=True)
     (tmp_path / "global_step_60").mkdir()
     (tmp_path / "global_step_60" / "state.json").write_text("[1]")
     store = Store(tmp_path, keep=1)
     save(store, 5)
-    said: list[str] = []
-    assert store.newest_good(said.append).step == 5
-    assert [line.split(" is passed over: ")[1] for line in said] == ["manifest.json: missing"] * 2
+    logged: list[str] = []
+    assert newest_good(store.directory, logged.append).step == 5
+    assert [line.split(" is skipped: ")[1] for line in logged] == ["manifest.json: missing"] * 2
     assert names(tmp_path) == {"global_step_5", "global_step_50", "global_step_60", LATEST}
     store.close()
 
 
-def test_an_explicit_path_is_told_all_that_is_wrong_with_it(store, tmp_path):
+def test_check_reports_everything_wrong_with_a_checkpoint(store, tmp_path):
     save(store, 5, healthy=False, reason="a gradient is not finite")
     truncate(tmp_path / "global_step_5" / "actor" / "__0_0.distcp")
     assert check(tmp_path / "global_step_5") == [
@@ -203,22 +212,22 @@ def test_an_explicit_path_is_told_all_that_is_wrong_with_it(store, tmp_path):
     ]
 
 
-def test_a_step_that_the_run_has_left_behind_is_not_taken(store, tmp_path):
-    """Resumed from step 5 by an explicit path, the run is at step 7: step 15 belongs to what it turned away from."""
+def test_an_abandoned_checkpoint_is_not_selected(store, tmp_path):
+    """Resumed from step 5 by an explicit path, the run is at step 7: step 15 was abandoned."""
     for step in (5, 15, 7):
         save(store, step)
-    said: list[str] = []
-    assert store.newest_good(said.append).step == 7
-    assert said == [f"{tmp_path / 'global_step_15'} is passed over: the run has gone back to an earlier step since"]
+    logged: list[str] = []
+    assert newest_good(store.directory, logged.append).step == 7
+    assert logged == [f"{tmp_path / 'global_step_15'} is skipped: the run has since gone back to an earlier checkpoint"]
     flip(tmp_path / "global_step_7" / "actor" / "__0_0.distcp")
-    assert store.newest_good(said.append).step == 5
+    assert newest_good(store.directory, logged.append).step == 5
 
 
-# Which are kept
+# Retention
 
 
 def sequence(directory: Path, *saves: tuple[int, dict[str, object]], **retention) -> list[int]:
-    """What is there after these steps were saved, and that nothing else is."""
+    """Return the checkpoints left after these were saved; assert that nothing else is left."""
     store = Store(directory, **retention)
     for step, state in saves:
         save(store, step, **state)
@@ -228,19 +237,19 @@ def sequence(directory: Path, *saves: tuple[int, dict[str, object]], **retention
     return steps(store)
 
 
-def test_all_stay_unless_told_otherwise(tmp_path):
+def test_all_are_retained_by_default(tmp_path):
     assert sequence(tmp_path, *((step, {}) for step in range(1, 6))) == [1, 2, 3, 4, 5]
 
 
-def test_the_newest_stay(tmp_path):
+def test_the_newest_are_retained(tmp_path):
     assert sequence(tmp_path, *((step, {}) for step in range(1, 6)), keep=2) == [4, 5]
 
 
-def test_a_step_saved_again_takes_one_place(tmp_path):
+def test_a_step_saved_again_counts_once(tmp_path):
     assert sequence(tmp_path, (5, {}), (10, {}), (10, {}), keep=2) == [5, 10]
 
 
-def test_a_recovery_step_goes_when_a_newer_step_is_there(tmp_path):
+def test_a_recovery_checkpoint_is_deleted_when_there_is_a_newer_one(tmp_path):
     recovery = {"recovery": True}
     assert sequence(tmp_path / "a", (1, {}), (2, recovery), keep=1) == [1, 2]
     assert sequence(tmp_path / "b", (1, {}), (2, recovery), (3, recovery), keep=1) == [1, 3]
@@ -248,24 +257,24 @@ def test_a_recovery_step_goes_when_a_newer_step_is_there(tmp_path):
 
 
 @pytest.mark.parametrize(("keep_best", "left"), [("val/score", [2, 4]), ("-val/score", [3, 4])])
-def test_the_best_stays_too(tmp_path, keep_best, left):
+def test_the_best_is_retained_too(tmp_path, keep_best, left):
     scores = [(step, {"metrics": {"val/score": score}}) for step, score in ((1, 0.3), (2, 0.8), (3, 0.2), (4, 0.5))]
     assert sequence(tmp_path, *scores, keep=1, keep_best=keep_best) == left
 
 
-def test_the_step_resumed_from_stays_until_a_newer_one_is_published(tmp_path):
+def test_the_checkpoint_resumed_from_is_retained_until_a_newer_one_is_published(tmp_path):
     assert sequence(tmp_path, (5, {}), (10, {"recovery": True}), keep=1) == [5, 10]
     store = Store(tmp_path, keep=1)
     write(store.begin(12), "weights")
     assert steps(store) == [5, 10]
-    store.abandon(12)
-    assert store.newest_good(pytest.fail).step == 10
+    store.failed(12, OSError())
+    assert newest_good(store.directory, pytest.fail).step == 10
     save(store, 15)
     assert steps(store) == [15]
     store.close()
 
 
-def test_a_step_that_cannot_be_deleted_does_not_stop_the_run_and_goes_later(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_deleted_is_deleted_later(tmp_path, monkeypatch):
     store = Store(tmp_path, keep=1)
     save(store, 5)
     with monkeypatch.context() as patch:
@@ -278,7 +287,7 @@ def test_a_step_that_cannot_be_deleted_does_not_stop_the_run_and_goes_later(tmp_
     assert names(tmp_path) == {"global_step_10", LATEST}
 
 
-# Failure and death
+# Failures and kills
 
 
 def failing(error: BaseException) -> Callable:
@@ -288,7 +297,7 @@ def failing(error: BaseException) -> Callable:
     return fail
 
 
-def test_a_full_disk_is_told_in_one_sentence_and_the_older_steps_stay(store, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_older_checkpoints_are_kept(store, tmp_path, monkeypatch):
     save(store, 5)
     write(store.begin(10), "weights")
     with monkeypatch.context() as patch:
@@ -299,18 +308,18 @@ def test_a_full_disk_is_told_in_one_sentence_and_the_older_steps_stay(store, tmp
     message = str(caught.value)
     assert message.startswith(f"step 10 could not be saved in {tmp_path}, where ")
     assert float(message.split("where ")[1].split(" GB")[0]) == pytest.approx(free, abs=1)
-    assert message.endswith(" GB were free: [Errno 28] No space left on device; the steps saved before are intact")
+    assert message.endswith(" GB were free: [Errno 28] No space left on device; earlier checkpoints are intact")
     assert names(tmp_path) == {"global_step_5", LATEST}
 
 
-def test_a_step_that_cannot_be_begun_is_told_likewise(store, tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_started_is_reported_likewise(store, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "mkdir", failing(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(SaveFailed, match="step 10 could not be saved"):
             store.begin(10)
 
 
-def test_a_disk_that_fails_altogether_is_told_with_its_first_error(store, tmp_path, monkeypatch):
+def test_a_disk_that_fails_entirely_is_reported_with_its_first_error(store, tmp_path, monkeypatch):
     write(store.begin(10), "weights")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", failing(OSError(errno.EIO, "Input/output error")))
@@ -319,7 +328,7 @@ def test_a_disk_that_fails_altogether_is_told_with_its_first_error(store, tmp_pa
             store.publish(10, GOOD)
 
 
-def test_the_steps_own_bytes_and_names_reach_the_disk_before_it_appears(store, tmp_path, monkeypatch):
+def test_a_checkpoint_is_flushed_to_disk_before_it_appears(store, tmp_path, monkeypatch):
     flushed: set[int] = set()
     fsync, replace = os.fsync, os.replace
 
@@ -340,11 +349,11 @@ def test_the_steps_own_bytes_and_names_reach_the_disk_before_it_appears(store, t
 
 
 class Killed(BaseException):
-    """The process is gone: from here on nothing that it calls has an effect."""
+    """The process is gone: nothing that it calls from here on has an effect."""
 
 
 def interrupt(patch: pytest.MonkeyPatch, at: int, error: BaseException, for_good: bool) -> list[str]:
-    """Let the call number `at` of all that change or open files raise, and if `for_good` each after it; the calls."""
+    """Make call number `at` that changes or opens files raise, and if `for_good` all later ones; return the calls."""
     calls: list[str] = []
 
     def wrap(module: object, name: str) -> None:
@@ -366,12 +375,12 @@ def interrupt(patch: pytest.MonkeyPatch, at: int, error: BaseException, for_good
 
 @pytest.fixture
 def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For hundreds of saves: a process that is killed leaves also what has not reached the disk."""
+    """Speed up hundreds of saves: what a killed process wrote is kept even if it was not flushed."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def before(directory: Path) -> Store:
-    """A step, and one saved for recovery: when the next is published both become superfluous."""
+    """Save a regular and a recovery checkpoint, both of which the next one supersedes."""
     store = Store(directory, keep=1)
     save(store, 5, "first")
     save(store, 10, "old", recovery=True)
@@ -380,7 +389,7 @@ def before(directory: Path) -> Store:
 
 @pytest.mark.usefixtures("without_waiting")
 @pytest.mark.parametrize("step", [10, 15], ids=["saved again", "new"])
-def test_wherever_a_run_is_killed_the_old_or_the_new_step_is_there_and_whole(tmp_path, monkeypatch, step):
+def test_wherever_a_run_is_killed_a_checkpoint_is_intact(tmp_path, monkeypatch, step):
     ends: list[str] = []
     killed = True
     while killed:
@@ -396,11 +405,11 @@ def test_wherever_a_run_is_killed_the_old_or_the_new_step_is_there_and_whole(tmp
                 pass
         store.close()
         again = Store(directory, keep=1)
-        ends.append(held(again.newest_good(pytest.fail))[:3])
-        assert all(check(saved.path) == [] for saved in again.saved())
+        ends.append(content(newest_good(again.directory, pytest.fail))[:3])
+        assert all(check(saved.path) == [] for saved in list_checkpoints(again.directory))
         assert names(directory) - {LATEST, f".{LATEST}.writing"} == {f"global_step_{n}" for n in steps(again)}
         assert ends[-1] == "new" or steps(again) == [5, 10]
-        assert save(again, step, "later") == again.newest_good(pytest.fail)
+        assert save(again, step, "later") == newest_good(again.directory, pytest.fail)
         assert names(directory) == {f"global_step_{step}", LATEST}
         again.close()
     assert ends == ["old"] * ends.count("old") + ["new"] * ends.count("new")
@@ -409,7 +418,7 @@ def test_wherever_a_run_is_killed_the_old_or_the_new_step_is_there_and_whole(tmp
 
 @pytest.mark.usefixtures("without_waiting")
 @pytest.mark.parametrize("step", [10, 15], ids=["saved again", "new"])
-def test_wherever_the_disk_fails_the_old_or_the_new_step_is_there_and_the_run_saves_on(tmp_path, monkeypatch, step):
+def test_wherever_the_disk_fails_a_checkpoint_is_intact_and_saving_continues(tmp_path, monkeypatch, step):
     ends: list[str] = []
     error, reached = OSError(errno.ENOSPC, "No space left on device"), True
     while reached:
@@ -423,30 +432,30 @@ def test_wherever_the_disk_fails_the_old_or_the_new_step_is_there_and_the_run_sa
             except SaveFailed:
                 ends.append("failed")
             reached = len(calls) >= len(ends)
-        assert all(check(saved.path) == [] for saved in store.saved())
-        assert held(store.newest_good(pytest.fail))[:3] in ("new", "old")[: 1 if ends[-1] == "new" else 2]
-        assert save(store, 20, "later") == store.newest_good(pytest.fail)
+        assert all(check(saved.path) == [] for saved in list_checkpoints(store.directory))
+        assert content(newest_good(store.directory, pytest.fail))[:3] in ("new", "old")[: 1 if ends[-1] == "new" else 2]
+        assert save(store, 20, "later") == newest_good(store.directory, pytest.fail)
         assert steps(store) == [20]
         store.close()
     assert ends.count("failed") > 20 and ends.count("new") > 10
 
 
-# Whose directory it is
+# The lock
 
 
-def test_what_a_dead_run_left_is_cleared_when_a_store_is_opened(tmp_path):
+def test_opening_a_store_removes_what_a_killed_run_left(tmp_path):
     for left in (".global_step_5.writing", ".global_step_10.deleting"):
         (tmp_path / left / "actor").mkdir(parents=True)
     Store(tmp_path).close()
     assert names(tmp_path) == set()
 
 
-def test_a_second_run_in_a_directory_is_refused_and_touches_nothing(store, tmp_path):
+def test_a_second_run_in_a_directory_is_rejected_and_changes_nothing(store, tmp_path):
     write(store.begin(5), "weights")
     with pytest.raises(ConfigError) as caught:
         Store(tmp_path)
     message = str(caught.value)
-    assert message.startswith(f"trainer.default_local_dir={tmp_path}: another run is at work there (process ")
+    assert message.startswith(f"trainer.default_local_dir={tmp_path}: another run is using it (process ")
     assert f"process {os.getpid()} on " in message
     assert check(store.publish(5, GOOD).path) == []
 
@@ -466,20 +475,20 @@ def test_a_directory_is_free_again_when_its_run_is_closed_or_killed(tmp_path):
     Store(tmp_path).close()
 
 
-def test_reading_asks_for_no_lock(store, tmp_path):
+def test_reading_takes_no_lock(store, tmp_path):
     saved = save(store, 5)
-    assert saved_steps(tmp_path) == [saved] == [newest_good(tmp_path, pytest.fail)]
+    assert list_checkpoints(tmp_path) == [saved] == [newest_good(tmp_path, pytest.fail)]
 
 
-def test_a_file_system_without_locks_is_no_hindrance(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_supported(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module.fcntl, "flock", failing(OSError(errno.ENOSYS, "Function not implemented")))
     store = Store(tmp_path)
-    assert save(store, 5) == store.newest_good(pytest.fail)
+    assert save(store, 5) == newest_good(store.directory, pytest.fail)
     store.close()
 
 
 def test_a_state_is_read_as_it_was_written(store, tmp_path):
     state = {"metrics": {"val/score": 0.1 + 0.2}, "runs": {"wandb": "a1"}, "note": "Größe"}
     save(store, 5, **state)
-    assert store.saved()[0].state == GOOD | state | {"published": 1}
+    assert list_checkpoints(store.directory)[0].state == GOOD | state | {"published": 1}
     assert json.loads((tmp_path / "global_step_5" / "state.json").read_text())["note"] == "Größe"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.checkpoint.tensors import Unreadable
-from hybridrl.checkpoint.verl import DataPosition, VerlReader, data_position, verl_faults
+from hybridrl.checkpoint.verl.reader import DataPosition, VerlReader, data_position
+from hybridrl.checkpoint.verl.tensors import verl_faults
 from hybridrl.config import ConfigError
 from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
 from tests.training.on_ranks import on_ranks
@@ -39,7 +40,7 @@ def save_all(directory: Path, forms: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """All forms, each in a directory of its name."""
+    """Checkpoints in all forms, each in a directory of its name."""
     directory = tmp_path_factory.mktemp("verl")
     for ranks in set(FORMS.values()):
         on_ranks(ranks, save_all, directory, [form for form, number in FORMS.items() if number == ranks])
@@ -48,12 +49,12 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
-    """A checkpoint of FSDP2 to be spoilt."""
+    """A checkpoint of FSDP2 to damage."""
     return shutil.copytree(saved / "fsdp2" / STEP, tmp_path / STEP) / "actor"
 
 
 def truth(directory: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """The model's tensors, and each parameter's optimizer state, as torch gathers them."""
+    """Return the model's tensors and each parameter's optimizer state, as torch gathers them."""
     model, optimizer = torch.load(directory / TRUTH)
     return model, optimizer["state"]
 
@@ -68,17 +69,17 @@ def test_tensors_and_moments_are_those_that_torch_gathers(saved, form, tied):
     for name, value in model.items():
         assert torch.equal(tensors.read(name), value), name
         assert (tensors.meta[name].shape, tensors.meta[name].dtype) == (value.shape, value.dtype)
-    found = read_state(directory)
-    assert found["extra"] == {"updates": UPDATES}
-    assert found["optimizer"]["state"].keys() == moments.keys() == found["model"].keys()
-    for name, state in moments.items():
-        assert torch.equal(found["model"][name], model[name]), name
-        assert found["optimizer"]["state"][name].keys() == state.keys()
-        assert all(torch.equal(found["optimizer"]["state"][name][kind], state[kind]) for kind in state), name
+    loaded = read_state(directory)
+    assert loaded["extra"] == {"updates": UPDATES}
+    assert loaded["optimizer"]["state"].keys() == moments.keys() == loaded["model"].keys()
+    for name, moment in moments.items():
+        assert torch.equal(loaded["model"][name], model[name]), name
+        assert loaded["optimizer"]["state"][name].keys() == moment.keys()
+        assert all(torch.equal(loaded["optimizer"]["state"][name][kind], moment[kind]) for kind in moment), name
 
 
 def read_state(directory: Path) -> dict:
-    """All that torch.distributed.checkpoint reads there, whole."""
+    """Return the full state that torch.distributed.checkpoint reads."""
     reader = VerlReader(directory)
     state: dict = {"extra": {"updates": None}, "model": {}, "optimizer": {"state": {}}}
     for key, item in reader.read_metadata().state_dict_metadata.items():
@@ -90,33 +91,33 @@ def read_state(directory: Path) -> dict:
             held = state[part]["state"].setdefault(name, {})
             held[kind] = torch.empty(item.size, dtype=item.properties.dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process alone
+        warnings.simplefilter("ignore")  # about a single process
         dcp.load(state, storage_reader=reader)
     return state
 
 
-def test_whole_tensors_are_taken_from_the_first_rank(tmp_path):
+def test_full_tensors_are_read_from_the_first_rank(tmp_path):
     for rank, value in enumerate([torch.arange(6.0).view(2, 3), torch.zeros(2, 3)]):
         torch.save({"weight": nn.Parameter(value)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
     assert torch.equal(open_tensors(tmp_path).read("weight"), torch.arange(6.0).view(2, 3))
 
 
-def test_what_is_read_is_ones_own(tmp_path):
+def test_reading_returns_a_copy(tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "model_world_size_1_rank_0.pt")
     tensors = open_tensors(tmp_path)
     tensors.read("weight").zero_()
     assert torch.equal(tensors.read("weight"), torch.ones(2))
 
 
-def test_a_model_that_verl_saved_as_a_hugging_face_directory_only_is_read(copy):
+def test_a_model_that_verl_saved_only_as_a_hugging_face_directory_is_read(copy):
     for file in copy.glob("model_*.pt"):
         file.unlink()
     save_file({"weight": torch.ones(2)}, copy / "huggingface" / "model.safetensors")
     assert open_tensors(copy).meta.keys() == {"weight"}
 
 
-def test_older_names_of_torchs_classes_are_understood(copy):
-    """torch before 2.5 had DTensor elsewhere, and its meshes had other attributes."""
+def test_older_names_of_torchs_classes_are_supported(copy):
+    """Before torch 2.5 DTensor was in another module, and meshes had other attributes."""
     older = {
         b"torch.distributed.tensor\nDTensor\n": b"torch.distributed._tensor.api\nDTensor\n",
         b"torch.distributed.tensor.placement_types\nShard\n": b"torch.distributed._tensor.placement_types\nShard\n",
@@ -125,12 +126,12 @@ def test_older_names_of_torchs_classes_are_understood(copy):
     for file in copy.glob("model_*.pt"):
         change_pickle(file, older)
     model, _ = truth(copy)
-    found = open_tensors(copy)
-    assert all(torch.equal(found.read(name), value) for name, value in model.items())
+    tensors = open_tensors(copy)
+    assert all(torch.equal(tensors.read(name), value) for name, value in model.items())
 
 
 def change_pickle(file: Path, changes: dict[bytes, bytes]) -> None:
-    """Replace parts of what torch.save pickled; each has to be there."""
+    """Replace bytes of what torch.save pickled; assert that each is present."""
     with ZipFile(file) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     pickled = next(name for name in parts if name.endswith("/data.pkl"))
@@ -143,7 +144,7 @@ def change_pickle(file: Path, changes: dict[bytes, bytes]) -> None:
 
 
 class Program:
-    """Pickled, it is a call of a function."""
+    """Its pickle is a call of a function."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -152,7 +153,7 @@ class Program:
         return Path.touch, (self.file,)
 
 
-def test_nothing_that_a_file_names_is_called(tmp_path):
+def test_functions_that_a_file_names_are_not_called(tmp_path):
     trace = tmp_path / "trace"
     torch.save({"weight": torch.ones(2), "more": Program(trace)}, tmp_path / "model_world_size_1_rank_0.pt")
     with pytest.raises(ConfigError, match="more is neither a tensor nor a DTensor or ShardedTensor, but touch"):
@@ -160,14 +161,14 @@ def test_nothing_that_a_file_names_is_called(tmp_path):
     assert not trace.exists()
 
 
-def test_what_torch_did_not_save_as_a_dictionary_is_refused(tmp_path):
+def test_a_file_without_a_dictionary_is_rejected(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "model_world_size_1_rank_0.pt")
     with pytest.raises(Unreadable, match=r"rank_0\.pt cannot be read: 'Linear' object has no attribute 'items'"):
         open_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_that_is_missing_is_named(copy, rank):
+def test_a_missing_rank_is_named(copy, rank):
     (copy / f"model_world_size_3_rank_{rank}.pt").unlink()
     with pytest.raises(Unreadable, match=rf"model_world_size_3_rank_{rank}\.pt of 3 ranks is missing"):
         open_tensors(copy)
@@ -186,7 +187,7 @@ def test_a_flipped_byte_of_the_pickle_is_named(copy):
         open_tensors(copy)
 
 
-def test_a_flipped_byte_of_a_tensor_is_found_by_its_checksum(copy):
+def test_a_flipped_byte_of_a_tensor_is_detected_by_its_checksum(copy):
     assert open_tensors(copy).faults() == []
     value = open_tensors(copy).read("model.norm.weight")[4:5]  # the first element of the second rank's shard
     flip(copy / "model_world_size_3_rank_1.pt", value.numpy().tobytes())
@@ -194,23 +195,23 @@ def test_a_flipped_byte_of_a_tensor_is_found_by_its_checksum(copy):
 
 
 def flip(file: Path, where: bytes) -> None:
-    """Change a bit of the first place with these bytes."""
+    """Flip a bit of the first occurrence of these bytes."""
     content = bytearray(file.read_bytes())
     content[content.index(where)] ^= 1
     file.write_bytes(content)
 
 
-def test_ranks_that_do_not_make_up_a_tensor_are_refused(copy):
+def test_ranks_that_do_not_form_a_tensor_are_rejected(copy):
     shutil.copy(copy / "model_world_size_3_rank_2.pt", copy / "model_world_size_3_rank_0.pt")
-    with pytest.raises(Unreadable, match=r"embed_tokens.weight cannot be read: of its 170 elements 160 were saved"):
+    with pytest.raises(Unreadable, match=r"embed_tokens.weight cannot be read: 160 of its 170 elements were saved"):
         open_tensors(copy).read("model.embed_tokens.weight")
     shutil.copy(copy / "model_world_size_3_rank_1.pt", copy / "model_world_size_3_rank_2.pt")
     shutil.copy(copy / "model_world_size_3_rank_1.pt", copy / "model_world_size_3_rank_0.pt")
-    with pytest.raises(Unreadable, match=r"embed_tokens.weight cannot be read: part \[6, 10\] at \[12, 0\]"):
+    with pytest.raises(Unreadable, match=r"embed_tokens.weight cannot be read: chunk \[6, 10\] at \[12, 0\]"):
         open_tensors(copy).read("model.embed_tokens.weight")
 
 
-def test_the_number_of_ranks_is_told_by_the_files_where_it_is_not_written_down(copy):
+def test_the_number_of_ranks_is_read_from_file_names_without_settings(copy):
     (copy / "fsdp_config.json").unlink()
     assert len(open_tensors(copy).meta) > 0
     (copy / "model_world_size_5_rank_4.pt").touch()
@@ -218,21 +219,21 @@ def test_the_number_of_ranks_is_told_by_the_files_where_it_is_not_written_down(c
         open_tensors(copy)
 
 
-def test_of_an_optimizer_that_was_not_saved_there_is_nothing_and_the_model_is_read(copy):
+def test_the_model_is_read_without_an_optimizer(copy):
     for file in [*copy.glob("optim_*"), *copy.glob("extra_state_*")]:
         file.unlink()
     names = VerlReader(copy).read_metadata().state_dict_metadata.keys()
     assert names and all(name.startswith("model.") for name in names)
 
 
-def test_an_optimizer_that_cannot_be_read_is_refused_unless_it_is_not_wanted(copy):
+def test_a_damaged_optimizer_is_rejected_unless_it_is_not_read(copy):
     os.truncate(copy / "optim_world_size_3_rank_2.pt", 100)
-    with pytest.raises(ConfigError, match=r"rank_2\.pt cannot be read: .*; trainer\.reset_optimizer=true goes on"):
+    with pytest.raises(ConfigError, match=r"rank_2\.pt cannot be read: .*; trainer\.reset_optimizer=true resumes"):
         VerlReader(copy)
     assert VerlReader(copy, moments=False).read_metadata().state_dict_metadata
 
 
-def test_an_optimizer_of_other_parameters_is_refused(copy):
+def test_an_optimizer_of_other_parameters_is_rejected(copy):
     for file in copy.glob("optim_*"):
         state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(30)}
         torch.save({"state": {0: state}, "param_groups": [{"params": [0]}]}, file)
@@ -240,36 +241,39 @@ def test_an_optimizer_of_other_parameters_is_refused(copy):
         VerlReader(copy)
 
 
-def test_a_lora_adapter_is_refused_by_name(tmp_path):
+def test_a_lora_adapter_is_rejected_by_name(tmp_path):
     torch.save({"base.lora_A.weight": torch.ones(2)}, tmp_path / "model_world_size_1_rank_0.pt")
     with pytest.raises(ConfigError, match=r"holds a LoRA adapter \(base\.lora_A\.weight\)"):
         VerlReader(tmp_path)
 
 
-def test_a_rank_without_elements_of_a_parameter_has_no_state_and_changes_no_type(tmp_path):
+def test_a_rank_without_elements_of_a_parameter_has_no_state(tmp_path):
     weight = torch.arange(6.0).view(2, 3)
     for rank, states in enumerate([{0: {"step": 4, "exp_avg": weight.flatten().bfloat16()}}, {}]):
         torch.save({"weight": weight}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
         optimizer = {"state": states, "param_groups": [{"params": [0]}]}
         torch.save(optimizer, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
-    found = read_state(tmp_path)
-    assert torch.equal(found["optimizer"]["state"]["weight"]["exp_avg"], weight.bfloat16())
-    assert found["optimizer"]["state"]["weight"]["exp_avg"].dtype == torch.bfloat16
-    assert found["extra"]["updates"] == found["optimizer"]["state"]["weight"]["step"] == 4
+    loaded = read_state(tmp_path)
+    assert torch.equal(loaded["optimizer"]["state"]["weight"]["exp_avg"], weight.bfloat16())
+    assert loaded["optimizer"]["state"]["weight"]["exp_avg"].dtype == torch.bfloat16
+    assert loaded["extra"]["updates"] == loaded["optimizer"]["state"]["weight"]["step"] == 4
 
 
 def test_parameters_may_have_had_different_numbers_of_updates(tmp_path):
-    """As one that takes part in the model's answers only from some update on."""
+    """For example, if one takes part in the computation only from some update on."""
     torch.save({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "model_world_size_1_rank_0.pt")
     states = {number: {"step": torch.tensor(step), "exp_avg": torch.zeros(2)} for number, step in ((0, 5.0), (1, 3.0))}
     optimizer = {"state": states, "param_groups": [{"params": [0, 1]}]}
     torch.save(optimizer, tmp_path / "optim_world_size_1_rank_0.pt")
-    found = read_state(tmp_path)
-    assert {name: state["step"].item() for name, state in found["optimizer"]["state"].items()} == {"a": 5, "b": 3}
-    assert found["extra"]["updates"] == 5
+    loaded = read_state(tmp_path)
+    assert {name: parameter["step"].item() for name, parameter in loaded["optimizer"]["state"].items()} == {
+        "a": 5,
+        "b": 3,
+    }
+    assert loaded["extra"]["updates"] == 5
 
 
-def test_tensor_parallel_shards_are_refused(saved, tmp_path):
+def test_tensor_parallel_shards_are_rejected(saved, tmp_path):
     copied = shutil.copytree(saved / "fsdp2 replicated" / STEP, tmp_path / STEP) / "actor"
     for file in copied.glob("model_*.pt"):
         change_pickle(file, {b"placement_types\nReplicate\n": b"placement_types\nShard\n"})
@@ -290,19 +294,19 @@ WITH_WORKERS = {
     [(LOADER | {"_num_yielded": 5}, 5), (WITH_WORKERS, 3)],
     ids=["no workers", "workers that are ahead"],
 )
-def test_prompts_drawn_are_told_by_the_data_loaders_state(copy, state, batches):
+def test_used_prompts_are_read_from_the_data_loaders_state(copy, state, batches):
     torch.save(state, copy.parent / "data.pt")
     assert data_position(copy.parent) == DataPosition(prompts=batches * 8, batch_size=8)
 
 
-def test_a_data_position_of_another_kind_is_refused(copy):
+def test_a_data_position_of_another_kind_is_rejected(copy):
     torch.save({"position": 3}, copy.parent / "data.pt")
     with pytest.raises(ConfigError, match=r"data\.pt cannot be read: '_num_yielded'"):
         data_position(copy.parent)
 
 
 @pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
-def test_damage_to_any_file_of_a_step_is_named(copy, kind):
+def test_damage_to_any_file_of_a_checkpoint_is_named(copy, kind):
     step, file = copy.parent, copy / f"{kind}_world_size_3_rank_1.pt"
     torch.save(LOADER, step / "data.pt")
     assert verl_faults(step) == []

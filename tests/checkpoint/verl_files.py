@@ -1,4 +1,4 @@
-"""Writes what verl's FSDP workers write, from real FSDP1 and FSDP2 models, and beside it what is in there."""
+"""Writes what verl's FSDP workers write, from real FSDP1 and FSDP2 models, and the expected content next to it."""
 
 import json
 import random
@@ -27,7 +27,7 @@ TRUTH = "truth.pt"
 
 
 def qwen2(**changes: object) -> Qwen2Config:
-    """Sizes of which few divide by 3, so that shards are uneven and flat parameters padded."""
+    """Return a configuration with sizes of which few divide by 3: shards are uneven and flat parameters padded."""
     settings = {
         "vocab_size": 17,
         "hidden_size": 10,

@@ -1,4 +1,4 @@
-"""A Ray of a run's own: who can reach it, what happens when a part of it is lost, and what a killed driver leaves."""
+"""A Ray started by a run: who can reach it, the loss of a component, and a killed driver."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def session():
     assert not Path(session.directory.path).exists()
 
 
-def test_a_ray_is_within_reach_of_its_owner_alone_and_its_loss_ends_what_waits_for_it(session, tmp_path):
+def test_only_the_owner_can_reach_its_ray_and_a_lost_raylet_ends_all_waiting(session, tmp_path):
     workers = Group([spawn(Worker, session, 0, {}, str(tmp_path / "log"))], "worker", [])
     (worker,) = workers.broadcast(Worker.listen, timeout=60)
     directory = Path(session.directory.path)
@@ -59,7 +59,7 @@ def test_a_ray_is_within_reach_of_its_owner_alone_and_its_loss_ends_what_waits_f
     calls = workers.start(Worker.sleep, 60)
     raylet.kill()
     began = time.monotonic()
-    with pytest.raises(WorkerDied, match="Ray's raylet ended without a word, as when it is killed by hand"):
+    with pytest.raises(WorkerDied, match="Ray's raylet ended without a message, as if killed by hand"):
         workers.broadcast(Worker.sleep, 60, timeout=100)
     with pytest.raises(WorkerDied, match="Ray's raylet ended"):
         spawn(Worker, session, 0, {}, str(tmp_path / "log"))
@@ -74,7 +74,7 @@ class Placed:
 
 
 def test_each_rank_is_given_one_of_the_visible_gpus_and_its_engine_sees_them_all(monkeypatch):
-    """Ray believes in the GPUs that it is started with. Which of them an engine uses it hears from its ranks."""
+    """Ray accepts the number of GPUs that it is started with. An engine gets the indices of its GPUs from its ranks."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     session = RaySession("cuda", 1, 2, {"num_gpus": 2}, 60)
     try:
@@ -92,7 +92,7 @@ def listens(pid: int) -> list[str]:
     return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
 
 
-def test_a_driver_that_is_killed_leaves_no_process_of_rays_and_no_file():
+def test_a_killed_driver_leaves_no_ray_process_and_no_file():
     top = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", KILLED], env=os.environ | {"PYTHONPATH": str(top)}, capture_output=True)
     assert run.returncode == -signal.SIGKILL

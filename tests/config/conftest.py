@@ -43,6 +43,6 @@ def load(needed: list[str]) -> Load:
 
     def run(*overrides: str, **more: object) -> Loaded:
         notes: list[str] = []
-        return Loaded(load_ppo_config([*needed, *overrides], note=notes.append, **more), notes)
+        return Loaded(load_ppo_config([*needed, *overrides], report=notes.append, **more), notes)
 
     return run

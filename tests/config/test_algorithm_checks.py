@@ -1,23 +1,47 @@
+"""The checks of the algorithm's keys, and the catalog that they read."""
+
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
-from hybridrl.algorithms.estimators import ESTIMATORS
-from hybridrl.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES
-from hybridrl.config import ConfigError, values
-from hybridrl.config.algorithm_checks import GROUP_ESTIMATORS, OWN_AGGREGATION
+from hybridrl.algorithms.lookup import find_estimator, find_policy_loss, imported
+from hybridrl.config import ConfigError
+from hybridrl.config.catalog import ACTOR_KEYS, ESTIMATOR_KEYS, ESTIMATORS, PARAMETERS, POLICY_LOSSES
+from hybridrl.config.compose import shipped
 
 from .conftest import Load
 
 
-def test_every_name_that_may_be_chosen_has_its_function() -> None:
-    assert set(values.ESTIMATORS) == set(ESTIMATORS)
-    assert set(values.POLICY_LOSSES) == set(POLICY_LOSSES) - {"likelihood", "reinforce"}, "these have no key"
-    assert set(ESTIMATORS) > GROUP_ESTIMATORS
-    assert set(AGGREGATIONS) == OWN_AGGREGATION
+def keywords(*functions) -> set[str]:
+    parameters = [item for function in functions for item in signature(function).parameters.values()]
+    return {item.name for item in parameters if item.kind is item.KEYWORD_ONLY}
 
 
-def test_ppo_brings_a_critic_like_the_policy(load: Load) -> None:
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_takes_the_keys_of_its_entry(name: str) -> None:
+    entry, function = find_estimator(name)
+    assert keywords(function) == set(entry.keys)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_policy_loss_and_its_token_selector_take_the_keys_and_parameters_of_the_entry(name: str) -> None:
+    entry, function = find_policy_loss(name)
+    functions = [function] if entry.token_selector is None else [function, imported(entry.token_selector)]
+    assert keywords(*functions) == {*entry.keys, *entry.parameters}
+
+
+def test_every_key_of_the_catalog_has_a_value_in_conf_null_if_it_must_be_set() -> None:
+    values = shipped("ppo_trainer").values
+    assert set(ESTIMATOR_KEYS) <= values["algorithm"].keys()
+    actor = values["actor_rollout_ref"]["actor"]
+    assert set(ACTOR_KEYS) <= actor.keys()
+    assert actor["policy_loss"].keys() == {"loss_mode", *PARAMETERS}
+    required = {name for name, parameter in PARAMETERS.items() if parameter.suggestion is not None}
+    assert required == {name for name in PARAMETERS if actor["policy_loss"][name] is None}
+
+
+def test_ppo_has_a_critic_like_the_policy(load: Load) -> None:
     config = load("data.train_batch_size=8").config
     assert config.algorithm.adv_estimator == "gae"
     assert config.critic.enable is True
@@ -27,14 +51,14 @@ def test_ppo_brings_a_critic_like_the_policy(load: Load) -> None:
     assert config.critic.loss_scale_factor == config.data.max_response_length
 
 
-def test_an_own_estimator_may_ask_for_a_critic(load: Load) -> None:
+def test_a_custom_estimator_may_use_a_critic(load: Load) -> None:
     Path("own.py").touch()
     config = load("algorithm.adv_estimator=own.py:f", "critic.enable=true").config
     assert config.critic.enable is True
     assert load("algorithm.adv_estimator=own.py:f").config.critic.enable is False
 
 
-def test_a_critic_of_its_own_is_judged_by_its_own_config(load: Load) -> None:
+def test_a_critic_of_another_model_is_checked_by_its_own_config(load: Load) -> None:
     Path("value").mkdir()
     Path("value", "config.json").write_text('{"max_position_embeddings": 512}')
     Path("value", "model.safetensors").touch()
@@ -65,12 +89,12 @@ def test_the_reference_starts_as_the_policy_does(load: Load) -> None:
         ),
         (
             ["actor_rollout_ref.actor.policy_loss.loss_mode=dro"],
-            "actor_rollout_ref.actor.policy_loss.loss_mode=dro: the weight of its penalty has no default; set "
+            "actor_rollout_ref.actor.policy_loss.loss_mode=dro: dro_beta has no default; set "
             "actor_rollout_ref.actor.policy_loss.dro_beta=0.1",
         ),
         (
             ["algorithm.adv_estimator=gdpo"],
-            "algorithm.adv_estimator=gdpo: name the parts of the reward that it normalises one by one, such as "
+            "algorithm.adv_estimator=gdpo: name the reward components that it normalizes one by one, such as "
             "algorithm.gdpo_reward_keys=[format,accuracy]; the reward function returns them in its dict",
         ),
         (
@@ -79,16 +103,17 @@ def test_the_reference_starts_as_the_policy_does(load: Load) -> None:
                 "algorithm.gdpo_reward_keys=[a,b]",
                 "algorithm.gdpo_reward_weights=[1.0]",
             ],
-            "algorithm.gdpo_reward_weights: 1 weights for 2 algorithm.gdpo_reward_keys; give one weight a key, or none",
+            "algorithm.gdpo_reward_weights: 1 weights for 2 algorithm.gdpo_reward_keys; give one weight per key, or "
+            "none",
         ),
         (
             ["reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"],
-            "reward.reward_kwargs.overlong_buffer_cfg.len=4096: answers have at most max_resp_len=512 tokens; set a "
+            "reward.reward_kwargs.overlong_buffer_cfg.len=4096: responses have at most max_resp_len=512 tokens; set a "
             "part of that, such as 102",
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_with_the_way_out(load: Load, keys: list[str], message: str) -> None:
+def test_invalid_combinations_are_rejected_with_a_fix(load: Load, keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*keys)
     assert str(caught.value) == message

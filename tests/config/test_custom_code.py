@@ -25,7 +25,7 @@ def test_the_function_named_is_loaded_from_its_file(tmp_path: Path) -> None:
         ("import nothing_\n", "{file} does not import: ModuleNotFoundError: No module named 'nothing_' ({file}:1)"),
     ],
 )  # fmt: skip
-def test_a_file_without_the_function_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_without_the_function_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "own.py"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -33,7 +33,7 @@ def test_a_file_without_the_function_is_refused(tmp_path: Path, text: str, messa
     assert str(caught.value) == f"{KEY}={message.format(file=file)}"
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"own.py: there is no such file"):
         load_function(f"{tmp_path}/own.py:f", KEY)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridrl.config.families import why_name_unsupported, why_unsupported
+from hybridrl.config.checks.model import why_name_unsupported, why_unsupported
 
 
 @pytest.mark.parametrize(
@@ -8,7 +8,7 @@ from hybridrl.config.families import why_name_unsupported, why_unsupported
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type=t5: an encoder and a decoder"),
         ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "vision_config: the model reads more than text"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quant_method=fp8: quantised"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quant_method=fp8: quantized"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_named_with_the_reason(settings, word):

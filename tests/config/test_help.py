@@ -1,6 +1,6 @@
 from hybridrl.config.compose import CONF
 from hybridrl.config.help import changed_values, explain_keys, key_meanings
-from hybridrl.config.names import value_keys
+from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig
 
 from .conftest import Load
@@ -16,7 +16,7 @@ def test_every_key_is_explained_within_the_width() -> None:
     section, found = "", set()
     for line in lines:
         if line and not line.startswith(" "):
-            section = line.rstrip(":").replace("beside the sections", "")
+            section = line.rstrip(":").replace("outside the sections", "")
         elif line.startswith("  ") and line[2] != " " and section != "keys to begin with":
             found.add(f"{section}.{line.split()[0]}".lstrip("."))
     assert found == set(value_keys(PPOConfig))
@@ -36,13 +36,13 @@ def test_a_meaning_is_the_whole_comment_above_the_key() -> None:
     meanings = key_meanings(CONF / "ppo_trainer.yaml")
     assert meanings["actor_rollout_ref.actor.clip_ratio_low"] == "The lower side by itself; null: clip_ratio."
     assert meanings["reward.reward_manager.name"] == (
-        "naive, prime, remote: the function's score | gdpo: the same, for several rewards | dapo: less a penalty on "
-        "answers near the length limit | batch: one call for all answers | rate_limited: within max_concurrent, "
+        "naive, prime, remote: the function's score | gdpo: the same, for several rewards | dapo: minus a penalty on "
+        "responses near the length limit | batch: one call for all responses | rate_limited: within max_concurrent, "
         "max_rpm, max_tpm."
     )
 
 
-def test_only_what_was_changed_is_told_and_not_what_follows_it(load: Load) -> None:
+def test_only_what_was_changed_is_reported_and_not_what_follows_it(load: Load) -> None:
     lines = changed_values(load("trainer.seed=7", "data.max_response_length=64", "data.val_files=train.jsonl").config)
     sections = dict(line.strip().split(": ", 1) for line in lines.splitlines())
     assert sections["data"] == "train_files=[train.jsonl], val_files=[train.jsonl], max_response_length=64"

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from hybridrl.config import load_sft_config
-from hybridrl.config.checks import settle_ppo
+from hybridrl.config.checks import resolve_ppo
+from hybridrl.config.checks.machine import Machine
 from hybridrl.config.compose import as_yaml, save_config
-from hybridrl.config.machine import Machine
+from hybridrl.config.findings import Findings
 
 from .conftest import Load
 
@@ -97,7 +98,7 @@ def test_what_is_left_open_follows_the_machine(
     config.trainer.device, config.trainer.n_gpus_per_node = "auto", None
     config.actor_rollout_ref.rollout.dtype = config.actor_rollout_ref.actor.fsdp_config.dtype = None
     config.actor_rollout_ref.actor.fsdp_config.fsdp_size = -1
-    settle_ppo(config, lambda text: None, machine)
+    resolve_ppo(config, Findings(), machine)
     assert (config.trainer.device, config.trainer.n_gpus_per_node) == (device, devices)
     assert config.actor_rollout_ref.actor.fsdp_config.fsdp_size == devices
     assert config.actor_rollout_ref.rollout.dtype == config.actor_rollout_ref.actor.fsdp_config.dtype == dtype

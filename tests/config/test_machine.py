@@ -4,12 +4,12 @@ import pynvml
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.config.machine import this_machine
+from hybridrl.config.checks.machine import this_machine
 
 
 @dataclass
 class Driver:
-    """A stand-in for NVML with so many GPUs, or one that does not answer."""
+    """A stand-in for NVML with so many GPUs, or one that is not responding."""
 
     gpus: int = 0
     broken: bool = False
@@ -35,9 +35,9 @@ def test_gpus_are_counted_as_far_as_they_are_visible(
     assert this_machine().gpus == gpus
 
 
-def test_a_broken_driver_is_refused_unless_no_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_driver_is_rejected_unless_no_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(broken=True).install(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(ConfigError, match="does not answer"):
+    with pytest.raises(ConfigError, match="is not responding"):
         this_machine()
     assert this_machine(count_gpus=False).gpus == 0

@@ -25,6 +25,6 @@ def test_values_are_computed_in_the_passes_of_the_critic_s_update_unless_they_ha
     assert (critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu) == (8, 2)
 
 
-def test_both_forms_at_once_are_refused(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"set ppo_micro_batch_size_per_gpu alone"):
+def test_both_forms_at_once_are_rejected(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"set ppo_micro_batch_size_per_gpu only"):
         load(f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridrl.config import ConfigError
-from hybridrl.config.model_checks import CPU_HEAD_SIZES
+from hybridrl.config.checks.model import CPU_HEAD_SIZES
 from hybridrl.runs.settings import build_agreement, build_policy_plan
 
 from .conftest import Load
@@ -32,7 +32,7 @@ def test_verls_form_with_the_values_one_level_below_means_the_same(load: Load) -
     assert overrides(load, "model_config.attention_dropout=0.1") == {"attention_dropout": 0.1}
 
 
-def refusals(load: Load, *words: str) -> list[str]:
+def errors_of(load: Load, *words: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(*words)
     return list(caught.value.lines)
@@ -41,7 +41,7 @@ def refusals(load: Load, *words: str) -> list[str]:
 def test_devices_that_share_rows_divide_all_devices_and_the_heads(load: Load) -> None:
     write(num_attention_heads=6)
     sizes = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "critic.ulysses_sequence_parallel_size=3"]
-    found = refusals(load, "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", *sizes)
+    found = errors_of(load, "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", *sizes)
     assert found == [
         "critic.ulysses_sequence_parallel_size=3: must divide the 4 devices and the 6 attention heads of "
         f"critic.model.path={Path('model').absolute()}; set 2",
@@ -53,8 +53,8 @@ def test_devices_that_share_rows_divide_all_devices_and_the_heads(load: Load) ->
 def test_only_rows_in_one_line_can_be_shared(load: Load) -> None:
     size = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     padding = "actor_rollout_ref.model.use_remove_padding"
-    assert refusals(load, "trainer.n_gpus_per_node=2", "algorithm.adv_estimator=grpo", size, f"{padding}=false") == [
-        f"{size}: only rows that lie in one line can be shared; set {padding}=true"
+    assert errors_of(load, "trainer.n_gpus_per_node=2", "algorithm.adv_estimator=grpo", size, f"{padding}=false") == [
+        f"{size}: only packed rows can be shared; set {padding}=true"
     ]
 
 
@@ -97,7 +97,7 @@ def test_a_factor_that_is_set_here_stretches_the_limit_too(load: Load) -> None:
     load("data.max_prompt_length=1000", f"{KEY}.rope_scaling.type=yarn", f"{KEY}.rope_scaling.factor=4.0")
 
 
-def test_verls_kinds_of_attention_have_no_effect_and_others_are_refused(load: Load) -> None:
+def test_verls_kinds_of_attention_have_no_effect_and_others_are_rejected(load: Load) -> None:
     loaded = load(f"{KEY}.attn_implementation=flash_attention_2")
     assert loaded.config.actor_rollout_ref.model.override_config == {}
     assert any("attn_implementation=flash_attention_2 has no effect" in note for note in loaded.notes)
@@ -111,7 +111,7 @@ def test_a_critic_follows_the_policys_changes_and_nothing_is_said_twice(load: Lo
     assert len([note for note in loaded.notes if "attn_implementation" in note]) == 1
 
 
-def test_a_router_that_is_to_be_frozen_is_refused_and_one_that_is_not_passes(load: Load) -> None:
+def test_a_router_that_is_to_be_frozen_is_rejected_and_one_that_is_not_passes(load: Load) -> None:
     assert overrides(load, "moe_config.freeze_moe_router=false") == {}
     with pytest.raises(ConfigError, match="moe_config: routers cannot be frozen yet"):
         load(f"{KEY}.moe_config.freeze_moe_router=true")
@@ -120,18 +120,18 @@ def test_a_router_that_is_to_be_frozen_is_refused_and_one_that_is_not_passes(loa
 def test_an_auxiliary_loss_has_no_effect(load: Load) -> None:
     loaded = load(f"{KEY}.output_router_logits=true", f"{KEY}.router_aux_loss_coef=0.01")
     assert [note for note in loaded.notes if "router" in note] == [
-        f"{KEY}.output_router_logits has no effect: routers are trained by the policy's loss alone",
-        f"{KEY}.router_aux_loss_coef has no effect: routers are trained by the policy's loss alone",
+        f"{KEY}.output_router_logits has no effect: routers are trained by the policy loss only",
+        f"{KEY}.router_aux_loss_coef has no effect: routers are trained by the policy loss only",
     ]
 
 
-def test_a_library_in_a_file_is_named_so_that_workers_elsewhere_find_it(load: Load, tmp_path: Path) -> None:
+def test_a_library_in_a_file_is_named_so_that_workers_offline_find_it(load: Load, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
     model = load("actor_rollout_ref.model.external_lib=[mine.py,my_package.models]").config.actor_rollout_ref.model
     assert model.external_lib == [str(tmp_path / "mine.py"), "my_package.models"]
 
 
-def test_parameters_in_float16_are_refused_and_a_computation_in_it_is_not(load: Load) -> None:
+def test_parameters_in_float16_are_rejected_and_a_computation_in_it_is_not(load: Load) -> None:
     key = "actor_rollout_ref.actor.fsdp_config"
     with pytest.raises(ConfigError, match=r"model_dtype=fp16: small updates vanish .* set model_dtype=fp32"):
         load(f"{key}.model_dtype=fp16")
@@ -141,7 +141,7 @@ def test_parameters_in_float16_are_refused_and_a_computation_in_it_is_not(load: 
 ELSEWHERE = ("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")  # GPUs of other machines
 
 
-def test_recomputation_that_is_selective_is_refused_for_compiled_layers(load: Load) -> None:
+def test_recomputation_that_is_selective_is_rejected_for_compiled_layers(load: Load) -> None:
     key, fsdp = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
     chosen = (f"{key}.selective_checkpointing=true", f"{fsdp}.compile_layers=true", *ELSEWHERE)
     with pytest.raises(ConfigError, match=f"set {key}.enable_gradient_checkpointing=false .* or {fsdp}.compile_layers"):
@@ -179,9 +179,9 @@ def test_the_reference_is_sharded_as_the_policy_unless_it_is_said(load: Load) ->
     assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["B"]
 
 
-def test_code_of_a_model_that_is_not_trusted_is_told_before_it_is_wanted(load: Load) -> None:
+def test_code_of_a_model_that_is_not_trusted_is_reported_before_it_is_wanted(load: Load) -> None:
     write(model_type="nobodys_model", auto_map={"AutoConfig": "configuration.Nobody"})
-    assert refusals(load) == [
+    assert errors_of(load) == [
         "actor_rollout_ref.model.path=model: its config.json names Python files of the model (auto_map), which run "
         "only if they are trusted; read them, then set actor_rollout_ref.model.trust_remote_code=true"
     ]
@@ -191,11 +191,11 @@ def test_code_of_a_model_that_is_not_trusted_is_told_before_it_is_wanted(load: L
 
 
 @pytest.mark.parametrize("settings", [{"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16}])
-def test_a_head_size_that_the_engine_on_cpu_lacks_is_refused(load: Load, settings: dict) -> None:
+def test_a_head_size_that_the_engine_on_cpu_lacks_is_rejected(load: Load, settings: dict) -> None:
     write(**settings)
-    assert refusals(load, "trainer.device=cpu") == [
-        "actor_rollout_ref.model.path=model: its attention heads have size 16, and vLLM on CPU computes with 32, 64, "
-        "80, 96, 112, 128, 160, 192, 224, 256, 512; take another model, or a GPU"
+    assert errors_of(load, "trainer.device=cpu") == [
+        "actor_rollout_ref.model.path=model: its attention heads have size 16, and vLLM on CPU supports 32, 64, "
+        "80, 96, 112, 128, 160, 192, 224, 256, 512; use another model, or a GPU"
     ]
     load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
 
@@ -227,9 +227,9 @@ def test_an_engine_on_cpu_gets_what_a_recurrence_along_the_text_needs(load: Load
     assert (section.rollout.dtype, section.rollout.enable_prefix_caching) == ("float32", False)
 
 
-def test_a_type_that_a_recurrence_on_cpu_does_not_take_is_refused(load: Load) -> None:
+def test_a_type_that_a_recurrence_on_cpu_does_not_take_is_rejected(load: Load) -> None:
     write(**DELTA)
-    (line,) = refusals(load, "trainer.device=cpu", f"{ROLLOUT}.dtype=fp32")
+    (line,) = errors_of(load, "trainer.device=cpu", f"{ROLLOUT}.dtype=fp32")
     assert line.startswith(f"{ROLLOUT}.dtype=fp32") and line.endswith("set bf16")
 
 
@@ -277,11 +277,11 @@ def test_dropout_that_is_asked_for_has_old_log_probs_in_a_pass_of_their_own(load
     write(residual_dropout=0.1)
     loaded = load("trainer.device=cpu", *(f"actor_rollout_ref.model.{key}" for key in keys))
     assert build_policy_plan(loaded.config).disturbed is disturbed
-    said = [note for note in loaded.notes if "residual_dropout=0.1 of config.json is off" in note]
+    said = [note for note in loaded.notes if "residual_dropout=0.1 of config.json is disabled" in note]
     assert len(said) == ("residual_dropout" not in str(keys))
 
 
-def test_a_policy_whose_weights_an_engine_cannot_take_is_refused(load: Load) -> None:
+def test_a_policy_whose_weights_an_engine_cannot_take_is_rejected(load: Load) -> None:
     write(model_type="gpt_oss")
-    (line,) = refusals(load)
+    (line,) = errors_of(load)
     assert "model_type=gpt_oss: vLLM copies its experts past the reload" in line and line.endswith("(main_sft)")

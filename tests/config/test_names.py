@@ -1,6 +1,6 @@
 import pytest
 
-from hybridrl.config.names import nearest, value_keys
+from hybridrl.config.keys import nearest, value_keys
 from hybridrl.config.schema import PPOConfig
 
 KEYS = value_keys(PPOConfig)

@@ -10,16 +10,16 @@ MANAGER = "reward.reward_manager"
     [
         ([f"{MANAGER}.name=dap"], rf"{MANAGER}\.name=dap: choose naive .*; did you mean dapo\?.*importlib"),
         ([f"{MANAGER}.source=importlib"], rf"set {MANAGER}\.module\.path"),
-        ([f"{MANAGER}.name=batch"], "the built-in rewards judge answers one by one"),
-        (["reward.clip_range=[1.0]"], "give the least and the greatest score"),
-        (["reward.clip_range=[1.0,-1.0]"], "give the least and the greatest score"),
+        ([f"{MANAGER}.name=batch"], "the built-in rewards score responses one by one"),
+        (["reward.clip_range=[1.0]"], "expected the least and the greatest score"),
+        (["reward.clip_range=[1.0,-1.0]"], "expected the least and the greatest score"),
         (["reward.scale=0"], "every score would be 0"),
         (["+reward.weights.acc=much"], r"reward\.weights\.acc=much: expected a number"),
         (["+reward.functions.format=format_reward"], r"reward\.functions\.format=.*path/to/file\.py:function"),
         (["reward.sandbox_fusion.url=http://localhost"], "remote sandboxes are not supported"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_way_out(load, overrides, message):
+def test_what_cannot_work_is_rejected_with_the_fix(load, overrides, message):
     with pytest.raises(ConfigError, match=message):
         load(*overrides)
 
@@ -27,13 +27,13 @@ def test_what_cannot_work_is_refused_with_the_way_out(load, overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "note"),
     [
-        (["reward.max_rpm=60"], f"reward.max_rpm has no effect without {MANAGER}.name=rate_limited"),
-        (["reward.max_concurrent=4"], f"reward.max_concurrent has no effect without {MANAGER}.name=rate_limited"),
-        ([f"{MANAGER}.name=rate_limited"], f"{MANAGER}.name=rate_limited: an answer whose call fails is left out"),
+        (["reward.max_rpm=60"], f"reward.max_rpm=60 has no effect without {MANAGER}.name=rate_limited"),
+        (["reward.max_concurrent=4"], f"reward.max_concurrent=4 has no effect without {MANAGER}.name=rate_limited"),
+        ([f"{MANAGER}.name=rate_limited"], f"{MANAGER}.name=rate_limited: a response whose call fails is left out"),
     ],
 )
-def test_what_has_no_effect_or_another_one_than_in_verl_is_told(load, overrides, note):
-    assert any(told.startswith(note) for told in load(*overrides).notes)
+def test_what_has_no_effect_or_another_one_than_in_verl_is_reported(load, overrides, note):
+    assert any(text.startswith(note) for text in load(*overrides).notes)
 
 
 def test_several_rewards_are_set_by_name(load):
@@ -41,5 +41,5 @@ def test_several_rewards_are_set_by_name(load):
     assert (config.functions, config.weights) == ({"brevity": "brevity.py:score"}, {"brevity": 0.5})
 
 
-def test_nothing_is_told_where_nothing_is_set(load):
+def test_nothing_is_reported_where_nothing_is_set(load):
     assert not [note for note in load().notes if "reward." in note]

@@ -7,10 +7,9 @@ from typing import get_origin
 import pytest
 
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.load import judge
-from hybridrl.config.names import tree, value_keys
-from hybridrl.config.schema_sft import SFTConfig
-from hybridrl.config.verl_keys import current_name, entry_of, verl_keys
+from hybridrl.config.keys import current_name, entry_of, tree, value_keys, verl_keys
+from hybridrl.config.load import resolve_config
+from hybridrl.config.schema import SFTConfig
 
 from .conftest import Load
 
@@ -20,7 +19,7 @@ FREE = tuple(f"{key}." for key, hint in KNOWN.items() if get_origin(hint) is dic
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 at_hand = pytest.mark.skipif(
-    not SHARED.is_dir(), reason="needs verl's list of keys and command lines beside the project"
+    not SHARED.is_dir(), reason="needs verl's list of keys and command lines next to the project"
 )
 
 
@@ -46,7 +45,7 @@ def test_no_entry_speaks_of_a_key_that_is_one_here() -> None:
     assert not (named | verl_keys().moved.keys()) & KNOWN.keys()
 
 
-def test_old_names_lead_to_keys_that_are_known_or_judged() -> None:
+def test_old_names_lead_to_keys_that_are_known_or_checked() -> None:
     known = tree(SFTConfig)
     names = {old: current_name(old) for old in verl_keys().moved}
     lost = [old for old, new in names.items() if not ours(new) and new not in known and entry_of(new) is None]
@@ -62,7 +61,7 @@ def test_what_is_set_instead_is_a_key_here() -> None:
 
 
 @at_hand
-def test_every_key_of_verl_is_judged() -> None:
+def test_every_key_of_verl_is_checked() -> None:
     assert not [key for key in verl_defaults() if not ours(new := current_name(key)) and entry_of(new) is None]
 
 
@@ -73,27 +72,27 @@ def test_verl_s_own_defaults_are_accepted_and_are_not_warned_of_without_reason()
     for key in ("data.image_key", "data.video_key", "data.audio_key"):
         del plain[key]  # a command that names them has such rows; a file may, as verl's own
     overrides = [f"++{key}={as_override(value)}" for key, value in plain.items()]
-    found = judge(PPOConfig, overrides, "ppo_trainer", elsewhere=True).findings
-    assert not [finding for finding in found.found if finding.severity == "refused" or finding.code == "ignored-key"]
+    found = resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True).findings
+    assert not [finding for finding in found.items if finding.severity == "error" or finding.code == "ignored-key"]
 
 
 @at_hand
 @pytest.mark.parametrize("file", ["verl_cmdlines.jsonl", "verl_cmdlines_releases.jsonl"])
 def test_real_command_lines_are_accepted_unless_they_use_what_is_not_supported(file: str) -> None:
-    """What is refused is unsupported, by name, or lacks the value of a shell variable that is not set."""
+    """Each error names an unsupported key, or comes from a shell variable that is not set."""
     for line in command_lines(file):
-        findings = judge(PPOConfig, line["overrides"], "ppo_trainer", elsewhere=True).findings
-        refused = {} if line["unset_vars"] else {finding.code: finding.text for finding in findings.refused}
-        remote = any("remote sandboxes are" in text for text in refused.values())
-        assert not refused or "unsupported" in refused or remote, line["script"]
+        findings = resolve_config(PPOConfig, line["overrides"], "ppo_trainer", offline=True).findings
+        errors = {} if line["unset_vars"] else {finding.code: finding.text for finding in findings.errors}
+        remote = any("remote sandboxes are" in text for text in errors.values())
+        assert not errors or "unsupported" in errors or remote, line["script"]
 
 
 @at_hand
 def test_skyrl_s_command_lines_are_accepted_unless_they_use_what_is_not_supported() -> None:
     """Others are rejected for functions of their own by a name that is none here, or train on nothing."""
     for line in command_lines("skyrl_cmdlines.jsonl"):
-        findings = judge(PPOConfig, line["overrides"], "ppo_trainer", elsewhere=True).findings
-        codes, text = {finding.code for finding in findings.refused}, str(findings.refused)
+        findings = resolve_config(PPOConfig, line["overrides"], "ppo_trainer", offline=True).findings
+        codes, text = {finding.code for finding in findings.errors}, str(findings.errors)
         own = "loss_mode=" in text or "adv_estimator=" in text or "data.train_files is not set" in text
         assert not codes or "unsupported" in codes or (codes == {"value"} and own), line["script"]
 
@@ -144,10 +143,10 @@ def test_a_command_of_skyrl_is_translated(load: Load) -> None:
         ("actor.init_from_scratch=true", "training starts from a model's weights; set false"),
     ],
 )
-def test_what_skyrl_and_areal_have_and_is_not_here_is_refused_in_a_line(
+def test_what_skyrl_and_areal_have_and_is_not_here_is_rejected_in_a_line(
     load: Load, override: str, message: str
 ) -> None:
-    (line,) = refusal(load, override)
+    (line,) = errors_of(load, override)
     assert line.startswith(f"{override}: {message}")
 
 
@@ -202,7 +201,7 @@ def test_a_file_s_old_names_move_as_on_the_command_line_which_wins(load: Load, t
     assert len(loaded.notes) == 4 and all(" is now " in note for note in loaded.notes)
 
 
-def refusal(load: Load, *overrides: str) -> list[str]:
+def errors_of(load: Load, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(*overrides)
     return list(caught.value.lines)
@@ -211,7 +210,7 @@ def refusal(load: Load, *overrides: str) -> list[str]:
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
 
 
-def test_a_key_without_effect_is_noted_once_with_all_that_share_the_reason(load: Load) -> None:
+def test_a_key_without_effect_is_a_warning_once_with_all_that_share_the_reason(load: Load) -> None:
     (note,) = load(*GRPO, f"{ACTOR}.fsdp_config.grad_offload=true", "critic.fsdp.grad_offload=true").notes
     assert note.startswith(f"{ACTOR}.fsdp_config.grad_offload, critic.fsdp.grad_offload have no effect")
 
@@ -253,16 +252,16 @@ def test_nothing_is_said_of_neutral_values(load: Load, neutral: str) -> None:
     assert load(*GRPO, neutral).notes == []
 
 
-def test_a_key_that_would_change_the_result_is_refused_with_its_value(load: Load) -> None:
-    assert refusal(load, f"{ROLLOUT}.multi_turn.enable=True", "distillation.enabled=true") == [
-        f"{ROLLOUT}.multi_turn.enable=true: answers of several turns and tools are not supported yet; set false",
+def test_a_key_that_would_change_the_result_is_rejected_with_its_value(load: Load) -> None:
+    assert errors_of(load, f"{ROLLOUT}.multi_turn.enable=True", "distillation.enabled=true") == [
+        f"{ROLLOUT}.multi_turn.enable=true: responses of several turns and tools are not supported yet; set false",
         "distillation.enabled=true: learning from a teacher model is not supported; set false",
     ]
 
 
 def test_a_reference_counts_as_what_it_refers_to(load: Load) -> None:
     wanted = f"{ROLLOUT}.multi_turn.enable=${{data.shuffle}}"
-    assert refusal(load, wanted)[0].startswith(f"{ROLLOUT}.multi_turn.enable=true: ")
+    assert errors_of(load, wanted)[0].startswith(f"{ROLLOUT}.multi_turn.enable=true: ")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +311,7 @@ def test_an_argument_that_vllm_no_longer_has_does_not_reach_it(load: Load) -> No
 def test_an_own_key_is_kept_for_own_code(load: Load) -> None:
     loaded = load(*GRPO, "+own.bonus=0.5", "+my.key.deep=[1,2]")
     assert loaded.config.own == {"bonus": 0.5, "my": {"key": {"deep": [1, 2]}}}
-    assert loaded.notes == ["my.key.deep is no key here: kept as own.my.key.deep, for code of your own"]
+    assert loaded.notes == ["my.key.deep is not a key of hybridrl: kept as own.my.key.deep for your own code"]
 
 
 def test_a_deleted_key_becomes_null_where_it_may(load: Load) -> None:
@@ -323,17 +322,17 @@ def test_a_deleted_key_becomes_null_where_it_may(load: Load) -> None:
 def test_a_trainer_key_left_empty_by_the_shell_takes_its_default_with_a_warning(load: Load) -> None:
     loaded = load(*GRPO, "trainer.nnodes=")
     assert loaded.config.trainer.nnodes == 1
-    assert loaded.notes == ["trainer.nnodes is empty (is a shell variable not set?); 1 is taken"]
+    assert loaded.notes == ["trainer.nnodes is empty (is a shell variable not set?): 1 is used"]
 
 
-def test_a_shell_variable_that_was_not_replaced_is_told_as_such(load: Load) -> None:
-    assert refusal(load, "data.train_batch_size='$SIZE'") == [
+def test_a_shell_variable_that_was_not_replaced_is_reported_as_such(load: Load) -> None:
+    assert errors_of(load, "data.train_batch_size='$SIZE'") == [
         "data.train_batch_size=$SIZE: expected an integer (a shell variable that was not replaced?)"
     ]
 
 
-def test_all_that_is_wrong_is_told_at_once(load: Load) -> None:
-    wrong = refusal(load, "data.shufle=1", "trainer.seed=x", "trainer.val_only=true", "distillation.enabled=true")
+def test_all_that_is_wrong_is_reported_at_once(load: Load) -> None:
+    wrong = errors_of(load, "data.shufle=1", "trainer.seed=x", "trainer.val_only=true", "distillation.enabled=true")
     assert [line.split("=")[0].split(";")[0] for line in wrong] == [
         "unknown key data.shufle",
         "trainer.seed",
@@ -343,29 +342,31 @@ def test_all_that_is_wrong_is_told_at_once(load: Load) -> None:
 
 
 def test_a_reference_that_leads_nowhere_does_not_hide_the_rest(load: Load) -> None:
-    assert refusal(load, "trainer.nnodes=${NNODES}", "data.shuffle=perhaps") == [
+    assert errors_of(load, "trainer.nnodes=${NNODES}", "data.shuffle=perhaps") == [
         "data.shuffle=perhaps: expected true or false",
         "trainer.nnodes=${NNODES}: Interpolation key 'NNODES' not found",
     ]
 
 
-def test_what_follows_from_a_refused_value_is_not_told() -> None:
+def test_what_follows_from_a_rejected_value_is_not_reported() -> None:
     overrides = ["data.train_files=x.jsonl", "actor_rollout_ref.model.path=a/b", "data.max_response_length=abc"]
-    found = judge(PPOConfig, [*overrides, f"{ROLLOUT}.max_model_len=600"], "ppo_trainer", elsewhere=True).findings
-    assert [finding.text for finding in found.refused] == ["data.max_response_length=abc: expected an integer"]
+    found = resolve_config(
+        PPOConfig, [*overrides, f"{ROLLOUT}.max_model_len=600"], "ppo_trainer", offline=True
+    ).findings
+    assert [finding.text for finding in found.errors] == ["data.max_response_length=abc: expected an integer"]
 
 
-def test_elsewhere_neither_this_machine_s_files_nor_its_devices_count() -> None:
+def test_offline_neither_this_machine_s_files_nor_its_devices_count() -> None:
     overrides = ["data.train_files=/no/x.parquet", "actor_rollout_ref.model.path=/no/model", "trainer.nnodes=2"]
     overrides += ["trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=4"]
     overrides += ["actor_rollout_ref.model.lora_adapter_path=/no/adapter", "actor_rollout_ref.model.lora_rank=8"]
-    judgement = judge(PPOConfig, overrides, "ppo_trainer", elsewhere=True)
-    assert not judgement.findings.refused
-    absent = [finding.cause for finding in judgement.findings.found if finding.code == "not-here"]
-    assert [cause.split("=")[0] for cause in absent] == [
+    result = resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True)
+    assert not result.findings.errors
+    absent = [finding.keys[0] for finding in result.findings.items if finding.code == "not-here"]
+    assert absent == [
         "data.train_files",
         "actor_rollout_ref.model.lora_adapter_path",
         "actor_rollout_ref.model.path",
     ]
-    assert judgement.config is not None
-    assert judgement.config.data.train_files == ["/no/x.parquet"]
+    assert result.config is not None
+    assert result.config.data.train_files == ["/no/x.parquet"]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.schema import DataConfig, OwnDatasetConfig, SamplerConfig
-from hybridrl.config.schema_sft import SFTDataConfig
+from hybridrl.config.schema import CustomDatasetConfig, DataConfig, SamplerConfig, SFTDataConfig
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -37,7 +36,7 @@ def tokenizer(byte_tokenizer: Qwen2Tokenizer) -> Qwen2Tokenizer:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    """Writes rows, one a line, and gives the file's name."""
+    """Write rows, one per line, and return the name of the file."""
 
     def to_file(*rows: Any, name: str = "rows.jsonl") -> str:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -68,7 +67,7 @@ def config() -> DataConfig:
         trust_remote_code=False,
         apply_chat_template_kwargs={},
         train_weights=[],
-        custom_cls=OwnDatasetConfig(path=None, name=None),
+        custom_cls=CustomDatasetConfig(path=None, name=None),
         sampler=SamplerConfig(class_path=None, class_name=None),
     )
 

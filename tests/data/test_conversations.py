@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.error import ConfigError
-from hybridrl.config.schema_sft import SFTDataConfig
+from hybridrl.config.findings import ConfigError
+from hybridrl.config.schema import SFTDataConfig
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
 
 Write = Callable[..., str]
@@ -21,41 +21,41 @@ def load(file: str, config: SFTDataConfig, tokenizer: Qwen2Tokenizer) -> Convers
     return load_conversations([file], config, tokenizer, max_samples=-1, shuffle=False, key="data.train_files")
 
 
-def refusal(file: str, config: SFTDataConfig, tokenizer: Qwen2Tokenizer) -> str:
+def rejection(file: str, config: SFTDataConfig, tokenizer: Qwen2Tokenizer) -> str:
     with pytest.raises(ConfigError) as error:
         load(file, config, tokenizer)
     return str(error.value)
 
 
-def learnt(conversation: Conversation, tokenizer: Qwen2Tokenizer) -> str:
-    """The text that the loss is on."""
+def trained_text(conversation: Conversation, tokenizer: Qwen2Tokenizer) -> str:
+    """Return the text on which the loss is computed."""
     assert len(conversation.ids) == len(conversation.loss_mask)
     pairs = zip(conversation.ids, conversation.loss_mask, strict=True)
     return tokenizer.decode([token for token, mask in pairs if mask])
 
 
-def test_a_conversation_with_an_image_is_refused(
+def test_a_conversation_with_an_image_is_rejected(
     write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
-    message = refusal(write(chat("<image>what is it?", "a cat") | {"images": ["cat.png"]}), sft_config, tokenizer)
+    message = rejection(write(chat("<image>what is it?", "a cat") | {"images": ["cat.png"]}), sft_config, tokenizer)
     assert "line 1: more than text: the column images; leave such rows out" in message
 
 
-def test_the_loss_is_on_the_answer_and_the_end_of_its_turn(
+def test_the_loss_is_on_the_response_and_the_end_of_its_turn(
     write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     (conversation,) = load(write(chat("2+2?", "4")), sft_config, tokenizer)
-    whole = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
-    assert tokenizer.decode(conversation.ids) == whole
-    assert learnt(conversation, tokenizer) == "4<|im_end|>"
+    text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    assert tokenizer.decode(conversation.ids) == text
+    assert trained_text(conversation, tokenizer) == "4<|im_end|>"
     assert conversation.loss_mask[-3:] == [1, 1, 0]
 
 
-def test_the_loss_is_on_every_answer_of_a_conversation(
+def test_the_loss_is_on_every_response_of_a_conversation(
     write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     dataset = load(write(chat("a", "one", "b", "two"), chat("c", "three")), sft_config, tokenizer)
-    assert [learnt(item, tokenizer) for item in dataset] == ["one<|im_end|>two<|im_end|>", "three<|im_end|>"]
+    assert [trained_text(item, tokenizer) for item in dataset] == ["one<|im_end|>two<|im_end|>", "three<|im_end|>"]
 
 
 def test_prompt_and_response_columns_make_the_same_conversation(
@@ -75,10 +75,10 @@ def test_without_a_chat_template_the_response_follows_the_prompt_and_ends(
 ) -> None:
     (conversation,) = load(write({"prompt": "2+2=", "response": "4"}), sft_config, plain_tokenizer)
     assert plain_tokenizer.decode(conversation.ids) == "2+2=4<|im_end|>"
-    assert learnt(conversation, plain_tokenizer) == "4<|im_end|>"
+    assert trained_text(conversation, plain_tokenizer) == "4<|im_end|>"
 
 
-def test_a_template_without_an_end_of_turn_token_is_learnt_to_its_end(
+def test_without_an_end_of_turn_token_the_loss_covers_the_full_turn(
     write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     tokenizer.chat_template = (
@@ -86,51 +86,51 @@ def test_a_template_without_an_end_of_turn_token_is_learnt_to_its_end(
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     (conversation,) = load(write(chat("2+2?", "4")), sft_config, tokenizer)
-    assert learnt(conversation, tokenizer) == "4\n\n"
+    assert trained_text(conversation, tokenizer) == "4\n\n"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_row(
+def test_a_template_that_rewrites_earlier_turns_is_rejected_per_row(
     write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else m.content|upper }}{% endfor %}"
-    message = refusal(write(chat("1", "2"), chat("1", "two", "3", "four")), sft_config, tokenizer)
+    message = rejection(write(chat("1", "2"), chat("1", "two", "3", "four")), sft_config, tokenizer)
     assert "1 bad row\n" in message
-    assert "line 2: the chat template writes the beginning of this conversation in another way" in message
+    assert "line 2: the chat template renders the beginning of this conversation differently" in message
     assert "model.custom_chat_template" in message
 
 
-def test_rows_that_are_no_conversations_are_told_at_once(
+def test_all_rows_that_are_not_conversations_are_in_one_message(
     write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     rows = [chat("a", "b"), chat("a"), {"messages": "text"}, {"prompt": "a"}, {"prompt": 1, "response": "b"}]
-    message = refusal(write(*rows), sft_config, tokenizer)
+    message = rejection(write(*rows), sft_config, tokenizer)
     assert "4 bad rows" in message
-    assert "line 2: data.messages_key=messages is to hold chat messages" in message
+    assert "line 2: data.messages_key=messages must hold chat messages" in message
     assert "line 3: data.messages_key=messages" in message
     assert "line 4: neither chat messages (data.messages_key=messages) nor a prompt and a response" in message
     assert "line 5: neither" in message
 
 
-def test_chat_messages_without_a_chat_template_are_refused_with_the_way_out(
+def test_chat_messages_without_a_chat_template_are_rejected_with_the_fix(
     write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer
 ) -> None:
-    message = refusal(write(chat("a", "b")), sft_config, plain_tokenizer)
+    message = rejection(write(chat("a", "b")), sft_config, plain_tokenizer)
     assert "line 1: without a chat template a row needs plain text" in message
     assert "model.custom_chat_template" in message
 
 
-def test_long_conversations_are_refused_with_row_length_and_limit(
+def test_overlong_conversations_are_rejected_with_row_length_and_limit(
     write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer
 ) -> None:
     config = replace(sft_config, max_length=4)
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "abc", "response": "de"}]
-    message = refusal(write(*rows), config, plain_tokenizer)
+    message = rejection(write(*rows), config, plain_tokenizer)
     assert "1 of 2 rows are longer than data.max_length=4" in message
     assert "rows.jsonl, line 2 with 6 tokens" in message
     assert "data.truncation=left|right" in message
 
 
-def test_a_cut_conversation_keeps_its_mask_and_is_dropped_where_no_answer_is_left(
+def test_a_truncated_conversation_keeps_its_mask_and_is_dropped_without_response_tokens(
     write: Write,
     sft_config: SFTDataConfig,
     plain_tokenizer: Qwen2Tokenizer,
@@ -145,4 +145,4 @@ def test_a_cut_conversation_keeps_its_mask_and_is_dropped_where_no_answer_is_lef
     assert right[0].loss_mask == [0, 0, 1]
     assert right.lengths.tolist() == [3]
     assert "2 of 2 rows are longer than data.max_length=3" in caplog.text
-    assert "1 dropped as nothing of an answer was left" in caplog.text
+    assert "1 dropped because no response token is left" in caplog.text

@@ -1,5 +1,6 @@
-"""Rows from a data set class of the user's own."""
+"""Rows of a custom dataset class."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.error import ConfigError
-from hybridrl.config.schema import DataConfig, OwnDatasetConfig
-from hybridrl.data.files import files_that_count
+from hybridrl.config.findings import ConfigError
+from hybridrl.config.schema import CustomDatasetConfig, DataConfig
+from hybridrl.data.files import fingerprinted_files
 from hybridrl.data.prompts import PromptDataset, load_prompts
 
 Load = Callable[..., PromptDataset]
@@ -31,30 +32,38 @@ class Sums:
 """
 
 
+@pytest.fixture(autouse=True)
+def without_replacements_of_verl(monkeypatch):
+    """A reward that another test loaded in this process makes `import verl` work."""
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not type(f).__module__.startswith("hybridrl")])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture
 def load(tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer) -> Load:
-    def run(source: str, name: str = "Sums", max_samples: int = -1, **own: Any) -> PromptDataset:
-        (tmp_path / "own.py").write_text(source)
-        data = replace(config, custom_cls=OwnDatasetConfig(str(tmp_path / "own.py"), name))
-        told = {"max_samples": max_samples, "shuffle": False, "key": "data.train_files", "own": own}
-        return load_prompts(["what it likes"], data, tokenizer, **told)
+    def run(source: str, name: str = "Sums", max_samples: int = -1, **custom_keys: Any) -> PromptDataset:
+        (tmp_path / "custom.py").write_text(source)
+        data = replace(config, custom_cls=CustomDatasetConfig(str(tmp_path / "custom.py"), name))
+        options = {"max_samples": max_samples, "shuffle": False, "key": "data.train_files"}
+        return load_prompts(["any"], data, tokenizer, custom_keys=custom_keys, **options)
 
     return run
 
 
-def test_its_items_are_rows(load: Load, tokenizer: Qwen2Tokenizer) -> None:
+def test_items_are_rows(load: Load, tokenizer: Qwen2Tokenizer) -> None:
     prompts = load(SUMS)
     assert [prompt.ground_truth for prompt in prompts] == ["1", "2", "3"]
     assert "1+1?" in tokenizer.decode(prompts[1].ids)
-    assert prompts.data_sources == {"what it likes"}
+    assert prompts.data_sources == {"any"}
 
 
-def test_it_reads_keys_of_the_users_own_and_max_samples_holds(load: Load) -> None:
+def test_it_reads_custom_keys_and_max_samples_applies(load: Load) -> None:
     assert len(load(SUMS, top=5)) == 5
     assert [prompt.row for prompt in load(SUMS, top=5, max_samples=2)] == [0, 1]
 
 
-def test_bad_items_are_told_with_their_number(load: Load) -> None:
+def test_bad_items_are_named_with_their_index(load: Load) -> None:
     bad = SUMS.replace("return {\n", "if number == 1: return 5\n        return {\n")
     with pytest.raises(ConfigError, match=r"1 bad row\n  Sums, row 1: a int, not a mapping of columns"):
         load(bad)
@@ -63,36 +72,36 @@ def test_bad_items_are_told_with_their_number(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "refused"),
+    ("source", "message"),
     [
-        ("import verl.utils\nclass Sums: pass", r"No module named 'verl'.*let Sums stand by itself"),
-        ("class Other: pass", r"there is no class Sums; there is Other"),
-        ("class Sums:\n def __init__(self, data_files): 1/0", r"fails: ZeroDivisionError: .*own.py:2"),
+        ("import verl.utils\nclass Sums: pass", r"No module named 'verl'.*write Sums without it"),
+        ("class Other: pass", r"there is no class Sums; it has Other"),
+        ("class Sums:\n def __init__(self, data_files): 1/0", r"fails: ZeroDivisionError: .*custom.py:2"),
         ("class Sums:\n def __iter__(self): yield {}", r"Sums has no __len__ and __getitem__"),
         (SUMS.replace("return self.top", "return 0"), "Sums has no rows"),
         (
             SUMS.replace("return {\n", "raise KeyError('a')\n        return {\n"),
-            r"Sums\[0\] fails: KeyError: 'a' .*own.py:10",
+            r"Sums\[0\] fails: KeyError: 'a' .*custom.py:10",
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_users_own_line(load: Load, source: str, refused: str) -> None:
-    with pytest.raises(ConfigError, match=refused) as error:
+def test_an_unusable_class_is_rejected_with_its_failing_line(load: Load, source: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         load(source)
     assert str(error.value).startswith("data.custom_cls.path=")
 
 
-def test_a_copy_of_verl_that_does_not_import_does_not_hide_the_advice(
+def test_a_broken_copy_of_verl_does_not_hide_the_hint(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text("import tensordict_of_another_version\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"No module named 'tensordict_of.*let Sums stand by itself"):
+    with pytest.raises(ConfigError, match=r"No module named 'tensordict_of.*write Sums without it"):
         load("from verl.utils.dataset import RLHFDataset\nclass Sums(RLHFDataset): pass")
 
 
-def test_the_class_is_part_of_what_a_run_is_recognised_by(tmp_path: Path, config: DataConfig) -> None:
-    (tmp_path / "own.py").touch()
-    own = OwnDatasetConfig(f"file://{tmp_path / 'own.py'}", "Sums")
-    assert files_that_count(replace(config, train_files=["what it likes"], custom_cls=own)) == [tmp_path / "own.py"]
+def test_the_file_of_the_class_is_part_of_the_fingerprint(tmp_path: Path, config: DataConfig) -> None:
+    (tmp_path / "custom.py").touch()
+    custom = CustomDatasetConfig(f"file://{tmp_path / 'custom.py'}", "Sums")
+    assert fingerprinted_files(replace(config, train_files=["any"], custom_cls=custom)) == [tmp_path / "custom.py"]

@@ -1,4 +1,4 @@
-"""What names of rows lead to. The hub is a directory that the library's own functions are made to take for it."""
+"""Entries of data.train_files and their files. A local directory stands in for the hub dataset."""
 
 import json
 from collections.abc import Callable
@@ -10,15 +10,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridrl.config.error import ConfigError
-from hybridrl.data import files, hub
+from hybridrl.config.findings import ConfigError
+from hybridrl.data import files
 from hybridrl.data.rows import Faults, load_rows
 
 TRAIN, VALIDATION = "data.train_files", "data.val_files"
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     datasets.disable_progress_bars()
 
@@ -36,20 +36,20 @@ def write(path: Path, *values: str) -> Path:
     return path
 
 
-def test_a_pattern_names_its_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_a_pattern_gives_its_files_sorted_by_name(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         write(tmp_path / f"{name}.jsonl", name)
     (tmp_path / "a.txt").touch()
     assert texts(tmp_path / "*.jsonl") == ["a", "b", "c"]
 
 
-def test_a_directory_without_splits_is_all_of_its_files(tmp_path: Path) -> None:
+def test_a_directory_without_splits_gives_all_its_files(tmp_path: Path) -> None:
     write(tmp_path / "two.jsonl", "2")
     write(tmp_path / "one.jsonl", "1")
     assert texts(tmp_path) == ["1", "2"]
 
 
-def test_of_a_directory_with_splits_training_takes_train_and_validation_must_say(tmp_path: Path) -> None:
+def test_of_several_splits_training_takes_train_and_validation_must_name_one(tmp_path: Path) -> None:
     write(tmp_path / "data" / "train-0.jsonl", "x")
     write(tmp_path / "data" / "test-0.jsonl", "y")
     assert texts(tmp_path) == ["x"]
@@ -60,12 +60,12 @@ def test_of_a_directory_with_splits_training_takes_train_and_validation_must_say
         texts(f"{tmp_path}:dev")
 
 
-def test_rows_of_a_directory_keep_their_own_fields_and_types(tmp_path: Path) -> None:
+def test_rows_of_a_directory_keep_their_fields_and_types(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"a": "1"}\n{"a": [1, 2], "b": null}\n{"a": {"c": 1}}\n')
     assert texts(tmp_path) == ["1", [1, 2], {"c": 1}]
 
 
-def test_what_datasets_saved_is_read_with_and_without_splits(tmp_path: Path) -> None:
+def test_saved_datasets_are_read_with_and_without_splits(tmp_path: Path) -> None:
     one, two = (datasets.Dataset.from_list([{"a": text}]) for text in ("x", "y"))
     one.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=one, test=two).save_to_disk(str(tmp_path / "both"))
@@ -76,25 +76,25 @@ def test_what_datasets_saved_is_read_with_and_without_splits(tmp_path: Path) -> 
 
 @pytest.fixture
 def hub_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A data set acme/sums, whose files lie in a directory here."""
-    place = tmp_path / "hub"
-    write(place / "train.jsonl", "x")
-    write(place / "test.jsonl", "y")
+    """Provide a hub dataset acme/sums, whose files are in a local directory."""
+    directory = tmp_path / "hub"
+    write(directory / "train.jsonl", "x")
+    write(directory / "test.jsonl", "y")
     for name in ("load_dataset", "load_dataset_builder"):
         real = getattr(datasets, name)
 
         def local(path: str, *arguments: Any, real: Any = real, **more: Any) -> Any:
             if path != "acme/sums":
                 raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
-            return real(str(place), *arguments, **more)
+            return real(str(directory), *arguments, **more)
 
         monkeypatch.setattr(datasets, name, local)
     monkeypatch.chdir(tmp_path)
-    hub.files_of_hub.cache_clear()
+    files.files_of_hub.cache_clear()
 
 
 @pytest.mark.usefixtures("hub_of_one")
-def test_a_data_set_of_the_hub_is_named_with_or_without_its_split() -> None:
+def test_a_hub_dataset_is_named_with_or_without_its_split() -> None:
     assert texts("acme/sums") == ["x"]
     assert texts("acme/sums:test") == ["y"]
     with pytest.raises(ConfigError, match="has several splits; name one: acme/sums:train, acme/sums:test"):
@@ -102,25 +102,25 @@ def test_a_data_set_of_the_hub_is_named_with_or_without_its_split() -> None:
 
 
 @pytest.mark.usefixtures("hub_of_one")
-def test_a_name_that_is_nowhere_is_refused_with_the_hubs_reason() -> None:
+def test_an_unknown_name_is_rejected_with_the_reason_from_the_hub() -> None:
     with pytest.raises(
-        ConfigError, match=r"acme/nothing: neither a file here nor a data set that the hub gives .Couldn't"
+        ConfigError, match=r"acme/nothing: neither a file here nor a dataset that can be loaded from the hub .Couldn't"
     ):
         texts("acme/nothing")
 
 
-def test_a_data_sets_files_are_those_that_a_run_is_recognised_by(tmp_path: Path) -> None:
+def test_a_directory_and_its_file_give_the_same_files(tmp_path: Path) -> None:
     file = write(tmp_path / "train.jsonl", "x")
     assert files.row_files([str(tmp_path), str(file)], TRAIN) == [[file], [file]]
 
 
-def test_of_a_directory_a_kind_of_file_that_is_no_rows_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_file_type_in_a_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("a\n1\n")
     with pytest.raises(ConfigError, match=r"train.csv: files of rows end in .parquet"):
         texts(tmp_path)
 
 
-def test_a_table_of_the_arrow_kind_is_read_like_one_of_parquet(tmp_path: Path) -> None:
+def test_arrow_files_are_read_like_parquet(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([{"a": "x", "b": {"c": [1, None]}}])
     with pyarrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
         out.write_table(table)
@@ -128,7 +128,7 @@ def test_a_table_of_the_arrow_kind_is_read_like_one_of_parquet(tmp_path: Path) -
     assert texts(tmp_path / "rows.arrow") == texts(tmp_path / "rows.parquet") == ["x"]
 
 
-def test_of_a_directory_with_several_kinds_it_is_said_which_are_not_read(
+def test_a_warning_names_the_file_types_of_a_directory_that_are_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "a.jsonl", "x")

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.config.error import ConfigError
+from hybridrl.config.findings import ConfigError
 from hybridrl.data.order import EpochOrder, PromptOrder, WeightedOrder
 
 sizes = st.integers(1, 50)
@@ -25,7 +25,7 @@ def test_the_order_is_the_same_in_batches_of_any_size(size: int, seed: int, batc
 
 
 @given(size=sizes, seed=seeds, position=st.integers(0, 1000))
-def test_without_shuffle_rows_come_in_their_own_order_again_and_again(size: int, seed: int, position: int) -> None:
+def test_without_shuffle_every_epoch_is_in_file_order(size: int, seed: int, position: int) -> None:
     assert PromptOrder(size, seed, shuffle=False).row(position) == position % size
 
 
@@ -37,7 +37,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def weighted(sizes: list[int], weights: list[float], *, seed: int = 1, shuffle: bool = True) -> WeightedOrder:
-    """Groups of rows that follow one another: 0..a, a..a+b, ..."""
+    """Return an order over consecutive groups of rows: 0..a, a..a+b, ..."""
     ends = np.cumsum(sizes)
     groups = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     return WeightedOrder(groups, weights, seed, shuffle)
@@ -54,15 +54,15 @@ def test_each_group_has_its_share_of_every_epoch_whatever_its_size() -> None:
 
 
 @given(groups=groups, seed=seeds, shuffle=st.booleans())
-def test_after_whole_epochs_the_rows_of_a_group_have_come_equally_often_but_for_one(
+def test_after_full_epochs_the_counts_of_a_groups_rows_differ_by_at_most_one(
     groups: list[tuple[int, float]], seed: int, shuffle: bool
 ) -> None:
     sizes = [size for size, _ in groups]
     order = weighted(sizes, [weight for _, weight in groups], seed=seed, shuffle=shuffle)
     drawn = order.rows(0, 5 * order.size)
     for size, end in zip(sizes, np.cumsum(sizes), strict=True):
-        own = [row for row in drawn if end - size <= row < end]
-        times = np.bincount(np.array(own, dtype=int) - (end - size), minlength=size)
+        group = [row for row in drawn if end - size <= row < end]
+        times = np.bincount(np.array(group, dtype=int) - (end - size), minlength=size)
         assert times.max() - times.min() <= 1
 
 
@@ -78,25 +78,25 @@ def test_a_weighted_order_is_the_same_in_batches_of_any_size(
 
 
 @given(groups=groups)
-def test_the_shares_are_an_epoch_and_off_by_less_than_one(groups: list[tuple[int, float]]) -> None:
+def test_the_shares_add_up_to_an_epoch_and_are_off_by_less_than_one(groups: list[tuple[int, float]]) -> None:
     sizes, weights = [size for size, _ in groups], [weight for _, weight in groups]
     order = weighted(sizes, weights)
     assert order.shares.sum() == order.size == sum(sizes)
     assert np.abs(order.shares - np.array(weights) / sum(weights) * sum(sizes)).max() < 1
 
 
-def test_without_shuffle_weighted_groups_follow_one_another_and_go_on_where_they_were() -> None:
-    order = weighted([2, 4], [2, 1], shuffle=False)  # 4 of the first, 2 of the second an epoch
+def test_without_shuffle_weighted_groups_follow_one_another_and_continue_in_the_next_epoch() -> None:
+    order = weighted([2, 4], [2, 1], shuffle=False)  # 4 of the first, 2 of the second per epoch
     assert order.rows(0, 12) == [0, 1, 0, 1, 2, 3, 0, 1, 0, 1, 4, 5]
 
 
-def test_epochs_of_ones_own_are_drawn_one_after_the_other() -> None:
+def test_custom_epochs_follow_one_another() -> None:
     order = EpochOrder(lambda epoch: np.array([2, 0]) + epoch)
     assert order.size == 2
     assert order.rows(1, 4) == [0, 3, 1, 4]
 
 
-def test_an_epoch_of_another_length_is_refused() -> None:
+def test_an_epoch_of_another_length_is_rejected() -> None:
     order = EpochOrder(lambda epoch: np.arange(3 - epoch))
     with pytest.raises(ConfigError, match="epoch 1 has 2 prompts, the first has 3"):
         order.rows(0, 4)

@@ -1,4 +1,4 @@
-"""docs/data.md: what it shows works."""
+"""The examples of docs/data.md work."""
 
 import json
 import re
@@ -8,31 +8,31 @@ from pathlib import Path
 
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.schema import DataConfig, OwnDatasetConfig, SamplerConfig
+from hybridrl.config.schema import CustomDatasetConfig, DataConfig, SamplerConfig
+from hybridrl.data.order import build_order
 from hybridrl.data.prompts import load_prompts
-from hybridrl.data.sampler import build_order
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 SHOWN = {name: code for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)}
 
 
-def test_the_row_is_a_row(write: Callable[..., str], config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_the_example_row_is_valid(write: Callable[..., str], config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
     (shown,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    told = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
-    (prompt,) = load_prompts([write(json.loads(shown))], config, tokenizer, **told)
+    options = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
+    (prompt,) = load_prompts([write(json.loads(shown))], config, tokenizer, **options)
     assert (prompt.ground_truth, prompt.extra_info) == ("4", {"index": 0})
 
 
-def test_the_classes_of_ones_own_work(tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_the_custom_classes_work(tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
     for name, code in SHOWN.items():
         (tmp_path / name).write_text(code)
-    own = OwnDatasetConfig(str(tmp_path / "my_data.py"), "Sums")
+    dataset = CustomDatasetConfig(str(tmp_path / "my_data.py"), "Sums")
     sampler = SamplerConfig(str(tmp_path / "my_sampler.py"), "EasyFirst")
-    config = replace(config, custom_cls=own, sampler=sampler)
-    # Its rows have no level yet.
+    config = replace(config, custom_cls=dataset, sampler=sampler)
+    # The dataset of the page has no levels, which the sampler of the page sorts by.
     text = (tmp_path / "my_data.py").read_text()
     (tmp_path / "my_data.py").write_text(text.replace('"sums"}', '"sums", "extra_info": {"level": -number}}'))
-    told = {"max_samples": -1, "shuffle": False, "key": "data.train_files", "own": {"top": 3}}
-    prompts = load_prompts(["any"], config, tokenizer, **told)
+    options = {"max_samples": -1, "shuffle": False, "key": "data.train_files", "custom_keys": {"top": 3}}
+    prompts = load_prompts(["any"], config, tokenizer, **options)
     assert [prompt.ground_truth for prompt in prompts] == ["1", "2", "3"]
     assert build_order(config, prompts).rows(0, 4) == [2, 1, 0, 2]

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.error import ConfigError
+from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
 
@@ -28,13 +28,13 @@ def load(file: str, config: DataConfig, tokenizer: Qwen2Tokenizer) -> PromptData
     return load_prompts([file], config, tokenizer, max_samples=-1, shuffle=False, key="data.train_files")
 
 
-def refusal(file: str, config: DataConfig, tokenizer: Qwen2Tokenizer) -> str:
+def rejection(file: str, config: DataConfig, tokenizer: Qwen2Tokenizer) -> str:
     with pytest.raises(ConfigError) as error:
         load(file, config, tokenizer)
     return str(error.value)
 
 
-def test_a_row_becomes_a_prompt_that_opens_the_answer(
+def test_a_row_becomes_a_prompt_with_the_generation_prompt(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     dataset = load(write(row(user("2+2?"), extra_info={"index": 7})), config, tokenizer)
@@ -42,7 +42,7 @@ def test_a_row_becomes_a_prompt_that_opens_the_answer(
     assert replace(dataset[0], ids=[]) == Prompt(0, [], user("2+2?"), "sums", "4", {"index": 7})
 
 
-def test_a_plain_string_is_what_the_user_says(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_a_plain_string_becomes_a_user_message(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
     text, chat = load(write(row("2+2?"), row(user("2+2?"))), config, tokenizer)
     assert text.ids == chat.ids
 
@@ -54,10 +54,10 @@ def test_a_plain_string_is_used_raw_without_a_chat_template(
     assert plain_tokenizer.decode(prompt.ids) == "2+2?"
 
 
-def test_chat_messages_without_a_chat_template_are_refused_with_both_ways_out(
+def test_chat_messages_without_a_chat_template_are_rejected_with_both_fixes(
     write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
 ) -> None:
-    message = refusal(write(row("2+2?"), row(user("2+2?"))), config, plain_tokenizer)
+    message = rejection(write(row("2+2?"), row(user("2+2?"))), config, plain_tokenizer)
     assert "1 rows have chat messages" in message
     assert "actor_rollout_ref.model.custom_chat_template" in message
     assert "plain strings" in message
@@ -78,15 +78,13 @@ def test_a_row_may_lack_extra_info_and_data_source(write: Write, config: DataCon
     assert load(write(row("b", task="t")), config, tokenizer).data_sources == {"t"}
 
 
-def test_ground_truths_of_any_type_come_through_as_they_are(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_ground_truths_of_any_type_are_unchanged(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
     truths = ["4", 4, ["4", "four"], {"target": 4}, 0, False, ""]
     rows = [row("2+2?", reward_model={"ground_truth": truth}) for truth in truths]
     assert [prompt.ground_truth for prompt in load(write(*rows), config, tokenizer)] == truths
 
 
-def test_fields_that_parquet_adds_to_messages_are_not_shown_to_the_template(
+def test_null_fields_that_parquet_adds_to_messages_do_not_reach_the_template(
     tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     rows = [row(user("2+2?")), row([{"role": "user", "content": "x", "name": "Ann"}])]
@@ -96,7 +94,7 @@ def test_fields_that_parquet_adds_to_messages_are_not_shown_to_the_template(
     assert [tokenizer.decode(prompt.ids) for prompt in (nameless, named)] == ["nameless", "named"]
 
 
-def test_all_bad_rows_are_told_at_once_with_line_and_reason(
+def test_all_bad_rows_are_in_one_message_with_line_and_reason(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     rows = [
@@ -108,14 +106,14 @@ def test_all_bad_rows_are_told_at_once_with_line_and_reason(
         row("x", extra_info="text"),
         {"question": "2+2?"},
     ]
-    message = refusal(write(*rows), config, tokenizer)
+    message = rejection(write(*rows), config, tokenizer)
     assert message.startswith("data.train_files: 6 bad rows\n")
     assert "line 2: no prompt: data.prompt_key=prompt" in message
     assert "the row has question, reward_model" in message
     assert "line 3: no ground truth" in message
     assert "line 4: no prompt" in message
     assert "line 5: no prompt" in message
-    assert "line 6: extra_info is no object" in message
+    assert "line 6: extra_info is not an object" in message
     assert "line 7" not in message
     assert "and 1 more" in message
 
@@ -142,11 +140,11 @@ def test_bad_rows_are_listed_in_the_order_of_the_file_however_they_are_shuffled(
         ),
     ],
 )
-def test_a_row_of_more_than_text_is_refused(
+def test_a_multimodal_row_is_rejected(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, more: dict[str, Any], fault: str
 ) -> None:
-    message = refusal(write(row("fine"), row("<image>what is it?") | more), config, tokenizer)
-    assert f"line 2: more than text: {fault}; leave such rows out, as training is on text" in message
+    message = rejection(write(row("fine"), row("<image>what is it?") | more), config, tokenizer)
+    assert f"line 2: more than text: {fault}; leave such rows out: only text is supported" in message
 
 
 def test_the_word_image_in_a_text_is_text(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
@@ -154,20 +152,20 @@ def test_the_word_image_in_a_text_is_text(write: Write, config: DataConfig, toke
     assert "<image>" in tokenizer.decode(prompt.ids)
 
 
-def test_a_conversation_that_the_template_refuses_is_named(
+def test_a_conversation_that_the_template_rejects_is_named(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     tokenizer.chat_template = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}x"
-    message = refusal(write(row("a"), row([{"role": "tool", "content": "b"}]), row("c")), config, tokenizer)
+    message = rejection(write(row("a"), row([{"role": "tool", "content": "b"}]), row("c")), config, tokenizer)
     assert "1 bad row\n" in message
-    assert "line 2: the chat template refuses it: no tools here" in message
+    assert "line 2: the chat template rejects it: no tools here" in message
 
 
-def test_long_prompts_are_refused_with_row_length_limit_and_the_ways_out(
+def test_overlong_prompts_are_rejected_with_row_length_limit_and_fixes(
     write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
 ) -> None:
     config = replace(config, max_prompt_length=4)
-    message = refusal(write(row("1234"), row("12345"), row("123456")), config, plain_tokenizer)
+    message = rejection(write(row("1234"), row("12345"), row("123456")), config, plain_tokenizer)
     assert "2 of 3 rows are longer than data.max_prompt_length=4" in message
     assert "rows.jsonl, line 2 with 5 tokens, the longest has 6" in message
     assert "data.filter_overlong_prompts=true" in message
@@ -175,7 +173,7 @@ def test_long_prompts_are_refused_with_row_length_limit_and_the_ways_out(
 
 
 @pytest.mark.parametrize(("side", "left"), [("left", "34567"), ("right", "12345"), ("middle", "12567")])
-def test_long_prompts_are_cut_on_the_side_that_truncation_says(
+def test_overlong_prompts_are_truncated_on_the_configured_side(
     write: Write,
     config: DataConfig,
     plain_tokenizer: Qwen2Tokenizer,
@@ -187,10 +185,10 @@ def test_long_prompts_are_cut_on_the_side_that_truncation_says(
     dataset = load(write(row("1234567"), row("12")), config, plain_tokenizer)
     assert [plain_tokenizer.decode(prompt.ids) for prompt in dataset] == [left, "12"]
     assert "1 of 2 rows are longer than data.max_prompt_length=5" in caplog.text
-    assert f"cut (data.truncation={side})" in caplog.text
+    assert f"truncated (data.truncation={side})" in caplog.text
 
 
-def test_long_prompts_are_dropped_and_counted_with_the_filter(
+def test_overlong_prompts_are_dropped_and_counted_with_the_filter(
     write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = replace(config, max_prompt_length=4, filter_overlong_prompts=True)
@@ -198,7 +196,7 @@ def test_long_prompts_are_dropped_and_counted_with_the_filter(
         dataset = load(write(row("12345"), row("12"), row("1")), config, plain_tokenizer)
     assert [(prompt.row, len(prompt.ids)) for prompt in dataset] == [(1, 2), (2, 1)]
     assert "1 of 3 rows are longer" in caplog.text
-    assert "longer than" in refusal(write(row("12345")), config, plain_tokenizer)
+    assert "longer than" in rejection(write(row("12345")), config, plain_tokenizer)
 
 
 def test_a_dataset_is_a_sequence_with_lengths(
@@ -220,20 +218,20 @@ def test_a_dataset_is_a_sequence_with_lengths(
         (["answer"], "the row has answer, reward_model;"),
     ],
 )
-def test_another_name_of_the_prompts_column_is_proposed(
+def test_another_name_of_the_prompt_column_is_proposed(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, columns: list[str], hint: str
 ) -> None:
     bad = dict.fromkeys(columns, "x") | {"reward_model": {"ground_truth": "4"}}
-    assert hint in refusal(write(row("fine"), bad), config, tokenizer) + ";"
+    assert hint in rejection(write(row("fine"), bad), config, tokenizer) + ";"
 
 
-def test_a_prompt_that_is_there_but_wrong_is_no_question_of_names(
+def test_no_other_column_is_proposed_for_an_invalid_prompt(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
-    assert "set data.prompt_key" not in refusal(write(row(None, question="x")), config, tokenizer)
+    assert "set data.prompt_key" not in rejection(write(row(None, question="x")), config, tokenizer)
 
 
-def test_the_rows_of_a_dataset_are_those_that_were_kept(
+def test_a_dataset_holds_the_rows_that_were_kept(
     write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
 ) -> None:
     config = replace(config, max_prompt_length=4, filter_overlong_prompts=True)
@@ -245,5 +243,5 @@ def test_the_rows_of_a_dataset_are_those_that_were_kept(
 def test_one_bad_row_among_many_is_named(write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer) -> None:
     rows = [row("x")] * 3000
     rows[2345] = {"prompt": "x"}
-    assert "1 bad row\n" in (message := refusal(write(*rows), config, plain_tokenizer))
+    assert "1 bad row\n" in (message := rejection(write(*rows), config, plain_tokenizer))
     assert "rows.jsonl, line 2346: no ground truth" in message

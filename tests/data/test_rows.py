@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridrl.config.error import ConfigError
+from hybridrl.config.findings import ConfigError
 from hybridrl.data.rows import Faults, Row, load_rows
 
 KEY = "data.train_files"
@@ -29,14 +29,14 @@ def test_parquet_json_and_jsonl_give_the_same_rows(tmp_path: Path, write: Callab
         assert [row.values for row in load(str(file))] == ROWS
 
 
-def test_files_follow_one_another_and_rows_are_counted_over_all_of_them(write: Callable[..., str]) -> None:
+def test_files_are_read_in_order_and_rows_are_counted_over_all_of_them(write: Callable[..., str]) -> None:
     first, second = write({"a": 1}, {"a": 2}, name="first.jsonl"), write({"a": 3}, name="second.jsonl")
     rows = load(first, second)
     assert [(row.number, row.values["a"]) for row in rows] == [(0, 1), (1, 2), (2, 3)]
     assert rows[2].place == f"{second}, line 1"
 
 
-def test_a_row_keeps_its_own_fields_and_types_whatever_the_others_have(write: Callable[..., str]) -> None:
+def test_a_row_keeps_its_fields_and_types_independent_of_other_rows(write: Callable[..., str]) -> None:
     rows = [
         {"truth": "1", "extra": {"index": 0}},
         {"truth": ["1", "2"], "extra": None},
@@ -45,12 +45,12 @@ def test_a_row_keeps_its_own_fields_and_types_whatever_the_others_have(write: Ca
     assert [row.values for row in load(write(*rows))] == rows
 
 
-def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
+def test_blank_lines_are_not_rows_but_count_as_lines(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('\ufeff{"a": 1}\r\n\r\n{"a": 2}\r\n', encoding="utf-8")
     assert load(str(tmp_path / "rows.jsonl"))[1].place.endswith("rows.jsonl, line 3")
 
 
-def test_every_line_that_is_no_object_is_named_in_one_message(tmp_path: Path) -> None:
+def test_all_lines_that_are_not_objects_are_in_one_message(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a":\nnull\n[1]\n')
     with pytest.raises(ConfigError) as error:
         load(str(tmp_path / "rows.jsonl"))
@@ -66,19 +66,19 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path, write: Cal
         load(str(tmp_path / "trian.jsonl"))
 
 
-def test_another_kind_of_file_is_refused_with_the_kinds_that_are_read(tmp_path: Path) -> None:
+def test_an_unsupported_file_type_is_rejected_with_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows.csv: files of rows end in .parquet, .json, .jsonl"):
         load(str(tmp_path / "rows.csv"))
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl", "rows.jsonl.gz", "rows.arrow"])
-def test_a_broken_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_an_unreadable_file_is_rejected_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"[\xff\x00 PAR")
     with pytest.raises(ConfigError, match=rf"data.train_files=.*{name}: not a readable"):
         load(str(tmp_path / name))
 
 
-def test_a_file_without_rows_is_refused(write: Callable[..., str]) -> None:
+def test_a_file_without_rows_is_rejected(write: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match="there are no rows; name a file that holds some"):
         load(write())
 
@@ -109,14 +109,14 @@ def test_compressed_lines_are_read(tmp_path: Path) -> None:
     assert [row.values["a"] for row in load(str(tmp_path / "rows.jsonl.gz"))] == [1, 2]
 
 
-def test_half_a_compressed_file_is_refused(tmp_path: Path) -> None:
-    whole = gzip.compress("".join(f'{{"a": {number**9}}}\n' for number in range(5000)).encode())
-    (tmp_path / "rows.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+def test_an_incomplete_compressed_file_is_rejected(tmp_path: Path) -> None:
+    data = gzip.compress("".join(f'{{"a": {number**9}}}\n' for number in range(5000)).encode())
+    (tmp_path / "rows.jsonl.gz").write_bytes(data[: len(data) // 2])
     with pytest.raises(ConfigError, match=r"rows.jsonl.gz: not a readable .gz file"):
         load(str(tmp_path / "rows.jsonl.gz"))
 
 
-def test_a_line_ends_where_json_says_and_not_where_unicode_does(tmp_path: Path) -> None:
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     text = "a\u2028b\u2029c\u0085d\x0be"
     (tmp_path / "rows.jsonl").write_text(json.dumps({"a": text}, ensure_ascii=False) + '\n{"a": "z"}\n', "utf-8")
     assert [(row.place[-6:], row.values["a"]) for row in load(str(tmp_path / "rows.jsonl"))] == [
@@ -125,7 +125,7 @@ def test_a_line_ends_where_json_says_and_not_where_unicode_does(tmp_path: Path) 
     ]
 
 
-def test_one_line_that_is_not_utf8_is_named_and_not_the_whole_file(tmp_path: Path) -> None:
+def test_a_line_that_is_not_utf8_is_a_fault_of_that_line_only(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n{"a": 3}\n')
     with pytest.raises(ConfigError, match=r"1 bad row\n.*line 2: not UTF-8 .byte 8."):
         load(str(tmp_path / "rows.jsonl"))
@@ -147,7 +147,7 @@ def test_nested_columns_lists_maps_and_nulls_become_plain_values(tmp_path: Path)
     ]
 
 
-def test_rows_know_which_entry_they_are_of(write: Callable[..., str]) -> None:
+def test_rows_know_their_entry(write: Callable[..., str]) -> None:
     first, second = write({"a": 1}, {"a": 2}, name="first.jsonl"), write({"a": 3}, name="second.jsonl")
     faults = Faults(KEY)
     rows = load_rows([first, second], faults, key=KEY, max_samples=-1, shuffle=True, seed=3)
@@ -162,7 +162,7 @@ def test_rows_know_which_entry_they_are_of(write: Callable[..., str]) -> None:
 def test_an_object_over_several_lines_is_one_fault(write: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps({"a": 1, "b": [1, 2]}, indent=2))
     with pytest.raises(
-        ConfigError, match=r"1 bad row\n.*line 1: an object over several lines; write one a line, or a list"
+        ConfigError, match=r"1 bad row\n.*line 1: an object over several lines; write one object per line, or a list"
     ):
         load(str(tmp_path / "rows.json"))
 
@@ -170,12 +170,20 @@ def test_an_object_over_several_lines_is_one_fault(write: Callable[..., str], tm
 @pytest.mark.parametrize(
     ("value", "fault"),
     [
-        ('"\\ud83d x"', r"not readable .half a character: .ud83d stands alone"),
+        ('"\\ud83d x"', r"not readable .half a character: the surrogate .ud83d is unpaired"),
         ("9" * 5000, "not readable .*5000 digits"),
         ("[" * 100_000, "not readable .*recursion"),
     ],
 )
-def test_what_json_may_hold_but_nothing_can_take_is_a_fault_of_its_line(tmp_path: Path, value: str, fault: str) -> None:
+def test_valid_json_that_cannot_be_processed_is_a_fault_of_its_line(tmp_path: Path, value: str, fault: str) -> None:
     (tmp_path / "rows.jsonl").write_text(f'{{"a": "\\ud83d\\ude00"}}\n{{"a": {value}}}\n')
     with pytest.raises(ConfigError, match=rf"1 bad row\n.*line 2: {fault}"):
         load(str(tmp_path / "rows.jsonl"))
+
+
+def test_reading_stops_at_a_thousand_faults(write: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match=r"^data.train_files: 1000 or more bad rows\n"):
+        load(write(*["not an object"] * 1500))
+    with pytest.raises(ConfigError, match=r"^data.train_files: 1000 or more bad rows\n"):
+        Path(file := write({"a": 1})).write_text("not JSON\n" * 1500)
+        load(file)

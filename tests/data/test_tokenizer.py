@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.error import ConfigError
+from hybridrl.config.findings import ConfigError
 from hybridrl.data.tokenizer import load_tokenizer
 
 
@@ -16,13 +16,13 @@ def directory(tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Path:
 
 
 def test_a_local_directory_is_read_without_the_network(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **options: asked.append(address))
+    lookups: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **options: lookups.append(address))
     assert load_tokenizer(str(directory)).eos_token == "<|im_end|>"
-    assert asked == []
+    assert lookups == []
 
 
-def test_the_end_token_pads_where_there_is_no_padding_token(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_padding_token_the_end_token_pads(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = (directory / "tokenizer_config.json").read_text()
     (directory / "tokenizer_config.json").write_text(text.replace('"<|endoftext|>"', "null"))
     with caplog.at_level(logging.INFO, logger="hybridrl"):
@@ -31,7 +31,7 @@ def test_the_end_token_pads_where_there_is_no_padding_token(directory: Path, cap
     assert "no padding token" in caplog.text
 
 
-def test_a_padding_token_of_its_own_stays(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_existing_padding_token_is_kept(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hybridrl"):
         assert load_tokenizer(str(directory)).pad_token == "<|endoftext|>"
     assert caplog.text == ""
@@ -64,33 +64,33 @@ def test_a_template_may_be_a_file_or_a_name(directory: Path, tokenizer: Qwen2Tok
 
 
 @pytest.mark.parametrize(
-    ("template", "refused"),
+    ("template", "message"),
     [
         (
             "no/such.jinja",
             r"custom_chat_template=no/such.jinja: neither a file nor Jinja text nor one of the names chatml",
         ),
-        ("{% for %}", r"custom_chat_template={% for %}: line 1 of the template is no Jinja"),
+        ("{% for %}", r"custom_chat_template={% for %}: line 1 of the template is not Jinja"),
     ],
 )
-def test_a_template_that_is_none_is_refused(directory: Path, template: str, refused: str) -> None:
-    with pytest.raises(ConfigError, match=refused):
+def test_an_invalid_template_is_rejected(directory: Path, template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(directory), custom_chat_template=template)
 
 
-def test_a_template_that_asks_for_more_than_a_question_is_left_to_the_rows(directory: Path) -> None:
+def test_a_template_that_requires_more_than_one_message_is_accepted(directory: Path) -> None:
     strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
     assert load_tokenizer(str(directory), custom_chat_template=strict).chat_template == strict
 
 
-def test_a_template_of_ones_own_is_saved_with_the_tokenizer(directory: Path, tmp_path: Path) -> None:
+def test_a_custom_template_is_saved_with_the_tokenizer(directory: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(directory), custom_chat_template="{{ messages[0].content }}!")
     tokenizer.save_pretrained(tmp_path / "saved")
     chat = [{"role": "user", "content": "hi"}]
     assert load_tokenizer(str(tmp_path / "saved")).apply_chat_template(chat, tokenize=False) == "hi!"
 
 
-def test_a_missing_directory_is_refused_by_its_key(tmp_path: Path) -> None:
+def test_a_missing_directory_is_rejected_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path=.*/none: there is no such directory"):
         load_tokenizer(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"data.tokenizer=.*/none: there is no such directory"):
@@ -98,7 +98,7 @@ def test_a_missing_directory_is_refused_by_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ['{"model_type": "qwen2"}', '{"model_type": "llama"}', "{}"])
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, config: str) -> None:
+def test_a_directory_without_a_tokenizer_is_rejected(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ConfigError, match=r"model.path=.*holds no tokenizer.*data.tokenizer can name another"):
         load_tokenizer(str(tmp_path), model_key="model.path")

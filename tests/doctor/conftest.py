@@ -19,13 +19,13 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor keeps the log of a reward's trial that a finding names: here, with the test's own files."""
+    """The doctor keeps the log of a reward's trial that a finding names: here, with the test's files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
 
 
 @pytest.fixture
 def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Doctor:
-    """Run the command; its exit status and what it prints."""
+    """Run a command; returns its exit status and output."""
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*words: str) -> tuple[int, str]:
@@ -33,15 +33,15 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
             status = main(list(words))
         except SystemExit as usage:
             status = int(str(usage.code))
-        told = capsys.readouterr()
-        return status, told.out + told.err
+        output = capsys.readouterr()
+        return status, output.out + output.err
 
     return run
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Qwen2Tokenizer:
-    """Of single bytes, with a ChatML template."""
+    """A tokenizer of single bytes with a ChatML template."""
     special = Qwen2Tokenizer(eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"])
     made = special.train_new_from_iterator([""], vocab_size=259, show_progress=False)
     made.chat_template = CHAT_TEMPLATE
@@ -50,7 +50,7 @@ def tokenizer() -> Qwen2Tokenizer:
 
 @pytest.fixture(scope="session")
 def model(tokenizer: Qwen2Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a model of some thousand random parameters and its tokenizer."""
+    """A directory with a model of a few thousand random parameters and its tokenizer."""
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -62,7 +62,7 @@ def model(tokenizer: Qwen2Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def command(model: Path, tmp_path: Path) -> list[str]:
-    """A command in order: two rows of GSM8K's kind, and a directory of its own."""
+    """A valid command: two rows like GSM8K's and a separate directory."""
     rows = [
         {
             "data_source": "openai/gsm8k",

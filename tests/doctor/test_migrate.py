@@ -1,4 +1,4 @@
-"""Launch scripts are read as bash would, and nothing of them happens."""
+"""Launch scripts are evaluated as bash does, without any effect."""
 
 import subprocess
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.load import judge
-from hybridrl.config.schema_sft import SFTConfig
+from hybridrl.config.load import resolve_config
+from hybridrl.config.schema import SFTConfig
 from hybridrl.doctor import launch_script
 from hybridrl.doctor.launch_script import commands_of
 
@@ -43,7 +43,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_script_becomes_a_command_of_here(doctor: Doctor, script: Path) -> None:
+def test_a_script_becomes_a_command_for_hybridrl(doctor: Doctor, script: Path) -> None:
     status, output = doctor("migrate", str(script))
     command = output[output.index("python -m hybridrl.main_ppo") :]
     assert status == 0
@@ -61,21 +61,21 @@ def test_a_script_becomes_a_command_of_here(doctor: Doctor, script: Path) -> Non
     ]
 
 
-def test_every_difference_is_said(doctor: Doctor, script: Path) -> None:
+def test_every_difference_is_reported(doctor: Doctor, script: Path) -> None:
     output = doctor("migrate", str(script))[1]
     assert "# warning [old-name] rollout.n is now actor_rollout_ref.rollout.n" in output
     assert "# warning [ignored-key] actor_rollout_ref.rollout.load_format has no effect" in output
     assert "[ignored-key] actor_rollout_ref.actor.optim.total_training_steps has no effect" in output
-    assert "# information [default] trainer.save_freq=0 here, -1 in verl" in output
+    assert "# info [default] trainer.save_freq=0 here, -1 in verl" in output
     assert "trainer.n_gpus_per_node=null here" not in output  # the script sets it
 
 
-def test_what_is_refused_is_said_and_left_out(doctor: Doctor, script: Path) -> None:
+def test_rejected_settings_are_reported_and_left_out(doctor: Doctor, script: Path) -> None:
     script.write_text("python -m verl.trainer.main_ppo data.train_files=x distillation.enabled=true model_engine=dp\n")
     status, output = doctor("migrate", str(script))
     assert status == 1
-    assert "# refused [unsupported] distillation.enabled=true: " in output
-    assert "# refused [value] actor_rollout_ref.model.path is not set" in output
+    assert "# error [unsupported] distillation.enabled=true: " in output
+    assert "# error [value] actor_rollout_ref.model.path is not set" in output
     assert output.rstrip().endswith("data.train_files=x \\\n    actor_rollout_ref.model.path=path/to/model")
 
 
@@ -84,7 +84,7 @@ def test_variables_of_the_environment_count(doctor: Doctor, script: Path, monkey
     assert "data.train_batch_size=512" in doctor("migrate", str(script))[1]
 
 
-def test_where_bash_stops_the_reason_is_told(doctor: Doctor, script: Path) -> None:
+def test_the_reason_is_reported_if_bash_stops(doctor: Doctor, script: Path) -> None:
     script.write_text(
         "M=${MODEL_PATH:?must be set}\npython3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=$M\n"
     )
@@ -109,27 +109,27 @@ def test_no_program_is_started_and_no_file_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.sh", "tool"]
 
 
-def test_a_script_that_waits_for_ever_is_given_up(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_does_not_finish_is_stopped(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_script, "SECONDS", 0.5)
     script.write_text("while true; do :; done\n")
-    with pytest.raises(ValueError, match=r"did not come to the end of .*run\.sh within 0\.5 s"):
+    with pytest.raises(ValueError, match=r"did not reach the end of .*run\.sh within 0\.5 s"):
         commands_of(script)
 
 
 def printed(output: str, module: str = "main_ppo") -> list[str]:
-    """The words of the command that was printed, which must be accepted as it stands."""
+    """The words of the printed command, which must be accepted unchanged."""
     command = output[output.index(f"python -m hybridrl.{module}") :].partition("hybridrl.")[2].partition(" ")[2]
     made = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
     words = made.stdout.split("\0")[:-1]
     schema, name = (PPOConfig, "ppo_trainer") if module == "main_ppo" else (SFTConfig, "sft_trainer")
-    assert not judge(schema, words, name, elsewhere=True).findings.refused
+    assert not resolve_config(schema, words, name, offline=True).findings.errors
     return words
 
 
 MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=a.parquet"
 
 
-def test_a_name_made_by_a_program_is_made_when_the_command_runs(doctor: Doctor, script: Path) -> None:
+def test_a_name_from_a_program_is_evaluated_when_the_command_runs(doctor: Doctor, script: Path) -> None:
     script.write_text(
         "NAME=grpo_$(date +%m%d-%H:%M)\nSIZE=$(basename /models/Qwen3-8B)\n"
         f"python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name=${{SIZE}}_$NAME "
@@ -140,11 +140,11 @@ def test_a_name_made_by_a_program_is_made_when_the_command_runs(doctor: Doctor, 
     assert 'trainer.experiment_name=Qwen3-8B_grpo_"$(date +%m%d-%H:%M)"' in output
     assert 'trainer.default_local_dir="$(cat root | tr a b)"/x' in output
     assert 'trainer.project_name="$(echo "$(hostname)-x" | tr a-z A-Z)"' in output
-    assert "# refused [value] trainer.nnodes=$(nproc): expected an integer" in output
+    assert "# error [value] trainer.nnodes=$(nproc): expected an integer" in output
     assert (status, [word for word in printed(output) if "nnodes" in word]) == (1, [])
 
 
-def test_a_program_that_is_only_tried_says_nothing(doctor: Doctor, script: Path) -> None:
+def test_a_program_that_only_probes_has_no_output(doctor: Doctor, script: Path) -> None:
     script.write_text(
         "DEVICE=$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo cuda)\n"
         'GPUS="$(nvidia-smi -L | wc -l)"\n'
@@ -167,7 +167,7 @@ def test_verl_s_switch_to_uv_is_left_out(doctor: Doctor, script: Path) -> None:
     assert not [word for word in printed(output) if "uv" in word]
 
 
-def test_a_file_of_settings_is_read_and_the_command_wins(doctor: Doctor, script: Path, tmp_path: Path) -> None:
+def test_a_settings_file_is_read_and_the_command_wins(doctor: Doctor, script: Path, tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "multi.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\n"
@@ -190,23 +190,23 @@ def test_a_file_of_settings_is_read_and_the_command_wins(doctor: Doctor, script:
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
     ]
     assert status == 1
-    assert "# refused [unknown-key] unknown key data.unheard_of" in output
-    assert "# refused [value] actor_rollout_ref.rollout.name=sglang: choose vllm" in output
+    assert "# error [unknown-key]" in output and "unknown key data.unheard_of" in output
+    assert "# error [value] actor_rollout_ref.rollout.name=sglang: choose vllm" in output
 
 
-def test_a_file_of_settings_that_is_not_found_is_said(doctor: Doctor, script: Path) -> None:
+def test_a_missing_settings_file_is_reported(doctor: Doctor, script: Path) -> None:
     script.write_text(f"python3 -m verl.trainer.main_ppo --config-name multi {MODEL}\n")
     status, output = doctor("migrate", str(script))
     assert status == 1
     assert (
-        "# refused [config-file] multi: this file of settings was not found, so nothing of it is in the command"
+        "# error [config-file] multi: this settings file was not found, so none of its values are in the command"
         in output
     )
     script.write_text(f"python3 -m verl.trainer.main_ppo --config-name=ppo_trainer {MODEL}\n")
     assert doctor("migrate", str(script))[0] == 0
 
 
-def test_what_cannot_be_is_left_out_until_the_command_is_accepted(doctor: Doctor, script: Path) -> None:
+def test_rejected_settings_are_left_out_until_the_command_is_accepted(doctor: Doctor, script: Path) -> None:
     script.write_text(
         f"python3 -m verl.trainer.main_ppo --config-path=c {MODEL} actor_rollout_ref.actor.strategy=megatron "
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_left_out_until_the_command_is_accepted(doctor: Doctor
     status, output = doctor("migrate", str(script))
     assert printed(output) == ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
     assert status == 1
-    assert output.count(".megatron.") == 4  # named in one line, and not again
+    assert output.count(".megatron.") == 4  # named in one line only
 
 
 @pytest.mark.parametrize("module", ["recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo", "dapo.main_dapo"])
@@ -228,7 +228,7 @@ def test_dapo_s_program_is_known(doctor: Doctor, script: Path, module: str) -> N
     assert "reward.reward_manager.name=dapo" in printed(output)
 
 
-def test_supervised_training_becomes_a_command_of_main_sft(doctor: Doctor, script: Path) -> None:
+def test_supervised_training_becomes_a_command_for_main_sft(doctor: Doctor, script: Path) -> None:
     script.write_text(
         "torchrun --standalone --nnodes=1 --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer "
         "data.train_files=a.parquet model.partial_pretrain=Qwen/Qwen3-8B optim.clip_grad=0.5 "
@@ -244,15 +244,15 @@ def test_supervised_training_becomes_a_command_of_main_sft(doctor: Doctor, scrip
         "model.use_remove_padding=true",
     ]
     assert status == 0
-    assert "# information [default] trainer.total_epochs=" in output
+    assert "# info [default] trainer.total_epochs=" in output
 
 
-def test_a_program_with_code_of_its_own_is_said(doctor: Doctor, script: Path) -> None:
+def test_a_program_with_its_own_code_is_reported(doctor: Doctor, script: Path) -> None:
     script.write_text(f"python3 -m recipe.spin.main_spin {MODEL}\n")
     assert "# warning [program] recipe.spin.main_spin has code of its own" in doctor("migrate", str(script))[1]
 
 
-def test_a_script_of_skyrl_becomes_a_command_of_here(doctor: Doctor, script: Path) -> None:
+def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(doctor: Doctor, script: Path) -> None:
     script.write_text(
         "uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base data.train_data=\"['$HOME/a.parquet']\" "
         "trainer.policy.model.path=Qwen/Qwen3-8B trainer.algorithm.use_kl_loss=false generator.max_turns=3 "
@@ -261,11 +261,9 @@ def test_a_script_of_skyrl_becomes_a_command_of_here(doctor: Doctor, script: Pat
     status, output = doctor("migrate", str(script))
     words = printed(output)
     assert {"actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.use_kl_loss=false"} <= set(words)
-    assert "algorithm.adv_estimator=grpo" in words  # SkyRL's default, which is not the one here
-    assert (
-        "# information [default] algorithm.adv_estimator=grpo is added: it is the default of SkyRL, and gae" in output
-    )
-    assert status == 1 and output.count("# refused") == 2
+    assert "algorithm.adv_estimator=grpo" in words  # SkyRL's default, which differs from hybridrl's
+    assert "# info [default] algorithm.adv_estimator=grpo is added: it is the default of SkyRL, and gae" in output
+    assert status == 1 and output.count("# error") == 2
 
 
 AREAL = """

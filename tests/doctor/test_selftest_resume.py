@@ -1,4 +1,4 @@
-"""The doctor's test of resuming: what it kills, and that it sees every difference."""
+"""The doctor's test of resuming: it kills every kind of process and reports every difference."""
 
 import json
 import random
@@ -9,12 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.kills import MOMENTS, VICTIMS, Kill, Run, draw_kills
-from hybridrl.doctor.sameness import differences
+from hybridrl.doctor.selftest_resume import MOMENTS, VICTIMS, Kill, Run, differences, draw_kills
 
 
 def a_run(directory: Path) -> Path:
-    """What a run of one step leaves."""
+    """The files that a run of one step writes."""
     records = [{"step": 0, "timing_s/start_up": 9.0}, {"step": 1, "actor/pg_loss": 0.5, "timing_s/step": 1.0}]
     (directory / "samples").mkdir(parents=True)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -30,34 +29,34 @@ def runs(tmp_path) -> tuple[Path, Path]:
     return a_run(tmp_path / "whole"), a_run(tmp_path / "killed")
 
 
-def test_equal_runs_do_not_differ_and_clocks_do_not_count(runs):
+def test_equal_runs_do_not_differ_and_timings_are_ignored(runs):
     whole, killed = runs
     text = (killed / "metrics.jsonl").read_text().replace('"timing_s/step": 1.0', '"timing_s/step": 7.0')
     (killed / "metrics.jsonl").write_text(text)
     assert differences(whole, killed, 1) == []
 
 
-def test_another_metric_is_named_with_its_step(runs):
+def test_a_different_metric_is_named_with_its_step(runs):
     whole, killed = runs
     text = (killed / "metrics.jsonl").read_text().replace("0.5", "0.25")
     (killed / "metrics.jsonl").write_text(text)
     assert differences(whole, killed, 1) == ["step 1: actor/pg_loss is 0.25, not 0.5"]
 
 
-def test_a_step_that_was_never_told_of_is_a_difference(runs):
+def test_a_step_that_was_never_logged_is_a_difference(runs):
     whole, killed = runs
     (killed / "metrics.jsonl").write_text('{"step": 0}\n')
     assert differences(whole, killed, 1) == ["step 1: actor/pg_loss is None, not 0.5", "step 1: step is None, not 1"]
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.write_text("{}"), Path.unlink])
-def test_other_or_absent_samples_are_named(runs, damage):
+def test_different_or_absent_samples_are_named(runs, damage):
     whole, killed = runs
     damage(killed / "samples" / "1.jsonl")
     assert differences(whole, killed, 1) == ["1.jsonl: other samples"]
 
 
-def test_one_bit_of_a_moment_of_the_critic_is_seen(runs):
+def test_one_bit_of_a_critic_s_moment_is_a_difference(runs):
     whole, killed = runs
     moment = torch.zeros(4)
     moment[2] = -0.0
@@ -67,43 +66,43 @@ def test_one_bit_of_a_moment_of_the_critic_is_seen(runs):
 
 
 def test_kills_are_spread_over_the_steps_and_the_same_for_the_same_seed():
-    kills = draw_kills(random.Random(1), 12, steps=12, seconds_a_step=2.0)
+    kills = draw_kills(random.Random(1), 12, steps=12, step_seconds=2.0)
     assert [kill.after for kill in kills] == [*range(12)]
     assert all(0 <= kill.seconds <= 2.0 for kill in kills)
-    assert kills == draw_kills(random.Random(1), 12, steps=12, seconds_a_step=2.0)
-    many = draw_kills(random.Random(1), 300, steps=4, seconds_a_step=2.0)
+    assert kills == draw_kills(random.Random(1), 12, steps=12, step_seconds=2.0)
+    many = draw_kills(random.Random(1), 300, steps=4, step_seconds=2.0)
     assert {kill.moment for kill in many} == set(MOMENTS)
     assert {kill.victim for kill in many} == set(VICTIMS)
 
 
-def test_a_run_is_killed_with_all_it_started_once_it_is_being_saved(tmp_path):
-    """A stand-in for a run: it starts a child, tells of step 1 and begins to save."""
+def test_a_run_is_killed_with_all_its_processes_while_it_saves(tmp_path):
+    """A stand-in for a run: it starts a child, logs step 1 and begins to save."""
     script = tmp_path / "run.py"
     script.write_text(
         "import json, pathlib, subprocess, sys, time\n"
         "subprocess.Popen(['sleep', '100'])\n"
-        f"place = pathlib.Path({str(tmp_path / 'run')!r})\n"
-        "place.mkdir()\n"
-        "(place / 'metrics.jsonl').write_text(json.dumps({'step': 1}) + '\\n' + '{\"step\": 2')\n"
-        "(place / '.global_step_1.writing').mkdir()\n"
+        f"directory = pathlib.Path({str(tmp_path / 'run')!r})\n"
+        "directory.mkdir()\n"
+        "(directory / 'metrics.jsonl').write_text(json.dumps({'step': 1}) + '\\n' + '{\"step\": 2')\n"
+        "(directory / '.global_step_1.writing').mkdir()\n"
         "time.sleep(100)\n"
     )
     run = Run(["python3", str(script)], tmp_path / "run")
     kill = Kill(after=1, moment="while it is saved", seconds=0.0, victim="everything")
     assert run.reach(kill)
     assert run.last_step() == 1
-    run.suffer(kill)
+    run.kill(kill.victim)
     assert run.finish() == -9
-    assert len(run.seen) == 2
+    assert len(run.processes) == 2
     assert run.left_running() == []
     assert not run.reach(Kill(5, "in the step", 0.0, "the driver"))
 
 
-def test_keys_that_are_refused_are_named_before_anything_runs(capsys):
+def test_rejected_keys_are_named_before_anything_runs(capsys):
     assert main(["selftest-resume", "trainer.save_freqq=1"]) == 2
     assert "trainer.save_freq" in capsys.readouterr().out
 
 
-def test_a_command_that_is_none_shows_those_there_are(capsys):
+def test_an_unknown_command_shows_the_known_ones(capsys):
     assert main(["nonsense"]) == 2
     assert "selftest-resume" in capsys.readouterr().out

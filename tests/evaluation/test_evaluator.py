@@ -6,10 +6,10 @@ import pytest
 
 from hybridrl.config.schema import ValidationSamplingConfig
 from hybridrl.data.prompts import Prompt
-from hybridrl.evaluation.evaluator import Validator, validation_metrics
-from hybridrl.experience.episodes import Sample
+from hybridrl.evaluation.evaluator import Evaluator, validation_metrics
+from hybridrl.experience.episodes import Episode, Turn
 from hybridrl.rewards.score import Score
-from hybridrl.rollout import Completion, Sampling
+from hybridrl.rollout import Sampling
 from hybridrl.runs.settings import validation_sampling
 
 # 1,000 draws of values between 0 and 1 lie within three deviations of their mean, 3 * 0.5 / sqrt(1000).
@@ -21,13 +21,14 @@ def scored(value: float, **extras: object) -> Score:
     return Score(value, {"score": value, **extras})
 
 
-def answers(*groups: list[Score], source: str = "maths", tokens: int = 1) -> list[Sample]:
+def episodes(*groups: list[Score], source: str = "maths", tokens: int = 1) -> list[Episode]:
     """The samples of several prompts of one source."""
     return [
-        Sample(
+        Episode(
             Prompt(row, [1], "?", source, "42", {}),
+            row,
             number,
-            Completion(row, number, np.zeros(tokens, np.int64), np.zeros(tokens, np.float32), False),
+            [Turn([1], np.zeros(tokens, np.int64), np.zeros(tokens, np.float32), 0, "stop")],
             "text",
             score,
         )
@@ -42,13 +43,13 @@ def exactly(size: int, values: list[float], choose) -> float:
     return sum(choose(draw) for draw in draws) / len(draws)
 
 
-def test_one_answer_a_prompt_has_a_mean_and_nothing_else():
-    samples = answers([scored(1.0, acc=1.0)], [scored(0.5, acc=0.0)])
+def test_one_sample_per_prompt_has_a_mean_and_nothing_else():
+    samples = episodes([scored(1.0, acc=1.0)], [scored(0.5, acc=0.0)])
     assert validation_metrics(samples, 1) == {"val-core/maths/acc/mean@1": 0.5, "val-aux/maths/reward/mean@1": 0.75}
 
 
-def test_the_mean_at_the_largest_number_is_core_and_all_else_is_beside():
-    samples = answers([scored(1.0, acc=1, pred="a"), scored(0.0, acc=0, pred="b"), scored(0.0, acc=0, pred="b")])
+def test_the_mean_at_the_largest_number_is_core_and_the_rest_auxiliary():
+    samples = episodes([scored(1.0, acc=1, pred="a"), scored(0.0, acc=0, pred="b"), scored(0.0, acc=0, pred="b")])
     metrics = validation_metrics(samples, 3)
     estimates = {
         f"{name}@{size}/{part}" for name in ("best", "worst", "maj") for size in (2, 3) for part in ("mean", "std")
@@ -62,23 +63,23 @@ def test_the_mean_at_the_largest_number_is_core_and_all_else_is_beside():
 
 
 def test_without_acc_the_reward_is_core():
-    metrics = validation_metrics(answers([scored(0.5, format=1.0)]), 1)
+    metrics = validation_metrics(episodes([scored(0.5, format=1.0)]), 1)
     assert metrics == {"val-core/maths/reward/mean@1": 0.5, "val-aux/maths/format/mean@1": 1.0}
 
 
 def test_a_plain_number_counts_as_acc():
-    samples = answers([Score(1.0, {"acc": 1.0})], [Score(0.0, {"acc": 0.0})])
+    samples = episodes([Score(1.0, {"acc": 1.0})], [Score(0.0, {"acc": 0.0})])
     assert validation_metrics(samples, 1)["val-core/maths/acc/mean@1"] == 0.5
 
 
-def test_each_data_source_is_told_by_itself():
-    samples = answers([scored(1.0)], source="maths") + answers([scored(0.0)], [scored(0.5)], source="open/qa")
+def test_each_data_source_has_separate_metrics():
+    samples = episodes([scored(1.0)], source="maths") + episodes([scored(0.0)], [scored(0.5)], source="open/qa")
     metrics = validation_metrics(samples, 1)
     assert metrics == {"val-core/maths/reward/mean@1": 1.0, "val-core/open/qa/reward/mean@1": 0.25}
 
 
 def test_numbers_at_powers_of_two_and_at_the_largest_are_estimated():
-    metrics = validation_metrics(answers([scored(float(n)) for n in range(6)]), 6)
+    metrics = validation_metrics(episodes([scored(float(n)) for n in range(6)]), 6)
     assert {name.split("@")[1] for name in metrics if "best@" in name and name.endswith("mean")} == {
         "2/mean",
         "4/mean",
@@ -86,9 +87,9 @@ def test_numbers_at_powers_of_two_and_at_the_largest_are_estimated():
     }
 
 
-def test_the_deviation_is_that_of_each_prompts_answers():
+def test_the_deviation_is_that_of_each_prompts_samples():
     # Deviations 0.5 and 0, over n as in verl.
-    samples = answers([scored(1.0), scored(0.0)], [scored(1.0), scored(1.0)])
+    samples = episodes([scored(1.0), scored(0.0)], [scored(1.0), scored(1.0)])
     assert validation_metrics(samples, 2)["val-aux/maths/reward/std@2"] == 0.25
 
 
@@ -98,10 +99,10 @@ def test_best_worst_and_majority_are_near_their_exact_values(size):
 
     def majority(draw: tuple[int, ...]) -> float:
         votes = [predictions[i] for i in draw]
-        commonest = max(votes, key=votes.count)  # the first of those that tie
-        return values[draw[votes.index(commonest)]]
+        most_frequent = max(votes, key=votes.count)  # the first of those that tie
+        return values[draw[votes.index(most_frequent)]]
 
-    samples = answers([scored(v, pred=p) for v, p in zip(values, predictions, strict=True)])
+    samples = episodes([scored(v, pred=p) for v, p in zip(values, predictions, strict=True)])
     metrics = {
         name.removeprefix("val-core/maths/reward/"): value for name, value in validation_metrics(samples, 3).items()
     }
@@ -117,54 +118,59 @@ def test_best_worst_and_majority_are_near_their_exact_values(size):
         assert metrics[f"{name}@{size}/std"] == pytest.approx((square - mean**2) ** 0.5, abs=BOOTSTRAP), name
 
 
-def test_the_same_answers_give_the_same_estimates():
-    samples = answers([scored(float(n % 3), pred=n % 2) for n in range(8)])
+def test_the_same_samples_give_the_same_estimates():
+    samples = episodes([scored(float(n % 3), pred=n % 2) for n in range(8)])
     assert validation_metrics(samples, 8) == validation_metrics(samples, 8)
 
 
-def test_text_is_no_variable():
-    metrics = validation_metrics(answers([scored(1.0, note="fine", pred="7")]), 1)
+def test_text_is_not_a_variable():
+    metrics = validation_metrics(episodes([scored(1.0, note="fine", pred="7")]), 1)
     assert set(metrics) == {"val-core/maths/reward/mean@1"}
 
 
 def test_a_fault_of_the_grader_counts_as_zero_and_as_no_prediction():
-    samples = answers([FAULT, scored(1.0, acc=1.0, pred="a")], [scored(1.0, acc=1.0, pred="a"), FAULT])
+    samples = episodes([FAULT, scored(1.0, acc=1.0, pred="a")], [scored(1.0, acc=1.0, pred="a"), FAULT])
     metrics = validation_metrics(samples, 2)
     assert metrics["val-core/maths/acc/mean@2"] == metrics["val-aux/maths/reward/mean@2"] == 0.5
     assert metrics["val-core/maths/acc/maj@2/mean"] == pytest.approx(0.5, abs=BOOTSTRAP)
 
 
-class Answering:
-    """Answers each prompt with samples prepared, and keeps what it was asked."""
+class Runner:
+    """Returns prepared samples, and records its arguments and those of the switch."""
 
-    def __init__(self, samples: list[Sample]) -> None:
+    def __init__(self, samples: list[Episode]) -> None:
         self.samples = samples
 
-    def respond(self, pool, prompts, count, sampling, place):
-        self.asked = (pool, prompts, count, sampling, place)
+    def to_rollout(self, version):
+        self.version = version
+
+    def run(self, prompts, count, sampling, seed_keys):
+        self.arguments = (prompts, count, sampling, seed_keys)
         return self.samples, {"timing_s/gen": 2.0, "timing_s/reward": 0.5}
 
 
-def test_validation_asks_every_prompt_and_tells_metrics_lengths_faults_and_seconds():
-    samples = answers([scored(1.0), scored(0.0)], [FAULT, scored(1.0)], tokens=3)
+def test_an_evaluation_samples_every_prompt_and_reports_metrics_lengths_faults_and_seconds():
+    samples = episodes([scored(1.0), scored(0.0)], [FAULT, scored(1.0)], tokens=3)
     prompts = [samples[0].prompt, samples[2].prompt]
-    sampling, respondent = Sampling(max_tokens=8, stop_ids=(0,)), Answering(samples)
-    found, metrics = Validator(prompts, respondent, sampling, 2).validate("pool")
-    assert found == samples
-    assert respondent.asked == ("pool", prompts, 2, sampling, ["validation 0", "validation 1"])
+    sampling, runner = Sampling(max_tokens=8, stop_ids=(0,)), Runner(samples)
+    returned, metrics = Evaluator(runner, prompts, runner, sampling, 2).evaluate(7)
+    assert returned == samples
+    assert runner.version == 7
+    assert runner.arguments == (prompts, 2, sampling, ["validation 0", "validation 1"])
     assert metrics["val-core/maths/reward/mean@2"] == 0.5
     assert metrics["val-aux/response_length/mean"] == 3.0
     assert metrics["val-aux/reward/faults"] == 1
     assert metrics["timing_s/testing"] == 2.5
 
 
-def test_without_faults_none_are_told():
-    samples = answers([scored(1.0)])
-    _, metrics = Validator([samples[0].prompt], Answering(samples), Sampling(8, (0,)), 1).validate("pool")
+def test_without_faults_none_are_reported():
+    samples = episodes([scored(1.0)])
+    runner = Runner(samples)
+    _, metrics = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), 1).evaluate(0)
     assert "val-aux/reward/faults" not in metrics
 
 
-def test_validation_samples_at_its_own_temperature_whatever_do_sample_says() -> None:
+def test_validation_has_a_separate_temperature_whatever_do_sample_is() -> None:
     chosen = ValidationSamplingConfig(n=1, do_sample=False, temperature=0.6, top_p=0.9, top_k=5)
     sampling = validation_sampling(SimpleNamespace(val_kwargs=chosen, response_length=7), (2,))
     assert sampling == Sampling(max_tokens=7, stop_ids=(2,), temperature=0.6, top_p=0.9, top_k=5)

@@ -6,47 +6,43 @@ import numpy as np
 import pytest
 
 from hybridrl.data.prompts import Prompt
-from hybridrl.experience.episodes import Sample
-from hybridrl.experience.sample_log import Records, dump_samples
+from hybridrl.experience.episodes import Episode, Turn
+from hybridrl.experience.sample_log import SampleLog, dump_samples
 from hybridrl.rewards.score import Score
-from hybridrl.rollout import Completion
 from hybridrl.tracking import SampleRow
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 
 
-def sample(messages, text: str, score: Score, ground_truth: object = "4") -> Sample:
-    completion = Completion(0, 0, np.array([1]), np.array([0.0]), False)
-    return Sample(Prompt(0, [1], messages, "maths", ground_truth, {}), 0, completion, text, score)
+def sample(messages, text: str, score: Score, ground_truth: object = "4") -> Episode:
+    turn = Turn([1], np.array([1]), np.array([0.0]), 0, "stop")
+    return Episode(Prompt(0, [1], messages, "maths", ground_truth, {}), 0, 0, [turn], text, score)
 
 
 RIGHT = sample(CHAT, "4 ✓", Score(1.0, {"score": True, "acc": True, "pred": "4"}))
 FAULTY = sample("2 + 2?", "five", Score(None, fault="timeout", detail="no score within 60 s"))
 
 
-class Remembering:
-    """A tracker that keeps what it is given."""
+class RecordingTracker:
+    """A tracker that records its tables."""
 
     def __init__(self) -> None:
-        self.logged, self.shown = [], []
-
-    def log(self, step, metrics):
-        self.logged.append((step, metrics))
+        self.shown = []
 
     def samples(self, step, rows):
         self.shown.append((step, rows))
 
 
 @pytest.fixture
-def tracker() -> Remembering:
-    return Remembering()
+def tracker() -> RecordingTracker:
+    return RecordingTracker()
 
 
 def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_each_sample_is_dumped_as_one_object_in_verls_form(tmp_path):
+def test_each_sample_is_dumped_as_one_object_with_verls_keys(tmp_path):
     path = tmp_path / "new" / "7.jsonl"
     dump_samples(path, 7, [RIGHT, FAULTY])
     assert rows_of(path) == [
@@ -66,7 +62,7 @@ def test_each_sample_is_dumped_as_one_object_in_verls_form(tmp_path):
     assert '"score": 1.0' in text
 
 
-def test_a_ground_truth_that_json_does_not_know_is_dumped_as_text(tmp_path):
+def test_a_ground_truth_that_json_cannot_represent_is_dumped_as_text(tmp_path):
     path = tmp_path / "1.jsonl"
     dump_samples(path, 1, [sample("?", "x", Score(0.0), ground_truth={"answers": np.array([1, 2])})])
     assert rows_of(path)[0]["gts"] == {"answers": "[1 2]"}
@@ -81,60 +77,55 @@ def test_a_step_dumped_again_replaces_the_earlier_dump(tmp_path):
 
 def test_training_and_validation_samples_go_to_their_own_directories(tracker, tmp_path):
     places = {"training_dir": str(tmp_path / "train"), "validation_dir": str(tmp_path / "val")}
-    records = Records(tracker, **places, shown=0)
-    records.training_samples(3, [RIGHT])
-    records.validation_samples(4, [FAULTY])
+    log = SampleLog(tracker, **places, shown=0)
+    log.training_samples(3, [RIGHT])
+    log.validation_samples(4, [FAULTY])
     assert rows_of(tmp_path / "train" / "3.jsonl")[0]["output"] == "4 ✓"
     assert rows_of(tmp_path / "val" / "4.jsonl")[0]["output"] == "five"
     assert tracker.shown == []
 
 
-def test_a_run_that_goes_on_forgets_the_samples_of_later_steps_and_touches_nothing_else(tracker, tmp_path):
+def test_a_resumed_run_deletes_the_samples_of_later_steps_and_nothing_else(tracker, tmp_path):
     training, validation = tmp_path / "train", tmp_path / "val"
-    records = Records(tracker, training_dir=str(training), validation_dir=str(validation), shown=0)
+    log = SampleLog(tracker, training_dir=str(training), validation_dir=str(validation), shown=0)
     for step in (0, 2, 3, 10):
-        records.training_samples(step, [RIGHT])
-        records.validation_samples(step, [RIGHT])
+        log.training_samples(step, [RIGHT])
+        log.validation_samples(step, [RIGHT])
     (training / "notes.jsonl").touch()
     (training / "11.txt").touch()
-    records.forget_after(2)
+    log.delete_after(2)
     assert sorted(path.name for path in training.iterdir()) == ["0.jsonl", "11.txt", "2.jsonl", "notes.jsonl"]
     assert sorted(path.name for path in validation.iterdir()) == ["0.jsonl", "2.jsonl"]
 
 
-def test_a_full_disk_costs_the_samples_of_a_step_and_not_the_run(tracker, tmp_path, capsys):
+def test_a_full_disk_costs_the_samples_of_a_step_and_does_not_end_the_run(tracker, tmp_path, capsys):
     (tmp_path / "3.jsonl").symlink_to("/dev/full")
-    Records(tracker, training_dir=str(tmp_path), validation_dir=None, shown=0).training_samples(3, [RIGHT])
-    assert list(tmp_path.iterdir()) == [], "no half of a file is left"
+    SampleLog(tracker, training_dir=str(tmp_path), validation_dir=None, shown=0).training_samples(3, [RIGHT])
+    assert list(tmp_path.iterdir()) == [], "no partial file is left"
     (warning,) = capsys.readouterr().out.splitlines()
     assert warning == f"warning: {tmp_path}/3.jsonl could not be written: No space left on device; training continues"
 
 
-def test_without_directories_there_is_nothing_to_forget(tracker, tmp_path, monkeypatch):
+def test_without_directories_nothing_is_deleted(tracker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "9.jsonl").touch()
-    Records(tracker, training_dir=None, validation_dir=None, shown=0).forget_after(0)
-    Records(tracker, training_dir=str(tmp_path / "none yet"), validation_dir=None, shown=0).forget_after(0)
+    SampleLog(tracker, training_dir=None, validation_dir=None, shown=0).delete_after(0)
+    SampleLog(tracker, training_dir=str(tmp_path / "none yet"), validation_dir=None, shown=0).delete_after(0)
     assert (tmp_path / "9.jsonl").exists()
 
 
-def test_where_no_directory_is_set_nothing_is_written(tracker, tmp_path, monkeypatch):
+def test_without_directories_nothing_is_written(tracker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    records = Records(tracker, training_dir=None, validation_dir=None, shown=1)
-    records.training_samples(1, [RIGHT])
-    records.validation_samples(1, [RIGHT])
+    log = SampleLog(tracker, training_dir=None, validation_dir=None, shown=1)
+    log.training_samples(1, [RIGHT])
+    log.validation_samples(1, [RIGHT])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_first_validation_answers_are_shown(tracker):
-    records = Records(tracker, training_dir=None, validation_dir=None, shown=2)
-    records.validation_samples(5, [RIGHT, FAULTY, RIGHT])
+def test_the_first_validation_samples_are_shown(tracker):
+    log = SampleLog(tracker, training_dir=None, validation_dir=None, shown=2)
+    log.validation_samples(5, [RIGHT, FAULTY, RIGHT])
     ((step, (right, faulty)),) = tracker.shown
     assert step == 5
     assert right == SampleRow("system: Be brief.\nuser: 2 + 2?", "4 ✓", "4", 1.0)
-    assert faulty.answer == "five" and math.isnan(faulty.score)
-
-
-def test_metrics_go_to_the_tracker(tracker):
-    Records(tracker, training_dir=None, validation_dir=None, shown=0).log(2, {"loss": 0.5})
-    assert tracker.logged == [(2, {"loss": 0.5})]
+    assert faulty.response == "five" and math.isnan(faulty.score)

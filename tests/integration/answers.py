@@ -1,9 +1,9 @@
-"""Answers from real engines, and rows to learn from, for tests of the switch."""
+"""Responses from real engines, and rows to train on, for tests of the switch."""
 
 from hybridrl.batch import Batch
 from hybridrl.data.prompts import Prompt
-from hybridrl.experience.batching import in_groups, to_batch
-from hybridrl.experience.episodes import Sample
+from hybridrl.experience.batching import group_by_prompt, to_batch
+from hybridrl.experience.episodes import Episode, Turn
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
@@ -14,23 +14,27 @@ SAMPLING = Sampling(max_tokens=16, stop_ids=(2,))
 
 
 def requests(prompts: int = 6, samples: int = 3) -> list[Request]:
-    return [Request(p, s, [*PROMPT, 3 + p], request_seed(1, p, s)) for p in range(prompts) for s in range(samples)]
+    return [
+        Request(p, s, [*PROMPT, 3 + p], request_seed(1, p, s), SAMPLING) for p in range(prompts) for s in range(samples)
+    ]
 
 
 def generate(engine: HybridEngine, wanted: list[Request]) -> dict[tuple[int, int], Completion]:
-    found = [completion for batch in engine.pool.generate(wanted, SAMPLING) for completion in batch]
-    assert len(found) == len(wanted)
-    return {(completion.prompt, completion.sample): completion for completion in found}
+    completions = engine.client.generate_all(wanted)
+    return {
+        (request.prompt, request.sample): completion for request, completion in zip(wanted, completions, strict=True)
+    }
 
 
-def rows(wanted: list[Request], answers: dict[tuple[int, int], Completion]) -> Batch:
-    """Answers as a batch, with a reward that differs within a group."""
-    samples = []
+def rows(wanted: list[Request], responses: dict[tuple[int, int], Completion]) -> Batch:
+    """Responses as a batch, with a reward that differs within a group."""
+    episodes = []
     for request in wanted:
         prompt = Prompt(request.prompt, request.prompt_ids, "", "", "", {})
-        answer = answers[request.prompt, request.sample]
-        samples.append(Sample(prompt, request.sample, answer, "", Score(float(request.sample))))
-    return to_batch(in_groups(samples, range(len(samples))))
+        response = responses[request.prompt, request.sample]
+        turn = Turn.of(prompt.ids, response)
+        episodes.append(Episode(prompt, request.prompt, request.sample, [turn], "", Score(float(request.sample))))
+    return to_batch(group_by_prompt(episodes, range(len(episodes))))
 
 
 def update(workers: TrainWorkers, batch: Batch) -> None:
@@ -39,9 +43,9 @@ def update(workers: TrainWorkers, batch: Batch) -> None:
 
 
 def largest_gap(workers: TrainWorkers, batch: Batch) -> float:
-    scored = workers.log_probs(batch)
+    scored = workers.forward_log_probs(batch)
     return float((scored.old_log_probs - batch.rollout_log_probs).abs().max())
 
 
-def tokens(answers: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], list[int]]:
-    return {key: answer.token_ids.tolist() for key, answer in sorted(answers.items())}
+def tokens(responses: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], list[int]]:
+    return {key: response.token_ids.tolist() for key, response in sorted(responses.items())}

@@ -1,4 +1,4 @@
-"""A reward that an untrained model can earn: the share of different characters in the answer."""
+"""A reward that an untrained model can earn: the share of distinct characters in the response."""
 
 
 def compute_score(solution_str: str) -> float:

@@ -1,20 +1,23 @@
-"""trainer.deterministic: where rounding depends on the rows beside a row, batches are composed the same each time."""
+"""trainer.deterministic: batches always have the same composition, as rounding may depend on it."""
+
+import asyncio
 
 import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config import load_ppo_config
-from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
-from hybridrl.runs.setup import probe_ids
-from tests.integration.answers import PROMPT, SAMPLING, generate, requests
+from tests.integration.answers import PROMPT, generate, requests
 from tests.integration.test_engine import engine_processes
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def config(overrides, tiny, tmp_path_factory):
-    """A model so wide that the rounding of a row depends on the rows beside it."""
+    """A model so wide that the rounding of a row depends on the other rows of a batch."""
     directory = tmp_path_factory.mktemp("wide")
     wide = AutoConfig.from_pretrained(tiny / "model", hidden_size=512, intermediate_size=1408, num_attention_heads=8)
     AutoModelForCausalLM.from_config(wide).save_pretrained(directory / "model")
@@ -36,16 +39,20 @@ def engine(config, session, tmp_path_factory):
     return engine
 
 
-def test_the_same_requests_have_the_same_answers_bit_for_bit_although_a_server_is_lost_on_the_way(engine):
+def test_the_same_requests_get_bitwise_equal_responses_even_if_a_server_dies(engine):
     wanted = requests(12, 4)
     expected = generate(engine, wanted)
-    stream = engine.pool.generate(wanted, SAMPLING)
-    found = list(next(stream))
-    engine_processes()[0].kill()
-    found += [completion for batch in stream for completion in batch]
-    assert engine.pool.restarts == 1
-    assert len(found) == len(wanted)
-    for completion in found:
-        same = expected[completion.prompt, completion.sample]
-        assert np.array_equal(completion.token_ids, same.token_ids)
-        assert np.array_equal(completion.log_probs, same.log_probs)
+    responses = {}
+
+    async def disturb() -> None:
+        async for finished in engine.client.stream(wanted):
+            if not responses:
+                engine_processes()[0].kill()
+            responses.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
+
+    asyncio.run(disturb())
+    assert engine.client.restarts == 1
+    assert responses.keys() == expected.keys()
+    for key, response in responses.items():
+        assert np.array_equal(response.token_ids, expected[key].token_ids)
+        assert np.array_equal(response.log_probs, expected[key].log_probs)

@@ -1,5 +1,6 @@
 """The switch with real vLLM and FSDP2: fresh weights, proven; lost servers replaced with nothing lost."""
 
+import asyncio
 import os
 import signal
 from functools import partial
@@ -8,14 +9,14 @@ import psutil
 import pytest
 
 from hybridrl import device as devices
-from hybridrl.cluster import Group
-from hybridrl.hybrid_engine import Mode, StaleWeights
-from hybridrl.rollout import Request, request_seed
-from hybridrl.rollout.server import RolloutServer
-from hybridrl.runs.ppo import start_devices
+from hybridrl.hybrid_engine import Mode
+from hybridrl.rollout import ModeError, Request, request_seed
+from hybridrl.rollout.engine import RolloutEngine
+from hybridrl.rollout.fleet import EngineGroup
+from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import probe_ids
 from hybridrl.training.worker_group import TrainWorkers
+from hybridrl.weights.sync import StaleWeights
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
 
 
@@ -45,9 +46,9 @@ def test_engine_and_trainer_agree_before_and_after_an_update(parts):
     assert engine.take_metrics()["training/probe_log_prob_diff"] < 1e-4
 
 
-def test_a_prompt_longer_than_a_cache_block_is_not_answered_from_the_old_cache(parts):
+def test_a_response_to_a_prompt_longer_than_a_cache_block_does_not_use_the_old_cache(parts):
     engine, workers = parts
-    wanted = [Request(0, s, [*PROMPT * 4], request_seed(2, 0, s)) for s in range(2)]
+    wanted = [Request(0, s, [*PROMPT * 4], request_seed(2, 0, s), SAMPLING) for s in range(2)]
     engine.to_rollout(1)
     first = generate(engine, wanted)
     engine.to_training()
@@ -58,9 +59,14 @@ def test_a_prompt_longer_than_a_cache_block_is_not_answered_from_the_old_cache(p
     assert largest_gap(workers, rows(wanted, second)) < 1e-4
 
 
-def test_asking_for_the_mode_one_is_in_does_nothing(parts):
-    engine, _ = parts
+def test_a_call_in_the_wrong_mode_raises_and_switching_to_the_present_mode_does_nothing(parts):
+    engine, workers = parts
+    with pytest.raises(ModeError, match="generate was called while the devices are in training mode"):
+        generate(engine, requests(1, 1))
     engine.to_rollout(3)
+    batch = rows(requests(1), generate(engine, requests(1)))
+    with pytest.raises(ModeError, match="log_probs was called while the devices are in rollout mode"):
+        workers.forward_log_probs(batch)
     engine.take_metrics()
     engine.to_rollout(3)
     assert "timing_s/update_weights" not in engine.take_metrics()
@@ -70,19 +76,19 @@ def test_asking_for_the_mode_one_is_in_does_nothing(parts):
     assert engine.mode is Mode.TRAINING
 
 
-def test_weights_that_were_not_handed_over_stop_the_run(parts, monkeypatch):
+def test_weights_that_were_not_synced_stop_the_run(parts, monkeypatch):
     engine, workers = parts
     wanted = requests(2)
     engine.to_rollout(4)
-    answers = generate(engine, wanted)
+    responses = generate(engine, wanted)
     engine.to_training()
-    update(workers, rows(wanted, answers))
+    update(workers, rows(wanted, responses))
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_publish", lambda servers: None)
-        with pytest.raises(StaleWeights, match="computes with the weights of hand-over"):
+        patch.setattr(engine.sync, "_send_all", lambda indices: None)
+        with pytest.raises(StaleWeights, match="computes with the weights of weight sync"):
             engine.to_rollout(5)
-        told = partial(Group.broadcast, engine.servers, RolloutServer.finish_hand_over, timeout=60)
-        patch.setattr(engine, "_publish", lambda servers: told(engine.number))
+        finish = partial(EngineGroup.broadcast, engine.fleet.servers, RolloutEngine.finish_sync, timeout=60)
+        patch.setattr(engine.sync, "_send_all", lambda indices: finish(engine.sync.sync_id, 5))
         with pytest.raises(StaleWeights, match="differs from the trainer by"):
             engine.to_rollout(5)
     engine.to_rollout(5)
@@ -107,60 +113,65 @@ def test_an_engine_waits_for_its_threads_longer_than_a_trainer(parts):
     ("victim", "how", "cause"),
     [
         ("engine", signal.SIGKILL, "the engine failed: EngineDeadError"),
-        ("server", signal.SIGKILL, "killed by hand or by a scheduler"),
-        ("engine", signal.SIGSTOP, "ray.kill"),
+        pytest.param("server", signal.SIGKILL, "killed by hand or by a scheduler", marks=pytest.mark.slow),
+        pytest.param("engine", signal.SIGSTOP, "ray.kill", marks=pytest.mark.slow),
     ],
 )
-def test_a_server_lost_while_generating_costs_no_answer(parts, monkeypatch, caplog, victim, how, cause):
+def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, victim, how, cause):
     engine, _ = parts
     wanted = requests(8, 4)
     engine.to_rollout(6)
     undisturbed = tokens(generate(engine, wanted))
-    restarts = engine.pool.restarts
-    if how is signal.SIGSTOP:  # it hangs: only its silence tells
-        monkeypatch.setattr(engine.pool, "timeout", 5.0)
+    restarts = engine.client.restarts
+    if how is signal.SIGSTOP:  # it hangs, which only its silence shows
+        monkeypatch.setattr(engine.client, "timeout", 5.0)
     process = engine_processes()[0]
     target = process if victim == "engine" else server_process(process)
-    stream = engine.pool.generate(wanted, SAMPLING)
-    os.kill(target.pid, how)
-    found = list(next(stream))
-    for batch in stream:
-        found.extend(batch)
+    disturbed = {}
+
+    async def disturb() -> None:
+        async for finished in engine.client.stream(wanted):
+            if not disturbed:
+                os.kill(target.pid, how)
+            disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
+
+    asyncio.run(disturb())
     again = tokens(generate(engine, wanted))
-    assert tokens({(c.prompt, c.sample): c for c in found}) == undisturbed == again
-    assert engine.pool.restarts == restarts + 1
+    assert tokens(disturbed) == undisturbed == again
+    assert engine.client.restarts == restarts + 1
     (warning,) = (line for line in caplog.messages if "was lost" in line)
     assert cause in warning
     assert len(engine_processes()) == 2
     engine.to_training()
 
 
-def test_a_server_killed_asleep_is_replaced_when_it_is_wanted(parts):
+@pytest.mark.slow
+def test_a_server_killed_asleep_is_rebuilt_when_it_is_needed(parts):
     engine, _ = parts
     engine.to_training()
-    restarts = engine.pool.restarts
+    restarts = engine.client.restarts
     server_process(engine_processes()[0]).kill()
     engine.to_rollout(7)
     assert len(generate(engine, requests(2))) == 6
-    assert engine.pool.restarts == restarts + 1
+    assert engine.client.restarts == restarts + 1
     engine.to_training()
 
 
-def test_a_server_killed_in_the_middle_of_a_hand_over_is_replaced_and_fed_anew(parts, monkeypatch):
+def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(parts, monkeypatch):
     engine, workers = parts
     engine.to_training()
-    restarts, publish = engine.pool.restarts, engine._publish
+    restarts, send_all = engine.client.restarts, engine.sync._send_all
     victims = [engine_processes()[0]]
 
-    def publish_to_the_dead(servers):
+    def send_to_the_dead(indices):
         while victims:
             victims.pop().kill()
-        publish(servers)
+        send_all(indices)
 
-    monkeypatch.setattr(engine, "_publish", publish_to_the_dead)
+    monkeypatch.setattr(engine.sync, "_send_all", send_to_the_dead)
     engine.to_rollout(8)
     wanted = requests(2)
-    answers = generate(engine, wanted)
-    assert engine.pool.restarts == restarts + 1
+    responses = generate(engine, wanted)
+    assert engine.client.restarts == restarts + 1
     engine.to_training()
-    assert largest_gap(workers, rows(wanted, answers)) < 1e-4
+    assert largest_gap(workers, rows(wanted, responses)) < 1e-4

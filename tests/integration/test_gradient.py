@@ -1,4 +1,4 @@
-"""Invariant 2: the gradient does not depend on how a mini-batch is cut, nor on how many ranks share it or its rows."""
+"""Invariant 2: the gradient does not depend on how a mini-batch is divided, nor on how many ranks share it."""
 
 import math
 from copy import deepcopy
@@ -9,26 +9,26 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms.aggregation import Totals
-from hybridrl.algorithms.policy_losses import POLICY_LOSSES
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
-from hybridrl.algorithms.settings import LossSettings
 from hybridrl.batch import Batch, as_tensor
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group, spawn
+from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
-from hybridrl.training.packing import Budget, plan
+from hybridrl.training.packing import MicroBatchBudget, plan
 from hybridrl.training.worker import FrozenConfig, TrainWorker
 from hybridrl.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
+from tests.algorithms.parameters import LOSS_PARAMETERS
 
 LOSS = LossConfig(
     policy_loss="vanilla",
-    settings=LossSettings(clip_low=0.2, clip_high=0.2, clip_dual=3.0),
     aggregation="token-mean",
     scale=1.0,
     temperature=0.9,
     grad_clip=1.0,
+    parameters=LOSS_PARAMETERS,
     entropy_coeff=0.01,
     kl_coef=0.05,
     kl_form="k3",
@@ -67,7 +67,7 @@ def ragged_batch(rows: int = 7) -> Batch:
 
 @pytest.fixture(scope="module")
 def other_model(config, tmp_path_factory) -> str:
-    """A model of the same shapes with other weights."""
+    """A model with the same shapes and other weights."""
     torch.manual_seed(1)
     path = str(tmp_path_factory.mktemp("other"))
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)).save_pretrained(
@@ -83,7 +83,7 @@ def logs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharing(config):
-    """The configuration with rows that two ranks share."""
+    """The configuration with sequence parallelism over two ranks."""
     changed = deepcopy(config)
     changed.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size = 2
     return changed
@@ -91,7 +91,7 @@ def sharing(config):
 
 @pytest.fixture(scope="module")
 def groups(config, sharing, session, other_model, logs):
-    """Training ranks: one alone, two together, and two that share rows, with the same weights; each with a critic
+    """Groups of training ranks with the same weights: one rank, two ranks, and two that share rows; each with a critic
     and a reference."""
     built = {}
     for key, ranks, settings in ((1, 1, config), (2, 2, config), ("sharing", 2, sharing)):
@@ -99,84 +99,90 @@ def groups(config, sharing, session, other_model, logs):
         environment = {"OMP_NUM_THREADS": "1"}
         actors = [spawn(TrainWorker, session, r, environment, r, ranks, files[r]) for r in range(ranks)]
         group = Group(actors, "train worker", files)
-        places = group.broadcast(TrainWorker.place, timeout=120)
+        locations = group.broadcast(TrainWorker.location, timeout=120)
         worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
         learner = replace(worker.policy, fsdp=replace(worker.policy.fsdp, fsdp_size=ranks))
         reference = FrozenConfig(replace(learner.model, path=other_model), offload=False)
         worker = replace(worker, policy=learner, critic=learner, reference=reference)
-        address = f"{places[0]['address']}:{places[0]['port']}"
+        address = f"{locations[0]['address']}:{locations[0]['port']}"
         group.broadcast(TrainWorker.build, worker, address, timeout=120)
         built[key] = group
     return built
 
 
-def gradient(group: Group, budget: Budget, loss: LossConfig | ValueLossConfig = LOSS) -> dict[str, torch.Tensor]:
+def gradient(
+    group: Group, budget: MicroBatchBudget, loss: LossConfig | ValueLossConfig = LOSS
+) -> dict[str, torch.Tensor]:
     batch = ragged_batch()
-    passes = plan(batch.lengths.tolist(), len(group), budget)
-    parts = [(batch, MiniBatch(share, Totals.of(batch)), loss, budget.padded) for share in passes]
+    micro_batches = plan(batch.lengths.tolist(), len(group), budget)
+    parts = [(batch, MiniBatch(share, Totals.of(batch)), loss, budget.padded) for share in micro_batches]
     return group.scatter(TrainWorker.gradient, parts, timeout=120)[0]
 
 
-def cuts_agree(groups, loss: LossConfig | ValueLossConfig, every: int = 1) -> None:
-    """Gradients of a mini-batch are the same however it is cut; `every` second, third ... cut is tried."""
-    whole = gradient(groups[1], Budget(10_000), loss)
-    norm = torch.sqrt(sum(value.square().sum() for value in whole.values()))
+def gradients_agree(groups, loss: LossConfig | ValueLossConfig, every: int = 1) -> None:
+    """Assert that a mini-batch has the same gradient however it is divided; tries every `every`-th division."""
+    expected = gradient(groups[1], MicroBatchBudget(10_000), loss)
+    norm = torch.sqrt(sum(value.square().sum() for value in expected.values()))
     assert norm > 0.001
-    cuts = [
-        (groups["sharing"], Budget(60, devices=2)),
-        (groups[2], Budget(30)),
-        (groups[1], Budget(60, padded=True)),
-        (groups[1], Budget(30)),
-        (groups[1], Budget(10_000, rows=1)),
-        (groups[2], Budget(10_000)),
-        (groups[2], Budget(10_000, rows=2, padded=True)),
+    divisions = [
+        (groups["sharing"], MicroBatchBudget(60, devices=2)),
+        (groups[2], MicroBatchBudget(30)),
+        (groups[1], MicroBatchBudget(60, padded=True)),
+        (groups[1], MicroBatchBudget(30)),
+        (groups[1], MicroBatchBudget(10_000, rows=1)),
+        (groups[2], MicroBatchBudget(10_000)),
+        (groups[2], MicroBatchBudget(10_000, rows=2, padded=True)),
     ]
-    for group, budget in cuts[::every]:
-        found = gradient(group, budget, loss)
-        assert found.keys() == whole.keys()
-        difference = torch.sqrt(sum((found[name] - whole[name]).square().sum() for name in whole))
+    for group, budget in divisions[::every]:
+        actual = gradient(group, budget, loss)
+        assert actual.keys() == expected.keys()
+        difference = torch.sqrt(sum((actual[name] - expected[name]).square().sum() for name in expected))
         assert difference / norm < 3e-6, (len(group), budget)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_passes_ranks_and_padding_change_nothing(groups, mode):
-    cuts_agree(groups, replace(LOSS, aggregation=mode, scale=24.0))
+def test_micro_batches_ranks_and_padding_change_nothing(groups, mode):
+    gradients_agree(groups, replace(LOSS, aggregation=mode, scale=24.0))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nor_do_they_for_the_critic(groups, mode):
-    cuts_agree(groups, replace(VALUE_LOSS, aggregation=mode, scale=24.0), every=2)
+    gradients_agree(groups, replace(VALUE_LOSS, aggregation=mode, scale=24.0), every=2)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_nor_in_any_policy_loss(groups, name):
-    cuts_agree(groups, replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_form=None), every=3)
+    gradients_agree(groups, replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_form=None), every=3)
 
 
 def test_nor_with_the_exact_kl_to_the_reference(groups):
     exact = replace(LOSS, kl_form="full", kl_coef=1.0)
-    cuts_agree(groups, exact, every=2)
-    with_it, without = (gradient(groups[1], Budget(30), loss) for loss in (exact, replace(exact, kl_form=None)))
+    gradients_agree(groups, exact, every=2)
+    with_it, without = (
+        gradient(groups[1], MicroBatchBudget(30), loss) for loss in (exact, replace(exact, kl_form=None))
+    )
     assert any((with_it[name] - without[name]).abs().max() > 1e-3 for name in without)
 
 
 @pytest.mark.parametrize("rejections", [(), parse_rejections("token_k2", 0.5)])
-def test_nor_where_the_loss_itself_corrects_for_the_rollout(groups, rejections):
+def test_nor_if_the_loss_itself_corrects_for_the_rollout(groups, rejections):
     correction = RolloutCorrection("sequence", None, 2.0, False, rejections)
-    cuts_agree(groups, replace(LOSS, policy_loss="reinforce", correction=correction), every=3)
+    gradients_agree(groups, replace(LOSS, policy_loss="reinforce", correction=correction), every=3)
 
 
-def test_a_policy_loss_of_ones_own_is_found_in_the_workers(groups, tmp_path):
+def test_a_custom_policy_loss_is_loaded_by_the_workers(groups, tmp_path):
     (tmp_path / "own.py").write_text("def twice(log_probs, batch, clip): return -2 * log_probs, {}\n")
-    found = {
-        name: gradient(groups[1], Budget(10_000), replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_form=None))
+    actual = {
+        name: gradient(
+            groups[1], MicroBatchBudget(10_000), replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_form=None)
+        )
         for name in (f"{tmp_path}/own.py:twice", "likelihood")
     }
-    for twice, once in zip(*(gradients.values() for gradients in found.values()), strict=True):
+    for twice, once in zip(*(gradients.values() for gradients in actual.values()), strict=True):
         torch.testing.assert_close(twice, 2 * once)
 
 
-def test_a_rank_without_rows_keeps_step(groups):
+def test_a_rank_without_rows_does_not_change_the_gradient(groups):
     batch = ragged_batch(1)
     one = MiniBatch([[0]], Totals.of(batch))
     alone = groups[1].scatter(TrainWorker.gradient, [(batch, one, LOSS, False)], timeout=120)[0]
@@ -186,85 +192,85 @@ def test_a_rank_without_rows_keeps_step(groups):
         torch.testing.assert_close(shared[name], value, rtol=1e-4, atol=1e-7)
 
 
-def test_a_row_that_stands_in_cannot_spoil_an_update(groups):
-    """The first rank has no row of the mini-batch; the row that it makes its pass with would make a NaN."""
+def test_a_dummy_row_cannot_spoil_an_update(groups):
+    """The first rank has no row of the mini-batch; its dummy row would give a NaN."""
     batch = ragged_batch(2)
     batch.advantages[: batch.response_lengths[0]] = torch.nan
     totals = Totals.of(batch.select([1]))
     parts = [(batch, MiniBatch([[]], totals), LOSS, False), (batch, MiniBatch([[1]], totals), LOSS, False)]
-    found = groups[2].scatter(TrainWorker.gradient, parts, timeout=120)[0]
+    actual = groups[2].scatter(TrainWorker.gradient, parts, timeout=120)[0]
     alone = groups[1].scatter(TrainWorker.gradient, [(batch, MiniBatch([[1]], totals), LOSS, False)], timeout=120)[0]
     for name, value in alone.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-7)
 
 
-def test_numbers_of_tokens_that_are_not_learnt_cannot_spoil_an_update(groups):
+def test_values_of_tokens_that_are_not_trained_on_cannot_spoil_an_update(groups):
     batch = ragged_batch()
-    sound = gradient(groups[1], Budget(10_000))
+    expected = gradient(groups[1], MicroBatchBudget(10_000))
     unwritten = ~batch.response_mask
     for name in ("old_log_probs", "advantages", "reference_log_probs"):
         vars(batch)[name][unwritten] = torch.nan
-    whole = MiniBatch([list(range(len(batch)))], Totals.of(batch))
-    found = groups[1].scatter(TrainWorker.gradient, [(batch, whole, LOSS, False)], timeout=120)[0]
-    for name, value in sound.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
+    mini_batch = MiniBatch([list(range(len(batch)))], Totals.of(batch))
+    actual = groups[1].scatter(TrainWorker.gradient, [(batch, mini_batch, LOSS, False)], timeout=120)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_every_forward_pass_fills_its_fields_also_where_a_rank_has_no_rows(groups, config, sharing, rows):
-    """One row on two ranks, or shared by them; on one rank the same."""
-    batch, found = ragged_batch(rows), {}
+def test_every_forward_pass_fills_its_fields_even_if_a_rank_has_no_rows(groups, config, sharing, rows):
+    """One row on two ranks, or shared by them, gives the same as on one rank."""
+    batch, results = ragged_batch(rows), {}
     for key, group in groups.items():
         plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), with_sum_pi_squared=True)
         critic = CriticPlan(VALUE_LOSS, plan_.updates, replace(plan_.updates.budget, tokens=40))
         workers = TrainWorkers(group, plan_, critic, "float32", 120)
-        filled = workers.values(workers.reference_log_probs(workers.log_probs(batch, reference_kl=True)))
-        found[key] = filled
+        filled = workers.values(workers.reference_log_probs(workers.forward_log_probs(batch, reference_kl=True)))
+        results[key] = filled
         assert (filled.reference_kl > -1e-5).all() and filled.reference_kl.mean() > 1e-4
         assert (filled.old_log_probs - filled.reference_log_probs).abs().max() > 1e-3
     for name in ("old_log_probs", "entropies", "sum_pi_squared", "reference_kl", "reference_log_probs", "values"):
-        for several in (found[2], found["sharing"]):
-            torch.testing.assert_close(vars(found[1])[name], vars(several)[name], rtol=1e-4, atol=1e-5)
+        for several in (results[2], results["sharing"]):
+            torch.testing.assert_close(vars(results[1])[name], vars(several)[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_refreshed_reference_is_the_policy(groups, config):
-    """Last but for what follows: the reference has changed from here on."""
+    """Changes the reference for the tests that follow."""
     workers = TrainWorkers(groups[2], build_policy_plan(config), None, "float32", 120)
     workers.refresh_reference()
-    filled = workers.reference_log_probs(workers.log_probs(ragged_batch()))
+    filled = workers.reference_log_probs(workers.forward_log_probs(ragged_batch()))
     torch.testing.assert_close(filled.reference_log_probs, filled.old_log_probs, rtol=1e-5, atol=1e-6)
 
 
 def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
     batch = ragged_batch()
     lengths = batch.lengths.tolist()
-    found = {}
+    actual = {}
     for ranks in (1, 2):
         group = groups[ranks]
-        parts = [(batch, share, 0.9) for share in plan(lengths, ranks, Budget(40))]
+        parts = [(batch, share, 0.9) for share in plan(lengths, ranks, MicroBatchBudget(40))]
         by_rank = group.scatter(TrainWorker.log_probs, parts, timeout=120)
-        rows = [row for _, share, _ in parts for passes in share for row in passes]
+        rows = [row for _, share, _ in parts for rows_ in share for row in rows_]
         values = torch.cat([as_tensor(columns[0]) for columns in by_rank])
         order = batch.select(rows)
         by_row = dict(zip(rows, values.split(order.response_lengths.tolist()), strict=True))
-        found[ranks] = torch.cat([by_row[row] for row in range(len(batch))])
-    torch.testing.assert_close(found[1], found[2], rtol=1e-5, atol=1e-6)
+        actual[ranks] = torch.cat([by_row[row] for row in range(len(batch))])
+    torch.testing.assert_close(actual[1], actual[2], rtol=1e-5, atol=1e-6)
 
 
-def test_an_update_tells_the_same_on_one_two_and_two_ranks_that_share_rows(groups, config, sharing):
+def test_an_update_gives_the_same_on_one_two_and_two_ranks_that_share_rows(groups, config, sharing):
     """Its metrics, and the old log-probs that it fills."""
-    found = {}
+    actual = {}
     for key, group in groups.items():
         plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), loss=LOSS)
         critic = CriticPlan(VALUE_LOSS, plan_.updates, plan_.updates.budget)
         workers = TrainWorkers(group, plan_, critic, "float32", 120)
         filled, metrics = workers.update_policy(replace(ragged_batch(), old_log_probs=None), step=1)
         metrics |= workers.update_critic(filled, step=1)
-        found[key] = {name: value for name, value in metrics.items() if not name.startswith("timing_s")}
-        found[key]["old_log_probs"] = filled.old_log_probs.tolist()
-    assert {"actor/grad_norm", "actor/pg_loss", "critic/vf_loss"} <= found[1].keys()
+        actual[key] = {name: value for name, value in metrics.items() if not name.startswith("timing_s")}
+        actual[key]["old_log_probs"] = filled.old_log_probs.tolist()
+    assert {"actor/grad_norm", "actor/pg_loss", "critic/vf_loss"} <= actual[1].keys()
     for key in (2, "sharing"):
-        assert found[key] == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in found[1].items()}
+        assert actual[key] == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in actual[1].items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, "sharing"])
@@ -279,7 +285,7 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
     batch.advantages[0] = torch.nan  # in the first of the two updates
     budget = replace(plan_.updates.budget, tokens=10_000)
     before = gradient(groups[ranks], budget)
-    workers.update(batch, [[0, 1, 2, 3]], LOSS, step=1)
+    workers.update_mini_batches(batch, [[0, 1, 2, 3]], LOSS, step=1)
     assert workers.skipped_in_a_row["actor"] == 1
     after = gradient(groups[ranks], budget)
     assert all(torch.equal(before[name], after[name]) for name in before), "a skipped update changes no weight"
@@ -291,9 +297,9 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
     metrics = updates[1]
     assert metrics["actor/skipped_updates"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
-    assert workers.skipped_in_a_row["actor"] == 0, "the second update of the step was sound"
+    assert workers.skipped_in_a_row["actor"] == 0, "the second update of the step was finite"
     for step in (3, 4):
-        workers.update(batch, [[0, 1, 2, 3]], LOSS, step)
+        workers.update_mini_batches(batch, [[0, 1, 2, 3]], LOSS, step)
     with pytest.raises(BrokenUpdates, match=r"2 updates in a row .* the last good checkpoint is not there yet"):
         workers.stop_if_broken(2, store)
     for file in (logs / "skipped_updates").iterdir():

@@ -1,4 +1,4 @@
-"""LoRA with real vLLM and FSDP2: both hand-overs bring fresh weights, and what was not handed over stops the run."""
+"""LoRA with real vLLM and FSDP2: weight sync of adapters and of merged weights, and what stops the run."""
 
 import json
 import time
@@ -11,19 +11,19 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config import load_ppo_config
-from hybridrl.hybrid_engine import HybridEngine, StaleWeights
+from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.model_merger.__main__ import main
-from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import probe_ids
 from hybridrl.training.worker_group import TrainWorkers
+from hybridrl.weights.sync import StaleWeights
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens, update
 from tests.integration.test_run import finish, metrics, start
 
 ALL = {"actor": ["model", "optimizer", "extra"]}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["adapter", "merged"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["adapter", "merged"])
 def parts(request, overrides, session, tmp_path_factory) -> tuple[HybridEngine, TrainWorkers]:
     logs = tmp_path_factory.mktemp("logs")
     model = "actor_rollout_ref.model"
@@ -33,7 +33,7 @@ def parts(request, overrides, session, tmp_path_factory) -> tuple[HybridEngine, 
     return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
 
 
-def test_engine_and_trainer_agree_before_and_after_updates(parts):
+def test_rollout_and_training_agree_before_and_after_updates(parts):
     engine, workers = parts
     wanted = requests()
     engine.to_rollout(0)
@@ -58,43 +58,43 @@ def test_the_reference_is_the_model_without_its_adapter(parts, config):
     engine.to_rollout(2)
     batch = rows(wanted, generate(engine, wanted))
     engine.to_training()
-    found = workers.reference_log_probs(batch).reference_log_probs
+    actual = workers.reference_log_probs(batch).reference_log_probs
     base = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path, dtype=torch.float32)
-    torch.testing.assert_close(found, log_probs(base, batch), atol=1e-4, rtol=0)
-    assert float((found - workers.log_probs(batch).old_log_probs).abs().max()) > 0.1
+    torch.testing.assert_close(actual, log_probs(base, batch), atol=1e-4, rtol=0)
+    assert float((actual - workers.forward_log_probs(batch).old_log_probs).abs().max()) > 0.1
 
 
-def test_a_hand_over_that_did_not_happen_stops_the_run_however_small_the_update(parts, monkeypatch):
+def test_a_missing_weight_sync_stops_the_run_however_small_the_update(parts, monkeypatch):
     engine, _ = parts
     engine.to_rollout(2)
     engine.to_training()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_publish", lambda servers: None)
-        with pytest.raises(StaleWeights, match="computes with the weights of hand-over"):
+        patch.setattr(engine.sync, "_send_all", lambda indices: None)
+        with pytest.raises(StaleWeights, match="computes with the weights of weight sync"):
             engine.to_rollout(3)
     engine.to_rollout(3)
     engine.to_training()
 
 
-def test_an_old_adapter_that_is_handed_over_as_the_new_one_stops_the_run(parts, monkeypatch, tmp_path):
+def test_an_old_adapter_that_is_sent_as_the_new_one_stops_the_run(parts, monkeypatch, tmp_path):
     engine, workers = parts
     wanted = requests(2)
     engine.to_rollout(3)
-    answers = generate(engine, wanted)
+    responses = generate(engine, wanted)
     engine.to_training()
     save(workers, tmp_path / "old")
-    update(workers, rows(wanted, answers))
+    update(workers, rows(wanted, responses))
     save(workers, tmp_path / "new")
-    publish = engine._publish
+    send_all = engine.sync._send_all
 
-    def publish_old(servers):
+    def send_old(indices):
         workers.load(tmp_path / "old", ALL)
-        publish(servers)
+        send_all(indices)
         workers.load(tmp_path / "new", ALL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_publish", publish_old)
-        with pytest.raises(StaleWeights, match="differs from the trainer by"):
+        patch.setattr(engine.sync, "_send_all", send_old)
+        with pytest.raises(StaleWeights, match=r"differs from .* by"):
             engine.to_rollout(4)
     engine.to_rollout(4)
     engine.to_training()
@@ -105,41 +105,43 @@ def save(workers: TrainWorkers, directory: Path) -> None:
     while not workers.finished_save():
         time.sleep(0.01)
     saved = open_tensors(directory / "actor")
-    assert saved.meta and all(".lora_" in name for name in saved.meta), "nothing of the base is saved"
+    assert saved.meta and all(".lora_" in name for name in saved.meta), "the base is not saved"
 
 
-def test_a_lost_engine_gets_base_and_adapter_again(parts):
+def test_a_restarted_engine_gets_base_and_adapter_again(parts):
     engine, workers = parts
-    if not engine.hand_over.adapter:
-        pytest.skip("merged weights are whole ones: test_engine.py")
+    if not engine.sync.plan.adapter:
+        pytest.skip("merged weights are tested in test_engine.py")
     wanted = requests(4)
     engine.to_rollout(5)
     undisturbed = tokens(generate(engine, wanted))
     engine.to_training()
-    engine.pool.lanes[0].server.__ray_terminate__.remote()
+    engine.fleet.servers.actors[0].__ray_terminate__.remote()
     engine.to_rollout(6)
     again = generate(engine, wanted)
     engine.to_training()
-    assert engine.pool.restarts == 1 and tokens(again) == undisturbed
+    assert engine.client.restarts == 1 and tokens(again) == undisturbed
     assert largest_gap(workers, rows(wanted, again)) < 1e-4
 
 
-def test_after_the_first_hand_over_the_adapter_alone_is_sent(parts, monkeypatch):
+def test_after_the_first_weight_sync_only_the_adapter_is_sent(parts, monkeypatch):
     engine, _ = parts
     sent = []
-    send = engine._send
-    monkeypatch.setattr(engine, "_send", lambda *call, **kind: sent.append((len(call[0]), kind)) or send(*call, **kind))
+    send = engine.sync._send
+    monkeypatch.setattr(
+        engine.sync, "_send", lambda *call, **kind: sent.append((len(call[0]), kind)) or send(*call, **kind)
+    )
     engine.to_rollout(7)
     engine.to_training()
-    whole, adapter = engine.hand_over.model, engine.hand_over.adapter
-    assert [count for count, _ in sent if count] == ([len(adapter)] if adapter else [len(whole)])
+    base, adapter = engine.sync.plan.model, engine.sync.plan.adapter
+    assert [count for count, _ in sent if count] == ([len(adapter)] if adapter else [len(base)])
     bytes_of = {
-        name: sum(t.bytes for bucket in kind for t in bucket.tensors) for name, kind in vars(engine.hand_over).items()
+        name: sum(t.bytes for bucket in kind for t in bucket.tensors) for name, kind in vars(engine.sync.plan).items()
     }
     assert bytes_of["adapter"] < bytes_of["model"] / 4
 
 
-def test_the_exported_adapter_is_what_peft_computes_with(parts, config, tmp_path):
+def test_peft_computes_the_same_with_the_exported_adapter(parts, config, tmp_path):
     engine, workers = parts
     wanted = requests(2)
     engine.to_rollout(7)
@@ -148,7 +150,7 @@ def test_the_exported_adapter_is_what_peft_computes_with(parts, config, tmp_path
     workers.export(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path, dtype=torch.float32)
     expected = log_probs(PeftModel.from_pretrained(base, tmp_path).eval(), batch)
-    torch.testing.assert_close(workers.log_probs(batch).old_log_probs, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(workers.forward_log_probs(batch).old_log_probs, expected, atol=1e-4, rtol=0)
     by_itself = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(log_probs(by_itself, batch), expected, atol=1e-6, rtol=0)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
@@ -158,7 +160,7 @@ def test_the_exported_adapter_is_what_peft_computes_with(parts, config, tmp_path
 
 @pytest.fixture(scope="module")
 def fine_tuned(tiny, tmp_path_factory) -> Path:
-    """An adapter from a step of supervised training."""
+    """An adapter from one step of supervised training."""
     directory = tmp_path_factory.mktemp("sft")
     keys = [f"data.train_files={tiny}/warmup.jsonl", f"model.path={tiny}/model", "model.lora_rank=4"]
     keys += [
@@ -172,8 +174,9 @@ def fine_tuned(tiny, tmp_path_factory) -> Path:
     return directory / "global_step_1" / "actor"
 
 
-def test_a_run_of_adapters_goes_on_from_a_saved_step_exactly_and_is_merged(overrides, tiny, fine_tuned, tmp_path):
-    """Policy and critic through adapters, held to the base by the exact KL."""
+@pytest.mark.slow
+def test_a_run_with_adapters_resumes_exactly_from_a_checkpoint_and_is_merged(overrides, tiny, fine_tuned, tmp_path):
+    """Policy and critic with adapters, and the exact KL to the base model."""
 
     def keys(name: str, **more: object) -> list[str]:
         return overrides(
@@ -190,29 +193,29 @@ def test_a_run_of_adapters_goes_on_from_a_saved_step_exactly_and_is_merged(overr
             | more,
         )
 
-    finish(start("main_ppo", keys("whole")))
-    finish(start("main_ppo", keys("broken", **{"trainer.total_training_steps": 1})))
-    output = finish(start("main_ppo", keys("broken")))
-    assert "goes on after step 1" in output and "rank 4 on" in output
-    expected, found = (metrics(tmp_path / name) for name in ("whole", "broken"))
-    assert expected[1]["actor/reward_kl_penalty"] > 1e-3, "the adapter has been trained, and the base is the reference"
+    finish(start("main_ppo", keys("uninterrupted")))
+    finish(start("main_ppo", keys("resumed", **{"trainer.total_training_steps": 1})))
+    output = finish(start("main_ppo", keys("resumed")))
+    assert "after step 1" in output and "rank 4 on" in output
+    expected, actual = (metrics(tmp_path / name) for name in ("uninterrupted", "resumed"))
+    assert expected[1]["actor/reward_kl_penalty"] > 1e-3, "the adapter is trained, and the base is the reference"
     for step in (1, 2):
         names = [name for name in expected[step] if not name.startswith(("timing", "perf/", "rollout/"))]
-        assert {name: found[step][name] for name in names} == {name: expected[step][name] for name in names}
-        assert found[step]["training/log_probs_diff_max"] < 1e-4
+        assert {name: actual[step][name] for name in names} == {name: expected[step][name] for name in names}
+        assert actual[step]["training/log_probs_diff_max"] < 1e-4
     for model in ("actor", "critic"):
-        one, other = (open_tensors(tmp_path / name / "global_step_2" / model) for name in ("whole", "broken"))
+        one, other = (open_tensors(tmp_path / name / "global_step_2" / model) for name in ("uninterrupted", "resumed"))
         assert one.meta.keys() == other.meta.keys()
         assert all(torch.equal(one.read(name), other.read(name)) for name in one.meta)
         merged = [
             "merge",
             "--local_dir",
-            f"{tmp_path}/broken/global_step_2/{model}",
+            f"{tmp_path}/resumed/global_step_2/{model}",
             "--target_dir",
             f"{tmp_path}/{model}",
         ]
         assert main(merged) == 0
-    step = tmp_path / "broken" / "global_step_2" / "actor" / "huggingface"
+    step = tmp_path / "resumed" / "global_step_2" / "actor" / "huggingface"
     base = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     expected = PeftModel.from_pretrained(base, step).merge_and_unload().state_dict()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
@@ -221,10 +224,10 @@ def test_a_run_of_adapters_goes_on_from_a_saved_step_exactly_and_is_merged(overr
 
 @torch.no_grad()
 def log_probs(model, batch) -> torch.Tensor:
-    found = []
+    log_probs_ = []
     for number in range(len(batch)):
         row = batch.select([number])
         logits = model(torch.cat([row.prompt_ids, row.response_ids])[None]).logits[0].float()
-        told = logits[len(row.prompt_ids) - 1 : -1].log_softmax(-1)
-        found.append(told.gather(-1, row.response_ids[:, None]).squeeze(-1))
-    return torch.cat(found)
+        row_logits = logits[len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+        log_probs_.append(row_logits.gather(-1, row.response_ids[:, None]).squeeze(-1))
+    return torch.cat(log_probs_)

@@ -11,7 +11,9 @@ from transformers import AutoConfig
 from tests.checkpoint.shards import save_in_shards
 from tests.training.on_ranks import on_ranks
 
-# What is said of the merged directory as it is, with one norm of other weights, and with a truncated file.
+pytestmark = pytest.mark.slow
+
+# Check the merged directory unchanged, with other weights of one norm, and with a truncated file.
 CHECKS = """
 import os, sys
 from pathlib import Path
@@ -25,7 +27,7 @@ file = merged / "model.safetensors"
 
 def check():
     try:
-        print("FOUND", check_in_vllm(open_source(actor), merged))
+        print("EQUAL", check_in_vllm(open_source(actor), merged))
     except CheckFailed as error:
         print("FAILED", error)
 
@@ -53,14 +55,14 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-def test_vllm_answers_as_the_checkpoint_does_and_a_model_that_does_not_is_told(actor, tmp_path):
+def test_vllm_responds_as_the_checkpoint_does_and_other_models_are_rejected(actor, tmp_path):
     merge = ("-m", "hybridrl.model_merger", "merge", "--local_dir", actor, "--target_dir", tmp_path / "merged")
     assert "vllm: greedy log-probs of 24 tokens within " in run(*merge, "--verify", "vllm")
-    found, changed, truncated = [
+    equal, changed, truncated = [
         line
         for line in run("-c", CHECKS, actor, tmp_path / "merged").splitlines()
-        if line.startswith(("FOUND", "FAIL"))
+        if line.startswith(("EQUAL", "FAIL"))
     ]
-    assert found.startswith("FOUND greedy log-probs of 24 tokens within ")
+    assert equal.startswith("EQUAL greedy log-probs of 24 tokens within ")
     assert changed.startswith("FAILED in vLLM log-probs differ by up to ")
     assert truncated.startswith("FAILED vLLM cannot load what was written (")

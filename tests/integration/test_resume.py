@@ -1,4 +1,4 @@
-"""Invariant 4: a run that was killed, again and again, ends as one that never was."""
+"""Invariant 4: a run that is killed repeatedly ends as one that never was."""
 
 import json
 import random
@@ -11,6 +11,8 @@ import torch
 
 from hybridrl.checkpoint.read import read_shards
 from tests.integration.test_run import assert_gone, driver_of, finish, metrics, start, wait_for_step
+
+pytestmark = pytest.mark.slow
 
 STEPS = 6
 
@@ -34,11 +36,11 @@ def arguments(overrides):
     return build
 
 
-def told(directory: Path) -> dict[int, dict[str, float]]:
-    """All metrics of each step but those of clocks and memory, and of engines that were lost."""
-    own = ("timing", "perf/", "rollout/")
+def compared_metrics(directory: Path) -> dict[int, dict[str, float]]:
+    """Return each step's metrics except those of time and memory, and of lost engines."""
+    excluded = ("timing", "perf/", "rollout/")
     return {
-        step: {name: value for name, value in values.items() if not name.startswith(own)}
+        step: {name: value for name, value in values.items() if not name.startswith(excluded)}
         for step, values in metrics(directory).items()
         if step > 0
     }
@@ -57,37 +59,39 @@ def victim(process, kind: str) -> psutil.Process:
     return next(p for p in driver.parent().children(recursive=True) if kind in " ".join(p.cmdline()))
 
 
-def kill_in_step(process, kind: str, directory: Path, step: int, draw: random.Random) -> None:
-    """Kill a process of a run at some moment after a step has been told of."""
+def kill_in_step(process, kind: str, directory: Path, step: int, generator: random.Random) -> None:
+    """Kill a process of a run at a random moment after a step has been logged."""
     wait_for_step(process, directory, step)
-    time.sleep(draw.uniform(0, 1))
+    time.sleep(generator.uniform(0, 1))
     victim(process, kind).kill()
 
 
 def test_a_run_killed_three_times_ends_as_one_that_never_was(arguments, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    left_alone, draw = start("main_ppo", arguments(whole)), random.Random(4)
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    undisturbed, generator = start("main_ppo", arguments(unbroken)), random.Random(4)
     for step in (1, 2):
         process = start("main_ppo", arguments(killed))
         wait_for_step(process, killed, step)
         processes = psutil.Process(process.pid).children(recursive=True)
-        kill_in_step(process, "driver", killed, step, draw)
+        kill_in_step(process, "driver", killed, step, generator)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 137, output
         assert_gone(processes)
-    finish(left_alone)
+    finish(undisturbed)
     process = start("main_ppo", [*arguments(killed), "trainer.max_restarts=1"])
-    kill_in_step(process, "TrainWorker", killed, 4, draw)
+    kill_in_step(process, "TrainWorker", killed, 4, generator)
     output = finish(process)
-    assert output.count("goes on after step") == 2 and "(restarts left: 0)" in output
-    assert told(killed) == told(whole)
+    assert output.count("resuming after step") == 2 and "(restarts left: 0)" in output
+    assert compared_metrics(killed) == compared_metrics(unbroken)
     lines = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(lines)) == [*range(STEPS + 1)]
     for step in range(1, STEPS + 1):
-        assert (killed / "samples" / f"{step}.jsonl").read_text() == (whole / "samples" / f"{step}.jsonl").read_text()
-    found, expected = weights_and_moments(killed), weights_and_moments(whole)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert (killed / "samples" / f"{step}.jsonl").read_text() == (
+            unbroken / "samples" / f"{step}.jsonl"
+        ).read_text()
+    resumed, expected = weights_and_moments(killed), weights_and_moments(unbroken)
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
     steps = sorted(path.name for path in killed.glob("global_step_*"))
     assert steps == [f"global_step_{STEPS - 1}", f"global_step_{STEPS}"]
     again = finish(start("main_ppo", arguments(killed)))

@@ -98,10 +98,10 @@ def test_a_run_leaves_metrics_samples_curves_and_a_model(two_slots):
     ):
         assert (directory / name).exists(), name
     assert (directory / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert "8 prompts x 4 answers = 32 samples a step, 2 mini-batches of 4 prompts" in output
+    assert "8 prompts x 4 responses = 32 samples per step, 2 mini-batches of 4 prompts" in output
 
 
-def test_the_saved_model_loads_and_is_not_the_one_it_began_with(two_slots, tiny):
+def test_the_saved_model_loads_and_differs_from_the_initial_one(two_slots, tiny):
     saved = two_slots[0] / "global_step_2" / "actor" / "huggingface"
     before = AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()
     after = AutoModelForCausalLM.from_pretrained(saved).state_dict()
@@ -123,7 +123,8 @@ def test_the_saved_model_scores_as_the_last_validation_did(two_slots, overrides,
     assert {name: again[name] for name in names} == {name: last[name] for name in names}
 
 
-def test_ppo_trains_a_critic_beside_the_policy_and_saves_both(overrides, tiny, tmp_path):
+@pytest.mark.slow
+def test_ppo_trains_policy_and_critic_and_saves_both(overrides, tiny, tmp_path):
     """With a critic, the exact KL in the reward against a reference that is refreshed, and dynamic sampling."""
     more = {
         "algorithm.adv_estimator": "gae",
@@ -179,7 +180,8 @@ def answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_one_slot_in_a_joined_ray_draws_the_same_samples_and_bears_a_faulty_grader(
+@pytest.mark.slow
+def test_one_device_in_a_joined_ray_gives_the_same_samples_and_survives_a_faulty_grader(
     two_slots, overrides, running_ray, tmp_path
 ):
     (tmp_path / "faulty.py").write_text(FAULTY_REWARD)
@@ -230,7 +232,8 @@ def temporary_directories(processes: list[psutil.Process]) -> set[Path]:
     return directories
 
 
-def test_a_driver_killed_outright_leaves_nothing_running(overrides, tmp_path):
+@pytest.mark.slow
+def test_a_killed_driver_leaves_nothing_running(overrides, tmp_path):
     process = start("main_ppo", overrides(tmp_path, {"trainer.total_training_steps": 50}))
     wait_for_step(process, tmp_path, 1)
     processes = psutil.Process(process.pid).children(recursive=True)
@@ -279,7 +282,7 @@ def test_supervised_training_lowers_the_loss_and_saves(tiny, tmp_path):
     assert "the run is complete: 20 of 20 steps" in finish(start("main_sft", sft_arguments(tiny, tmp_path)))
 
 
-@pytest.mark.parametrize("how", ["signal", "worker"])
+@pytest.mark.parametrize("how", ["signal", pytest.param("worker", marks=pytest.mark.slow)])
 def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_message(tiny, tmp_path, how):
     process = start("main_sft", sft_arguments(tiny, tmp_path, **{"trainer.total_training_steps": 5000}))
     wait_for_step(process, tmp_path, 3)
@@ -315,15 +318,15 @@ def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_m
         ({"algorithm.adv_estimator": "{tmp}/broken.py:f"}, "broken.py:1"),
     ],
 )
-def test_bad_input_is_refused_before_ray_starts(overrides, tmp_path, capfd, monkeypatch, more, message):
+def test_bad_input_is_rejected_before_ray_starts(overrides, tmp_path, capfd, monkeypatch, more, message):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "no_prompt.jsonl").write_text('{"reward_model": {"ground_truth": "1"}, "data_source": "x"}\n')
     (tmp_path / "no_truth.jsonl").write_text('{"prompt": "What is 1+1?", "data_source": "x"}\n')
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
-    monkeypatch.setattr("hybridrl.runs.ppo.start_session", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr("hybridrl.runs.setup.start_session", lambda *_: pytest.fail("Ray was started"))
     more = {key: str(value).format(tmp=tmp_path) for key, value in more.items()}
     assert main_ppo.main(overrides(tmp_path / "run", more)) == 2
     output = "".join(capfd.readouterr())
     assert message in output.replace("\n", " ")
-    assert "refused" in output
+    assert "error:" in output
     assert "Traceback" not in output

@@ -1,4 +1,4 @@
-"""Training ranks that are saved while they train on, and others that go on from there; in a model with dropout."""
+"""Training ranks that are saved while they continue to train, and others that resume; in a model with dropout."""
 
 import time
 from dataclasses import replace
@@ -14,7 +14,7 @@ from hybridrl.cluster import Group, spawn
 from hybridrl.cluster.group import kill
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from hybridrl.training.learner import MiniBatch
-from hybridrl.training.packing import Budget, plan
+from hybridrl.training.packing import MicroBatchBudget, plan
 from hybridrl.training.worker import FrozenConfig, TrainWorker
 from tests.integration.test_gradient import LOSS, VALUE_LOSS, ragged_batch
 
@@ -25,7 +25,7 @@ CONTENTS = {"actor": ALL, "critic": ALL, "reference": ["model"]}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A small random model, of which a tenth of its activations is dropped in training."""
+    """A small random model with a dropout of 0.1."""
     torch.manual_seed(0)
     path = str(tmp_path_factory.mktemp("model"))
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
@@ -35,7 +35,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def start(config, session, model, tmp_path_factory):
-    """Starts training ranks with actor, critic and reference."""
+    """Return a function that starts training ranks with actor, critic and reference."""
 
     def ranks(count: int, path: str = model) -> Group:
         logs = tmp_path_factory.mktemp("logs")
@@ -43,7 +43,7 @@ def start(config, session, model, tmp_path_factory):
         environment = {"OMP_NUM_THREADS": "1"}
         actors = [spawn(TrainWorker, session, r, environment, r, count, files[r]) for r in range(count)]
         group = Group(actors, "train worker", files)
-        places = group.broadcast(TrainWorker.place, timeout=LIMIT)
+        locations = group.broadcast(TrainWorker.location, timeout=LIMIT)
         worker = ppo_worker_config(config, build_algorithm(config), logs, steps=8)
         policy = replace(
             worker.policy,
@@ -53,7 +53,7 @@ def start(config, session, model, tmp_path_factory):
         )
         critic = replace(policy, fsdp=replace(policy.fsdp, dtype="bfloat16"))
         worker = replace(worker, policy=policy, critic=critic, reference=FrozenConfig(policy.model, offload=False))
-        address = f"{places[0]['address']}:{places[0]['port']}"
+        address = f"{locations[0]['address']}:{locations[0]['port']}"
         group.broadcast(TrainWorker.build, worker, address, timeout=LIMIT)
         return group
 
@@ -62,7 +62,7 @@ def start(config, session, model, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def started(request, start, tmp_path_factory) -> tuple[Group, Group, Path]:
-    """Two groups of so many ranks, and what one of them saved before its first step."""
+    """Two groups of this many ranks, and a checkpoint of one of them before its first step."""
     initial = tmp_path_factory.mktemp("initial")
     groups = start(request.param), start(request.param)
     write(groups[0], initial)
@@ -74,7 +74,7 @@ def started(request, start, tmp_path_factory) -> tuple[Group, Group, Path]:
 
 @pytest.fixture
 def two(started) -> tuple[Group, Group]:
-    """Two groups of so many ranks, alike, before their first step."""
+    """Two identical groups of ranks before their first step."""
     one, other, initial = started
     for group in (one, other):
         load(group, initial)
@@ -86,23 +86,23 @@ def load(group: Group, directory: Path, contents: dict[str, list[str]] = CONTENT
 
 
 def update(group: Group, step: int) -> list[dict[str, float]]:
-    """A step of actor and critic. Returns what each rank tells, of the actor and then of the critic."""
+    """Run a step of actor and critic. Returns each rank's metrics of the actor, then those of the critic."""
     batch = ragged_batch()
-    shares = plan(batch.lengths.tolist(), len(group), Budget(10_000))
-    parts = [(batch, [MiniBatch(passes, Totals.of(batch))]) for passes in shares]
+    shares = plan(batch.lengths.tolist(), len(group), MicroBatchBudget(10_000))
+    parts = [(batch, [MiniBatch(share, Totals.of(batch))]) for share in shares]
     actor = group.scatter(TrainWorker.update_policy, [(*part, LOSS, step) for part in parts], timeout=LIMIT)
     critic = group.scatter(TrainWorker.update_critic, [(*part, VALUE_LOSS, step) for part in parts], timeout=LIMIT)
-    return [found for (found,), _ in actor] + [found for (found,) in critic]
+    return [metrics for (metrics,), _ in actor] + [metrics for (metrics,) in critic]
 
 
 def write(group: Group, directory: Path, then: int | None = None) -> list[dict[str, float]]:
-    """Save, and take a step of this number while it is written. Returns what the step tells."""
+    """Save, and run a step of this number while the state is written. Returns the step's metrics."""
     copied = group.broadcast(TrainWorker.start_save, str(directory), CONTENTS, timeout=LIMIT)
     assert all(one.seconds < 10 and one.bytes > 0 for one in copied)
-    told = update(group, then) if then else []
+    metrics = update(group, then) if then else []
     while not all(group.broadcast(TrainWorker.finished_save, timeout=LIMIT)):
         time.sleep(0.01)
-    return told
+    return metrics
 
 
 def weights(group: Group, directory: Path, name: str = "actor") -> dict[str, Tensor]:
@@ -110,16 +110,19 @@ def weights(group: Group, directory: Path, name: str = "actor") -> dict[str, Ten
     return AutoModelForCausalLM.from_pretrained(directory / name).state_dict()
 
 
-def test_another_group_goes_on_as_the_unbroken_one_does(two, tmp_path):
-    unbroken, other = two
-    update(unbroken, 1)
-    unbroken.broadcast(TrainWorker.refresh_reference, timeout=LIMIT)
-    told = write(unbroken, tmp_path / "saved", then=2) + update(unbroken, 3)
+def test_another_group_resumes_exactly(two, tmp_path):
+    uninterrupted, other = two
+    update(uninterrupted, 1)
+    uninterrupted.broadcast(TrainWorker.refresh_reference, timeout=LIMIT)
+    expected_metrics = write(uninterrupted, tmp_path / "saved", then=2) + update(uninterrupted, 3)
     load(other, tmp_path / "saved")
-    assert update(other, 2) + update(other, 3) == told
+    assert update(other, 2) + update(other, 3) == expected_metrics
     for name in ("actor", "reference"):
-        expected, found = weights(unbroken, tmp_path / "unbroken", name), weights(other, tmp_path / "other", name)
-        assert all(torch.equal(found[parameter], expected[parameter]) for parameter in expected)
+        expected, actual = (
+            weights(uninterrupted, tmp_path / "uninterrupted", name),
+            weights(other, tmp_path / "other", name),
+        )
+        assert all(torch.equal(actual[parameter], expected[parameter]) for parameter in expected)
 
 
 def test_dropout_is_that_of_the_step(two):
@@ -128,28 +131,28 @@ def test_dropout_is_that_of_the_step(two):
     assert update(one, 2) != update(other, 3), "from the same weights"
 
 
-def test_without_the_optimizer_the_model_alone_goes_on(two, tmp_path):
+def test_without_the_optimizer_only_the_model_resumes(two, tmp_path):
     one, other = two
     first = update(one, 1)
     second = write(one, tmp_path / "saved", then=2)
     load(other, tmp_path / "saved", {name: ["model"] for name in CONTENTS})
-    for found, with_it, anew in zip(update(other, 2), second, first, strict=True):
-        assert found["loss"] == with_it["loss"] and found["lr"] == anew["lr"] != with_it["lr"]
+    for actual, with_it, fresh in zip(update(other, 2), second, first, strict=True):
+        assert actual["loss"] == with_it["loss"] and actual["lr"] == fresh["lr"] != with_it["lr"]
 
 
-def test_a_saved_actor_is_one_to_start_from_and_its_settings_are_beside_it(start, tmp_path):
+def test_training_can_start_from_a_saved_actor_which_has_its_settings(start, tmp_path):
     group = start(1)
     update(group, 1)
     expected = weights(group, tmp_path / "exported")
     write(group, tmp_path / "sharded")
     critic = AutoConfig.from_pretrained(tmp_path / "sharded" / "critic" / "huggingface")
-    assert critic.dtype == torch.bfloat16, "that in which it computes"
-    whole = str(tmp_path / "saved" / "critic" / "huggingface")
-    group.broadcast(TrainWorker.export, whole, "float16", "critic", timeout=LIMIT)
+    assert critic.dtype == torch.bfloat16, "the compute type"
+    exported = str(tmp_path / "saved" / "critic" / "huggingface")
+    group.broadcast(TrainWorker.export, exported, "float16", "critic", timeout=LIMIT)
     write(group, tmp_path / "saved", then=2)
     settings = {path.name: AutoConfig.from_pretrained(path / "huggingface") for path in (tmp_path / "saved").iterdir()}
     assert settings.keys() == CONTENTS.keys()
     assert settings["actor"].architectures == ["GPT2LMHeadModel"] and settings["actor"].dtype == torch.float32
-    assert settings["critic"].dtype == torch.float16, "that of the whole weights beside it"
-    found = weights(start(1, str(tmp_path / "saved" / "actor")), tmp_path / "again")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert settings["critic"].dtype == torch.float16, "the type of the exported weights next to it"
+    actual = weights(start(1, str(tmp_path / "saved" / "actor")), tmp_path / "again")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)

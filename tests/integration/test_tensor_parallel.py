@@ -1,14 +1,18 @@
-"""An engine over two devices, fed by two training ranks."""
+"""An engine over two devices, with weights from two training ranks."""
 
 import os
 import time
 
+import pytest
+
 from hybridrl.config import load_ppo_config
-from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import probe_ids, start_session
+from hybridrl.runs.setup import start_session
 from hybridrl.training.worker_group import TrainWorkers
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, update
+
+pytestmark = pytest.mark.slow
 
 
 def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp_path):
@@ -20,21 +24,21 @@ def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp
         worker = ppo_worker_config(config, build_algorithm(config), tmp_path, steps=1)
         workers, engine = start_devices(config, wide, worker, tmp_path / "logs", probe_ids(PROMPT))
         trainers = TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
-        assert (len(workers), len(engine.servers)) == (2, 1)
+        assert (len(workers), len(engine.fleet)) == (2, 1)
         wanted = requests(3)
         engine.to_rollout(0)
-        answers = generate(engine, wanted)
+        responses = generate(engine, wanted)
         engine.to_training()
-        batch = rows(wanted, answers)
+        batch = rows(wanted, responses)
         assert largest_gap(trainers, batch) < 1e-4
         update(trainers, batch)
         engine.to_rollout(1)
-        answers = generate(engine, wanted)
+        responses = generate(engine, wanted)
         engine.to_training()
-        assert largest_gap(trainers, rows(wanted, answers)) < 1e-4
+        assert largest_gap(trainers, rows(wanted, responses)) < 1e-4
     finally:
         wide.close()
     deadline = time.monotonic() + 30
     while left := {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))} - before:
         assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
-        time.sleep(1)  # tests beside this one may start an engine, whose segments have names for a moment
+        time.sleep(1)  # tests that run at the same time may start an engine, whose segments have names for a moment

@@ -1,15 +1,18 @@
-"""A run that verl began and that goes on here, by the same directory, on another number of ranks."""
+"""A run that verl started resumes here, in the same directory, on another number of ranks."""
 
 import os
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from hybridrl.checkpoint.read import open_tensors
 from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
 from tests.integration.test_run import finish, metrics, start
 from tests.training.on_ranks import on_ranks
+
+pytestmark = pytest.mark.slow
 
 RANKS, STEP = 2, 2
 LOADER = {
@@ -25,10 +28,10 @@ def save(step: Path, model: Path) -> None:
     torch.save(LOADER, step / "data.pt")
 
 
-def test_it_goes_on_from_the_newest_whole_step_with_its_weights_moments_and_position(overrides, tiny, tmp_path):
-    whole, damaged = (tmp_path / f"global_step_{step}" for step in (STEP, STEP + 1))
-    on_ranks(RANKS, save, whole, tiny / "model")
-    shutil.copytree(whole, damaged)
+def test_it_resumes_from_the_newest_intact_checkpoint_with_weights_moments_and_position(overrides, tiny, tmp_path):
+    intact, damaged = (tmp_path / f"global_step_{step}" for step in (STEP, STEP + 1))
+    on_ranks(RANKS, save, intact, tiny / "model")
+    shutil.copytree(intact, damaged)
     os.truncate(damaged / "actor" / f"optim_world_size_{RANKS}_rank_1.pt", 1000)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(STEP + 1))
     settings = {
@@ -41,14 +44,14 @@ def test_it_goes_on_from_the_newest_whole_step_with_its_weights_moments_and_posi
         "trainer.total_training_steps": STEP + 1,
     }
     output = finish(start("main_ppo", overrides(tmp_path, settings)))
-    assert f"{damaged} is passed over: " in output and f"optim_world_size_{RANKS}_rank_1.pt cannot be read" in output
-    assert f"{whole} was saved by verl" in output
-    assert f"goes on after step {STEP}, restored from {whole}" in output
+    assert f"{damaged} is skipped: " in output and f"optim_world_size_{RANKS}_rank_1.pt cannot be read" in output
+    assert f"{intact} was saved by verl" in output
+    assert f"resuming after step {STEP}, restored from {intact}" in output
     assert f"update {UPDATES} of actor, update {UPDATES} of critic" in output
     assert f"{8 * STEP} used" in output and "verl's own" in output
     assert [*metrics(tmp_path)] == [STEP + 1]
     for name in ("actor", "critic"):
-        found = open_tensors(tmp_path / f"global_step_{STEP + 1}" / name)
-        expected, _ = torch.load(whole / name / TRUTH)
-        for key in found.meta:
-            assert torch.equal(found.read(key), expected[key]), f"{name}: {key}, which learnt nothing"
+        saved = open_tensors(tmp_path / f"global_step_{STEP + 1}" / name)
+        expected, _ = torch.load(intact / name / TRUTH)
+        for key in saved.meta:
+            assert torch.equal(saved.read(key), expected[key]), f"{name}: {key}, at a learning rate of 0"

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from hybridrl.model_merger import command
 from hybridrl.model_merger.__main__ import _parser, main
-from hybridrl.model_merger.report import REPORT
+from hybridrl.model_merger.checks import check_in_transformers
+from hybridrl.model_merger.merge import REPORT
 from hybridrl.model_merger.source import CheckFailed
-from hybridrl.model_merger.transformers_check import check_in_transformers
 from tests.checkpoint.shards import save_in_shards
 from tests.checkpoint.verl_files import qwen2
 from tests.training.on_ranks import on_ranks
@@ -35,37 +35,37 @@ def merge_arguments(actor: Path, target: Path, *more: str) -> list[str]:
     return ["merge", "--backend", "fsdp", "--local_dir", str(actor), "--target_dir", str(target), *more]
 
 
-def test_a_merge_is_told_in_a_few_lines(actor, tmp_path, capsys):
+def test_a_merge_prints_a_few_lines(actor, tmp_path, capsys):
     assert main(merge_arguments(actor, tmp_path / "merged", "--dtype", "bfloat16")) == 0
-    told, complaints = capsys.readouterr()
-    assert told.splitlines()[0] == f"{actor}: Qwen2ForCausalLM, 26 tensors in shards"
+    output, errors = capsys.readouterr()
+    assert output.splitlines()[0] == f"{actor}: Qwen2ForCausalLM, 26 tensors in shards"
     written = "1,572 parameters as bfloat16, saved as float32, 0.00 GB in "
-    assert told.splitlines()[1].startswith(f"{tmp_path / 'merged'}: {written}")
-    assert told.splitlines()[2].endswith(f"tensors: 26 of 26 equal bit for bit; {REPORT} tells more")
-    assert complaints == ""
+    assert output.splitlines()[1].startswith(f"{tmp_path / 'merged'}: {written}")
+    assert output.splitlines()[2].endswith(f"tensors: 26 of 26 equal bit for bit; for details see {REPORT}")
+    assert errors == ""
 
 
-def test_all_of_verls_arguments_are_taken_and_those_without_effect_say_so(actor, tmp_path, capsys):
+def test_all_of_verls_arguments_are_accepted_and_those_without_effect_reported(actor, tmp_path, capsys):
     without_effect = ["--tie-word-embedding", "--use_cpu_initialization"]
     assert main(merge_arguments(actor, tmp_path / "merged", *without_effect, "--trust-remote-code")) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[0] for line in told if "has no effect" in line] == without_effect[::-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in lines if "has no effect" in line] == without_effect[::-1]
 
 
-def test_megatron_is_refused_with_the_reason(actor, capsys):
+def test_megatron_is_rejected_with_the_reason(actor, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["merge", "--backend", "megatron", "--local_dir", str(actor)])
     assert stop.value.code == 2
-    assert "only FSDP's shards are read here; verl's own merger converts Megatron's" in capsys.readouterr().err
+    assert "only FSDP shards are supported; verl's own merger converts Megatron's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("operation", ["merge", "test"])
-def test_help_shows_how_and_the_meaning_of_every_argument(operation, capsys):
+def test_help_has_an_example(operation, capsys):
     with pytest.raises(SystemExit) as stop:
         main([operation, "--help"])
     assert stop.value.code == 0
-    told = capsys.readouterr().out
-    assert f"python -m hybridrl.model_merger {operation} --backend fsdp --local_dir" in told
+    output = capsys.readouterr().out
+    assert f"python -m hybridrl.model_merger {operation} --backend fsdp --local_dir" in output
 
 
 def test_help_imports_neither_torch_nor_transformers():
@@ -77,15 +77,15 @@ def test_help_imports_neither_torch_nor_transformers():
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
 @pytest.mark.parametrize("dtype", [[], ["--dtype", "bfloat16"]], ids=["as saved", "bfloat16"])
-def test_answers_in_transformers_are_compared(kind, dtype, tmp_path, capsys, request):
+def test_outputs_in_transformers_are_compared(kind, dtype, tmp_path, capsys, request):
     directory = request.getfixturevalue(kind)
     assert main(merge_arguments(directory, tmp_path / "merged", "--verify", "transformers", *dtype)) == 0
-    found = {"actor": "log-probs for 64 tokens equal", "critic": "values for 64 tokens equal"}[kind]
-    assert f"; transformers: {found};" in capsys.readouterr().out
-    assert json.loads((tmp_path / "merged" / REPORT).read_text())["checked"]["transformers"] == found
+    result = {"actor": "log-probs for 64 tokens equal", "critic": "values for 64 tokens equal"}[kind]
+    assert f"; transformers: {result};" in capsys.readouterr().out
+    assert json.loads((tmp_path / "merged" / REPORT).read_text())["checked"]["transformers"] == result
 
 
-def test_a_model_that_answers_otherwise_is_told(actor, tmp_path):
+def test_a_model_with_other_outputs_is_rejected(actor, tmp_path):
     assert main(merge_arguments(actor, tmp_path / "merged")) == 0
     file = tmp_path / "merged" / "model.safetensors"
     save_file(load_file(file) | {"model.norm.weight": torch.full((10,), 1.01)}, file, metadata={"format": "pt"})
@@ -94,27 +94,27 @@ def test_a_model_that_answers_otherwise_is_told(actor, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_model_that_transformers_cannot_load_is_told(actor, tmp_path, name):
+def test_a_model_that_transformers_cannot_load_is_rejected(actor, tmp_path, name):
     assert main(merge_arguments(actor, tmp_path / "merged")) == 0
     (tmp_path / "merged" / name).write_text("{")
     with pytest.raises(CheckFailed, match="transformers cannot load what was written"):
         check_in_transformers(command.open_source(actor), tmp_path / "merged")
 
 
-def test_a_check_that_fails_is_told_in_the_status_and_nothing_is_published(actor, tmp_path, capsys):
+def test_a_failed_check_sets_the_exit_status_and_nothing_is_published(actor, tmp_path, capsys):
     def fails(source: object, directory: Path) -> str:
-        raise CheckFailed("it says otherwise")
+        raise CheckFailed("the outputs differ")
 
     arguments = _parser().parse_args(merge_arguments(actor, tmp_path / "merged", "--verify", "transformers"))
     assert command.run(arguments, fails) == 1
-    assert capsys.readouterr().err == "failed: it says otherwise\n"
+    assert capsys.readouterr().err == "failed: the outputs differ\n"
     assert not list(tmp_path.iterdir())
 
 
-def test_that_an_earlier_merge_is_replaced_is_told(actor, tmp_path, capsys):
-    for words in ("", "an earlier merge was there and is replaced"):
+def test_replacing_an_earlier_merge_is_reported(actor, tmp_path, capsys):
+    for message in ("", "replaced an earlier merge"):
         assert main(merge_arguments(actor, tmp_path / "merged")) == 0
-        assert words in capsys.readouterr().out
+        assert message in capsys.readouterr().out
 
 
 def test_a_merged_directory_passes_the_test_and_another_does_not(actor, tmp_path, capsys):
@@ -128,18 +128,18 @@ def test_a_merged_directory_passes_the_test_and_another_does_not(actor, tmp_path
     tensors["mine"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
     save_file(tensors, file)
     assert main(test) == 1
-    complaint = capsys.readouterr().err
-    for words in ("up_proj.weight is missing there", "mine is only there", "model.norm.weight differs by up to 0.25"):
-        assert words in complaint
+    errors = capsys.readouterr().err
+    for message in ("up_proj.weight is missing there", "mine is only there", "model.norm.weight differs by up to 0.25"):
+        assert message in errors
 
 
-def test_what_cannot_be_merged_is_refused_in_one_sentence(actor, tmp_path, capsys):
+def test_a_directory_that_cannot_be_merged_is_rejected_in_one_line(actor, tmp_path, capsys):
     assert main(merge_arguments(actor.parent, tmp_path / "merged")) == 2
-    complaint = capsys.readouterr().err
-    assert complaint == f"refused: {actor.parent} holds no saved model; name the model in it, {actor}\n"
+    errors = capsys.readouterr().err
+    assert errors == f"error: {actor.parent} holds no saved model; name the model in it, {actor}\n"
 
 
-def test_damage_is_told_in_one_sentence(tmp_path, capsys):
+def test_damage_is_reported_in_one_line(tmp_path, capsys):
     (tmp_path / "model_world_size_1_rank_0.pt").write_bytes(bytes(100))
     assert main(merge_arguments(tmp_path, tmp_path / "merged")) == 1
     file = tmp_path / "model_world_size_1_rank_0.pt"
@@ -177,7 +177,7 @@ def test_a_merged_model_is_uploaded(actor, tmp_path, capsys, private):
     assert capsys.readouterr().out.endswith("uploaded to https://hub/me/mine\n")
 
 
-def test_an_upload_that_fails_is_told_and_the_model_stays(actor, tmp_path, capsys):
+def test_a_failed_upload_is_reported_and_the_model_is_kept(actor, tmp_path, capsys):
     arguments = merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine")
     assert command.run(_parser().parse_args(arguments), hub=FullHub()) == 2
     merged = tmp_path / "merged"
@@ -185,8 +185,8 @@ def test_an_upload_that_fails_is_told_and_the_model_stays(actor, tmp_path, capsy
     assert (merged / "model.safetensors").is_file()
 
 
-def test_an_upload_without_a_token_is_refused_before_the_merge(actor, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hybridrl.model_merger.upload.get_token", lambda: None)
+def test_an_upload_without_a_token_is_rejected_before_the_merge(actor, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hybridrl.model_merger.command.get_token", lambda: None)
     assert main(merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine")) == 2
     assert "set HF_TOKEN" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -10,13 +10,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hybridrl.checkpoint.resume import model_fingerprint
 from hybridrl.checkpoint.tensors import Tensors
-from hybridrl.model_merger import lora
+from hybridrl.model_merger import source
 from hybridrl.model_merger.__main__ import main
-from hybridrl.training.adapted import adapter_parameters
 from hybridrl.training.lora import add_adapter, export_adapter_settings
-from hybridrl.training.model import load_language_model
+from hybridrl.training.model import adapter_parameters, load_language_model, load_value_model
 from hybridrl.training.state import state_of
-from hybridrl.training.value_model import load_value_model
 from tests.training.families import FAMILIES, model_config
 
 FLOAT, IDS = torch.float32, torch.arange(9)[None]
@@ -28,13 +26,13 @@ def base(tmp_path) -> Path:
     model = AutoModelForCausalLM.from_config(FAMILIES["all heads one key, tied head"])
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("the base's")
-    (tmp_path / "base" / "consolidated.pth").write_text("not to be carried along")
+    (tmp_path / "base" / "consolidated.pth").write_text("not to be copied")
     return tmp_path / "base"
 
 
 @pytest.fixture
 def save(base, tmp_path):
-    """Saves a step that was trained through an adapter, and returns it."""
+    """A function that saves a checkpoint trained through an adapter, and returns its path."""
 
     def write(name: str = "actor", noise: float = 0.3) -> Path:
         config = model_config(str(base), lora_rank=2, lora_alpha=6)
@@ -65,10 +63,10 @@ def by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     )
 
 
-def test_base_and_adapter_become_the_model_that_they_are_together(base, save, tmp_path, capsys):
+def test_base_and_adapter_are_merged_as_peft_merges_them(base, save, tmp_path, capsys):
     assert merge(save(), tmp_path / "merged", "--lora", "both", "--verify", "transformers") == 0
-    told = capsys.readouterr().out
-    assert "adapter: 14 of 14 adapted weights differ from the base's" in told
+    output = capsys.readouterr().out
+    assert "adapter: 14 of 14 adapted weights differ from the base" in output
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     expected = by_peft(base, tmp_path / "merged" / "lora_adapter")
     for name, value in merged.state_dict().items():
@@ -86,10 +84,10 @@ def test_a_merge_with_its_adapter_is_replaced_by_another(save, tmp_path, capsys)
     step = save()
     for _ in range(2):
         assert merge(step, tmp_path / "merged", "--lora", "both") == 0
-    assert "an earlier merge was there and is replaced" in capsys.readouterr().out
+    assert "replaced an earlier merge" in capsys.readouterr().out
 
 
-def test_a_base_in_half_precision_is_added_to_in_full(base, save, tmp_path):
+def test_a_base_in_half_precision_is_merged_in_full_precision(base, save, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     model.save_pretrained(base)
     step = save()
@@ -101,7 +99,7 @@ def test_a_base_in_half_precision_is_added_to_in_full(base, save, tmp_path):
     assert not torch.equal(full[name], half[name].float())
 
 
-def test_the_adapter_alone_is_pefts_and_can_be_written_again(base, save, tmp_path):
+def test_the_adapter_alone_has_pefts_layout_and_can_be_written_again(base, save, tmp_path):
     step = save()
     assert merge(step, tmp_path / "adapter", "--lora", "adapter") == 0
     assert merge(step, tmp_path / "adapter", "--lora", "adapter") == 0
@@ -112,7 +110,7 @@ def test_the_adapter_alone_is_pefts_and_can_be_written_again(base, save, tmp_pat
     assert not list((tmp_path / "adapter").glob("model*"))
 
 
-def test_an_exported_adapter_is_merged_as_its_step_is(save, tmp_path):
+def test_an_exported_adapter_merges_as_its_checkpoint_does(save, tmp_path):
     step = save()
     assert merge(step, tmp_path / "adapter", "--lora", "adapter") == 0
     assert merge(step, tmp_path / "one") == 0 and merge(tmp_path / "adapter", tmp_path / "other") == 0
@@ -120,7 +118,7 @@ def test_an_exported_adapter_is_merged_as_its_step_is(save, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_merging_in_half_precision_adds_in_full_precision(save, tmp_path):
+def test_merging_into_half_precision_adds_in_full_precision(save, tmp_path):
     step = save()
     assert merge(step, tmp_path / "merged", "--dtype", "bfloat16") == 0
     assert merge(step, tmp_path / "full") == 0
@@ -136,39 +134,39 @@ def test_a_critics_adapter_makes_a_value_model(save, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
 
 
-def test_an_adapter_that_was_never_trained_is_told_and_nothing_is_written(save, tmp_path, capsys):
+def test_an_untrained_adapter_is_rejected_and_nothing_is_written(save, tmp_path, capsys):
     assert merge(save(noise=0.0), tmp_path / "merged") == 1
-    assert "the merged weights are those of the base" in capsys.readouterr().err
+    assert "the merged weights equal the base's" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("fault", ["scaling", "left out", "another tensor"])
-def test_weights_that_are_not_base_and_adapter_are_found_out(save, tmp_path, monkeypatch, capsys, fault):
-    def wrong(base: Tensors, adapter: lora.Adapter) -> Tensors:
-        right = lora_merged(base, adapter)
+def test_wrongly_merged_weights_are_detected(save, tmp_path, monkeypatch, capsys, fault):
+    def damaged(base: Tensors, adapter: source.Adapter) -> Tensors:
+        correct = correct_merge(base, adapter)
         victim = next(name for name in base.meta if adapter.pair(name))
 
-        def parts(name: str):
-            for offsets, part in right.parts(name):
+        def chunks(name: str):
+            for offsets, part in correct.chunks(name):
                 if fault == "scaling" and adapter.pair(name):
                     part = base.read(name) + (part - base.read(name)) * 1.01
                 if fault == "left out" and name == victim:
                     part = base.read(name)
                 yield offsets, part + 1e-3 if fault == "another tensor" and name == victim else part
 
-        return Tensors(right.form, right.meta, parts)
+        return Tensors(correct.form, correct.meta, chunks)
 
-    lora_merged = lora.merged
-    monkeypatch.setattr(lora, "merged", wrong)
+    correct_merge = source.merged
+    monkeypatch.setattr(source, "merged", damaged)
     assert merge(save(), tmp_path / "merged") == 1
     assert "is not the base's with the adapter added" in capsys.readouterr().err
 
 
-def test_a_base_that_changed_or_moved_is_told_with_the_way_out(base, save, tmp_path, capsys):
+def test_a_base_that_changed_or_moved_is_rejected_with_a_fix(base, save, tmp_path, capsys):
     step = save()
     base.rename(tmp_path / "moved")
     assert merge(step, tmp_path / "merged") == 2
-    assert "is not there; name where that model lies: --base DIR" in capsys.readouterr().err
+    assert "is not there; name the directory of that model: --base DIR" in capsys.readouterr().err
     assert merge(step, tmp_path / "merged", "--base", str(tmp_path / "moved")) == 0
     weights = load_file(tmp_path / "moved" / "model.safetensors")
     weights["model.norm.weight"] += 1
@@ -177,7 +175,7 @@ def test_a_base_that_changed_or_moved_is_told_with_the_way_out(base, save, tmp_p
     assert "other weights than the model that" in capsys.readouterr().err
 
 
-def test_the_shards_are_held_against_a_merged_directory(save, tmp_path, capsys):
+def test_the_shards_are_compared_with_a_merged_directory(save, tmp_path, capsys):
     step = save()
     assert merge(step, tmp_path / "merged") == 0
     assert main(["test", "--local_dir", str(step), "--test_hf_dir", str(tmp_path / "merged")]) == 0

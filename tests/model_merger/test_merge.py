@@ -26,14 +26,12 @@ from transformers import (
 )
 
 from hybridrl import __version__
-from hybridrl.checkpoint.manifest import write_manifest
+from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
-from hybridrl.model_merger.checks import check_tensors, compare
-from hybridrl.model_merger.merge import merge, write_model
-from hybridrl.model_merger.report import REPORT
+from hybridrl.model_merger.checks import check_in_transformers, check_tensors, compare
+from hybridrl.model_merger.merge import REPORT, merge, write_model
 from hybridrl.model_merger.source import CheckFailed, Source, open_source
-from hybridrl.model_merger.transformers_check import check_in_transformers
 from tests.checkpoint.own_code import CODE, save_with_code
 from tests.checkpoint.shards import save_in_shards, whole_model
 from tests.checkpoint.verl_files import qwen2, save_as_verl
@@ -44,8 +42,8 @@ IDS = torch.arange(9)[None]
 CLASSES = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
 
 
-class Saved(NamedTuple):
-    """A saved model and what is in it."""
+class SavedModel(NamedTuple):
+    """A saved model and its tensors."""
 
     directory: Path
     model: dict[str, Tensor]
@@ -68,20 +66,20 @@ def top(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def saved(top) -> Callable[..., Saved]:
-    def find(form: str = "shards", name: str = "actor", *, tied: bool = False) -> Saved:
+def saved(top) -> Callable[..., SavedModel]:
+    def find(form: str = "shards", name: str = "actor", *, tied: bool = False) -> SavedModel:
         directory = top / f"{form} {tied}" / name
         if form != "shards":
-            return Saved(directory, torch.load(directory / "truth.pt")[0])
+            return SavedModel(directory, torch.load(directory / "truth.pt")[0])
         model = whole_model(AutoConfig.from_pretrained(directory / "huggingface"), value=name == "critic")
-        return Saved(directory, dict(model.state_dict()))
+        return SavedModel(directory, dict(model.state_dict()))
 
     return find
 
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
-    """A saved actor to be spoilt."""
+    """A saved actor to damage."""
     return shutil.copytree(saved().directory, tmp_path / "step" / "actor")
 
 
@@ -91,12 +89,12 @@ def copy(saved, tmp_path) -> Path:
 def test_transformers_loads_the_model_that_was_saved(saved, tmp_path, form, tied, limit):
     directory, model = saved(form, tied=tied)
     merge(open_source(directory), tmp_path / "merged", limit=limit)
-    found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    merged_model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory / "huggingface"))
     expected.load_state_dict(model)
-    assert found.dtype == (FLOAT if form == "shards" else HALF)
-    assert torch.equal(found.eval()(IDS).logits, expected.eval().to(found.dtype)(IDS).logits)
+    assert merged_model.dtype == (FLOAT if form == "shards" else HALF)
+    assert torch.equal(merged_model.eval()(IDS).logits, expected.eval().to(merged_model.dtype)(IDS).logits)
     for file in (tmp_path / "merged").glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             assert "lm_head.weight" not in tensors.keys() or not tied  # noqa: SIM118
@@ -107,13 +105,15 @@ def test_transformers_loads_the_model_that_was_saved(saved, tmp_path, form, tied
 def test_a_value_model_is_merged(saved, tmp_path, form):
     directory, model = saved(form, "critic")
     merge(open_source(directory), tmp_path / "merged")
-    found, told = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert found.config.num_labels == 1
-    assert found.config.architectures == ["Qwen2ForTokenClassification"]
-    expected = AutoModelForTokenClassification.from_config(found.config)
+    merged_model, report = AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert merged_model.config.num_labels == 1
+    assert merged_model.config.architectures == ["Qwen2ForTokenClassification"]
+    expected = AutoModelForTokenClassification.from_config(merged_model.config)
     expected.load_state_dict(model)
-    assert torch.equal(found.eval()(IDS).logits, expected.eval().to(found.dtype)(IDS).logits)
+    assert torch.equal(merged_model.eval()(IDS).logits, expected.eval().to(merged_model.dtype)(IDS).logits)
 
 
 EXPERTS = {
@@ -131,20 +131,20 @@ EXPERTS = {
 }
 
 
-def test_a_mixture_of_experts_is_merged_under_the_names_of_its_familys_checkpoints(tmp_path):
+def test_a_mixture_of_experts_is_merged_under_its_published_names(tmp_path):
     config = Qwen3MoeConfig(**EXPERTS, num_experts=3)
     on_ranks(2, save_in_shards, tmp_path / "actor", config)
     source = open_source(tmp_path / "actor")
     report = merge(source, tmp_path / "merged")
     assert "39 of 39 equal" in report["checked"]["tensors"]
     assert "model.layers.1.mlp.experts.2.up_proj.weight" in load_file(tmp_path / "merged" / "model.safetensors")
-    found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert torch.equal(found.eval()(IDS).logits, whole_model(config).eval()(IDS).logits)
+    merged_model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(merged_model.eval()(IDS).logits, whole_model(config).eval()(IDS).logits)
     assert "39 tensors equal" in compare(open_source(tmp_path / "merged"), tmp_path / "merged")
 
 
-def test_a_buffer_that_steers_a_choice_keeps_its_type_whatever_that_of_the_parameters(tmp_path):
+def test_a_routers_buffer_keeps_its_type(tmp_path):
     groups = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     on_ranks(2, save_in_shards, tmp_path / "actor", Glm4MoeConfig(**EXPERTS, n_routed_experts=3, **groups))
     merge(open_source(tmp_path / "actor", HALF), tmp_path / "merged", {"t": check_in_transformers})
@@ -154,14 +154,14 @@ def test_a_buffer_that_steers_a_choice_keeps_its_type_whatever_that_of_the_param
     assert set(types.values()) == {FLOAT, HALF}
 
 
-def test_a_critic_is_a_value_model_also_where_its_configuration_is_the_actors(saved):
+def test_a_critic_is_a_value_model_even_with_the_actors_configuration(saved):
     directory, _ = saved("fsdp2", "critic")
     assert json.loads((directory / "huggingface" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
-    assert open_source(directory).gives_values
+    assert open_source(directory).is_value_model
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
-def test_tensors_are_rounded_to_the_type_asked_for_and_the_configuration_says_so(saved, tmp_path, dtype):
+def test_tensors_and_configuration_have_the_requested_type(saved, tmp_path, dtype):
     directory, model = saved()
     merge(open_source(directory, dtype), tmp_path / "merged")
     assert all(
@@ -172,7 +172,7 @@ def test_tensors_are_rounded_to_the_type_asked_for_and_the_configuration_says_so
 
 
 def open_as(form: str, directory: Path, computed_in: torch.dtype | None, *saved: torch.dtype) -> Source:
-    """A model whose tensors were saved in these types by turns, of which the configuration says what it computed in."""
+    """Open a model whose tensors were saved in these types in turn, with the computing type in its configuration."""
     settings = qwen2()
     settings.dtype = computed_in
     settings.save_pretrained(directory / "huggingface")
@@ -188,26 +188,26 @@ def open_as(form: str, directory: Path, computed_in: torch.dtype | None, *saved:
 @pytest.mark.parametrize(
     ("form", "computed_in", "saved", "merged"),
     [
-        ("ours", HALF, [FLOAT], HALF),
-        ("ours", FLOAT, [FLOAT], FLOAT),
-        ("ours", FLOAT, [HALF], HALF),  # a wider type would add nothing
-        ("ours", FLOAT, [HALF, FLOAT], FLOAT),
-        ("ours", None, [torch.float16], torch.float16),
+        ("hybridrl", HALF, [FLOAT], HALF),
+        ("hybridrl", FLOAT, [FLOAT], FLOAT),
+        ("hybridrl", FLOAT, [HALF], HALF),  # a wider type would add nothing
+        ("hybridrl", FLOAT, [HALF, FLOAT], FLOAT),
+        ("hybridrl", None, [torch.float16], torch.float16),
         ("verl", FLOAT, [FLOAT], HALF),  # its configuration has the type of what is stored
         ("verl", FLOAT, [torch.float16], HALF),
     ],
 )
-def test_by_default_a_model_is_merged_in_the_type_that_it_computed_in(tmp_path, form, computed_in, saved, merged):
+def test_by_default_a_model_is_merged_in_the_type_it_computed_in(tmp_path, form, computed_in, saved, merged):
     source = open_as(form, tmp_path / "actor", computed_in, *saved)
     assert {tensor.dtype for tensor in source.meta.values()} == {merged}
 
 
-def test_a_type_that_is_named_is_taken(tmp_path):
+def test_a_requested_type_is_used(tmp_path):
     open_as("verl", tmp_path / "actor", HALF, FLOAT)
     assert open_source(tmp_path / "actor", FLOAT).dtype == FLOAT
 
 
-def test_all_else_in_the_huggingface_folder_is_carried_along(copy, tmp_path):
+def test_the_other_files_of_the_huggingface_folder_are_copied(copy, tmp_path):
     save_file({"old": torch.ones(1)}, copy / "huggingface" / "model-00001-of-00002.safetensors")
     merge(open_source(copy, HALF), tmp_path / "merged")
     settings = copy / "huggingface"
@@ -219,7 +219,7 @@ def test_all_else_in_the_huggingface_folder_is_carried_along(copy, tmp_path):
     assert [file.name for file in (tmp_path / "merged").glob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_the_report_says_what_was_read_written_and_checked_and_by_what(saved, tmp_path):
+def test_the_report_lists_what_was_read_written_and_checked_and_the_versions(saved, tmp_path):
     directory, model = saved(tied=True)
     step = shutil.copytree(directory, tmp_path / "global_step_40" / "actor")
     report = merge(open_source(step, HALF), tmp_path / "merged")
@@ -258,62 +258,63 @@ def test_the_report_says_what_was_read_written_and_checked_and_by_what(saved, tm
     assert report["peak_memory_bytes"] > 1e8
 
 
-def spoil(directory: Path, **changes: object) -> None:
+def change_config(directory: Path, **changes: object) -> None:
     file = directory / "huggingface" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_tensors_that_are_missing_are_named(copy):
-    spoil(copy, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+def test_missing_tensors_are_named(copy):
+    change_config(copy, num_hidden_layers=3, layer_types=["full_attention"] * 3)
     with pytest.raises(CheckFailed, match=r"12 are missing \(model\.layers\.2\.self_attn\.q_proj\.weight, "):
         open_source(copy)
 
 
-def test_tensors_that_are_not_the_models_are_named(copy):
-    spoil(copy, num_hidden_layers=1, layer_types=["full_attention"])
+def test_unknown_tensors_are_named(copy):
+    change_config(copy, num_hidden_layers=1, layer_types=["full_attention"])
     with pytest.raises(CheckFailed, match=r"12 are not the model's \(model\.layers\.1\.self_attn\.q_proj\.weight, "):
         open_source(copy)
 
 
 def test_tensors_of_another_shape_are_named(copy):
-    spoil(copy, vocab_size=18)
+    change_config(copy, vocab_size=18)
     with pytest.raises(
         CheckFailed, match=r"2 are of another shape \(model.embed_tokens.weight: \[17, 10\] for \[18, 10\]"
     ):
         open_source(copy)
 
 
-def test_a_head_that_is_not_that_to_which_it_is_tied_is_named(saved, tmp_path):
+def test_a_head_that_differs_from_the_tensor_it_is_tied_to_is_named(saved, tmp_path):
     copied = shutil.copytree(saved("fsdp2").directory, tmp_path / "actor")
-    spoil(copied, tie_word_embeddings=True)
+    change_config(copied, tie_word_embeddings=True)
     with pytest.raises(CheckFailed, match=r"lm_head\.weight is saved with other values than model\.embed"):
         merge(open_source(copied), tmp_path / "merged")
 
 
-def test_a_lora_adapter_is_refused(copy):
+def test_a_lora_adapter_is_rejected(copy):
     adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 2)}
     (copy / ".metadata").unlink()
     save_file(adapter, copy / "adapter_model.safetensors")
     with pytest.raises(
-        ConfigError, match=r"holds a LoRA adapter \(base_model.*lora_A.weight\), which is not merged yet"
+        ConfigError,
+        match=r"holds a LoRA adapter \(base_model.*lora_A.weight\), which cannot be merged yet; merge it",
     ):
         open_source(copy)
 
 
-def test_a_model_without_a_configuration_is_refused(copy):
+def test_a_model_without_a_configuration_is_rejected(copy):
     shutil.rmtree(copy / "huggingface")
-    with pytest.raises(ConfigError, match=r"actor/config.json is missing, which says what model it is; copy it from"):
+    with pytest.raises(ConfigError, match=r"actor/config.json is missing, which describes the model; copy it from"):
         open_source(copy)
 
 
-def test_code_that_a_model_brings_is_not_run_unless_it_is_trusted(copy):
-    spoil(copy, model_type="mine", auto_map={"AutoConfig": "mine.Config"})
+def test_custom_code_is_not_run_unless_it_is_trusted(copy):
+    change_config(copy, model_type="mine", auto_map={"AutoConfig": "mine.Config"})
     (copy / "huggingface" / "mine.py").write_text("raise SystemExit('run')")
-    with pytest.raises(ConfigError, match="code that the model brings is run with --trust-remote-code"):
+    with pytest.raises(ConfigError, match="--trust-remote-code runs custom code of the model"):
         open_source(copy)
 
 
-def test_the_code_that_a_model_brings_is_carried_along(tmp_path):
+def test_custom_code_is_copied(tmp_path):
     save_with_code(tmp_path / "actor" / "huggingface")
     merge(open_source(tmp_path / "actor", trusted=True), tmp_path / "merged", {"t": check_in_transformers})
     assert {path.name for path in (tmp_path / "merged").glob("*.py")} == set(CODE)
@@ -327,33 +328,33 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_a_directory_with_other_files_is_refused_and_left_alone(saved, tmp_path):
+def test_a_directory_with_other_files_is_rejected_and_not_changed(saved, tmp_path):
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "thesis.tex").write_text("mine")
     with pytest.raises(
-        ConfigError, match=r"--target_dir=.*merged: .*thesis\.tex is there, and no merge wrote it; move it"
+        ConfigError, match=r"--target_dir=.*merged: .*thesis\.tex exists, and no merge wrote it; move it"
     ):
         merge(open_source(saved().directory), tmp_path / "merged")
     assert contents(tmp_path / "merged") == {"thesis.tex": b"mine"}
 
 
-def test_a_directory_in_which_a_merge_was_worked_on_is_refused_and_left_alone(saved, tmp_path):
+def test_an_edited_merge_is_rejected_and_not_changed(saved, tmp_path):
     source = open_source(saved().directory)
     merge(source, tmp_path / "merged")
     (tmp_path / "merged" / "config.json").write_text("mine")
     before = contents(tmp_path / "merged")
-    with pytest.raises(ConfigError, match=r"config\.json is there, and no merge wrote it"):
+    with pytest.raises(ConfigError, match=r"config\.json exists, and no merge wrote it"):
         merge(source, tmp_path / "merged")
     assert contents(tmp_path / "merged") == before
 
 
-def test_a_file_in_the_way_is_refused(saved, tmp_path):
+def test_a_file_in_place_of_the_directory_is_rejected(saved, tmp_path):
     (tmp_path / "merged").write_text("mine")
-    with pytest.raises(ConfigError, match="merged is there, and no merge wrote it"):
+    with pytest.raises(ConfigError, match="merged exists, and no merge wrote it"):
         merge(open_source(saved().directory), tmp_path / "merged")
 
 
-def test_a_merge_that_was_killed_while_it_replaced_an_earlier_one_gives_that_back(copy, tmp_path):
+def test_an_earlier_merge_is_restored_if_its_replacement_was_killed(copy, tmp_path):
     merge(open_source(copy), tmp_path / "merged")
     before = contents(tmp_path / "merged")
     (tmp_path / "merged").replace(tmp_path / ".merged.replaced")
@@ -365,7 +366,7 @@ def test_a_merge_that_was_killed_while_it_replaced_an_earlier_one_gives_that_bac
 
 
 @pytest.mark.parametrize("before", ["nothing", "an empty directory", "an earlier merge"])
-def test_a_merge_replaces_an_earlier_one_whole(saved, tmp_path, before):
+def test_a_merge_replaces_an_earlier_one_completely(saved, tmp_path, before):
     source = open_source(saved().directory)
     if before == "an empty directory":
         (tmp_path / "merged").mkdir()
@@ -376,7 +377,7 @@ def test_a_merge_replaces_an_earlier_one_whole(saved, tmp_path, before):
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
-def test_a_merge_that_fails_leaves_all_as_it_was(copy, tmp_path):
+def test_a_failed_merge_changes_nothing(copy, tmp_path):
     merge(open_source(copy), tmp_path / "merged")
     before = contents(tmp_path / "merged")
     source = open_source(copy, HALF)
@@ -387,7 +388,7 @@ def test_a_merge_that_fails_leaves_all_as_it_was(copy, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"merged", "step"}
 
 
-def test_a_disk_that_turns_out_too_small_leaves_nothing_half(saved, tmp_path):
+def test_a_disk_that_fills_up_leaves_nothing_behind(saved, tmp_path):
     source = open_source(saved().directory)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, most))  # a file may not be larger, as on a full disk
@@ -399,19 +400,19 @@ def test_a_disk_that_turns_out_too_small_leaves_nothing_half(saved, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_check_that_fails_leaves_all_as_it_was(saved, tmp_path):
+def test_a_failed_check_leaves_nothing_behind(saved, tmp_path):
     def fails(source: Source, directory: Path) -> str:
         assert (directory / "model.safetensors").is_file()
-        raise CheckFailed("it says otherwise")
+        raise CheckFailed("the outputs differ")
 
-    with pytest.raises(CheckFailed, match="it says otherwise"):
+    with pytest.raises(CheckFailed, match="the outputs differ"):
         merge(open_source(saved().directory), tmp_path / "merged", {"mine": fails})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(saved, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_rejected_before_anything_is_written(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 100))
-    with pytest.raises(ConfigError, match=r"has 0\.0 GB free, and the model takes 0\.0; make room"):
+    with pytest.raises(ConfigError, match=r"has 0\.0 GB free, and the model takes 0\.0; free some space"):
         merge(open_source(saved().directory), tmp_path / "merged")
     assert not list(tmp_path.iterdir())
 
@@ -422,41 +423,41 @@ def flip_last_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_file_that_changed_since_the_step_was_saved_is_named(copy, tmp_path):
+def test_a_file_that_changed_since_the_save_is_named(copy, tmp_path):
     write_manifest(copy.parent)
     flip_last_bit(copy / "__0_0.distcp")
-    with pytest.raises(CheckFailed, match=r"actor/__0_0\.distcp: changed since it was written; merge another step"):
+    with pytest.raises(CheckFailed, match=r"actor/__0_0\.distcp: changed since it was .*; merge another checkpoint"):
         merge(open_source(copy), tmp_path / "merged")
 
 
-def test_damage_to_the_other_models_of_a_step_does_not_matter(copy, tmp_path):
+def test_damage_to_other_models_of_a_checkpoint_is_ignored(copy, tmp_path):
     (copy.parent / "critic").mkdir()
-    (copy.parent / "critic" / "file").write_text("whole")
+    (copy.parent / "critic" / "file").write_text("complete")
     write_manifest(copy.parent)
     (copy.parent / "critic" / "file").unlink()
     merge(open_source(copy), tmp_path / "merged")
 
 
-def test_a_changed_byte_in_a_file_of_verl_is_found(saved, tmp_path):
+def test_a_changed_byte_in_a_file_of_verl_is_detected(saved, tmp_path):
     copied = shutil.copytree(saved("fsdp2").directory, tmp_path / "actor")
     content = bytearray((file := copied / "model_world_size_2_rank_1.pt").read_bytes())
-    value = open_source(copied, FLOAT).read("model.norm.weight")[5:6]  # where the second rank's half begins
+    value = open_source(copied, FLOAT).tensors.read("model.norm.weight")[5:6]  # where the second rank's half begins
     content[content.index(value.numpy().tobytes())] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckFailed, match=r"model_world_size_2_rank_1\.pt: changed since it was written"):
         merge(open_source(copied), tmp_path / "merged")
 
 
-def test_a_tensor_that_was_written_otherwise_than_it_was_read_is_named(saved, tmp_path):
+def test_a_tensor_that_was_written_wrongly_is_named(saved, tmp_path):
     source = open_source(saved().directory)
     write_model(source, tmp_path / "written")
     assert check_tensors(source, tmp_path / "written") == "27 of 27 equal bit for bit"
     flip_last_bit(tmp_path / "written" / "model.safetensors")
-    with pytest.raises(CheckFailed, match=r"1 tensors were written otherwise than they were read: lm_head\.weight"):
+    with pytest.raises(CheckFailed, match=r"1 tensors differ from what was read: lm_head\.weight"):
         check_tensors(source, tmp_path / "written")
 
 
-def test_not_a_number_is_equal_to_itself_and_zero_has_a_sign(tmp_path):
+def test_nan_equals_itself_and_zero_has_a_sign(tmp_path):
     (tmp_path / "actor").mkdir()
     model = whole_model(qwen2()).state_dict()
     model["model.norm.weight"].copy_(torch.tensor([float("nan"), -0.0] * 5))
@@ -471,7 +472,7 @@ def test_not_a_number_is_equal_to_itself_and_zero_has_a_sign(tmp_path):
 
 
 def save_large(directory: Path, form: str) -> None:
-    """Three tensors of 128 MiB."""
+    """Save three tensors of 128 MiB."""
     tensors = {f"weight{number}": torch.full((256, 1 << 17), float(number)) for number in range(3)}
     if form == "shards":
         dcp.save({"model": tensors}, checkpoint_id=directory)
@@ -481,7 +482,7 @@ def save_large(directory: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["shards", "files of verl"])
-def test_memory_is_that_of_part_of_a_tensor_and_not_of_the_model(tmp_path, form):
+def test_memory_does_not_grow_with_the_model(tmp_path, form):
     on_ranks(1, save_large, tmp_path / "actor", form)
     code = """
 import sys

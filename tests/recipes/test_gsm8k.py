@@ -14,9 +14,7 @@ from hybridrl.data.tokenizer import load_tokenizer
 SCRIPT = Path(__file__).parents[2] / "recipes" / "gsm8k" / "make_data.py"
 
 
-def test_local_problems_become_prompts_that_the_random_model_can_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_problems_become_prompts_for_the_random_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = {"question": "Ann has 600 pens and buys 634. How many?", "answer": "600+634=1234\n#### 1,234"}
     for split in ("train", "test"):
         (tmp_path / f"gsm8k_{split}.jsonl").write_text(json.dumps(problem) + "\n")
@@ -42,13 +40,13 @@ def test_local_problems_become_prompts_that_the_random_model_can_read(
 
 
 @pytest.mark.parametrize("script", ["run_0.5b_1gpu.sh", "run_1.5b_1gpu.sh", "run_7b_8gpu.sh"])
-def test_a_run_script_is_a_configuration_that_main_ppo_takes(script: str, tmp_path: Path) -> None:
+def test_a_run_script_is_a_valid_configuration(script: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
-    # Two devices, as on a machine without GPUs an engine cannot have fewer than all of them.
-    here = [f"data.train_files={rows}", f"data.val_files={rows}", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
+    # Two devices: without GPUs an engine cannot use fewer than all of them.
+    local = [f"data.train_files={rows}", f"data.val_files={rows}", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", str(SCRIPT.with_name(script)), "--cfg", *here]
+    command = ["bash", str(SCRIPT.with_name(script)), "--cfg", *local]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"path: Qwen/Qwen2.5-{script.split('_')[1].upper()}-Instruct" in done.stdout

@@ -36,7 +36,7 @@ def questions(file: Path) -> list[str]:
     return [row.get("messages", row.get("prompt"))[0]["content"] for row in rows(file)]
 
 
-def test_the_same_seed_makes_the_same_files_and_another_seed_another_pupil(made: Path, tmp_path: Path) -> None:
+def test_the_seed_determines_the_files_of_the_warm_start(made: Path, tmp_path: Path) -> None:
     again, other = make(tmp_path / "again"), make(tmp_path / "other", "--seed", "1")
     for file in (file for file in made.rglob("*") if file.is_file()):
         assert (again / file.relative_to(made)).read_bytes() == file.read_bytes(), file
@@ -46,7 +46,7 @@ def test_the_same_seed_makes_the_same_files_and_another_seed_another_pupil(made:
     assert (other / weights).read_bytes() != (made / weights).read_bytes()
 
 
-def test_no_validation_problem_is_seen_in_training(made: Path) -> None:
+def test_no_validation_problem_is_in_the_training_data(made: Path) -> None:
     val = questions(made / "val.jsonl")
     assert (len(val), len(set(val))) == (200, 200)
     assert len(set(questions(made / "train.jsonl"))) == 2000
@@ -63,21 +63,21 @@ def test_demonstrations_are_mostly_lazy_and_careful_ones_are_right(made: Path) -
         kinds["lazy" if not work else "right" if is_right else "wrong"] += 1
     assert kinds.total() == 450 * 32
     assert kinds["lazy"] / kinds.total() == pytest.approx(0.6, abs=0.02)
-    # A careless pupil is right as well where neither of the last two digits carries.
+    # A careless solver is right too if neither of the last two digits carries.
     assert kinds["right"] / kinds.total() == pytest.approx(0.34 + 0.06 * 0.55 * 0.55, abs=0.02)
 
 
-def test_the_tokenizer_makes_19_tokens_of_a_prompt_and_35_of_an_answer(made: Path) -> None:
+def test_a_prompt_has_19_tokens_and_a_response_35(made: Path) -> None:
     tokenizer = load_tokenizer(str(made / "model"))
     chat = [{"role": "user", "content": "What is 767+488?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    answer = tokenizer("7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255")["input_ids"]
-    assert (len(prompt), len(answer)) == (19, 35)
-    assert tokenizer.decode(answer) == "7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255"
+    response = tokenizer("7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255")["input_ids"]
+    assert (len(prompt), len(response)) == (19, 35)
+    assert tokenizer.decode(response) == "7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255"
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
-def test_the_three_pupils_answer_as_the_description_says() -> None:
+def test_the_three_solvers_respond_as_documented() -> None:
     recipe = runpy.run_path(str(RECIPE / "make_data.py"))
     assert recipe["careful"]((767, 488)) == "7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255"
     assert recipe["careless"]((767, 488)) == "7+8+0=15; 6+8+0=14; 7+4+0=11\n#### 1145"
@@ -106,7 +106,7 @@ def test_the_reward_takes_the_last_answer_after_four_hashes(
     assert result == {"score": score, "acc": score, "pred": pred, "worked": worked}
 
 
-def test_the_two_configurations_fit_each_other_and_the_data(
+def test_the_two_configurations_match_each_other_and_the_data(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_device = ["trainer.n_gpus_per_node=1"]

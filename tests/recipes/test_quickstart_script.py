@@ -1,4 +1,4 @@
-"""The script with stand-ins for the installer and for Python, which write down how they are called."""
+"""The script with stand-ins for the installer and for Python, which record their calls."""
 
 import shutil
 import subprocess
@@ -20,6 +20,7 @@ echo "$*" >>calls
 def checkout(tmp_path: Path) -> Path:
     files = ["recipes/quickstart/make_data.py", "recipes/quickstart/warmup.yaml", "conf/sft_trainer.yaml"]
     files += ["conf/data/sft.yaml", "hybridrl/runs/sft.py", "hybridrl/data/rows.py", "hybridrl/training/worker.py"]
+    files += ["hybridrl/trainer.py"]
     for name in [*files, "scripts/install.sh", ".venv/bin/python"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n")
@@ -31,7 +32,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def call(checkout: Path, *arguments: str, failing: str = "") -> tuple[int, list[str], str]:
-    """Exit status, the commands of which the script is made, and what it printed."""
+    """Run the script; return its exit status, the commands that it ran, and its output."""
     (checkout / "calls").write_text("")
     script = checkout / "scripts" / "quickstart.sh"
     done = subprocess.run(
@@ -67,19 +68,19 @@ def test_a_second_call_trains_again_from_the_same_warm_start(checkout: Path) -> 
 @pytest.mark.parametrize(
     "changed", ["recipes/quickstart/warmup.yaml", "hybridrl/training/worker.py", "conf/data/sft.yaml"]
 )
-def test_a_change_that_the_warm_start_depends_on_makes_a_new_one(checkout: Path, changed: str) -> None:
+def test_a_change_of_its_dependencies_creates_a_new_warm_start(checkout: Path, changed: str) -> None:
     call(checkout)
     (checkout / changed).write_text("something else\n")
     assert "main_sft" in stages(call(checkout)[1])
 
 
-def test_another_seed_makes_a_new_warm_start(checkout: Path) -> None:
+def test_another_seed_creates_a_new_warm_start(checkout: Path) -> None:
     call(checkout)
     assert "main_sft" in stages(call(checkout, "--seed", "1")[1])
 
 
 @pytest.mark.parametrize("failing", ["hybridrl.main_sft", "hybridrl.main_ppo"])
-def test_a_failure_ends_the_script_with_its_status_and_an_unfinished_warm_start_is_not_kept(
+def test_a_failure_ends_the_script_with_its_status_and_discards_an_incomplete_warm_start(
     checkout: Path, failing: str
 ) -> None:
     status, commands, _ = call(checkout, failing=failing)
@@ -88,7 +89,7 @@ def test_a_failure_ends_the_script_with_its_status_and_an_unfinished_warm_start_
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--seed"], ["--seed", "two"], ["fast"]])
-def test_what_it_does_not_know_is_refused_before_anything_runs(checkout: Path, arguments: list[str]) -> None:
+def test_unknown_arguments_are_rejected_before_anything_runs(checkout: Path, arguments: list[str]) -> None:
     status, commands, printed = call(checkout, *arguments)
     assert (status, commands) == (2, [])
     assert "bash scripts/quickstart.sh [--seed N] [key=value ...]" in printed

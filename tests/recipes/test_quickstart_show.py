@@ -11,7 +11,7 @@ LAZY, WORKED, CARELESS = "#### 1145", "7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255",
 
 
 def dump(file: Path, answers: list[str], scores: list[float] | None = None) -> None:
-    """All answers are to 767+488, but for the first, which is to 767+489 and so never right."""
+    """Write responses to 767+488, but the first is to 767+489 and thus never right."""
     file.parent.mkdir(parents=True, exist_ok=True)
     scores = scores or [float("1255" in answer) for answer in answers]
     truths = ["1256", *["1255"] * (len(answers) - 1)]
@@ -23,7 +23,7 @@ def dump(file: Path, answers: list[str], scores: list[float] | None = None) -> N
 
 
 def made_up_run(run: Path, *, greedy_after: list[str] | None = None, scores: list[float] | None = None) -> Path:
-    """Seven steps of 4 s after 10 s of start-up and a validation of 1 s; of the last five 9 answers in 10 are right."""
+    """Write seven steps of 4 s after 10 s of start-up and a validation of 1 s; in the last five 9 of 10 are right."""
     metrics = [{"step": 0, "timing_s/start_up": 10.0}, {"step": 0, "timing_s/testing": 1.0}]
     metrics += [
         {"step": step, "timing_s/step": 4.0, "timing_s/gen": 3.0, "response_length/mean": 10.0 * step}
@@ -51,7 +51,7 @@ def show(run: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | s
     return ended.value.code
 
 
-def test_the_page_shows_a_problem_that_turned_right_and_the_figures(
+def test_the_output_shows_a_problem_that_became_right_and_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show(made_up_run(tmp_path / "run"), monkeypatch) == 0
@@ -62,32 +62,32 @@ def test_the_page_shows_a_problem_that_turned_right_and_the_figures(
         "after 7+8+0=15; 6+8+1=15; 7+4+1=12 #### 1255 right",
     ]
     assert "mean reward 0.250 0.900" in lines
-    assert "share that shows work 0.500 0.900" in lines
-    assert "share of those that is right 0.500 1.000" in lines
+    assert "share with work shown 0.500 0.900" in lines
+    assert "share of those that are right 0.500 1.000" in lines
     assert "tokens 10.0 50.0" in lines  # steps 3 to 7
     assert "accuracy 0.933 0.967" in lines  # 28 and 29 of 30
 
 
-def test_a_run_that_has_not_learnt_ends_with_status_1_and_says_so(
+def test_a_run_that_has_not_learned_exits_with_status_1_and_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show(made_up_run(tmp_path / "run", greedy_after=[LAZY, WORKED, LAZY]), monkeypatch) == 1
-    assert "did not learn" in capsys.readouterr().out
+    assert "did not reach the expected result" in capsys.readouterr().out
 
 
-def test_answers_are_judged_by_the_quickstarts_rule_whatever_the_reward_said(
+def test_responses_are_scored_by_the_quickstarts_rule_independent_of_the_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show(made_up_run(tmp_path / "run", scores=[-30.0, *[-3.0] * 9]), monkeypatch) == 0
     assert "0.250   -5.700" in capsys.readouterr().out
 
 
-def test_the_shares_of_time_add_up_to_the_whole(
+def test_the_shares_of_time_add_up_to_the_total(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(made_up_run(tmp_path / "run"), monkeypatch, "--seconds", "100", "--warm-start-seconds", "40")
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    start = lines.index("seconds in all 100.0 s")
+    start = lines.index("total seconds 100.0 s")
     assert "warm start 40.0 s 40.0%" in lines[start:]
     assert "start-up 10.0 s 10.0%" in lines[start:]
     assert "rollout 21.0 s 21.0%" in lines[start:]
@@ -95,7 +95,7 @@ def test_the_shares_of_time_add_up_to_the_whole(
     assert "other 27.0 s 27.0%" in lines[start:]
 
 
-def test_escape_codes_in_an_answer_do_not_reach_the_terminal(
+def test_escape_codes_in_a_response_do_not_reach_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = made_up_run(tmp_path / "run")
@@ -104,7 +104,7 @@ def test_escape_codes_in_an_answer_do_not_reach_the_terminal(
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_a_run_without_two_validations_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_two_validations_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_up_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text('{"step": 0, "timing_s/testing": 1.0}\n')
     assert "nothing to compare" in str(show(run, monkeypatch))

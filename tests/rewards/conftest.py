@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.schema_reward import (
+from hybridrl.config.schema_algorithm import (
     CustomRewardConfig,
     OverlongBufferConfig,
     RewardConfig,

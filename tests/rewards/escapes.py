@@ -18,7 +18,7 @@ VICTIM, CALLER, FILE, SECRET, ME = {victim}, {caller}, {file!r}, "unguessable-" 
 libc = ctypes.CDLL(None, use_errno=True)
 def call(number, *arguments):
     if (result := libc.syscall(number, *arguments)) == -1:
-        raise OSError(ctypes.get_errno(), "refused")
+        raise OSError(ctypes.get_errno(), "denied")
     return result
 def machine_code(code):
     memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)

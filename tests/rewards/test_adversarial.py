@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hybridrl.doctor.reward import reward_config
 from hybridrl.rewards.built_in import CPU_SECONDS
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer, Score
+from hybridrl.rewards.score import Score, ScoringRequest
 
 TRUTHS = {
     "gsm8k": "42",
@@ -66,8 +66,8 @@ def pool() -> Iterator[ScorerPool]:
         yield pool
 
 
-def judged(pool: ScorerPool, texts: list[str]) -> list[Score]:
-    answers = [Answer(name, text, truth, {}) for text in texts for name, truth in TRUTHS.items()]
+def scored(pool: ScorerPool, texts: list[str]) -> list[Score]:
+    answers = [ScoringRequest(name, text, truth, {}) for text in texts for name, truth in TRUTHS.items()]
     return [future.result(timeout=300) for future in pool.submit(answers)]
 
 
@@ -75,23 +75,23 @@ def assert_all_are_numbers(scores: list[Score]) -> None:
     assert all(score.fault is None and math.isfinite(score.value) for score in scores), scores
 
 
-def test_results_that_are_slow_to_compute_or_deep_are_wrong_answers(pool):
-    answers = [Answer("lighteval/MATH", f"\\boxed{{{result}}}", "\\frac{1}{2}", {}) for result in SLOW]
+def test_results_that_are_slow_to_compute_or_deep_are_wrong_responses(pool):
+    answers = [ScoringRequest("lighteval/MATH", f"\\boxed{{{result}}}", "\\frac{1}{2}", {}) for result in SLOW]
     scores = [future.result(timeout=300) for future in pool.submit(answers)]
     assert_all_are_numbers(scores)
     assert [score.value for score in scores] == [0.0] * len(SLOW)
 
 
 @pytest.mark.parametrize("nasty", NASTY, ids=lambda text: ascii(text[:20]))
-def test_nothing_that_is_long_or_code_does_more_than_count_as_a_wrong_answer(pool, nasty):
-    scores = judged(pool, [form.format(nasty) for form in FORMS])
+def test_nothing_that_is_long_or_code_does_more_than_count_as_a_wrong_response(pool, nasty):
+    scores = scored(pool, [form.format(nasty) for form in FORMS])
     assert_all_are_numbers(scores)
     assert all(score.value <= 0.1 for score in scores)
     assert not any("CPU time" in score.detail for score in scores)
 
 
-def test_an_answer_that_takes_too_long_to_judge_counts_as_an_empty_one_and_the_next_is_judged(pool):
-    slow, right = (Answer("math_dapo", f"\\boxed{{{text}}}", "42", {}) for text in ("10^{10^{10}}", "42"))
+def test_a_response_that_takes_too_long_to_score_counts_as_an_empty_one_and_the_next_is_scored(pool):
+    slow, right = (ScoringRequest("math_dapo", f"\\boxed{{{text}}}", "42", {}) for text in ("10^{10^{10}}", "42"))
     slow, right = (future.result(timeout=60) for future in pool.submit([slow, right]))
     assert (slow.value, slow.fault, slow.extras["pred"]) == (-1.0, None, "")
     assert f"{CPU_SECONDS} s of CPU time" in slow.detail
@@ -140,4 +140,4 @@ PIECES = st.sampled_from(
 @given(st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=12).map("".join)), st.sampled_from(FORMS))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_text_is_given_a_number(pool, text, form):
-    assert_all_are_numbers(judged(pool, [form.format(text)]))
+    assert_all_are_numbers(scored(pool, [form.format(text)]))

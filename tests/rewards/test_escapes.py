@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybridrl.rewards.sandbox import confinement
 from hybridrl.rewards.sandbox import run as sandbox
-from hybridrl.rewards.sandbox import system_calls
 from hybridrl.rewards.sandbox.run import Limits, run
 from tests.rewards import escapes
 
@@ -69,7 +69,7 @@ def test_fcntl_copies_descriptors_and_reads_and_sets_their_flags_and_nothing_els
 
 
 @pytest.mark.skipif(not X86, reason="numbers on x86_64")
-def test_every_system_call_that_is_not_named_is_refused():
+def test_every_system_call_that_is_not_named_is_rejected():
     program = """
 import ctypes
 libc, allowed, answered = ctypes.CDLL(None, use_errno=True), set(map(int, input().split())), []
@@ -78,7 +78,7 @@ for number in {*range(600)} - allowed - {335, 336}:  # of kernel probes, which n
         answered.append(number)
 print(answered)
 """
-    from_table = {int(number) for number in system_calls._ALLOWED.split()[1::3]}
+    from_table = {int(number) for number in confinement._ALLOWED.split()[1::3]}
     assert run(program, [" ".join(map(str, from_table))], LIMITS) == ["[72]\n"]  # fcntl: copy the input's descriptor
     opening = {2, 85, 257, 304, 437}
     starting = {41, 57, 58, 59, 322}

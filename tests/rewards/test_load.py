@@ -9,13 +9,13 @@ import pytest
 from hybridrl.config import ConfigError
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import load_reward
-from hybridrl.rewards.score import Answer
+from hybridrl.rewards.score import ScoringRequest
 
-ANSWER = Answer("gsm8k", "so #### 42", "42", {"index": 3})
+ANSWER = ScoringRequest("gsm8k", "so #### 42", "42", {"index": 3})
 
 
-def returned(config, answer: Answer = ANSWER) -> Any:
-    """What the function that the configuration names returns."""
+def returned(config, answer: ScoringRequest = ANSWER) -> Any:
+    """Return what the configured function returns."""
     main = load_reward(config, ["gsm8k"]).main
     assert main is not None
     return main(answer)
@@ -28,7 +28,7 @@ def test_the_file_is_found_by_path_and_by_url(reward_config, tmp_path, form):
 
 
 def test_a_module_is_found_by_pkg_and_its_dotted_name(reward_config):
-    assert returned(reward_config(path="pkg://hybridrl.rewards.scorers.gsm8k")) == 1.0
+    assert returned(reward_config(path="pkg://hybridrl.rewards.scorers.short_answers", name="score_gsm8k")) == 1.0
 
 
 def test_all_four_arguments_arrive_by_keyword(reward_config):
@@ -36,8 +36,8 @@ def test_all_four_arguments_arrive_by_keyword(reward_config):
 def compute_score(*, data_source, solution_str, ground_truth, extra_info):
     return [data_source, solution_str, ground_truth, extra_info]
 """
-    told = {"index": 3, "num_turns": 2, "rollout_reward_scores": {}}
-    assert returned(reward_config(source)) == ["gsm8k", "so #### 42", "42", told]
+    extra_info = {"index": 3, "num_turns": 2, "rollout_reward_scores": {}}
+    assert returned(reward_config(source)) == ["gsm8k", "so #### 42", "42", extra_info]
 
 
 def test_a_function_is_given_only_the_arguments_it_takes(reward_config):
@@ -82,14 +82,14 @@ def test_files_beside_the_reward_file_can_be_imported(reward_config, tmp_path):
     assert returned(reward_config(source)) == 0.5
 
 
-def refusal(config) -> str:
+def rejection(config) -> str:
     with pytest.raises(ConfigError) as raised:
         load_reward(config, ["gsm8k"])
     return str(raised.value)
 
 
-def test_a_missing_file_is_refused(reward_config):
-    message = refusal(reward_config(path="/no/such/reward.py"))
+def test_a_missing_file_is_rejected(reward_config):
+    message = rejection(reward_config(path="/no/such/reward.py"))
     assert "reward.custom_reward_function.path=/no/such/reward.py" in message
 
 
@@ -102,60 +102,60 @@ def test_a_missing_file_is_refused(reward_config):
         ("import sys\nsys.exit('usage')\n", "SystemExit: usage", 2),
     ],
 )
-def test_a_file_that_does_not_import_is_refused_with_its_own_error_and_line(
+def test_a_file_that_does_not_import_is_rejected_with_its_own_error_and_line(
     reward_config, tmp_path, source, what, line
 ):
-    message = refusal(reward_config(source))
+    message = rejection(reward_config(source))
     assert what in message and f"({tmp_path / 'my_reward.py'}:{line})" in message
 
 
-def test_a_package_that_does_not_exist_is_refused(reward_config):
-    message = refusal(reward_config(path="pkg://no_such_package.reward"))
+def test_a_package_that_does_not_exist_is_rejected(reward_config):
+    message = rejection(reward_config(path="pkg://no_such_package.reward"))
     assert message == (
         "reward.custom_reward_function.path=pkg://no_such_package.reward does not import: "
         "ModuleNotFoundError: No module named 'no_such_package'"
     )
 
 
-def test_a_missing_function_is_refused_with_the_nearest_name_first(reward_config):
+def test_a_missing_function_is_rejected_with_the_nearest_name_first(reward_config):
     source = "def helper(): ...\ndef compute_rewards(solution_str): ...\n"
-    message = refusal(reward_config(source, name="compute_reward"))
+    message = rejection(reward_config(source, name="compute_reward"))
     assert "reward.custom_reward_function.name=compute_reward" in message
     assert "compute_rewards, helper" in message
 
 
-def test_a_name_that_is_no_function_is_refused(reward_config):
-    assert "is of type float, not a function" in refusal(reward_config("compute_score = 1.0"))
+def test_a_name_that_is_not_a_function_is_rejected(reward_config):
+    assert "is of type float, not a function" in rejection(reward_config("compute_score = 1.0"))
 
 
-def test_a_parameter_that_nothing_fills_is_refused(reward_config):
-    message = refusal(reward_config("def compute_score(solution_str, tokenizer): ..."))
+def test_a_parameter_that_nothing_fills_is_rejected(reward_config):
+    message = rejection(reward_config("def compute_score(solution_str, tokenizer): ..."))
     assert "(solution_str, tokenizer)" in message and "missing a required argument: 'tokenizer'" in message
 
 
-def test_a_reward_kwarg_that_the_function_does_not_take_is_refused(reward_config):
-    message = refusal(reward_config("def compute_score(solution_str): ...", bonus=2))
+def test_a_reward_kwarg_that_the_function_does_not_take_is_rejected(reward_config):
+    message = rejection(reward_config("def compute_score(solution_str): ...", bonus=2))
     assert "'bonus': 2" in message and "unexpected keyword argument 'bonus'" in message
 
 
 @pytest.mark.parametrize("data_source", ["openai/gsm8k", "gsm8k"])
 def test_without_a_path_the_scorer_is_chosen_by_data_source(reward_config, data_source):
-    answers = [Answer(data_source, text, "42", {}) for text in ("#### 42", "42")]
+    answers = [ScoringRequest(data_source, text, "42", {}) for text in ("#### 42", "42")]
     assert [returned(reward_config(), answer) for answer in answers] == [1.0, 0.0]
 
 
 def test_options_reach_the_built_in_scorer(reward_config):
     config = reward_config(method="flexible", format_score=0.25)
-    assert [returned(config, Answer("gsm8k", answer, "42", {})) for answer in ("42", "41")] == [1.0, 0.25]
+    assert [returned(config, ScoringRequest("gsm8k", answer, "42", {})) for answer in ("42", "41")] == [1.0, 0.25]
 
 
 @pytest.mark.parametrize("option", [{"method": "lenient"}, {"mehtod": "strict"}])
-def test_a_wrong_option_of_a_built_in_scorer_is_refused(reward_config, option):
-    message = refusal(reward_config(**option))
+def test_a_wrong_option_of_a_built_in_scorer_is_rejected(reward_config, option):
+    message = rejection(reward_config(**option))
     assert "reward.custom_reward_function" in message and next(iter(option)) in message
 
 
-def test_unknown_data_sources_are_refused_with_the_known_ones_and_the_way_out():
+def test_unknown_data_sources_are_rejected_with_the_known_ones_and_the_way_out():
     check_data_sources(["gsm8k", "openai/gsm8k"])
     with pytest.raises(ConfigError) as raised:
         check_data_sources(["gsm8k", "poems", "poems"])
@@ -165,7 +165,7 @@ def test_unknown_data_sources_are_refused_with_the_known_ones_and_the_way_out():
 
 def test_the_rewards_import_no_heavy_library():
     code = (
-        "import sys, hybridrl.rewards.pool, hybridrl.rewards.worker, hybridrl.rewards.faults;"
+        "import sys, hybridrl.rewards.pool, hybridrl.rewards.worker, hybridrl.rewards.postprocess;"
         "print({'torch', 'transformers', 'ray', 'vllm', 'numpy'} & set(sys.modules))"
     )
     root = Path(__file__).parents[2]

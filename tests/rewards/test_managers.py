@@ -3,22 +3,21 @@ import time
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.config.schema_reward import RewardManagerConfig, RewardManagerModuleConfig
-from hybridrl.rewards.load import load_reward
-from hybridrl.rewards.managers import calls_at_once, processes, seconds_between_calls
+from hybridrl.config.schema_algorithm import RewardManagerConfig, RewardManagerModuleConfig
+from hybridrl.rewards.load import calls_at_once, load_reward, processes, seconds_between_calls
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer, Score
+from hybridrl.rewards.score import Score, ScoringRequest
 
 NUMBER = "def compute_score(solution_str): return float(solution_str)"
 
 
-def answers(*solutions: str) -> list[Answer]:
-    return [Answer("test", solution, "42", {}) for solution in solutions]
+def requests(*solutions: str) -> list[ScoringRequest]:
+    return [ScoringRequest("test", solution, "42", {}) for solution in solutions]
 
 
 def scored(config, solutions: list[str]) -> list[Score]:
     with ScorerPool(config) as pool:
-        return [future.result(timeout=20) for future in pool.submit(answers(*solutions))]
+        return [future.result(timeout=20) for future in pool.submit(requests(*solutions))]
 
 
 def values(scores: list[Score]) -> list[float | None]:
@@ -26,7 +25,7 @@ def values(scores: list[Score]) -> list[float | None]:
 
 
 @pytest.mark.parametrize("manager", ["naive", "prime", "remote", "gdpo", "dapo", "rate_limited"])
-def test_the_managers_of_single_answers_call_the_function_alike(reward_config, manager):
+def test_the_managers_of_single_responses_call_the_function_alike(reward_config, manager):
     assert values(scored(reward_config(NUMBER, manager=manager), ["1", "2", "3"])) == [1, 2, 3]
 
 
@@ -42,7 +41,7 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale
 """
 
 
-def test_batch_calls_the_function_once_with_lists_of_all_answers(reward_config):
+def test_batch_calls_the_function_once_with_lists_of_all_responses(reward_config):
     scores = scored(reward_config(BATCH, manager="batch", num_workers=2, scale=2), [str(n) for n in range(300)])
     assert values(scores) == [2 * n for n in range(300)]
     assert {score.extras["calls"] for score in scores} == {300}
@@ -54,11 +53,11 @@ def test_batch_without_workers_is_one_call_too(reward_config):
 
 
 @pytest.mark.parametrize(("what", "fault"), [("raise", "raised:KeyError"), ("short", "type"), ("hang", "timeout")])
-def test_a_batch_that_fails_is_a_fault_of_every_answer_in_it_and_the_next_one_is_scored(reward_config, what, fault):
+def test_a_batch_that_fails_is_a_fault_of_every_response_in_it_and_the_next_one_is_scored(reward_config, what, fault):
     with ScorerPool(reward_config(BATCH, manager="batch", timeout=0.5)) as pool:
-        failed = [future.result(timeout=20) for future in pool.submit(answers("1", what, "2"))]
+        failed = [future.result(timeout=20) for future in pool.submit(requests("1", what, "2"))]
         assert [score.fault for score in failed] == [fault] * 3
-        assert values([future.result(timeout=20) for future in pool.submit(answers("5"))]) == [5]
+        assert values([future.result(timeout=20) for future in pool.submit(requests("5"))]) == [5]
 
 
 # Coroutines, and rate_limited
@@ -77,9 +76,9 @@ def test_calls_of_a_coroutine_function_overlap(reward_config):
     assert time.monotonic() - began < 0.3 * 64 / 2
 
 
-def test_a_coroutine_that_hangs_is_given_up_and_those_beside_it_go_on(reward_config):
+def test_a_coroutine_that_hangs_is_given_up_and_those_beside_it_continue(reward_config):
     with ScorerPool(reward_config(ASYNC, timeout=1)) as pool:
-        scores = [future.result(timeout=20) for future in pool.submit(answers("x", "hang", "x", "x"))]
+        scores = [future.result(timeout=20) for future in pool.submit(requests("x", "hang", "x", "x"))]
     assert values(scores) == [1.0, None, 1.0, 1.0]
     assert scores[1].fault == "timeout" and "1 s (reward.timeout)" in scores[1].detail
 
@@ -91,9 +90,9 @@ async def compute_score(file):
     try: await asyncio.sleep(60)
     finally: pathlib.Path(file).touch()
 """
-    file = tmp_path / "told"
+    file = tmp_path / "calls"
     with ScorerPool(reward_config(source, timeout=0.2, file=str(file))) as pool:
-        assert pool.submit(answers("x"))[0].result(timeout=20).fault == "timeout"
+        assert pool.submit(requests("x"))[0].result(timeout=20).fault == "timeout"
         deadline = time.monotonic() + 10
         while not file.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -128,7 +127,7 @@ def test_calls_a_minute_are_kept_to_by_all_processes_together(reward_config):
     assert (processes(config), seconds_between_calls(config)) == (2, 0.2)
     with ScorerPool(config) as pool:
         began = time.monotonic()
-        for future in pool.submit(answers(*["1"] * 10)):
+        for future in pool.submit(requests(*["1"] * 10)):
             future.result(timeout=20)
         assert time.monotonic() - began >= 0.1 * (10 - 2)
 
@@ -189,7 +188,7 @@ def test_a_manager_may_be_around_the_built_in_rewards(reward_config, tmp_path):
     assert values(scored(config, ["#### 42", "#### 41"])) == [2.0, 0.0]
 
 
-def test_a_manager_class_is_refused_with_the_form_that_is_wanted(reward_config, tmp_path):
+def test_a_manager_class_is_rejected_with_the_form_that_is_wanted(reward_config, tmp_path):
     with pytest.raises(ConfigError, match=r"reward_manager.name=RewardManager is a class; .* keyword compute_score"):
         load_reward(own_manager(reward_config, tmp_path, "RewardManager"))
 
@@ -210,7 +209,7 @@ def compute_score(solution_str, counter):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("how", ["raise", "die"])
-def test_an_answer_is_scored_again_as_often_as_retries_say(reward_config, tmp_path, how, num_workers):
+def test_a_response_is_scored_again_as_often_as_retries_say(reward_config, tmp_path, how, num_workers):
     if how == "die" and num_workers == 0:
         pytest.skip("there is no process to lose")
     counter = str(tmp_path / "counter")

@@ -1,20 +1,20 @@
-"""The examples of docs/rewards.md run, and its tables name what there is."""
+"""The examples of docs/rewards.md run, and its tables are complete."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from hybridrl.config.schema_reward import RewardManagerConfig, RewardManagerModuleConfig
+from hybridrl.config.schema_algorithm import RewardManagerConfig, RewardManagerModuleConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards.built_in import CPU_SECONDS, FAMILIES, SCORERS
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer
+from hybridrl.rewards.score import ScoringRequest
 from hybridrl.rewards.verl_names import NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"```python\n# (\w+\.py).*?\n(.*?)```", PAGE, re.DOTALL))
-ANSWER = Answer("test", "1 + 1 = 2", "2", {}, [5, 6, 7])
+ANSWER = ScoringRequest("test", "1 + 1 = 2", "2", {}, [5, 6, 7])
 
 SCORES = {
     "my_reward.py": 1.0,
@@ -27,7 +27,7 @@ SCORES = {
 }
 
 
-def test_every_grader_of_verl_that_has_a_counterpart_is_listed():
+def test_every_scorer_of_verl_that_has_a_counterpart_is_listed():
     table = PAGE.partition("**A file made for verl**")[2].partition("\n## ")[0]
     graders = {name for module, names in NAMES.items() if "reward_score" in module for name in names}
     assert sorted(name for name in graders if f"{name}`" not in table and name[0] != "_") == []
@@ -38,7 +38,7 @@ def test_every_example_is_run():
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_an_example_scores_an_answer(reward_config, tmp_path, name):
+def test_an_example_scores_a_response(reward_config, tmp_path, name):
     (tmp_path / name).write_text(EXAMPLES[name])
     reward = tmp_path / ("my_reward.py" if name == "manager.py" else name)
     reward.write_text(EXAMPLES[reward.name])
@@ -57,4 +57,4 @@ def test_the_tables_name_every_manager_and_every_scorer():
 
 
 def test_the_limit_of_cpu_time_is_the_one_that_holds():
-    assert f"Every answer has {CPU_SECONDS}\nseconds of CPU time" in PAGE
+    assert f"Every response has {CPU_SECONDS}\nseconds of CPU time" in PAGE

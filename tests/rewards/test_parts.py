@@ -1,10 +1,10 @@
-"""Several rewards: further functions, weights, rewards token by token."""
+"""Several rewards: further functions, weights, rewards per token."""
 
 import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.rewards.load import load_reward, uses_built_in
-from hybridrl.rewards.score import Answer, Score, part_means, score_answer, to_score
+from hybridrl.rewards.score import Score, ScoringRequest, component_means, score_request, to_score
 
 DICT = "def compute_score(solution_str): return {'correct': 1, 'format': 0.5, 'note': 'good'}"
 FURTHER = """
@@ -16,13 +16,13 @@ def compute_score(solution_str): return 3
 
 @pytest.fixture
 def parts(reward_config, tmp_path):
-    """The score of an answer "four" by a reward file, with further keys; {further} is a file of three functions."""
+    """Return the score of a response "four" by a reward file with further keys; {further} has three functions."""
     (tmp_path / "further.py").write_text(FURTHER)
 
     def score(source: str | None, data_source: str = "test", **more) -> Score:
         functions = {name: f"{tmp_path / 'further.py'}{tail}" for name, tail in more.pop("functions", {}).items()}
         config = reward_config(source, more=more | {"functions": functions})
-        return score_answer(load_reward(config).score, Answer(data_source, "four", "42", {}))
+        return score_request(load_reward(config).score, ScoringRequest(data_source, "four", "42", {}))
 
     return score
 
@@ -48,13 +48,13 @@ def test_the_weight_of_score_is_that_of_the_main_functions_own(parts):
     assert parts(source, functions={"length": ":length"}, weights={"score": 10, "length": 1}).value == 9.0
 
 
-def test_the_main_function_is_not_called_where_it_has_no_weight(parts, reward_config):
+def test_the_main_function_is_not_called_if_it_has_no_weight(parts, reward_config):
     assert parts(None, "poems", functions={"length": ":length"}, weights={"length": 0.5}).value == 2.0
     assert not uses_built_in(reward_config(more={"functions": {"a": "x.py"}, "weights": {"a": 1}}))
     assert uses_built_in(reward_config(more={"functions": {"a": "x.py"}}))
 
 
-def test_a_fault_of_any_function_is_the_answers(parts):
+def test_a_fault_of_any_function_is_the_responses(parts):
     score = parts(DICT, functions={"judge": ":failing"}, weights={"judge": 1, "correct": 1})
     assert (score.value, score.fault) == (None, "raised:OSError")
 
@@ -70,25 +70,25 @@ def test_without_weights_a_dict_needs_its_score(parts):
     assert parts(DICT).fault == "type"
 
 
-def test_a_further_function_that_is_missing_is_refused_by_its_key(parts):
+def test_a_further_function_that_is_missing_is_rejected_by_its_key(parts):
     with pytest.raises(ConfigError, match=r"reward\.functions\.a=.*further\.py:lenght is not in .*: length"):
         parts(DICT, functions={"a": ":lenght"})
 
 
-def test_parts_are_told_as_means_over_the_answers_that_have_them():
+def test_parts_are_told_as_means_over_the_responses_that_have_them():
     scores = [Score(1.0, {"score": 1.0, "acc": True, "pred": "4", "bonus": 0.5}), Score(0.0, {"acc": False})]
-    assert part_means([*scores, Score(None, fault="died")]) == {"reward/acc/mean": 0.5, "reward/bonus/mean": 0.5}
+    assert component_means([*scores, Score(None, fault="died")]) == {"reward/acc/mean": 0.5, "reward/bonus/mean": 0.5}
 
 
 # Token by token
 
 
-def test_rewards_of_tokens_add_up_to_the_score_and_are_no_extras():
+def test_rewards_of_tokens_add_up_to_the_score_and_are_not_extras():
     score = to_score({"token_rewards": (0.25, 0, 0.5), "acc": 1})
     assert score == Score(0.75, {"acc": 1, "score": 0.75}, token_rewards=[0.25, 0.0, 0.5])
 
 
-def test_a_score_that_says_the_same_may_stand_beside_them():
+def test_a_score_that_says_the_same_may_stand_next_to_them():
     assert to_score({"token_rewards": [0.1] * 10, "score": 1.0}).value == pytest.approx(1.0)
 
 
@@ -102,8 +102,8 @@ def test_a_score_that_says_the_same_may_stand_beside_them():
         ({"token_rewards": 5}, "raised:TypeError"),
     ],
 )
-def test_token_rewards_that_are_no_rewards_are_a_fault(returned, fault):
-    assert score_answer(lambda answer: to_score(returned), Answer("", "", "", {})).fault == fault
+def test_token_rewards_that_are_not_rewards_are_a_fault(returned, fault):
+    assert score_request(lambda answer: to_score(returned), ScoringRequest("", "", "", {})).fault == fault
 
 
 def test_another_value_leaves_the_difference_to_the_last_token():
@@ -114,5 +114,5 @@ def test_a_function_that_names_response_ids_is_given_them(reward_config):
     source = "def compute_score(response_ids): return {'token_rewards': [i / 2 for i in response_ids]}"
     reward = load_reward(reward_config(source))
     assert reward.takes_tokens
-    assert reward.score(Answer("", "", "", {}, [2, 4])).token_rewards == [1.0, 2.0]
+    assert reward.score(ScoringRequest("", "", "", {}, [2, 4])).token_rewards == [1.0, 2.0]
     assert not load_reward(reward_config("def compute_score(**given): return 1")).takes_tokens

@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer, Score
+from hybridrl.rewards.score import Score, ScoringRequest
 
 # Does what the answer says, so that a test shows in its answers what happens in the scoring process.
 OBEDIENT = """
@@ -37,9 +37,9 @@ def compute_score(solution_str, ground_truth, pid_file=None):
 """
 
 
-def answers(*solutions: str) -> list[Answer]:
-    """One answer each; the n-th one's score is n where the scorer lives to say so."""
-    return [Answer("test", solution, str(position), {}) for position, solution in enumerate(solutions)]
+def requests(*solutions: str) -> list[ScoringRequest]:
+    """Return one request per text; the n-th one's score is n if its scorer survives."""
+    return [ScoringRequest("test", solution, str(position), {}) for position, solution in enumerate(solutions)]
 
 
 def results(futures: list[Future[Score]]) -> list[Score]:
@@ -65,9 +65,9 @@ def wait_until(condition, seconds: float = 5) -> bool:
     return condition()
 
 
-def test_each_answer_gets_its_own_score_in_the_order_of_submission(reward_config):
+def test_each_response_gets_its_own_score_in_the_order_of_submission(reward_config):
     with ScorerPool(reward_config(OBEDIENT, num_workers=2)) as pool:
-        scores = results(pool.submit(answers(*["fine"] * 500)))
+        scores = results(pool.submit(requests(*["fine"] * 500)))
         assert values(scores) == list(range(500))
         assert len({score.extras["pid"] for score in scores} - {os.getpid()}) == 2
 
@@ -76,7 +76,10 @@ def test_the_built_in_scorer_runs_in_the_pool(reward_config):
     with ScorerPool(reward_config()) as pool:
         right, wrong, unknown = results(
             pool.submit(
-                [Answer(name, "#### 42", truth, {}) for name, truth in [("gsm8k", "42"), ("gsm8k", "7"), ("x", "")]]
+                [
+                    ScoringRequest(name, "#### 42", truth, {})
+                    for name, truth in [("gsm8k", "42"), ("gsm8k", "7"), ("x", "")]
+                ]
             )
         )
     assert (right.value, wrong.value) == (1.0, 0.0)
@@ -84,45 +87,45 @@ def test_the_built_in_scorer_runs_in_the_pool(reward_config):
 
 
 @pytest.mark.parametrize("hang", ["loop", "backtrack"])
-def test_a_hung_scorer_is_killed_and_the_others_go_on(reward_config, hang):
+def test_a_hung_scorer_is_killed_and_the_others_continue(reward_config, hang):
     with ScorerPool(reward_config(OBEDIENT, timeout=0.5)) as pool:
-        scores = results(pool.submit(answers("fine", hang, "fine", "fine")))
+        scores = results(pool.submit(requests("fine", hang, "fine", "fine")))
     assert values(scores) == [0, None, 2, 3]
     assert scores[1].fault == "timeout" and "0.5 s (reward.timeout)" in scores[1].detail
 
 
-def test_the_time_limit_holds_for_each_answer_and_not_for_those_sent_together(reward_config):
+def test_the_time_limit_holds_for_each_response_and_not_for_those_sent_together(reward_config):
     with ScorerPool(reward_config(OBEDIENT, timeout=0.5)) as pool:  # half of the eight are sent together: 0.6 s
-        assert values(results(pool.submit(answers(*["sleep 0.15"] * 8)))) == list(range(8))
+        assert values(results(pool.submit(requests(*["sleep 0.15"] * 8)))) == list(range(8))
 
 
 @pytest.mark.parametrize(("end", "how"), [("exit", "exit code 3"), ("crash", "SIGSEGV")])
-def test_a_scorer_that_ends_its_process_costs_its_own_answer_only(reward_config, end, how):
+def test_a_scorer_that_ends_its_process_costs_its_own_response_only(reward_config, end, how):
     with ScorerPool(reward_config(OBEDIENT)) as pool:
-        scores = results(pool.submit(answers("fine", end, "fine")))
+        scores = results(pool.submit(requests("fine", end, "fine")))
     assert values(scores) == [0, None, 2]
     assert scores[1].fault == "died" and how in scores[1].detail
 
 
 def test_a_process_killed_while_it_is_idle_costs_nothing(reward_config):
     with ScorerPool(reward_config(OBEDIENT)) as pool:
-        victim = results(pool.submit(answers("fine")))[0].extras["pid"]
+        victim = results(pool.submit(requests("fine")))[0].extras["pid"]
         os.kill(victim, signal.SIGKILL)
         assert wait_until(lambda: not exists(victim))
-        assert values(results(pool.submit(answers("fine", "fine")))) == [0, 1]
+        assert values(results(pool.submit(requests("fine", "fine")))) == [0, 1]
 
 
 def test_what_a_hung_scorer_has_started_is_killed_with_it(reward_config, tmp_path):
     pid_file = tmp_path / "pid"
     with ScorerPool(reward_config(OBEDIENT, timeout=0.5, pid_file=str(pid_file))) as pool:
-        assert results(pool.submit(answers("spawn")))[0].fault == "timeout"
+        assert results(pool.submit(requests("spawn")))[0].fault == "timeout"
     assert wait_until(lambda: not exists(int(pid_file.read_text())))
 
 
-def test_faults_of_the_function_and_its_prints_are_told_apart_and_logged(reward_config, tmp_path):
+def test_faults_of_the_function_and_its_prints_are_distinguished_and_logged(reward_config, tmp_path):
     log = tmp_path / "reward.log"
     with ScorerPool(reward_config(OBEDIENT), log) as pool:
-        scores = results(pool.submit(answers("raise", "none", "print")))
+        scores = results(pool.submit(requests("raise", "none", "print")))
     assert [score.fault for score in scores] == ["raised:KeyError", "none", None]
     assert "a word from the reward" in log.read_text()
     assert "Traceback" in log.read_text() and "my_reward.py" in log.read_text()
@@ -130,19 +133,19 @@ def test_faults_of_the_function_and_its_prints_are_told_apart_and_logged(reward_
 
 def test_without_workers_the_caller_scores(reward_config):
     with ScorerPool(reward_config(OBEDIENT, num_workers=0)) as pool:
-        futures = pool.submit(answers("fine", "raise"))
+        futures = pool.submit(requests("fine", "raise"))
         assert [future.done() for future in futures] == [True, True]
         fine, raised = results(futures)
     assert fine.extras["pid"] == os.getpid() and raised.fault == "raised:KeyError"
 
 
-def test_a_reward_that_loads_here_but_not_in_the_processes_is_refused_at_the_start(reward_config):
+def test_a_reward_that_loads_here_but_not_in_the_processes_is_rejected_at_the_start(reward_config):
     source = f"import os\nif os.getpid() != {os.getpid()}: raise OSError('no licence')\ndef compute_score(): ..."
     with pytest.raises(ConfigError, match=r"does not import: OSError: no licence .*my_reward\.py:2"):
         ScorerPool(reward_config(source, num_workers=2))
 
 
-def test_a_file_that_ends_the_process_which_imports_it_is_refused_at_the_start(reward_config, tmp_path):
+def test_a_file_that_ends_the_process_which_imports_it_is_rejected_at_the_start(reward_config, tmp_path):
     log = tmp_path / "reward.log"
     with pytest.raises(ConfigError, match=r"exit code 4 while it loaded the reward; .*reward\.log"):
         ScorerPool(reward_config("import os\nos._exit(4)"), log)
@@ -151,24 +154,24 @@ def test_a_file_that_ends_the_process_which_imports_it_is_refused_at_the_start(r
 def test_a_reward_that_cannot_be_loaded_again_ends_the_pool_with_the_reason(reward_config, tmp_path):
     with ScorerPool(reward_config(OBEDIENT)) as pool:
         (tmp_path / "my_reward.py").write_text("raise OSError('gone')")
-        scores = results(pool.submit(answers("exit", "fine")))
+        scores = results(pool.submit(requests("exit", "fine")))
         assert [score.fault for score in scores] == ["died", "died"] and "OSError: gone" in scores[1].detail
         with pytest.raises(ConfigError, match="OSError: gone"):
-            pool.submit(answers("fine"))
+            pool.submit(requests("fine"))
 
 
 def test_closing_resolves_what_was_not_scored(reward_config):
     pool = ScorerPool(reward_config(OBEDIENT))
-    futures = pool.submit(answers("loop", "fine", "fine"))
+    futures = pool.submit(requests("loop", "fine", "fine"))
     pool.close()
     assert [score.fault for score in results(futures)] == ["died", "died", "died"]
     with pytest.raises(RuntimeError, match="closed"):
-        pool.submit(answers("fine"))
+        pool.submit(requests("fine"))
 
 
 def test_a_future_cannot_be_cancelled(reward_config):
     with ScorerPool(reward_config(OBEDIENT)) as pool:
-        futures = pool.submit(answers("sleep 0.05", "fine"))
+        futures = pool.submit(requests("sleep 0.05", "fine"))
         assert not any(future.cancel() for future in futures)
         assert values(results(futures)) == [0, 1]
 
@@ -177,12 +180,12 @@ DRIVER = """
 import pickle, sys, time
 from pathlib import Path
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer
+from hybridrl.rewards.score import ScoringRequest
 
 config, log = pickle.load(open(sys.argv[1], "rb"))
 with ScorerPool(config, log) as pool:
-    pids = {int(f.result().extras["pid"]) for f in pool.submit([Answer("", "sleep 0.05", "0", {})] * 8)}
-    pool.submit([Answer("", "loop", "0", {})])
+    pids = {int(f.result().extras["pid"]) for f in pool.submit([ScoringRequest("", "sleep 0.05", "0", {})] * 8)}
+    pool.submit([ScoringRequest("", "loop", "0", {})])
     print(*pids, flush=True)
     time.sleep(60)
 """
@@ -236,38 +239,38 @@ def compute_score(solution_str, ground_truth):
 """
 
 
-def judged(reward_config, *solutions: str, **more) -> list[Score]:
+def scored(reward_config, *solutions: str, **more) -> list[Score]:
     with ScorerPool(reward_config(UNRULY, **more)) as pool:
-        return results(pool.submit(answers(*solutions)))
+        return results(pool.submit(requests(*solutions)))
 
 
 def test_half_a_reply_blocks_nothing_beyond_the_time_limit(reward_config):
-    scores = judged(reward_config, "fine", "half", "fine", timeout=0.5)
+    scores = scored(reward_config, "fine", "half", "fine", timeout=0.5)
     assert values(scores) == [0, None, 2] and scores[1].fault == "timeout"
 
 
-def test_what_is_written_to_the_connection_costs_one_answer_and_is_named(reward_config):
-    scores = judged(reward_config, "fine", "garbage", "fine")
+def test_what_is_written_to_the_connection_costs_one_response_and_is_named(reward_config):
+    scores = scored(reward_config, "fine", "garbage", "fine")
     assert values(scores) == [0, None, 2]
     assert scores[1].fault == "died" and "wrote to its connection" in scores[1].detail
 
 
 @pytest.mark.parametrize("greedy", ["grow", "child"])
-def test_a_grader_above_the_memory_limit_costs_its_own_answer_and_is_named(reward_config, greedy):
-    scores = judged(reward_config, "fine", greedy, "fine", more={"memory_mb": 500})
+def test_a_scorer_above_the_memory_limit_costs_its_own_response_and_is_named(reward_config, greedy):
+    scores = scored(reward_config, "fine", greedy, "fine", more={"memory_mb": 500})
     assert values(scores) == [0, None, 2]
     assert scores[1].fault == "memory" and "more than 500 MiB of memory (reward.memory_mb)" in scores[1].detail
 
 
-def test_a_reward_that_needs_more_memory_to_load_is_refused_at_the_start(reward_config):
+def test_a_reward_that_needs_more_memory_to_load_is_rejected_at_the_start(reward_config):
     source = "import time\nhoard = b'x' * (1 << 29)\ntime.sleep(1)\ndef compute_score(): ..."
     with pytest.raises(ConfigError, match=r"more than 400 MiB of memory \(reward\.memory_mb\) while it was loaded"):
         ScorerPool(reward_config(source, more={"memory_mb": 400}))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_grader_that_calls_exit_is_reported_so(reward_config, num_workers):
-    scores = judged(reward_config, "fine", "exit 0", "fine", num_workers=num_workers)
+def test_a_scorer_that_calls_exit_is_reported_so(reward_config, num_workers):
+    scores = scored(reward_config, "fine", "exit 0", "fine", num_workers=num_workers)
     assert values(scores) == [0, None, 2]
     assert scores[1].fault == "raised:SystemExit" and "called exit(0)" in scores[1].detail
 
@@ -275,18 +278,18 @@ def test_a_grader_that_calls_exit_is_reported_so(reward_config, num_workers):
 def test_a_coroutine_that_calls_exit_is_reported_so_and_the_next_one_runs(reward_config):
     source = "import sys\nasync def compute_score(solution_str): return sys.exit(3) if solution_str == 'exit' else 1"
     with ScorerPool(reward_config(source)) as pool:
-        scores = results(pool.submit(answers("exit", "fine")))
+        scores = results(pool.submit(requests("exit", "fine")))
     assert scores[0].fault == "raised:SystemExit" and "called exit(3)" in scores[0].detail and scores[1].value == 1
 
 
 def test_a_process_that_takes_its_time_to_end_is_reported_by_its_exit_code(reward_config):
-    (score,) = judged(reward_config, "linger")
+    (score,) = scored(reward_config, "linger")
     assert score.fault == "died" and "SIGKILL" not in score.detail and "exit code 1" in score.detail
 
 
 def test_a_stopped_process_is_replaced(reward_config):
     with ScorerPool(reward_config(OBEDIENT, timeout=0.5)) as pool:
-        victim = results(pool.submit(answers("fine")))[0].extras["pid"]
+        victim = results(pool.submit(requests("fine")))[0].extras["pid"]
         os.kill(victim, signal.SIGSTOP)
-        long = Answer("test", "fine", "1", {"text": "x" * 4_000_000})  # more than the connection holds
+        long = ScoringRequest("test", "fine", "1", {"text": "x" * 4_000_000})  # more than the connection holds
         assert values(results(pool.submit([long]))) == [1]

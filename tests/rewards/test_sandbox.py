@@ -1,4 +1,4 @@
-"""What a program of an answer can and cannot do. Each program says "done" where it was refused, not stopped."""
+"""What a program in a response can and cannot do. Each program prints "done" if it was denied, not stopped."""
 
 import time
 
@@ -89,7 +89,7 @@ def test_the_library_is_there_though_no_file_can_be_opened(attempt):
         "signal.pidfd_send_signal(1, 9)",
     ],
 )
-def test_what_reaches_beyond_the_program_is_refused(tmp_path, attempt):
+def test_what_reaches_beyond_the_program_is_rejected(tmp_path, attempt):
     file = tmp_path / "file"
     file.write_text("as it was")
     imports = "import multiprocessing, os, resource, signal, socket, subprocess"
@@ -152,7 +152,7 @@ def test_all_runs_together_have_a_time_limit_and_what_is_not_reached_failed():
     assert time.monotonic() - began < 6
 
 
-def test_asserts_count_only_where_they_were_reached():
+def test_asserts_count_only_if_they_were_reached():
     tests = ["assert f(1) == 2", "assert f(1) == 3"]
     assert run("def f(x): return x + 1", tests, QUICK, "asserts") == ["", None]
     for escape in ("raise SystemExit(0)", "import os\nos._exit(0)", "import sys\nsys.exit()"):
@@ -166,7 +166,7 @@ def test_a_function_or_a_method_is_called_and_its_value_comes_back():
     assert run("", [[]], QUICK, "call", "f") == [None]
 
 
-def test_a_machine_without_the_filter_is_refused(monkeypatch):
+def test_a_machine_without_the_filter_is_rejected(monkeypatch):
     monkeypatch.setattr(sandbox, "supported", lambda: False)
     with pytest.raises(ConfigError, match=r"x86_64 and aarch64; set reward\.custom_reward_function\.path"):
         outcome("print(1)")

@@ -4,9 +4,9 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from hybridrl.rewards.score import Answer, Score, score_answer, to_score
+from hybridrl.rewards.score import Score, ScoringRequest, score_request, to_score
 
-ANSWER = Answer("gsm8k", "#### 42", "42", {})
+ANSWER = ScoringRequest("gsm8k", "#### 42", "42", {})
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_what_is_no_finite_number_is_a_fault_and_no_score(returned, fault):
 
 
 def test_an_exception_is_a_fault_that_names_its_place():
-    def reward(answer: Answer) -> float:
+    def reward(answer: ScoringRequest) -> float:
         raise KeyError("unit")
 
-    score = score_answer(reward, ANSWER)
+    score = score_request(reward, ANSWER)
     assert (score.value, score.fault) == (None, "raised:KeyError")
     assert score.detail.startswith("KeyError: 'unit' (") and "test_score.py:" in score.detail
 
@@ -94,4 +94,4 @@ def test_a_returned_object_that_fails_on_use_is_a_fault_too():
         def __float__(self) -> float:
             raise RuntimeError("not now")
 
-    assert score_answer(lambda answer: to_score(Trap()), ANSWER).fault == "raised:RuntimeError"
+    assert score_request(lambda answer: to_score(Trap()), ANSWER).fault == "raised:RuntimeError"

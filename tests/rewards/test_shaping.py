@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.rewards.postprocess import OverlongPenalty, Shaping
 from hybridrl.rewards.score import Score
-from hybridrl.rewards.shaping import OverlongPenalty, Shaping
 
 PENALTY = Shaping(overlong=OverlongPenalty(max_length=20, buffer=8, factor=0.5, log=True))
 RIGHT = Score(1.0, {"score": 1.0, "acc": True})
@@ -32,7 +32,7 @@ def test_it_is_the_papers_formula_times_the_factor(length, buffer, beyond, facto
     assert penalty.of(length) == pytest.approx(factor * dapo(length, longest, buffer), abs=1e-12)
 
 
-def test_what_the_grader_said_stays_and_its_score_is_not_changed_in_place():
+def test_what_the_scorer_said_stays_and_its_score_is_not_changed_in_place():
     given = Score(1.0, {"score": 1.0, "acc": True})
     shaped = PENALTY.shaped(given, 20)
     assert (shaped.extras["score"], shaped.extras["acc"]) == (1.0, True)

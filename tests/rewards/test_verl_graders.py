@@ -1,5 +1,5 @@
 """verl's graders under their own signatures. Where texts are compared, the expected values were computed by verl; what
-verl compares symbolically may be right here and wrong there."""
+verl compares symbolically may be correct here and incorrect there."""
 
 import pytest
 
@@ -112,12 +112,12 @@ def test_dapo_returns_what_verls_does(text, strict, score, right, result):
         ("codecontests", f"```python\n{PROGRAM}\n```", TESTS, 1.0),
     ],
 )
-def test_the_default_grader_returns_verls_types(data_source, solution, truth, returned):
-    found = graders.default_compute_score(data_source, solution, truth, {}, memory_limit_mb=512)
-    assert found == returned and type(found) is type(returned)
+def test_the_default_scorer_returns_verls_types(data_source, solution, truth, returned):
+    score = graders.default_compute_score(data_source, solution, truth, {}, memory_limit_mb=512)
+    assert score == returned and type(score) is type(returned)
 
 
-def test_data_without_a_grader_raise_what_verl_raises():
+def test_data_without_a_scorer_raise_what_verl_raises():
     with pytest.raises(NotImplementedError, match="data_source poems"):
         graders.default_compute_score("poems", "", "")
 

@@ -1,4 +1,4 @@
-"""Reward files that import from verl, in processes of their own: an import stays for the life of a process."""
+"""Reward files that import from verl, in separate processes: an import lasts as long as its process."""
 
 import importlib
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Answer, Score
+from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.rewards.verl_names import NAMES
 
 BOX = r"so \boxed{42}"
@@ -15,7 +15,7 @@ BOX = r"so \boxed{42}"
 
 def scored(config, solution: str = BOX, truth: str = "42", data_source: str = "lighteval/MATH") -> Score:
     with ScorerPool(config) as pool:
-        return pool.submit([Answer(data_source, solution, truth, {"split": "test"})])[0].result(timeout=60)
+        return pool.submit([ScoringRequest(data_source, solution, truth, {"split": "test"})])[0].result(timeout=60)
 
 
 def rejection(config) -> str:
@@ -126,7 +126,7 @@ def test_a_clone_without_its_libraries_neither_breaks_a_file_nor_hides_the_advic
     assert "there are compute_score, extract_solution: " in message
 
 
-def test_a_directory_called_verl_that_is_no_package_is_not_taken_for_it(reward_config, clone):
+def test_a_directory_called_verl_that_is_not_a_package_is_not_taken_for_it(reward_config, clone):
     assert not (clone / "__init__.py").exists()
     assert scored(reward_config(f"from verl.utils.reward_score import math_reward{USES}")).value == 1.0
 

@@ -1,8 +1,8 @@
-"""Prints what vLLM makes of hybridrl's arguments on a machine with H100s that it only believes in.
+"""Prints the configuration that vLLM derives from hybridrl's arguments on a faked machine with H100s.
 
-    python on_faked_gpu.py MODEL [[KEY=VALUE, ...], ...]     as JSON; prints a JSON list, one entry a run
+    python on_faked_gpu.py MODEL [[KEY=VALUE, ...], ...]     as JSON; prints a JSON list, one entry per run
 
-The platform changes once vLLM is imported: what is decided while it is imported is decided as on this machine.
+The platform is faked after vLLM is imported: what vLLM decides during its import is decided for this machine.
 """
 
 import json
@@ -23,7 +23,7 @@ GPUS = 8
 COMPILED = "vllm._C_stable_libtorch"  # imported for its side effects; a CPU's build has none
 
 
-def believe_in_gpus() -> None:
+def fake_gpus() -> None:
     pynvml.nvmlInit = pynvml.nvmlShutdown = lambda: None
     pynvml.nvmlDeviceGetCount = lambda: GPUS
     sys.modules.setdefault(COMPILED, ModuleType(COMPILED))
@@ -40,7 +40,7 @@ def believe_in_gpus() -> None:
     current_platform.__class__ = type("FakedH100", (cuda,), methods)  # other modules hold this object
 
 
-def made_of(model: str, further: list[str]) -> dict[str, object]:
+def configuration(model: str, further: list[str]) -> dict[str, object]:
     rows = Path(model) / "rows.jsonl"
     rows.write_text("{}\n")
     config = load_ppo_config([f"data.train_files={rows}", f"actor_rollout_ref.model.path={model}", *further])
@@ -71,5 +71,5 @@ def made_of(model: str, further: list[str]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    believe_in_gpus()
-    print(json.dumps([made_of(sys.argv[1], further) for further in json.loads(sys.argv[2])]))
+    fake_gpus()
+    print(json.dumps([configuration(sys.argv[1], further) for further in json.loads(sys.argv[2])]))

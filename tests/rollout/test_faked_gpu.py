@@ -1,4 +1,4 @@
-"""The engine's configuration as on H100s, built by the vLLM that is installed, whichever it is."""
+"""The engine's configuration as on H100s, built by the installed vLLM."""
 
 import json
 import os
@@ -23,7 +23,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What vLLM makes of each run, in one process since its import takes long."""
+    """vLLM's configuration for each run, made in one process since its import takes long."""
     model = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 320}
     config = Qwen2Config(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, **sizes)
@@ -44,7 +44,7 @@ def test_an_engine_on_a_gpu_sleeps_captures_graphs_and_takes_its_weights_from_th
         "worker": "vllm.v1.worker.gpu_worker.Worker",
         "executor": "uni",
         "tensor_parallel": 1,
-        "extension": "hybridrl.rollout.vllm.engine.EngineProcess",
+        "extension": "hybridrl.rollout.vllm.worker.EngineProcess",
         "dtype": "torch.bfloat16",
         "sleeps": True,
         "log_probs": "processed_logprobs",
@@ -60,15 +60,15 @@ def test_an_engine_on_a_gpu_sleeps_captures_graphs_and_takes_its_weights_from_th
     }
 
 
-def test_float32_without_graphs_and_without_sleep_is_what_it_says(made):
-    found = made["float32"]
-    assert (found["dtype"], found["graphs"], found["sleeps"]) == ("torch.float32", "NONE", False)
+def test_float32_without_graphs_and_without_sleep(made):
+    engine = made["float32"]
+    assert (engine["dtype"], engine["graphs"], engine["sleeps"]) == ("torch.float32", "NONE", False)
 
 
 def test_the_attention_kernel_can_be_chosen(made):
     assert made["chosen"]["attention"] == "TRITON_ATTN"
 
 
-def test_an_adapter_has_room_for_the_next_rank_that_vllm_knows_on_every_gpu_of_its_engine(made):
-    found = made["adapter"]
-    assert (found["rank"], found["tensor_parallel"], found["executor"]) == (16, 2, "mp")
+def test_an_adapter_gets_the_next_rank_that_vllm_supports_on_every_gpu_of_its_engine(made):
+    engine = made["adapter"]
+    assert (engine["rank"], engine["tensor_parallel"], engine["executor"]) == (16, 2, "mp")

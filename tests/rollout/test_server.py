@@ -1,29 +1,100 @@
-"""A rollout server's own part: which devices its engine sees."""
+"""The rollout server around a fake engine: its devices, forwarded calls, responses and failures."""
 
 import asyncio
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.rollout import server
+from hybridrl.rollout import Request, Sampling
+from hybridrl.rollout.engine import ENGINES
 from hybridrl.rollout.server import RolloutServer
 
 
-class SeeingEngine:
-    """An engine that notes which GPUs are visible when it is built."""
+class FakeEngine:
+    """Records the GPUs that are visible when it is built, and the order of what happens to it."""
 
     def __init__(self, *_: object) -> None:
         self.visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.events: list[object] = []
+        self.unfinished = 0
+        self.broken = False
 
-    async def connect(self) -> None: ...
+    async def connect(self) -> None:
+        self.events.append("connect")
+
+    async def hold(self) -> None:
+        if self.broken:
+            raise RuntimeError("dead")
+        self.events.append("hold")
+
+    async def release(self) -> None:
+        self.events.append("release")
+
+    async def wake(self, part: str) -> str:
+        return f"awake: {part}"
+
+    async def generate(self, request: Request) -> int:
+        self.events.append(request.seed)
+        self.unfinished += 1
+        await asyncio.sleep(0.01)
+        if self.broken:
+            raise ValueError("out of order")
+        return 10 * request.seed
+
+
+async def started(monkeypatch: pytest.MonkeyPatch, gpus: list[str] | None = None, fixed: bool = False) -> RolloutServer:
+    monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module=__name__, name="FakeEngine"))
+    server = RolloutServer.__new__(RolloutServer)  # without an actor's log file
+    server.finished, server.running = asyncio.Queue(), set()
+    assert await server.start("cuda", gpus or [], None, SimpleNamespace(name="vllm", full_determinism=fixed), 1)
+    return server
+
+
+def requests(count: int) -> list[tuple[int, Request]]:
+    return [(100 + n, Request(n, 0, [1], n, Sampling(4, ()))) for n in range(count)]
 
 
 @pytest.mark.parametrize(("gpus", "visible"), [(["4"], "4"), (["4", "6"], "4,6"), ([], "4,5,6,7")])
-def test_an_engine_sees_the_gpus_of_its_ranks_alone(monkeypatch: pytest.MonkeyPatch, gpus, visible):
+def test_an_engine_sees_only_the_gpus_of_its_ranks(monkeypatch, gpus, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setitem(server.ENGINES, "vllm", (__name__, "SeeingEngine"))
-    started = RolloutServer.__new__(RolloutServer)
-    rollout = SimpleNamespace(name="vllm", full_determinism=False)
-    asyncio.run(started.start("cuda", gpus, None, rollout, 1))
-    assert started.engine.visible == visible
+    server = asyncio.run(started(monkeypatch, gpus))
+    assert server.engine.visible == visible and server.engine.events == ["connect"]
+
+
+def test_calls_reach_the_engine(monkeypatch):
+    async def call() -> str:
+        return await (await started(monkeypatch)).call("wake", "weights")
+
+    assert asyncio.run(call()) == "awake: weights"
+
+
+def test_responses_that_finish_together_are_taken_together(monkeypatch):
+    async def take() -> list:
+        server = await started(monkeypatch)
+        await server.submit(requests(3))
+        return await server.take()
+
+    assert asyncio.run(take()) == [(100, 0), (101, 10), (102, 20)]
+
+
+def test_with_full_determinism_the_engine_starts_once_it_has_all_requests(monkeypatch):
+    async def events() -> list:
+        server = await started(monkeypatch, fixed=True)
+        await server.submit(requests(3))
+        return server.engine.events
+
+    assert asyncio.run(events()) == ["connect", "hold", 0, 1, 2, "release"]
+
+
+@pytest.mark.parametrize(("fixed", "reason"), [(False, "ValueError: out of order"), (True, "RuntimeError: dead")])
+def test_whatever_ends_a_request_is_raised_by_take(monkeypatch, fixed, reason):
+    async def take() -> None:
+        server = await started(monkeypatch, fixed=fixed)
+        server.engine.broken = True
+        await server.submit(requests(1))
+        await server.take()
+
+    with pytest.raises(RuntimeError, match=f"the engine failed: {reason}"):
+        asyncio.run(take())

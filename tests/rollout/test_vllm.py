@@ -1,16 +1,18 @@
 """What hybridrl adds to vLLM's own calls, with stand-ins for the engine and the model."""
 
 import asyncio
+from types import SimpleNamespace
 
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
-from hybridrl.rollout.vllm.adapter import put_back, put_base_layers
 from hybridrl.rollout.vllm.engine import PARTS, VllmEngine
+from hybridrl.rollout.vllm.settings import vllm_environment
+from hybridrl.rollout.vllm.worker import unwrap_adapted_layers, wrap_adapted_layers
 
 
 class OldEngine:
-    """Sleeps as vLLM 0.26 does: only where it is wholly awake."""
+    """Sleeps as vLLM 0.26 does: only if it is fully awake."""
 
     def __init__(self) -> None:
         self.asleep: set[str] = set()
@@ -23,7 +25,7 @@ class OldEngine:
         self.asleep -= set(tags)
 
 
-def test_an_engine_that_has_its_weights_alone_goes_to_sleep_wholly():
+def test_an_engine_that_has_only_its_weights_goes_to_sleep_fully():
     engine = VllmEngine.__new__(VllmEngine)
     engine.engine, engine.sleeps, engine.adapted, engine.asleep = OldEngine(), True, False, frozenset()
 
@@ -47,7 +49,12 @@ def test_weights_of_adapted_layers_are_loaded_under_the_names_of_a_model_without
     model = torch.nn.Sequential(Adapted(torch.nn.Linear(1, 1)), torch.nn.ModuleList([Adapted(torch.nn.Linear(1, 1))]))
     adapted = list(model.state_dict())
     assert all(".base_layer." in name for name in adapted)
-    places = put_base_layers(model)
+    places = unwrap_adapted_layers(model)
     assert list(model.state_dict()) == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
-    put_back(places)
+    wrap_adapted_layers(places)
     assert list(model.state_dict()) == adapted and not places
+
+
+def test_float32_products_are_exact_in_triton():
+    assert vllm_environment(SimpleNamespace(dtype="float32"))["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in vllm_environment(SimpleNamespace(dtype="bfloat16"))

@@ -1,4 +1,4 @@
-"""What the front rooms set up: attempts, directories, and what is refused once tokenizer and data are there."""
+"""What every run sets up: restarts, directories, plans, and what is rejected once tokenizer and data are loaded."""
 
 import json
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from transformers import Qwen2Config
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import WorkerDied
 from hybridrl.config import ConfigError, load_sft_config
-from hybridrl.data.tokens import TokenRows
-from hybridrl.runs.setup import as_laid_out, open_store, refuse_unknown_tokens, with_restarts
-from hybridrl.training.packing import Budget
+from hybridrl.data.chat import TokenRows
+from hybridrl.runs.prepare import reject_unknown_tokens
+from hybridrl.runs.setup import open_store, padded_plans, with_restarts
+from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
 from tests.training.families import model_config
 
@@ -22,8 +23,8 @@ GOOD = {"healthy": True, "recovery": False, "metrics": {}}
 
 @pytest.mark.parametrize("began", ["resume_path", "disable", "auto"])
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_run_that_died_before_its_first_save_begins_again_where_it_began(tmp_path, began, saves):
-    """Not at a step of an earlier run that lies there."""
+def test_a_run_that_died_before_its_first_checkpoint_restarts_as_it_began(tmp_path, began, saves):
+    """Not from a checkpoint of an earlier run in the same directory."""
     store = Store(tmp_path)
     store.begin(30)
     store.publish(30, GOOD)
@@ -57,7 +58,7 @@ def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_pat
 
     first = open_store(config(1), tmp_path)
     written = (tmp_path / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match="another run is at work there"):
+    with pytest.raises(ConfigError, match="another run is using it"):
         open_store(config(2), tmp_path)
     assert (tmp_path / "config.yaml").read_text() == written and "seed: 1" in written
     first.close()
@@ -74,16 +75,16 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_rows_with_a_token_that_the_model_does_not_know_are_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"model.path=.* knows 64 tokens, and the data has token 64"):
-        refuse_unknown_tokens(model_config(model), "model.path", Rows(3), Rows(64))
+def test_rows_with_a_token_that_the_model_does_not_have_are_rejected(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model.path=.* has 64 tokens, and the data has token 64"):
+        reject_unknown_tokens(model_config(model), "model.path", Rows(3), Rows(64))
 
 
 def test_a_model_with_more_rows_than_its_tokenizer_has_tokens_passes(model: str) -> None:
-    refuse_unknown_tokens(model_config(model), "model.path", Rows(63), None)
+    reject_unknown_tokens(model_config(model), "model.path", Rows(63), None)
 
 
-def test_the_largest_token_is_looked_for_in_all_rows() -> None:
+def test_the_largest_token_is_that_of_all_rows() -> None:
     rows = TokenRows()
     assert rows.largest == -1
     for row in ([3, 9], [], [4]):
@@ -92,7 +93,7 @@ def test_the_largest_token_is_looked_for_in_all_rows() -> None:
 
 
 class Ranks:
-    """Training ranks that say of their learners whether rows are laid out apart."""
+    """Training ranks that report whether the rows of their models are padded."""
 
     def __init__(self, **padded: bool) -> None:
         self.padded = padded
@@ -101,15 +102,15 @@ class Ranks:
         return [self.padded, self.padded]
 
 
-def test_plans_follow_a_family_whose_rows_must_not_lie_in_one_line(capsys) -> None:
-    budget = Budget(tokens=64)
+def test_plans_pad_the_rows_of_a_family_whose_layers_mix_packed_rows(capsys) -> None:
+    budget = MicroBatchBudget(tokens=64)
     updates = UpdatePlan(prompts_per_update=1, epochs=1, shuffle=False, seed=0, budget=budget)
     policy, critic = PolicyPlan(None, updates, budget, budget), CriticPlan(None, updates, budget)
-    assert as_laid_out(Ranks(actor=False, critic=False), policy, critic, 1) == (policy, critic)
+    assert padded_plans(Ranks(actor=False, critic=False), policy, critic, 1) == (policy, critic)
     assert not capsys.readouterr().out
-    actor, untouched = as_laid_out(Ranks(actor=True, critic=False), policy, critic, 1)
-    found = {plan.padded for plan in (actor.updates.budget, actor.log_prob_budget, actor.reference_budget)}
-    assert found == {True} and untouched == critic
-    assert capsys.readouterr().out.count("actor: its layers let rows that lie in one line see one another") == 1
-    assert as_laid_out(Ranks(actor=True), actor, None, 1) == (actor, None)
+    actor, untouched = padded_plans(Ranks(actor=True, critic=False), policy, critic, 1)
+    padded = {plan.padded for plan in (actor.updates.budget, actor.log_prob_budget, actor.reference_budget)}
+    assert padded == {True} and untouched == critic
+    assert capsys.readouterr().out.count("actor: its layers mix rows that are packed together") == 1
+    assert padded_plans(Ranks(actor=True), actor, None, 1) == (actor, None)
     assert not capsys.readouterr().out

@@ -11,14 +11,14 @@ import yaml
 
 from hybridrl import main_ppo, main_sft
 from hybridrl.config import ConfigError
-from hybridrl.runtime.cli import FrontDoor, run_command
+from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.signals import NAMES
 
 NEEDED = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=some/model", "actor_rollout_ref.rollout.n=8"]
 
 
 @pytest.fixture(autouse=True)
-def a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def empty_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -31,36 +31,36 @@ def a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
 
 @dataclass
 class Work:
-    """Stands in for a run: remembers what it was given, and ends as it is told."""
+    """Stands in for a run: records its configurations, and raises an exception if given one."""
 
-    ends_with: BaseException | None = None
-    given: list[object] = field(default_factory=list)
+    error: BaseException | None = None
+    configs: list[object] = field(default_factory=list)
 
     def __call__(self, config: object) -> None:
-        self.given.append(config)
-        if self.ends_with is not None:
-            raise self.ends_with
+        self.configs.append(config)
+        if self.error is not None:
+            raise self.error
 
     @property
-    def door(self) -> FrontDoor:
-        return FrontDoor(**{**vars(main_ppo.DOOR), "run": self})
+    def command(self) -> Command:
+        return Command(**{**vars(main_ppo.COMMAND), "run": self})
 
 
 def test_a_run_gets_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     work = Work()
-    assert run_command(work.door, [*NEEDED, "data.train_batch_size=512"]) == 0
-    (config,) = work.given
+    assert run_command(work.command, [*NEEDED, "data.train_batch_size=512"]) == 0
+    (config,) = work.configs
     assert config.data.train_batch_size == 512
     assert "train_batch_size=512" in capsys.readouterr().out
 
 
-def test_a_command_without_arguments_says_what_is_missing_and_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(Work().door, []) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    lines = said.err.splitlines()
+def test_a_command_without_arguments_names_the_missing_keys_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(Work().command, []) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
     assert lines[:3] == [
-        "refused",
+        "error:",
         "data.train_files is not set; add data.train_files=...",
         "actor_rollout_ref.model.path is not set; add actor_rollout_ref.model.path=...",
     ]
@@ -68,85 +68,83 @@ def test_a_command_without_arguments_says_what_is_missing_and_where_help_is(caps
     assert lines[-1] == "(--help lists all keys)"
 
 
-def test_a_refusal_goes_to_standard_error_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(Work().door, [*NEEDED, "trainer.seed=[/red]"]) == 2
-    assert capsys.readouterr().err == "refused trainer.seed=[/red]: expected an integer\n"
+def test_an_error_is_printed_literally_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(Work().command, [*NEEDED, "trainer.seed=[/red]"]) == 2
+    assert capsys.readouterr().err == "error: trainer.seed=[/red]: expected an integer\n"
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "said"),
+    ("error", "status", "line"),
     [
-        (ConfigError("data.train_files=x: bad row"), 2, "refused data.train_files=x: bad row"),
-        (KeyboardInterrupt(), 130, "stopped (Ctrl-C); nothing is left running"),
-        (ValueError("no [bold]luck[/]"), 1, "failed no [bold]luck[/]"),
-        (ZeroDivisionError(), 1, "failed ZeroDivisionError"),
+        (ConfigError("data.train_files=x: bad row"), 2, "error: data.train_files=x: bad row"),
+        (KeyboardInterrupt(), 130, "stopped (Ctrl-C); no process is left running"),
+        (ValueError("no [bold]luck[/]"), 1, "failed: no [bold]luck[/]"),
+        (ZeroDivisionError(), 1, "failed: ZeroDivisionError"),
     ],
 )
-def test_each_end_has_its_status_and_its_words(
-    capsys: pytest.CaptureFixture[str], end: BaseException, status: int, said: str
+def test_each_ending_has_its_status_and_its_message(
+    capsys: pytest.CaptureFixture[str], error: BaseException, status: int, line: str
 ) -> None:
-    assert run_command(Work(end).door, NEEDED) == status
+    assert run_command(Work(error).command, NEEDED) == status
     output = capsys.readouterr()
-    assert said in (output.out + output.err).splitlines()
+    assert line in (output.out + output.err).splitlines()
 
 
-def test_only_a_failure_that_is_not_ours_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    run_command(Work(ValueError("theirs")).door, NEEDED)
+def test_only_an_error_from_outside_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    run_command(Work(ValueError("outside")).command, NEEDED)
     assert "Traceback" in capsys.readouterr().err
     ours = type("Ours", (RuntimeError,), {"__module__": "hybridrl.anywhere"})
-    run_command(Work(ours("all is said")).door, NEEDED)
-    assert capsys.readouterr().err == "failed all is said\n"
+    run_command(Work(ours("with a message")).command, NEEDED)
+    assert capsys.readouterr().err == "failed: with a message\n"
 
 
 @pytest.mark.parametrize(("number", "name"), NAMES.items())
-def test_a_run_says_by_what_it_was_stopped(
-    capsys: pytest.CaptureFixture[str], number: signal.Signals, name: str
-) -> None:
+def test_a_stopped_run_names_the_signal(capsys: pytest.CaptureFixture[str], number: signal.Signals, name: str) -> None:
     class Stopped(Work):
         def __call__(self, config: object) -> None:
             try:
                 os.kill(os.getpid(), number)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt from None  # as Ray makes one of its own
+                raise KeyboardInterrupt from None  # as Ray raises one without a reason
 
-    assert run_command(Stopped().door, NEEDED) == 130
+    assert run_command(Stopped().command, NEEDED) == 130
     assert f"stopped ({name})" in capsys.readouterr().out
 
 
 def test_cfg_prints_yaml_that_loads_again_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     work = Work()
-    assert run_command(work.door, ["--cfg", *NEEDED, "data.train_batch_size=2"]) == 0
-    said = capsys.readouterr()
-    assert work.given == []
-    assert "warning: actor_rollout_ref.actor.ppo_mini_batch_size=256 is more than" in said.err
-    assert yaml.safe_load(said.out)["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] == 2
-    Path("own.yaml").write_text(said.out)
-    assert run_command(work.door, ["-cp", ".", "-cn", "own", "--cfg"]) == 0
-    assert capsys.readouterr().out == said.out
+    assert run_command(work.command, ["--cfg", *NEEDED, "data.train_batch_size=2"]) == 0
+    output = capsys.readouterr()
+    assert work.configs == []
+    assert "warning: actor_rollout_ref.actor.ppo_mini_batch_size=256 is more than" in output.err
+    assert yaml.safe_load(output.out)["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] == 2
+    Path("custom.yaml").write_text(output.out)
+    assert run_command(work.command, ["-cp", ".", "-cn", "custom", "--cfg"]) == 0
+    assert capsys.readouterr().out == output.out
 
 
 def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        run_command(Work().door, ["--config", "x"])
+        run_command(Work().command, ["--config", "x"])
     assert "unknown option --config; configuration keys are given as key=value" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("front", [main_ppo, main_sft])
-def test_help_says_how_to_begin_and_lists_the_keys(capsys: pytest.CaptureFixture[str], front) -> None:
-    assert front.main(["--help"]) == 0
+@pytest.mark.parametrize("module", [main_ppo, main_sft])
+def test_help_shows_an_example_and_lists_the_keys(capsys: pytest.CaptureFixture[str], module) -> None:
+    assert module.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert f"usage: python -m {front.__name__} [key=value ...]" in text
-    assert front.DOOR.purpose in text
+    assert f"usage: python -m {module.__name__} [key=value ...]" in text
+    assert module.COMMAND.purpose in text
     beginning = text.split("keys to begin with:")[1].split("\n\n")[0]
-    assert all(key in beginning for key in front.DOOR.first_keys)
+    assert all(key in beginning for key in module.COMMAND.first_keys)
     assert "\ntrainer:\n  device = auto" in text
 
 
-@pytest.mark.parametrize("front", [main_ppo, main_sft])
-def test_the_example_of_help_works_where_its_files_are(front) -> None:
+@pytest.mark.parametrize("module", [main_ppo, main_sft])
+def test_the_example_of_the_help_is_valid(module) -> None:
     for file in ("train.parquet", "test.parquet"):
         Path(file).touch()
-    front.DOOR.load(list(front.DOOR.example))
+    module.COMMAND.load(list(module.COMMAND.example))
 
 
 def test_the_module_runs_as_a_command() -> None:
@@ -160,4 +158,4 @@ def test_the_module_runs_as_a_command() -> None:
     ]
     result = subprocess.run(command, cwd=top, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr.startswith("refused data.train_files=no.jsonl: there is no file no.jsonl")
+    assert result.stderr.startswith("error: data.train_files=no.jsonl: there is no file no.jsonl")

@@ -1,4 +1,4 @@
-"""A guarded run as its shell, a scheduler and a killer see it; its work stands in for a driver that has started Ray."""
+"""A guarded run under signals and kills; its work stands in for a driver that has started Ray."""
 
 import os
 import pty
@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-# A stand-in for Ray is in its own process group; one for a rollout server works in the run's directory and has another.
+from hybridrl.runtime import guard
+
+# `sleep` stands in for Ray, in the session of the driver, and SERVER for a rollout server, in a session of its own.
 SERVER = """
 import os, time
 from pathlib import Path
@@ -52,19 +54,19 @@ sys.exit(guarded(work))
 
 
 class Guarded:
-    def __init__(self, place: Path, **options: object) -> None:
-        self.place = place
+    def __init__(self, directory: Path, **options: object) -> None:
+        self.directory = directory
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options
-        self.process = subprocess.Popen([sys.executable, "-c", WORK], cwd=place, start_new_session=True, **output)
-        until((place / "started").exists)
-        directory, *pids = (place / "started").read_text().split()
-        self.directories = [Path(directory), Path((place / "server").read_text())]
+        self.process = subprocess.Popen([sys.executable, "-c", WORK], cwd=directory, start_new_session=True, **output)
+        until((directory / "started").exists)
+        private, *pids = (directory / "started").read_text().split()
+        self.directories = [Path(private), Path((directory / "server").read_text())]
         self.server = psutil.Process(int(pids[1]))
         self.all = psutil.Process(self.process.pid).children(recursive=True)
         self.driver = min(psutil.Process(self.process.pid).children(), key=psutil.Process.create_time)
 
     def signal_group(self, number: int) -> None:
-        """As a terminal does, `timeout`, which signals its child first, and some schedulers."""
+        """Send a signal as a terminal, some schedulers, and `timeout` do, which signals its child first."""
         os.kill(self.process.pid, number)
         os.killpg(self.process.pid, number)
 
@@ -107,15 +109,15 @@ def start(tmp_path, monkeypatch) -> Iterator[Callable[..., Guarded]]:
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP"), (signal.SIGINT, "Ctrl-C")]
 )
-def test_a_signal_to_the_group_is_one_request_to_stop_and_leaves_ray_alive_to_save(start, number, name):
+def test_a_signal_to_the_group_is_one_stop_request_and_does_not_end_ray(start, number, name):
     run = start()
     run.signal_group(number)
     assert run.process.wait(10) == 7
-    assert (run.place / "saved").read_text() == f"{name}, Ray is alive"
+    assert (run.directory / "saved").read_text() == f"{name}, Ray is alive"
     assert run.is_gone()
 
 
-def test_nohup_keeps_a_run_from_hearing_of_its_terminals_end(start):
+def test_under_nohup_a_run_ignores_the_end_of_its_terminal(start):
     run = start(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     run.signal_group(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -124,17 +126,17 @@ def test_nohup_keeps_a_run_from_hearing_of_its_terminals_end(start):
     assert run.process.wait(10) == 7
 
 
-def test_a_run_whose_terminal_is_gone_still_saves(start):
-    ours, theirs = pty.openpty()
-    run = start(stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    os.close(ours)
+def test_a_run_without_its_terminal_still_saves(start):
+    terminal, output = pty.openpty()
+    run = start(stdout=output, stderr=output)
+    os.close(output)
+    os.close(terminal)
     run.signal_group(signal.SIGHUP)
     assert run.process.wait(10) == 7
-    assert (run.place / "saved").exists()
+    assert (run.directory / "saved").exists()
 
 
-def test_where_the_driver_is_killed_nothing_is_left_when_the_guard_says_so(start):
+def test_after_a_kill_of_the_driver_the_guard_ends_everything(start):
     run = start()
     run.driver.kill()
     output, _ = run.process.communicate(timeout=10)
@@ -143,7 +145,7 @@ def test_where_the_driver_is_killed_nothing_is_left_when_the_guard_says_so(start
     assert run.is_gone()
 
 
-def test_where_guard_and_driver_are_killed_together_nothing_is_left_that_works_in_the_directory(start):
+def test_after_a_kill_of_guard_and_driver_the_keeper_ends_everything_in_the_directory(start):
     run = start()
     run.process.kill()
     run.driver.kill()
@@ -151,7 +153,7 @@ def test_where_guard_and_driver_are_killed_together_nothing_is_left_that_works_i
     until(lambda: run.is_gone([run.server]))
 
 
-def test_what_is_left_where_the_keeper_is_killed_too_goes_when_the_next_run_starts(start, tmp_path):
+def test_after_a_kill_of_the_keeper_too_the_next_run_cleans_up(start, tmp_path):
     run = start()
     for process in {run.process, *run.all} - {run.server}:
         process.kill()
@@ -165,5 +167,31 @@ def test_what_is_left_where_the_keeper_is_killed_too_goes_when_the_next_run_star
     assert after.process.wait(10) == 7
 
 
-def test_nobody_else_may_enter_the_directory(start):
+def test_other_users_may_not_enter_the_directory(start):
     assert start().directories[0].stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def counts(tmp_path, monkeypatch) -> Callable[[str], int]:
+    """Set the counts of the kernel; when the run began it had counted two kills for lack of memory."""
+    monkeypatch.setattr(guard, "KERNEL_COUNTS", tmp_path / "vmstat")
+    monkeypatch.setattr(guard, "_OOM_KILLS_BEFORE", 2)
+    return (tmp_path / "vmstat").write_text
+
+
+def test_kills_by_the_kernel_since_the_run_began_are_reported(counts):
+    counts("pgfault 9\noom_kill 5\n")
+    assert "by the kernel for lack of memory: it has killed 3" in guard.kill_cause()
+
+
+def test_without_new_kills_by_the_kernel_it_is_excluded(counts):
+    counts("oom_kill 2\n")
+    assert guard.kill_cause().startswith("by hand or by a scheduler")
+
+
+@pytest.mark.parametrize("text", ["", "pgfault 9\n"])
+def test_without_counts_of_the_kernel_both_causes_are_named(counts, text):
+    counts(text)
+    assert "by hand, or by the kernel for lack of memory" in guard.kill_cause()
+    guard.KERNEL_COUNTS.unlink()
+    assert "by hand, or by the kernel for lack of memory" in guard.kill_cause()

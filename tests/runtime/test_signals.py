@@ -7,7 +7,7 @@ from hybridrl.runtime import signals
 
 
 @pytest.fixture(autouse=True)
-def asked_for_nothing(monkeypatch):
+def no_requests(monkeypatch):
     monkeypatch.setattr(signals, "REQUESTS", signals.Requests())
 
 
@@ -18,16 +18,16 @@ def test_the_second_request_stops_at_once(monkeypatch, capsys):
         assert stop.reason == "SIGTERM"
         with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
             os.kill(os.getpid(), signal.SIGINT)
-    assert "SIGTERM: the step is finished and saved first" in capsys.readouterr().out
+    assert "SIGTERM: stopping after this step is saved" in capsys.readouterr().out
 
 
-def test_a_request_that_is_made_twice_in_a_moment_is_one():
+def test_two_signals_in_quick_succession_are_one_request():
     with signals.StopRequest(wait_for_step=True) as stop:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reason == "SIGTERM"
 
 
-def test_where_there_is_nothing_to_wait_for_a_request_stops_at_once():
+def test_without_a_step_to_wait_for_a_request_stops_at_once():
     with signals.StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGHUP"):
         os.kill(os.getpid(), signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""The terminal view: the line of a step, the bar below it, and the time that is left."""
+"""Terminal output: the line of a step, the progress bar below it, and the remaining time."""
 
 import io
 import re
@@ -14,12 +14,12 @@ def terminal(width: int = 160) -> Console:
 
 
 def shown(console: Console) -> list[str]:
-    """Lines as written, without the codes that move the cursor."""
+    """Return the lines as written, without the codes that move the cursor."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
     return [line.strip("\r") for line in text.splitlines() if line]
 
 
-def test_a_step_is_one_line_of_what_matters_with_the_seconds_by_phase():
+def test_a_step_is_one_line_of_its_main_metrics_with_the_seconds_per_phase():
     metrics = {
         "critic/rewards/mean": 0.7,
         "critic/score/mean": 0.9,
@@ -49,18 +49,18 @@ def test_a_supervised_step_shows_its_losses():
     assert step_line(3, metrics).plain == "step 3    loss 1.2500 val loss 1.5000 lr 1.0e-03 grad 0.5"
 
 
-def test_the_score_stands_for_the_reward_where_there_is_no_reward():
+def test_without_a_reward_the_score_is_shown():
     assert "reward 0.900" in step_line(1, {"critic/score/mean": 0.9}).plain
 
 
-def test_the_time_left_is_the_mean_after_the_first_two_steps():
+def test_the_remaining_time_is_the_mean_after_the_first_two_steps():
     # Steps 1 and 2 end at 100 and 150, steps 3 and 4 take 10 and 20 seconds.
     assert seconds_left([100.0], 4) is None
     assert seconds_left([100.0, 150.0], 3) == 150.0
     assert seconds_left([100.0, 150.0, 160.0, 180.0], 2) == 30.0
 
 
-def test_the_bar_counts_finished_steps_and_says_how_long_the_rest_takes():
+def test_the_bar_counts_finished_steps_and_shows_the_remaining_time():
     console = terminal()
     ends = chain([0.0, 100.0, 150.0, 160.0], repeat(180.0))
     sink = TerminalSink(console, total_steps=6, clock=lambda: next(ends))
@@ -72,15 +72,15 @@ def test_the_bar_counts_finished_steps_and_says_how_long_the_rest_takes():
     assert "0:00:30 left" in shown(console)[-1]
 
 
-def test_prints_of_others_stand_whole_above_the_bar():
+def test_other_output_appears_above_the_bar():
     console = terminal()
     sink = TerminalSink(console, total_steps=2)
-    print("somebody else's line")
+    print("another line")
     sink.log(1, {"critic/rewards/mean": 0.5})
     sink.close()
     lines = shown(console)
-    assert "somebody else's line" in lines
-    assert lines.index("somebody else's line") < lines.index("step 1    reward 0.500")
+    assert "another line" in lines
+    assert lines.index("another line") < lines.index("step 1    reward 0.500")
     assert "1/2 steps" in lines[-1]
 
 
@@ -92,14 +92,14 @@ def test_on_a_narrow_terminal_a_step_is_cropped_to_one_line():
     assert "step 1    reward 0.…" in shown(console)
 
 
-def test_quick_steps_share_a_line_but_a_validation_is_always_told():
+def test_quick_steps_are_thinned_out_but_a_validation_is_always_shown():
     console = terminal()
     sink = TerminalSink(console, total_steps=9, clock=lambda: 100.0)
     for step in range(1, 4):
         sink.log(step, {"critic/rewards/mean": 0.5 + step / 100})
     sink.log(4, {"val-core/toy/acc/mean@1": 0.75})
     sink.close()
-    told = "\n".join(shown(console))
-    assert "reward 0.510" in told
-    assert "reward 0.520" not in told
-    assert "val 0.750" in told
+    text = "\n".join(shown(console))
+    assert "reward 0.510" in text
+    assert "reward 0.520" not in text
+    assert "val 0.750" in text

@@ -1,4 +1,4 @@
-"""The report of a run, from a `metrics.jsonl` written by hand."""
+"""The report of a run, from a handwritten `metrics.jsonl`."""
 
 import json
 import math
@@ -34,18 +34,18 @@ def write(run_dir: Path, lines: list[dict]) -> Path:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """First word of a line -> the others."""
+    """Return the first word of a line -> the others."""
     return {words[0]: words[1:] for words in map(str.split, text.splitlines()) if words}
 
 
-def test_lines_of_one_step_are_joined_and_the_later_value_stands(tmp_path):
+def test_lines_of_one_step_are_joined_and_the_later_value_is_kept(tmp_path):
     write(tmp_path, [{"step": 2, "a": 1}, {"step": 1, "a": 5}, {"step": 2, "a": 3, "b": None}])
     metrics = read_metrics(tmp_path)
     assert list(metrics) == [1, 2]
     assert metrics[2]["a"] == 3 and math.isnan(metrics[2]["b"])
 
 
-def test_a_half_written_last_line_is_not_read(tmp_path):
+def test_an_incomplete_last_line_is_not_read(tmp_path):
     write(tmp_path, [{"step": 1, "a": 1}])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "a')
@@ -53,10 +53,10 @@ def test_a_half_written_last_line_is_not_read(tmp_path):
 
 
 def test_the_summary_has_first_last_and_best_values(tmp_path):
-    found = rows(summary(write(tmp_path, RUN)))
-    assert found["critic/rewards/mean"] == ["0.25", "0.5", "0.75", "(step", "2)"]
-    assert found["val-core/toy/acc/mean@1"] == ["0.25", "1", "1", "(step", "3)"]
-    assert found["response_length/mean"] == ["17", "36"]
+    lines = rows(summary(write(tmp_path, RUN)))
+    assert lines["critic/rewards/mean"] == ["0.25", "0.5", "0.75", "(step", "2)"]
+    assert lines["val-core/toy/acc/mean@1"] == ["0.25", "1", "1", "(step", "3)"]
+    assert lines["response_length/mean"] == ["17", "36"]
 
 
 def test_the_best_loss_is_the_lowest(tmp_path):
@@ -64,37 +64,37 @@ def test_the_best_loss_is_the_lowest(tmp_path):
     assert rows(summary(tmp_path))["train/loss"] == ["2", "1", "0.5", "(step", "2)"]
 
 
-def test_the_phases_share_all_the_seconds(tmp_path):
-    # 10 s before the first step, two steps of 5 s, of which 7 s are rollout and 3 s nothing that is timed.
-    found = rows(summary(write(tmp_path, RUN)))
-    assert found["seconds"] == ["in", "all", "20.0", "s"]
-    assert found["start-up"] == ["8.0", "s", "40.0%"]
-    assert found["rollout"] == ["7.0", "s", "35.0%"]
-    assert found["validation"] == ["2.0", "s", "10.0%"]
-    assert found["other"] == ["3.0", "s", "15.0%"]
-    assert "switch" not in found
+def test_the_phases_add_up_to_the_total_seconds(tmp_path):
+    # 10 s before the first step, two steps of 5 s, of which 7 s are rollout and 3 s are not timed.
+    lines = rows(summary(write(tmp_path, RUN)))
+    assert lines["total"] == ["seconds", "20.0", "s"]
+    assert lines["start-up"] == ["8.0", "s", "40.0%"]
+    assert lines["rollout"] == ["7.0", "s", "35.0%"]
+    assert lines["validation"] == ["2.0", "s", "10.0%"]
+    assert lines["other"] == ["3.0", "s", "15.0%"]
+    assert "switch" not in lines
 
 
-def test_the_summary_says_where_things_are_and_only_of_things_that_are_there(tmp_path):
+def test_the_summary_lists_the_existing_files(tmp_path):
     (tmp_path / "logs").mkdir()
-    found = rows(summary(write(tmp_path, RUN)))
-    assert {"metrics.jsonl", "logs"} <= set(found)
-    assert not {"config.yaml", "curves.png", "wandb"} & set(found)
-    assert found["everything"][-1] == str(tmp_path)
+    lines = rows(summary(write(tmp_path, RUN)))
+    assert {"metrics.jsonl", "logs"} <= set(lines)
+    assert not {"config.yaml", "curves.png", "wandb"} & set(lines)
+    assert lines["output"][-1] == str(tmp_path)
 
 
-def test_the_curves_are_a_picture_with_a_panel_for_each_group_that_was_logged(tmp_path):
+def test_the_curves_have_a_panel_for_each_logged_group(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     one = draw_curves(write(tmp_path, [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0}]))
     assert one == tmp_path / "curves.png"
     height, width, _ = image.imread(one).shape
     three = image.imread(draw_curves(write(tmp_path, RUN)))
     assert three.shape[0] == height and three.shape[1] > 2.5 * width
-    assert three[..., :3].std() > 0.05  # something is drawn
+    assert three[..., :3].std() > 0.05  # not blank
 
 
 def test_a_run_without_curves_draws_nothing(tmp_path):
     assert draw_curves(tmp_path) is None
     assert draw_curves(write(tmp_path, [{"step": 1, "critic/rewards/mean": None}])) is None
     assert not (tmp_path / "curves.png").exists()
-    assert summary(tmp_path).splitlines()[0] == f"everything is in {tmp_path}"
+    assert summary(tmp_path).splitlines()[0] == f"output directory: {tmp_path}"

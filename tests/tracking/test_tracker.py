@@ -1,4 +1,4 @@
-"""A run's sinks through `Tracker`: what reaches the file, the console and the loggers that were chosen."""
+"""The sinks of a run through `Tracker`: the file, the console and the configured loggers."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl.tracking import SampleRow, Tracker
 
-SAMPLE = SampleRow(prompt="2 + 3 = ?", answer="[b]5[/b]\x1b[31m", ground_truth="5", score=1.0)
+SAMPLE = SampleRow(prompt="2 + 3 = ?", response="[b]5[/b]\x1b[31m", ground_truth="5", score=1.0)
 
 
 def tracker(run_dir: Path, loggers: list[str]) -> Tracker:
@@ -22,7 +22,7 @@ def lines(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_log_call_is_one_line_that_can_be_read_before_the_tracker_closes(tmp_path):
+def test_every_log_call_is_one_line_on_disk_before_the_tracker_closes(tmp_path):
     with tracker(tmp_path, ["file"]) as run:
         run.log(1, {"critic/rewards/mean": 0.1 + 0.2, "perf/total_num_tokens": 10240})
         assert lines(tmp_path) == [
@@ -30,13 +30,13 @@ def test_every_log_call_is_one_line_that_can_be_read_before_the_tracker_closes(t
         ]
 
 
-def test_what_json_cannot_say_is_null(tmp_path):
+def test_values_that_json_lacks_are_null(tmp_path):
     with tracker(tmp_path, []) as run:
         run.log(1, {"nan": math.nan, "inf": math.inf, "minus_inf": -math.inf, "fine": 1e-9})
     assert lines(tmp_path) == [{"step": 1, "nan": None, "inf": None, "minus_inf": None, "fine": 1e-9}]
 
 
-def test_a_new_run_in_an_old_directory_starts_empty_and_the_old_metrics_stay_beside_it(tmp_path):
+def test_a_new_run_in_an_old_directory_starts_empty_and_the_old_metrics_are_moved_aside(tmp_path):
     with tracker(tmp_path, []) as run:
         run.log(1, {"a": 1})
     with tracker(tmp_path, []) as run:
@@ -47,7 +47,7 @@ def test_a_new_run_in_an_old_directory_starts_empty_and_the_old_metrics_stay_bes
 
 @pytest.fixture
 def full_disk():
-    """Lets files grow to so many bytes; None: as far as they like."""
+    """Limit the size of files in bytes; None removes the limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size: int | None) -> None:
@@ -57,13 +57,13 @@ def full_disk():
     limit(None)
 
 
-def test_a_full_disk_costs_no_step_and_what_had_no_room_is_written_when_there_is_some(tmp_path, capsys, full_disk):
+def test_a_full_disk_stops_no_run_and_missing_lines_are_written_once_there_is_room(tmp_path, capsys, full_disk):
     with tracker(tmp_path, ["tensorboard"]) as run:
         run.log(1, {"a": 1.0})
         full_disk((tmp_path / "metrics.jsonl").stat().st_size + 5)
         for step in (2, 3):
             run.log(step, {"a": 1.0})
-            assert run.state() == {}
+            assert run.state_dict() == {}
         full_disk(None)
         run.log(4, {"a": 1.0})
     assert lines(tmp_path) == [{"step": step, "a": 1.0} for step in (1, 2, 3, 4)]
@@ -88,8 +88,7 @@ def test_without_a_terminal_a_step_is_one_plain_line_however_long(tmp_path, caps
 def test_without_the_console_logger_a_step_prints_nothing(tmp_path, capsys):
     with tracker(tmp_path, ["file"]) as run:
         run.log(1, {"a": 1.0})
-        run.print("said aloud")
-    assert capsys.readouterr().out == "said aloud\n"
+    assert capsys.readouterr().out == ""
 
 
 def test_samples_are_shown_literally_and_without_escape_codes(tmp_path, capsys):
@@ -112,7 +111,7 @@ def test_tensorboard_files_hold_the_scalars_and_the_samples(tmp_path):
     assert b"| 2 + 3 = ? |" in text.tensor_proto.string_val[0]
 
 
-def test_wandb_that_is_not_installed_is_a_warning_that_names_the_extra(tmp_path, capsys, monkeypatch):
+def test_a_missing_wandb_is_a_warning_that_names_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "hybridrl.tracking.wandb_sink", raising=False)
     with tracker(tmp_path, ["wandb"]) as run:
@@ -121,7 +120,7 @@ def test_wandb_that_is_not_installed_is_a_warning_that_names_the_extra(tmp_path,
     assert lines(tmp_path) == [{"step": 1, "a": 1.0}]
 
 
-def test_wandb_without_a_key_records_offline_and_asks_nobody(tmp_path, capsys, monkeypatch):
+def test_wandb_without_a_key_records_offline_without_a_prompt(tmp_path, capsys, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
@@ -133,7 +132,7 @@ def test_wandb_without_a_key_records_offline_and_asks_nobody(tmp_path, capsys, m
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_importing_the_room_imports_no_heavy_sink():
+def test_importing_the_package_imports_no_heavy_sink():
     heavy = {"matplotlib", "tensorboard", "wandb", "torch"}
     code = f"import sys, hybridrl.tracking; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

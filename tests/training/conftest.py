@@ -11,7 +11,7 @@ from tests.training.families import FAMILIES, SPECIAL, VOCABULARY
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory) -> dict[str, str]:
     """A small random language model of each family, saved."""
-    found = {}
+    paths = {}
     for number, (family, config) in enumerate((FAMILIES | SPECIAL).items()):
         torch.manual_seed(number)
         path = tmp_path_factory.mktemp("models") / str(number)
@@ -20,8 +20,8 @@ def directories(tmp_path_factory) -> dict[str, str]:
             if buffer.dim() and not buffer.any():  # a router's corrections, which begin as zeros
                 torch.nn.init.normal_(buffer)
         model.save_pretrained(path)
-        found[family] = str(path)
-    return found
+        paths[family] = str(path)
+    return paths
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Small models of the families that are trained here, and how they are loaded."""
+"""Small models of the supported families, and how they are loaded."""
 
 from transformers import (
     CohereConfig,
@@ -18,8 +18,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from hybridrl.config.schema import ModelConfig
-from hybridrl.config.schema_lora import FurtherLoRAConfig
+from hybridrl.config.schema import FurtherLoRAConfig, ModelConfig
 
 VOCABULARY = 48
 SMALL = {
@@ -29,7 +28,7 @@ SMALL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # outputs that differ from token to token by more than any tolerance here
+    "initializer_range": 0.3,  # outputs differ from token to token by more than any tolerance in these tests
 }
 FAMILIES = {
     "all heads their own keys": Qwen2Config(**SMALL, num_key_value_heads=4),
@@ -54,7 +53,7 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-# Those that do something to their logits or scores, and mixtures of experts.
+# Families that transform their logits or scores, and mixtures of experts.
 SPECIAL = {
     "capped scores and logits, a sliding window in the first layer": Gemma2Config(
         **SMALL,
@@ -73,7 +72,7 @@ SPECIAL = {
     "experts under other names": MixtralConfig(
         **SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
     ),
-    "experts chosen with a buffer's help": Glm4MoeConfig(
+    "experts selected with a bias buffer": Glm4MoeConfig(
         **SMALL,
         num_key_value_heads=2,
         head_dim=8,
@@ -85,7 +84,7 @@ SPECIAL = {
         n_group=1,
         topk_group=1,
     ),
-    "attention by way of latents": DeepseekV3Config(
+    "latent attention": DeepseekV3Config(
         **SMALL,
         num_key_value_heads=4,
         q_lora_rank=16,
@@ -117,7 +116,7 @@ SPECIAL = {
 
 
 def model_config(path: str, **changes: object) -> ModelConfig:
-    """A model section that names this directory, and changes nothing else unless said."""
+    """Return a model section with this path, with default values unless changed."""
     settings = {
         "path": path,
         "tokenizer_path": None,

@@ -1,4 +1,4 @@
-"""Calls a function on several ranks at once, each a process with a gloo group around it."""
+"""Call a function on several ranks at once, each a process in a gloo group."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # Imported once, not by every rank.
-PROCESSES.set_forkserver_preload(["hybridrl.training.state_writer", "transformers.models.qwen2.modeling_qwen2"])
-SECONDS = 60  # after which a rank is taken to hang
+PROCESSES.set_forkserver_preload(["hybridrl.training.state", "transformers.models.qwen2.modeling_qwen2"])
+SECONDS = 60  # after which a rank counts as hanging
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.training.attention import attend, grouped_option, kernel_takes
-from hybridrl.training.packing import Line
+from hybridrl.training.attention import attend, grouped_option, kernel_supports
+from hybridrl.training.packing import PackedRows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 OPTIONS = st.sampled_from(
@@ -23,7 +23,7 @@ WIDTH = 8
 
 
 def drawn(lengths: list[int], heads: tuple[int, int], seed: int) -> list[Tensor]:
-    """Query, key, value [1, heads, T, width] as a model has them, in memory one token after another."""
+    """Query, key and value [1, heads, T, width] with a model's memory layout: one token after another."""
     draw = torch.Generator().manual_seed(seed)
     return [
         torch.randn(1, sum(lengths), count, WIDTH, generator=draw).transpose(1, 2).requires_grad_()
@@ -31,13 +31,13 @@ def drawn(lengths: list[int], heads: tuple[int, int], seed: int) -> list[Tensor]
     ]
 
 
-def in_one_line(inputs: list[Tensor], lengths: list[int], **options: object) -> Tensor:
+def packed_attention(inputs: list[Tensor], lengths: list[int], **options: object) -> Tensor:
     """Attention output [T, heads, width]."""
-    return attend(torch.nn.Identity(), *inputs, None, line=Line.of(lengths), **options)[0][0]
+    return attend(torch.nn.Identity(), *inputs, None, packed=PackedRows.of(lengths), **options)[0][0]
 
 
 def by_the_formula(inputs: list[Tensor], lengths: list[int], sliding_window=10**6, softcap=None, s_aux=None) -> Tensor:
-    """Softmax of the scores of what each token sees, over the whole line in float64; a sink adds to its divisor."""
+    """Softmax over the scores of what each token attends to, in float64; a sink adds to its divisor."""
     query, key, value = (tensor[0].double() for tensor in inputs)
     key, value = (tensor.repeat_interleave(len(query) // len(key), dim=0) for tensor in (key, value))
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -52,31 +52,31 @@ def by_the_formula(inputs: list[Tensor], lengths: list[int], sliding_window=10**
 
 
 @given(LENGTHS, HEADS, OPTIONS, st.integers(0, 99))
-def test_output_and_gradient_are_those_of_the_formula(lengths, heads, options, seed):
+def test_output_and_gradient_match_the_formula(lengths, heads, options, seed):
     inputs = drawn(lengths, heads, seed)
     if "s_aux" in options:
         options = options | {"s_aux": options["s_aux"][: heads[0]]}
-    found, expected = in_one_line(inputs, lengths, **options), by_the_formula(inputs, lengths, **options)
-    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-5)
-    weights = torch.linspace(-1, 1, found.numel()).view_as(found)
-    ours = torch.autograd.grad(found, inputs, weights)
+    actual, expected = packed_attention(inputs, lengths, **options), by_the_formula(inputs, lengths, **options)
+    torch.testing.assert_close(actual, expected.float(), atol=1e-5, rtol=1e-5)
+    weights = torch.linspace(-1, 1, actual.numel()).view_as(actual)
+    ours = torch.autograd.grad(actual, inputs, weights)
     right = torch.autograd.grad(expected, inputs, weights.double())
     torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("length", [3, 100, 600])
 @pytest.mark.parametrize("neighbour", [1, 70, 900])
-def test_a_row_comes_out_with_the_same_bits_whatever_lies_beside_it(length, neighbour):
+def test_a_row_gives_the_same_bits_whatever_rows_it_is_packed_with(length, neighbour):
     inputs = drawn([neighbour, length], (4, 2), seed=0)
     alone = [tensor[:, :, neighbour:].detach().requires_grad_() for tensor in inputs]
-    beside, single = in_one_line(inputs, [neighbour, length])[neighbour:], in_one_line(alone, [length])
-    assert torch.equal(beside, single)
-    gradients = (torch.autograd.grad(output.square().sum(), of) for output, of in ((beside, inputs), (single, alone)))
-    for whole, own in zip(*gradients, strict=True):
-        assert torch.equal(whole[:, :, neighbour:], own)
+    packed, single = packed_attention(inputs, [neighbour, length])[neighbour:], packed_attention(alone, [length])
+    assert torch.equal(packed, single)
+    gradients = (torch.autograd.grad(output.square().sum(), of) for output, of in ((packed, inputs), (single, alone)))
+    for together, own in zip(*gradients, strict=True):
+        assert torch.equal(together[:, :, neighbour:], own)
 
 
-def test_the_option_for_groups_is_passed_only_to_a_kernel_that_has_it():
+def test_the_grouped_query_option_is_passed_only_to_a_kernel_that_has_it():
     assert grouped_option(lambda query, key, *, enable_gqa=False: query) == {"enable_gqa": True}
     assert grouped_option(lambda query, key, *, scale=None: query) == {}
 
@@ -89,9 +89,9 @@ def test_the_option_for_groups_is_passed_only_to_a_kernel_that_has_it():
         (torch.float32, (64, 64), False),
         (torch.bfloat16, (512, 512), False),
         (torch.bfloat16, (20, 20), False),
-        (torch.bfloat16, (192, 128), False),  # as DeepSeek's latent attention has them
+        (torch.bfloat16, (192, 128), False),  # those of DeepSeek's latent attention
     ],
 )
-def test_the_kernel_is_given_the_types_and_widths_that_it_computes(dtype, widths, taken):
+def test_the_kernel_is_used_for_the_types_and_widths_that_it_supports(dtype, widths, taken):
     query, value = (torch.empty(1, 2, 3, width, dtype=dtype) for width in widths)
-    assert kernel_takes(query, value) == taken
+    assert kernel_supports(query, value) == taken

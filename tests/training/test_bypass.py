@@ -1,4 +1,4 @@
-"""In bypass mode what is rejected counts in no divisor and in no mean, as where it is rejected before the update."""
+"""In bypass mode rejected tokens count in no divisor and in no mean, as if they were rejected before the update."""
 
 from dataclasses import replace
 
@@ -9,33 +9,33 @@ from torch import Tensor
 
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
-from hybridrl.algorithms.settings import LossSettings
 from hybridrl.batch import Batch
-from hybridrl.training.bypass import apart
+from hybridrl.training.bypass import prepare_rejection
 from hybridrl.training.learner import Learner, Loss, MiniBatch, unchanged
 from hybridrl.training.losses import LossConfig, policy_loss
 from hybridrl.training.packing import lay_out
+from tests.algorithms.parameters import LOSS_PARAMETERS
 from tests.training.families import VOCABULARY
 from tests.training.on_ranks import on_ranks
 from tests.training.test_state import build
 
-# Four answers of 4, 3, 3 and 2 tokens. The engine's log-probs are 0.1 below the policy's, so that every ratio is e to
-# the 0.1, but those of the fourth and sixth token 2 above: k2 is 2 there. The policy did not write the first token.
+# Four responses of 4, 3, 3 and 2 tokens. The engine's log-probs are 0.1 below the policy's, so that every ratio is e to
+# the 0.1, except those of the fourth and sixth token 2 above: k2 is 2 there. The policy did not write the first token.
 LENGTHS, REJECTED, UNWRITTEN = [4, 3, 3, 2], [3, 5], 0
 PASSES = {1: [[[0], [1, 2, 3]]], 2: [[[0, 3], [1]], [[2], []]]}
 SUMS = parse_rejections("token_k2", 1.0)
 LOSS = LossConfig(
     "vanilla",
-    LossSettings(clip_high=0.05),
     "token-mean",
     scale=1.0,
     temperature=0.9,
     grad_clip=1e9,
+    parameters=LOSS_PARAMETERS | {"clip_ratio_high": 0.05},
     entropy_coeff=0.1,
     kl_coef=0.3,
     kl_form="k3",
     correction=RolloutCorrection(None, None, 2.0, False, SUMS),
-    tell_entropy=True,
+    log_entropy=True,
 )
 LOSSES = {mode: replace(LOSS, aggregation=mode) for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
 LOSSES["gspo"] = replace(LOSS, policy_loss="gspo")
@@ -87,8 +87,8 @@ def all_gradients(path: str) -> dict[str, tuple[dict[str, Tensor], dict[str, Ten
 def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """In bypass mode, and with the same tokens rejected beforehand."""
     loss, passes = LOSSES[name], PASSES[dist.get_world_size()][dist.get_rank()]
-    reject, rest = apart(learner, loss)
-    found = learner.whole_gradient(batch, MiniBatch(passes, Totals.of(batch)), loss_of(learner, rest), reject)
+    reject, rest = prepare_rejection(learner, loss)
+    found = learner.full_gradient(batch, MiniBatch(passes, Totals.of(batch)), loss_of(learner, rest), reject)
 
     kept = batch.response_mask.clone()
     kept[REJECTED] = False
@@ -97,14 +97,14 @@ def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tens
         weights = torch.tensor([0.1 * 2 - 2, 0.1 * 2 - 2, 0.1 * 3, 0.1 * 2]).exp()[batch.response_row]
     beforehand = replace(batch, response_mask=kept, importance_weights=weights)
     plain = loss_of(learner, replace(loss, correction=None))
-    right = learner.whole_gradient(beforehand, MiniBatch(passes, Totals(9, 4)), plain, unchanged)
+    right = learner.full_gradient(beforehand, MiniBatch(passes, Totals(9, 4)), plain, unchanged)
     return found, right
 
 
 def metrics(path: str) -> tuple[dict[str, float], float]:
     learner, passes = build(path), PASSES[dist.get_world_size()][dist.get_rank()]
     batch, entropies = batch_for(learner)
-    reject, rest = apart(learner, LOSS)
+    reject, rest = prepare_rejection(learner, LOSS)
     mini_batch = MiniBatch(passes, Totals.of(batch))
     (shares,) = learner.update(batch, [mini_batch], loss_of(learner, rest), 1e9, step=1, prepare=reject)
     clipped = (batch.advantages > 0)[[1, 2, 4, 6, 7, 8, 9, 10, 11]]
@@ -120,7 +120,7 @@ def test_the_gradient_is_that_of_tokens_rejected_beforehand(directory, ranks):
             torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=1e-6)
 
 
-def test_metrics_are_means_over_what_is_left_but_for_the_entropy(directory):
+def test_metrics_are_means_over_the_kept_tokens_except_for_the_entropy(directory):
     on_each = on_ranks(2, metrics, directory)
     summed = {name: sum(shares[name] for shares, *_ in on_each) for name in on_each[0][0]}
     _, clipped, entropy = on_each[0]

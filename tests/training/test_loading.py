@@ -1,4 +1,4 @@
-"""Models that are filled from files: whole or cut over ranks, from any form they may be saved in."""
+"""Models that are filled from files: unsharded or sharded over ranks, from any format they may be saved in."""
 
 import json
 import shutil
@@ -14,16 +14,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.export import export_settings
 from hybridrl.checkpoint.published import own_tensors, parts
-from hybridrl.config.model_directory import HUGGINGFACE
+from hybridrl.checkpoint.write import export_settings
+from hybridrl.config.files import HUGGINGFACE
 from hybridrl.training import loading
-from hybridrl.training.fsdp import mesh, shard_and_fill, whole_tensors
+from hybridrl.training.fsdp import full_tensors, mesh, shard_and_fill
 from hybridrl.training.loading import layer_classes
-from hybridrl.training.model import HOST, blank_language_model, check_log_probs, load_language_model
+from hybridrl.training.model import (
+    HOST,
+    blank_language_model,
+    blank_value_model,
+    check_log_probs,
+    load_language_model,
+    load_value_model,
+)
 from hybridrl.training.packing import lay_out
 from hybridrl.training.state import state_of
-from hybridrl.training.value_model import blank_value_model, load_value_model
 from tests.training.families import FAMILIES, SPECIAL, model_config
 from tests.training.on_ranks import on_ranks
 from tests.training.test_state import fsdp_config
@@ -40,28 +46,28 @@ def load_shard(path: str, shards: int | None = None, dtype: str = "float32"):
 
 
 def sharded_log_probs(path: str, rows: Batch, shards: int | None = None) -> tuple[Tensor, dict[str, int]]:
-    """Log-probs of the rows, and the numbers in the parameters that this rank holds and the model has."""
+    """Log-probs of the rows, and how many parameters this rank holds and the model has."""
     model = load_shard(path, shards)
     held = {
         "here": sum(p.to_local().numel() for p in model.parameters()),
-        "whole": sum(p.numel() for p in model.parameters()),
+        "model": sum(p.numel() for p in model.parameters()),
     }
     with torch.no_grad():
-        found = model(lay_out(rows, padded=False), 1.0).log_probs
+        actual = model(lay_out(rows, padded=False), 1.0).log_probs
         held["gathered"] = sum(p.numel() for p in model.parameters())  # as the forward pass leaves it
         check_log_probs(model, torch.float32, padded=False)
-    return found, held
+    return actual, held
 
 
 def elements_read(path: str) -> tuple[int, int]:
-    """How many numbers this rank reads from files, and how many there are."""
+    """How many numbers this rank reads from files, and how many the model has."""
     counted = Counter()
     read = loading.Weight.__getitem__
 
     def counting(weight: loading.Weight, region: object) -> Tensor:
-        found = read(weight, region)
-        counted["read"] += found.numel()
-        return found
+        actual = read(weight, region)
+        counted["read"] += actual.numel()
+        return actual
 
     loading.Weight.__getitem__ = counting
     model = load_shard(path)
@@ -77,9 +83,9 @@ def save_own(path: str, directory: Path) -> None:
 
 
 def published(path: str) -> dict[str, Tensor]:
-    """What is handed over and written: every tensor whole, under its published name."""
+    """What is synchronised and written: every tensor unsharded, under its published name."""
     model = load_shard(path).model
-    return dict(whole_tensors(model, parts(model, torch.float32)))
+    return dict(full_tensors(model, parts(model, torch.float32)))
 
 
 def critic_head(path: str) -> tuple[Tensor, bool]:
@@ -93,45 +99,45 @@ def critic_head(path: str) -> tuple[Tensor, bool]:
 
 
 @pytest.mark.parametrize("family", FAMILIES | SPECIAL)
-def test_ranks_that_read_their_shards_together_have_the_model(directories, family, rows):
-    whole = load_language_model(model_config(directories[family]), torch.float32)
-    numbers = sum(parameter.numel() for parameter in whole.parameters())
-    for found, held in on_ranks(2, sharded_log_probs, directories[family], rows):
-        torch.testing.assert_close(found, whole(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
+def test_ranks_that_read_their_shards_have_the_full_model_together(directories, family, rows):
+    model = load_language_model(model_config(directories[family]), torch.float32)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    for actual, held in on_ranks(2, sharded_log_probs, directories[family], rows):
+        torch.testing.assert_close(actual, model(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
         assert held["here"] < 0.6 * numbers
-        # Whole and sharded again, a tied head is not gathered twice; what is not the root's is given up already.
-        assert held["gathered"] <= held["whole"] == numbers
+        # A tied head is not gathered twice; only the root's parameters are still gathered.
+        assert held["gathered"] <= held["model"] == numbers
 
 
-def test_replicas_of_the_model_are_read_whole(directory, rows):
-    found = on_ranks(2, sharded_log_probs, directory, rows, shards=1)
-    assert torch.equal(found[0][0], found[1][0])
-    assert all(held["here"] == held["whole"] for _, held in found)
+def test_replicas_of_the_model_are_read_in_full(directory, rows):
+    actual = on_ranks(2, sharded_log_probs, directory, rows, shards=1)
+    assert torch.equal(actual[0][0], actual[1][0])
+    assert all(held["here"] == held["model"] for _, held in actual)
 
 
 @pytest.mark.parametrize("family", ["two heads a key", "experts"])
 def test_every_number_is_read_once_by_the_rank_that_keeps_it(directories, family):
-    found = on_ranks(2, elements_read, directories[family])
-    assert sum(read for read, _ in found) == found[0][1]
+    actual = on_ranks(2, elements_read, directories[family])
+    assert sum(read for read, _ in actual) == actual[0][1]
 
 
 @pytest.mark.parametrize("family", ["all heads one key, tied head", *SPECIAL])
 def test_what_is_published_is_what_transformers_saved(directories, family):
     expected = load_file(Path(directories[family]) / "model.safetensors")
-    found = on_ranks(2, published, directories[family])[0]
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    actual = on_ranks(2, published, directories[family])[0]
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
 
-@pytest.mark.parametrize("family", ["experts", "experts chosen with a buffer's help"])
-def test_a_saved_step_is_read_too(directories, family, rows, tmp_path):
+@pytest.mark.parametrize("family", ["experts", "experts selected with a bias buffer"])
+def test_a_checkpoint_is_read_too(directories, family, rows, tmp_path):
     on_ranks(2, save_own, directories[family], tmp_path)
-    whole, again = (
+    model, again = (
         load_language_model(model_config(path), torch.float32) for path in (directories[family], str(tmp_path))
     )
-    assert all(torch.equal(value, own_tensors(again.model)[name]) for name, value in own_tensors(whole.model).items())
-    (found, _), _ = on_ranks(2, sharded_log_probs, str(tmp_path), rows)
-    torch.testing.assert_close(found, whole(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
+    assert all(torch.equal(value, own_tensors(again.model)[name]) for name, value in own_tensors(model.model).items())
+    (actual, _), _ = on_ranks(2, sharded_log_probs, str(tmp_path), rows)
+    torch.testing.assert_close(actual, model(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
 
 
 def test_pickled_weights_are_read_too(directory, tmp_path):
@@ -139,14 +145,14 @@ def test_pickled_weights_are_read_too(directory, tmp_path):
     file = tmp_path / "model" / "model.safetensors"
     torch.save(load_file(file), tmp_path / "model" / "pytorch_model.bin")
     file.unlink()
-    found, expected = (
+    actual, expected = (
         load_language_model(model_config(path), torch.float32).state_dict()
         for path in (str(tmp_path / "model"), directory)
     )
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-def test_weights_stay_as_they_were_read_when_their_file_is_written_over(directory, tmp_path):
+def test_weights_do_not_change_when_their_file_is_overwritten(directory, tmp_path):
     path = str(shutil.copytree(directory, tmp_path / "model"))
     model = load_language_model(model_config(path), torch.float32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -170,7 +176,7 @@ def test_a_critic_of_a_language_model_starts_with_a_head_of_zeros_on_every_rank(
     assert not any(parameter.is_meta for parameter in load_value_model(model_config(directory), None).parameters())
 
 
-def test_weights_of_another_shape_are_refused_by_name(directory, tmp_path):
+def test_weights_of_another_shape_are_rejected_by_name(directory, tmp_path):
     path = shutil.copytree(directory, tmp_path / "model")
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"intermediate_size": 40}))
@@ -178,7 +184,7 @@ def test_weights_of_another_shape_are_refused_by_name(directory, tmp_path):
         load_language_model(model_config(str(path)), torch.float32)
 
 
-def test_the_layers_to_shard_are_found_where_a_model_does_not_say_and_wrong_ones_refused(directory):
+def test_layers_to_shard_are_detected_if_the_model_does_not_name_them_and_wrong_ones_rejected(directory):
     model = load_language_model(model_config(directory), torch.float32).model
     model._no_split_modules = None
     assert layer_classes(model, []) == {"Qwen2DecoderLayer"}
@@ -188,7 +194,7 @@ def test_the_layers_to_shard_are_found_where_a_model_does_not_say_and_wrong_ones
         layer_classes(model, ["LlamaDecoderLayer"])
 
 
-OWN_MODEL = """
+CUSTOM_MODEL = """
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
@@ -202,7 +208,7 @@ class OwnForCausalLM(Qwen2ForCausalLM):
         super().__init__(config)
         self.register_buffer("halves", torch.full((config.hidden_size,), 0.5), persistent=False)
 """
-OWN_CONFIG = """
+CUSTOM_CONFIG = """
 from transformers import Qwen2Config
 
 
@@ -213,10 +219,10 @@ class OwnConfig(Qwen2Config):
 
 @pytest.fixture
 def own(directory, tmp_path) -> Path:
-    """A model that brings its own code."""
+    """A model with custom code."""
     path = shutil.copytree(directory, tmp_path / "own")
-    (path / "modeling_own.py").write_text(OWN_MODEL)
-    (path / "configuration_own.py").write_text(OWN_CONFIG)
+    (path / "modeling_own.py").write_text(CUSTOM_MODEL)
+    (path / "configuration_own.py").write_text(CUSTOM_CONFIG)
     settings = json.loads((path / "config.json").read_text()) | {"model_type": "own"}
     settings["auto_map"] = {
         "AutoConfig": "configuration_own.OwnConfig",
@@ -226,7 +232,7 @@ def own(directory, tmp_path) -> Path:
     return path
 
 
-def test_a_model_that_brings_its_own_code_is_loaded_and_saved_with_it_where_that_is_trusted(own, directory, tmp_path):
+def test_a_model_with_custom_code_is_loaded_and_saved_with_it_if_trusted(own, directory, tmp_path):
     model = load_language_model(model_config(str(own), trust_remote_code=True), torch.float32).model
     assert type(model).__name__ == "OwnForCausalLM"
     assert torch.equal(model.halves, torch.full((32,), 0.5))
@@ -238,7 +244,7 @@ def test_a_model_that_brings_its_own_code_is_loaded_and_saved_with_it_where_that
     assert type(again).__name__ == "OwnForCausalLM"
 
 
-def test_own_code_that_is_not_trusted_is_refused(own):
+def test_custom_code_that_is_not_trusted_is_rejected(own):
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_language_model(model_config(str(own)), torch.float32)
 

@@ -1,4 +1,4 @@
-"""The kernels for CUDA: run by Triton's interpreter against whole logits, and compiled for GPUs that are not here."""
+"""The CUDA kernels: run by Triton's interpreter and compared with full logits, and compiled for various GPUs."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 
 from hybridrl.training.token_outputs import LogitRule
-from tests.training.head_cases import case, check, chunks_of, foresight
+from tests.training.head_cases import case, check, chunks_of, loss_gradient
 
 triton = pytest.importorskip("triton")
 TOP = Path(__file__).parents[2]
@@ -20,22 +20,22 @@ ALL = ENTROPIES | {"sum_pi_squared": True, "against": True}
 
 
 def check_interpreted() -> None:
-    """In a process of its own: Triton reads where it is imported whether kernels are interpreted."""
+    """Run in a separate process: Triton decides at import whether kernels are interpreted."""
     from hybridrl.training import linear_log_probs, logit_kernels
 
     logit_kernels.BLOCK = 4  # of the cases' 13 logits: several blocks, the last one not full
     linear_log_probs.arithmetic = lambda device: logit_kernels.LogitKernels
     with pytest.MonkeyPatch.context() as patch:
         chunks_of(4, patch)
-        for seed, foreseen in enumerate([None, foresight]):
-            check(case(seed, foresight=foreseen))
-            check(case(seed, foresight=foreseen, temperature=0.6, **ENTROPIES))
-            check(case(seed, foresight=foreseen, **ALL))
-            check(case(seed, foresight=foreseen, rule=CAPPED, bias=True, temperature=0.6, **ALL))
+        for seed, early in enumerate([None, loss_gradient]):
+            check(case(seed, loss_gradient=early))
+            check(case(seed, loss_gradient=early, temperature=0.6, **ENTROPIES))
+            check(case(seed, loss_gradient=early, **ALL))
+            check(case(seed, loss_gradient=early, rule=CAPPED, bias=True, temperature=0.6, **ALL))
 
 
 @pytest.mark.skipif(Version(triton.__version__) < Version("3.9"), reason="older interpreters do not take NumPy 2.4")
-def test_outputs_and_gradients_are_those_of_whole_logits():
+def test_outputs_and_gradients_match_full_logits():
     code = "from tests.training.test_logit_kernels import check_interpreted as check; check()"
     command, variables = [sys.executable, "-c", code], os.environ | {"TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, cwd=TOP, env=variables, capture_output=True, text=True)
@@ -59,14 +59,14 @@ OF_LOGITS = r"tensor<\d+x!tt\.ptr<bf16>>"
 )
 def test_a_kernel_reads_each_logit_once_and_needs_no_memory_but_registers(kernel, given, loads, stores, capability):
     compiled = compile_for(capability, kernel, {f"{name}_at" for name in given.split()})
-    found = [len(re.findall(rf"tt\.{what}.*{OF_LOGITS}", compiled.asm["ttir"])) for what in ("load", "store")]
-    assert found == [loads, stores]
+    actual = [len(re.findall(rf"tt\.{what}.*{OF_LOGITS}", compiled.asm["ttir"])) for what in ("load", "store")]
+    assert actual == [loads, stores]
     assert ".local" not in compiled.asm["ptx"]  # registers spilled to memory
     assert compiled.asm["cubin"]
 
 
 def compile_for(capability: int, kernel: str, given: set[str]):
-    """What Triton makes of a kernel for a GPU, with bfloat16 logits and these addresses."""
+    """Compile a kernel for a GPU, with bfloat16 logits and these addresses."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -1,4 +1,4 @@
-"""Computing in float16: what would vanish is learnt, what overflows is repeated, what is broken is skipped still."""
+"""float16: small gradients do not vanish, overflows are repeated, updates that are not finite are still skipped."""
 
 from pathlib import Path
 
@@ -12,9 +12,8 @@ from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
 from hybridrl.training.fsdp import mesh, shard_and_fill
 from hybridrl.training.learner import Learner, MiniBatch
-from hybridrl.training.loss_scale import FIRST, GROWTH_INTERVAL, LossScale
 from hybridrl.training.model import HOST, blank_language_model
-from hybridrl.training.optimizer import Optimizers
+from hybridrl.training.optimizer import FIRST_LOSS_SCALE, GROWTH_INTERVAL, LossScale, Optimizers
 from hybridrl.training.packing import lay_out
 from hybridrl.training.state import load_state, state_of
 from tests.training.families import model_config
@@ -27,19 +26,19 @@ def build(path: str, dtype: str) -> Learner:
     blank = blank_language_model(model_config(path), torch.float32)
     model = shard_and_fill(blank, path, config, mesh("cpu", ranks, ranks), HOST)
     optimizers = Optimizers(model, optimizer_config(), 9, getattr(torch, dtype))
-    return Learner(model, optimizers, config, HOST, padded=False, evidence=Path("unused", "actor"))
+    return Learner(model, optimizers, config, HOST, padded=False, dump_prefix=Path("unused", "actor"))
 
 
 def update(learner: Learner, weight: float) -> dict[str, float]:
-    """One update of a loss of this weight; its shares of the metrics, and how often it was gone through again."""
+    """One update of a loss of this weight; its shares of the metrics, and how often it was repeated."""
     batch, again = rows(0), []
 
     def loss(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-        found = learner.model(lay_out(part, padded=False), 1.0).log_probs
-        return -weight * found.sum() / (totals.tokens * dist.get_world_size()), {}
+        actual = learner.model(lay_out(part, padded=False), 1.0).log_probs
+        return -weight * actual.sum() / (totals.tokens * dist.get_world_size()), {}
 
     mini_batch = MiniBatch([[0], [1]], Totals.of(batch))
-    (shares,) = learner.update(batch, [mini_batch], loss, 1e9, step=1, repeats=lambda: again.append(1))
+    (shares,) = learner.update(batch, [mini_batch], loss, 1e9, step=1, on_retry=lambda: again.append(1))
     return shares | {"again": len(again)}
 
 
@@ -66,8 +65,8 @@ def broken_gradient(path: str) -> tuple[dict[str, float], float]:
     learner, batch = build(path, "float16"), rows(0)
 
     def loss(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-        found = learner.model(lay_out(part, padded=False), 1.0).log_probs
-        return (found - found.detach()).abs().sqrt().sum(), {}
+        actual = learner.model(lay_out(part, padded=False), 1.0).log_probs
+        return (actual - actual.detach()).abs().sqrt().sum(), {}
 
     (shares,) = learner.update(batch, [MiniBatch([[0, 1]], Totals.of(batch))], loss, 1.0, step=1)
     return shares, learner.optimizers.loss_scale.factor
@@ -79,7 +78,7 @@ def saved_and_loaded(path: str, directory: Path, dtype: str) -> tuple[float, int
     dcp.save(state_of(learner.model, learner.optimizers, ["extra"]), checkpoint_id=directory)
     again = build(path, "float16")
     load_state(again.model, again.optimizers, ["extra"], directory, dist.group.WORLD)
-    return again.optimizers.loss_scale.factor, again.optimizers.loss_scale.sound
+    return again.optimizers.loss_scale.factor, again.optimizers.loss_scale.finite_updates
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
@@ -87,41 +86,41 @@ def saved_and_loaded(path: str, directory: Path, dtype: str) -> tuple[float, int
 
 @pytest.mark.parametrize("weight", [1.0, 1e-6], ids=["an ordinary loss", "a loss whose gradient float16 cannot hold"])
 def test_the_gradient_is_that_of_float32(directory, weight):
-    found = on_ranks(2, norms, directory, weight)[0]
-    assert found["float16"] == pytest.approx(found["float32"], rel=0.02)
-    assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.1)
+    actual = on_ranks(2, norms, directory, weight)[0]
+    assert actual["float16"] == pytest.approx(actual["float32"], rel=0.02)
+    assert actual["bfloat16"] == pytest.approx(actual["float32"], rel=0.1)
 
 
-def test_a_gradient_that_overflows_is_taken_again_with_a_smaller_scale_and_applied(directory):
+def test_a_gradient_that_overflows_is_repeated_with_a_smaller_scale_and_applied(directory):
     for shares, factor, norm in on_ranks(2, overflow, directory, 100.0):
         assert shares["skipped_updates"] == 0 and shares["again"] > 0
-        assert factor == FIRST / 2 ** shares["again"] == shares["loss_scale"] * 2
+        assert factor == FIRST_LOSS_SCALE / 2 ** shares["again"] == shares["loss_scale"] * 2
         assert 0 < norm < float("inf")
 
 
 def test_a_loss_that_is_not_finite_is_skipped_and_leaves_the_scale_alone(directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for shares, factor, _ in on_ranks(1, overflow, directory, float("nan")):
-        assert (shares["skipped_updates"], shares["again"], factor) == (1, 0, FIRST)
+        assert (shares["skipped_updates"], shares["again"], factor) == (1, 0, FIRST_LOSS_SCALE)
 
 
 def test_a_gradient_that_is_broken_at_any_scale_is_skipped_and_leaves_the_scale_alone(directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ((shares, factor),) = on_ranks(1, broken_gradient, directory)
-    assert (shares["skipped_updates"], factor) == (1, FIRST)
+    assert (shares["skipped_updates"], factor) == (1, FIRST_LOSS_SCALE)
 
 
-def test_the_scale_is_saved_and_read_where_there_is_one(directory, tmp_path):
+def test_the_scale_is_saved_and_read_if_there_is_one(directory, tmp_path):
     assert on_ranks(1, saved_and_loaded, directory, tmp_path / "half", "float16") == [(128.0, 7)]
-    assert on_ranks(1, saved_and_loaded, directory, tmp_path / "full", "float32") == [(FIRST, 0)]
+    assert on_ranks(1, saved_and_loaded, directory, tmp_path / "full", "float32") == [(FIRST_LOSS_SCALE, 0)]
 
 
-def test_the_scale_grows_after_many_sound_updates_and_ends_at_one():
+def test_the_scale_grows_after_many_finite_updates_and_ends_at_one():
     scale = LossScale(torch.float16)
     for _ in range(GROWTH_INTERVAL):
-        assert scale.factor == FIRST
+        assert scale.factor == FIRST_LOSS_SCALE
         scale.grow()
-    assert scale.factor == 2 * FIRST
+    assert scale.factor == 2 * FIRST_LOSS_SCALE
     shrunk = [scale.shrink() for _ in range(18)]
     assert shrunk == [True] * 17 + [False] and scale.factor == 1
 

@@ -1,4 +1,4 @@
-"""The gradient of a policy's loss, foreseen token by token, is the one that comes of it."""
+"""The gradient of a policy loss, computed per token together with the log-probs, equals the one of a backward pass."""
 
 from dataclasses import replace
 
@@ -8,24 +8,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import Totals
-from hybridrl.algorithms.policy_losses import BY_TOKEN, POLICY_LOSSES
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
-from hybridrl.algorithms.settings import LossSettings
 from hybridrl.batch import Batch
+from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.training import linear_log_probs
-from hybridrl.training.fsdp import mesh, shard
-from hybridrl.training.losses import LossConfig, foresight, policy_loss
+from hybridrl.training.fsdp import full_tensor, mesh, shard
+from hybridrl.training.losses import LossConfig, gradient_function, policy_loss
 from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.packing import lay_out
-from hybridrl.training.shards import whole
 from hybridrl.training.token_outputs import ReferenceOutputs
+from tests.algorithms.parameters import LOSS_PARAMETERS
 from tests.training.families import model_config
 from tests.training.on_ranks import on_ranks
 from tests.training.test_state import fsdp_config
 
-LOSS = LossConfig("vanilla", LossSettings(), "seq-mean-token-mean", 1.0, temperature=0.9, grad_clip=1.0)
+LOSS = LossConfig("vanilla", "seq-mean-token-mean", 1.0, temperature=0.9, grad_clip=1.0, parameters=LOSS_PARAMETERS)
+BY_TOKEN = sorted(name for name, entry in POLICY_LOSSES.items() if entry.by_token)
 OPTIONS = {
-    "old log-probs of its own": {"own_old_log_probs": True, "tell_entropy": True},
+    "old log-probs of its own": {"own_old_log_probs": True, "log_entropy": True},
     "entropy": {"entropy_coeff": 0.1},
     "KL": {"kl_form": "k3", "kl_coef": 0.3},
     "exact KL and entropy": {"kl_form": "full", "kl_coef": 0.3, "entropy_coeff": 0.1},
@@ -58,50 +58,49 @@ def never(*_: object) -> None:
     raise AssertionError("logits are formed again")
 
 
-def update(model: LanguageModel, part: Batch, loss: LossConfig, *, foresees: bool) -> tuple[Tensor, dict, list[Tensor]]:
-    """Loss, shares of the metrics and gradient of a pass."""
+def update(model: LanguageModel, part: Batch, loss: LossConfig, *, fused: bool) -> tuple[Tensor, dict, list[Tensor]]:
+    """Loss, shares of the metrics and gradient of a micro-batch."""
     inputs, totals, options = lay_out(part, padded=False), Totals.of(part), {}
     if loss.kl_form == "full":
         hidden = torch.randn(15, model.head.weight.shape[1], generator=torch.Generator().manual_seed(1))
         options["against"] = ReferenceOutputs(hidden, model.head._replace(bias=None))
-    if foresees:
-        options["foresight"] = foresight(part, totals, loss)
-        assert options["foresight"] is not None
-    entropies = loss.entropy_coeff != 0 or loss.tell_entropy
+    if fused:
+        options["loss_gradient"] = gradient_function(part, totals, loss)
+        assert options["loss_gradient"] is not None
+    entropies = loss.entropy_coeff != 0 or loss.log_entropy
     found = model(inputs, 0.9, entropies=entropies, entropy_gradient=loss.entropy_coeff != 0, **options)
     total, shares = policy_loss(found, part, totals, loss)
-    # As by a learner on three ranks.
+    # Scaled as a learner on three ranks does.
     (3 * total).backward()
-    gradient = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+    gradient = [full_tensor(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     return total, shares, gradient
 
 
 def sharded(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter's gradient with and without foresight."""
+    """Each parameter's gradient, computed with the log-probs and by the backward pass."""
     ranks = dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch)
         model = load_language_model(model_config(path), torch.float32)
         shard(model, fsdp_config(dtype=dtype), mesh("cpu", ranks, ranks))
-        _, _, right = update(model, part, LOSS, foresees=False)
+        _, _, right = update(model, part, LOSS, fused=False)
         patch.setattr(linear_log_probs._Chunks, "gradients", never)
-        _, _, found = update(model, part, LOSS, foresees=True)
+        _, _, found = update(model, part, LOSS, fused=True)
     return list(zip(found, right, strict=True))
 
 
 @pytest.mark.parametrize(
     "loss",
-    [replace(LOSS, policy_loss=name) for name in sorted(BY_TOKEN)]
-    + [replace(LOSS, **more) for more in OPTIONS.values()],
-    ids=[*sorted(BY_TOKEN), *OPTIONS],
+    [replace(LOSS, policy_loss=name) for name in BY_TOKEN] + [replace(LOSS, **more) for more in OPTIONS.values()],
+    ids=[*BY_TOKEN, *OPTIONS],
 )
 def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory, part, loss, monkeypatch):
     small_chunks(monkeypatch)
     model = load_language_model(model_config(directory), torch.float32)
-    total, shares, gradient = update(model, part, loss, foresees=False)
+    total, shares, gradient = update(model, part, loss, fused=False)
     monkeypatch.setattr(linear_log_probs._Chunks, "gradients", never)
-    found = update(model, part, loss, foresees=True)
+    found = update(model, part, loss, fused=True)
     assert torch.equal(found[0], total)
     assert found[1].keys() == shares.keys() and all(torch.equal(found[1][name], shares[name]) for name in shares)
     torch.testing.assert_close(found[2], gradient)
@@ -110,19 +109,27 @@ def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory
 
 @pytest.mark.parametrize(
     "change",
-    [{"policy_loss": name} for name in ["my_losses.py:own", *sorted(POLICY_LOSSES.keys() - BY_TOKEN)]]
+    [{"policy_loss": name} for name in ["own.py:plain", *sorted(POLICY_LOSSES.keys() - set(BY_TOKEN))]]
     + [
         {"correction": RolloutCorrection("sequence", None, 2.0, False, ())},
         {"correction": RolloutCorrection(None, None, 2.0, False, parse_rejections("seq_mean_k1", "0.9_1.1"))},
     ],
 )
-def test_nothing_is_foreseen_where_a_token_may_depend_on_others(part, change):
-    assert foresight(part, Totals.of(part), replace(LOSS, **change)) is None
+def test_no_gradient_comes_with_the_log_probs_where_a_token_may_depend_on_others(part, change, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def plain(log_probs, batch): return -log_probs, {}\n")
+    assert gradient_function(part, Totals.of(part), replace(LOSS, **change)) is None
+
+
+def test_a_custom_loss_may_state_that_it_is_by_token(part, tmp_path):
+    file = tmp_path / "stating.py"
+    file.write_text("def plain(log_probs, batch): return -log_probs, {}\nplain.by_token = True\n")
+    assert gradient_function(part, Totals.of(part), replace(LOSS, policy_loss=f"{file}:plain")) is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["two heads a key", "all heads one key, tied head"])
-def test_a_sharded_model_has_the_same_gradient_with_foresight(directories, part, family, dtype):
+def test_a_sharded_model_has_the_same_gradient_either_way(directories, part, family, dtype):
     pairs = on_ranks(2, sharded, directories[family], part, dtype)[0]
     assert len(pairs) > 20
     for found, right in pairs:

@@ -88,7 +88,7 @@ def test_after_the_last_update_the_rate_stays_at_its_least(kind):
     assert [schedule(step, 4, settings) for step in (4, 9)] == pytest.approx([0.1, 0.1])
 
 
-def test_adamw_takes_every_parameter_that_learns():
+def test_adamw_gets_every_trainable_parameter():
     model = Tiny()
     model.embedding.requires_grad_(False)
     (optimizer,) = build_optimizers(model, config())
@@ -97,7 +97,7 @@ def test_adamw_takes_every_parameter_that_learns():
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.1, (0.9, 0.99), 0.01)
 
 
-def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
+def test_muon_gets_the_matrices_of_the_layers_and_adamw_the_rest():
     model = Tiny()
     rest, matrices = build_optimizers(model, config(optimizer="Muon"))
     assert isinstance(rest, AdamW)
@@ -122,7 +122,7 @@ def test_a_step_moves_every_parameter_and_every_rate(name):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_skipped_update_leaves_the_model_alone_while_the_schedule_moves_on():
+def test_a_skipped_update_keeps_the_model_while_the_schedule_advances():
     model = Tiny()
     optimizers = Optimizers(model, config(lr_scheduler_type="linear"), total_updates=4)
     before = {key: value.clone() for key, value in model.named_parameters()}
@@ -141,7 +141,7 @@ def test_gradients_are_dropped_and_not_only_set_to_zero():
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_offloaded_moments_keep_their_place_in_one_allocation_per_optimizer_and_change_no_step(name):
+def test_offloaded_moments_stay_in_one_allocation_per_optimizer_and_change_no_step(name):
     torch.manual_seed(0)
     models = [Tiny(), Tiny()]
     models[1].load_state_dict(models[0].state_dict())
@@ -172,7 +172,7 @@ def test_the_fused_kernel_s_count_of_steps_is_on_the_device_of_its_parameters(mo
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_moments_that_are_there_from_the_start_change_no_step(name):
+def test_moments_that_exist_from_the_start_change_no_step(name):
     torch.manual_seed(0)
     models = [Tiny(), Tiny()]
     models[1].load_state_dict(models[0].state_dict())
@@ -190,12 +190,12 @@ def test_moments_that_are_there_from_the_start_change_no_step(name):
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 @pytest.mark.parametrize("updates", [0, 1, 3])
-def test_schedules_go_on_after_any_update_with_the_same_rates(name, updates):
+def test_schedules_resume_after_any_update_with_the_same_rates(name, updates):
     settings = config(optimizer=name, lr_scheduler_type="cosine", lr_warmup_steps=2, weight_decay=0.0)
     ran, started = (Optimizers(Tiny(), settings, total_updates=6) for _ in range(2))
     for _ in range(updates):
         ran.step()
-    started.go_on_after(updates)
+    started.resume_after(updates)
     for _ in range(3):
         assert started.updates == ran.updates
         rates = [[item.param_groups[0]["lr"] for item in each.optimizers] for each in (started, ran)]
@@ -204,10 +204,10 @@ def test_schedules_go_on_after_any_update_with_the_same_rates(name, updates):
             each.step()
 
 
-def test_schedules_may_also_go_back():
+def test_schedules_can_also_go_back():
     optimizers = Optimizers(Tiny(), config(lr_scheduler_type="linear"), total_updates=4)
     optimizers.step()
-    optimizers.go_on_after(0)
+    optimizers.resume_after(0)
     assert (optimizers.updates, optimizers.lr) == (0, 0.1)
 
 
@@ -217,7 +217,7 @@ def test_further_arguments_reach_adamw() -> None:
 
 
 @pytest.mark.parametrize("kernel", [{}, {"foreach": True}, {"fused": False}])
-def test_whatever_kernel_is_chosen_adamw_takes_the_same_steps(kernel):
+def test_adamw_takes_the_same_steps_with_every_kernel(kernel):
     ours, plain = Tiny(), Tiny()
     plain.load_state_dict(ours.state_dict())
     (optimizer,) = build_optimizers(ours, config(override_optimizer_config=kernel))

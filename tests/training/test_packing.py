@@ -4,11 +4,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.training.packing import Budget, balance, lay_out, plan, reassemble
+from hybridrl.training.packing import MicroBatchBudget, balance, lay_out, plan, reassemble
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=25)
 RANKS = st.integers(1, 5)
-BUDGETS = st.builds(Budget, st.integers(1, 60), st.none() | st.integers(1, 4), st.booleans())
+BUDGETS = st.builds(MicroBatchBudget, st.integers(1, 60), st.none() | st.integers(1, 4), st.booleans())
 
 
 def test_rows_go_longest_first_to_the_rank_with_the_least_work():
@@ -16,50 +16,50 @@ def test_rows_go_longest_first_to_the_rank_with_the_least_work():
     assert balance(range(4), [3, 9, 4, 7], ranks=2) == [[1, 0], [3, 2]]
 
 
-def test_a_rank_that_needs_fewer_passes_spreads_its_rows_over_as_many():
+def test_a_rank_that_needs_fewer_micro_batches_spreads_its_rows_over_as_many():
     # Rank 0 has 9 and 3 tokens, which do not fit into 11 together; rank 1 has 7 and 4, which would.
-    assert plan([3, 9, 4, 7], 2, Budget(11)) == [[[1], [0]], [[3], [2]]]
+    assert plan([3, 9, 4, 7], 2, MicroBatchBudget(11)) == [[[1], [0]], [[3], [2]]]
 
 
-def test_passes_are_alike_rather_than_full():
-    # 5 + 4 + 3 would fill a pass of 12, and leave 3 + 3.
-    assert plan([3, 3, 3, 4, 5], 1, Budget(12)) == [[[4, 1], [3, 0, 2]]]
+def test_micro_batches_are_nearly_equal_rather_than_full():
+    # 5 + 4 + 3 would fill a micro-batch of 12, and leave 3 + 3.
+    assert plan([3, 3, 3, 4, 5], 1, MicroBatchBudget(12)) == [[[4, 1], [3, 0, 2]]]
 
 
-def test_padded_rows_count_as_long_as_the_longest_of_their_pass():
-    # 7 and 4 take 14 tokens of a rectangle, 4 and 3 take 8.
-    assert plan([7, 4, 3], 1, Budget(11, padded=True)) == [[[0], [1, 2]]]
+def test_padded_rows_count_as_long_as_the_longest_of_their_micro_batch():
+    # 7 and 4 take 14 tokens when padded, 4 and 3 take 8.
+    assert plan([7, 4, 3], 1, MicroBatchBudget(11, padded=True)) == [[[0], [1, 2]]]
 
 
-def test_a_fixed_number_of_rows_stands_instead_of_a_number_of_tokens():
-    assert plan([5, 9, 7, 8, 6], 1, Budget(1, rows=2)) == [[[1, 3], [2, 4], [0]]]
+def test_a_fixed_number_of_rows_replaces_a_number_of_tokens():
+    assert plan([5, 9, 7, 8, 6], 1, MicroBatchBudget(1, rows=2)) == [[[1, 3], [2, 4], [0]]]
 
 
-def test_a_row_longer_than_the_budget_goes_alone():
-    assert plan([3, 50, 3], 1, Budget(10)) == [[[1], [0, 2]]]
+def test_a_row_longer_than_the_budget_gets_its_own_micro_batch():
+    assert plan([3, 50, 3], 1, MicroBatchBudget(10)) == [[[1], [0, 2]]]
 
 
 def test_only_the_rows_named_are_planned():
-    assert plan([3, 9, 4, 7], 1, Budget(100), rows=[2, 0]) == [[[2, 0]]]
+    assert plan([3, 9, 4, 7], 1, MicroBatchBudget(100), rows=[2, 0]) == [[[2, 0]]]
 
 
-def test_ranks_without_a_row_keep_step_with_the_others():
-    assert plan([5, 6], 3, Budget(10)) == [[[1]], [[0]], [[]]]
+def test_ranks_without_a_row_get_empty_micro_batches():
+    assert plan([5, 6], 3, MicroBatchBudget(10)) == [[[1]], [[0]], [[]]]
 
 
 @given(LENGTHS, RANKS, BUDGETS, st.data())
-def test_every_row_is_in_exactly_one_pass_and_all_ranks_make_as_many(lengths, ranks, budget, data):
+def test_every_row_is_in_exactly_one_micro_batch_and_all_ranks_have_the_same_number(lengths, ranks, budget, data):
     rows = data.draw(st.none() | st.sets(st.integers(0, len(lengths) - 1)).map(sorted))
     shares = plan(lengths, ranks, budget, rows)
-    planned = [row for passes in shares for rows_ in passes for row in rows_]
+    planned = [row for micro_batches in shares for rows_ in micro_batches for row in rows_]
     assert sorted(planned) == (list(range(len(lengths))) if rows is None else rows)
     assert len(shares) == ranks
-    assert len({len(passes) for passes in shares}) == 1
+    assert len({len(micro_batches) for micro_batches in shares}) == 1
 
 
 @given(LENGTHS, RANKS, BUDGETS)
-def test_no_pass_is_over_the_budget_but_for_a_single_row(lengths, ranks, budget):
-    for rows in (rows for passes in plan(lengths, ranks, budget) for rows in passes if rows):
+def test_only_a_single_row_exceeds_the_budget(lengths, ranks, budget):
+    for rows in (rows for micro_batches in plan(lengths, ranks, budget) for rows in micro_batches if rows):
         if budget.rows is not None:
             assert len(rows) <= budget.rows
         elif len(rows) > 1:
@@ -77,7 +77,7 @@ def sums(shares, lengths) -> list[int]:
     return [sum(int(lengths[row]) for row in share) for share in shares]
 
 
-# Lengths as of answers: a heavy tail, all lengths alike likely, and a mean of about 1,000.
+# Lengths of responses: a heavy tail, uniform, and with a mean of about 1,000.
 DRAWN = {
     "log-normal": lambda draw, count: np.clip(draw.lognormal(5.7, 1.1, count), 1, 4096),
     "uniform": lambda draw, count: draw.integers(1, 2049, count),
@@ -91,31 +91,31 @@ def drawn(shape: str, count: int, seed: int) -> np.ndarray:
 
 
 @given(SHAPES, st.integers(2, 64), st.integers(0, 10**6))
-def test_no_rank_has_a_thousandth_more_than_the_mean_where_each_has_many_rows(shape, ranks, seed):
+def test_no_rank_has_a_thousandth_more_than_the_mean_if_each_has_many_rows(shape, ranks, seed):
     lengths = drawn(shape, 100 * ranks, seed)
     assert max(sums(balance(range(len(lengths)), lengths, ranks), lengths)) <= 1.001 * lengths.sum() / ranks
 
 
 @given(SHAPES, st.integers(300, 1500), st.integers(0, 10**6), st.none() | st.integers(0, 64))
-def test_rows_go_into_as_few_passes_as_their_sum_fills_even_if_it_fills_them_all(shape, count, seed, room):
+def test_rows_fit_into_as_few_micro_batches_as_their_sum_allows_even_without_slack(shape, count, seed, spare):
     lengths = drawn(shape, count, seed)
     fewest = -(-int(lengths.sum()) // 16384)
-    if room is not None:  # longer rows, so that all passes together have no more room than that
-        missing = max(fewest * 16384 - room - int(lengths.sum()), 0)
+    if spare is not None:  # longer rows, so that all micro-batches together have this many spare tokens
+        missing = max(fewest * 16384 - spare - int(lengths.sum()), 0)
         lengths += missing // count + (np.arange(count) < missing % count)
-    passes = plan(lengths, 1, Budget(16384))[0]
-    assert len(passes) == fewest
-    assert max(sums(passes, lengths)) <= 16384
+    micro_batches = plan(lengths, 1, MicroBatchBudget(16384))[0]
+    assert len(micro_batches) == fewest
+    assert max(sums(micro_batches, lengths)) <= 16384
 
 
 @pytest.mark.parametrize(("length", "expected"), [(9000, 40), (6000, 20), (16384, 40), (16385, 40), (5, 1)])
-def test_rows_of_one_length_go_as_many_to_a_pass_as_fit(length, expected):
-    assert len(plan([length] * 40, 1, Budget(16384))[0]) == expected
+def test_rows_of_one_length_fill_each_micro_batch(length, expected):
+    assert len(plan([length] * 40, 1, MicroBatchBudget(16384))[0]) == expected
 
 
-def test_rows_of_which_few_fit_together_take_little_more_than_the_fewest_passes():
-    # 9000 goes with nothing, 7500 goes with another: 100 passes and 50.
-    assert 150 <= len(plan([9000, 7500] * 100, 1, Budget(16384))[0]) <= 153
+def test_rows_of_which_few_fit_together_take_nearly_the_fewest_micro_batches():
+    # 9000 goes with nothing, 7500 goes with another: 100 micro-batches and 50.
+    assert 150 <= len(plan([9000, 7500] * 100, 1, MicroBatchBudget(16384))[0]) <= 153
 
 
 @pytest.fixture
@@ -124,20 +124,20 @@ def two_rows(make_batch):
     return make_batch([2, 1], prompts=[1, 3])
 
 
-def test_rows_lie_end_to_end_in_one_line(two_rows):
+def test_rows_are_packed_into_one_sequence(two_rows):
     inputs = lay_out(two_rows, padded=False)
     assert inputs.input_ids.tolist() == [[100, 0, 1, 101, 102, 103, 2]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
-    assert inputs.line.boundaries.tolist() == [0, 3, 7]
-    assert inputs.line.boundaries.dtype == torch.int32
-    assert inputs.line.lengths == (3, 4)
+    assert inputs.packed.boundaries.tolist() == [0, 3, 7]
+    assert inputs.packed.boundaries.dtype == torch.int32
+    assert inputs.packed.lengths == (3, 4)
 
 
-def test_or_one_a_line_padded_on_the_right(two_rows):
+def test_or_padded_on_the_right(two_rows):
     inputs = lay_out(two_rows, padded=True)
     assert inputs.input_ids.tolist() == [[100, 0, 1, 0], [101, 102, 103, 2]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert inputs.line is None
+    assert inputs.packed is None
 
 
 @pytest.mark.parametrize(("padded", "predictors"), [(False, [0, 1, 5]), (True, [0, 1, 6])])
@@ -151,12 +151,12 @@ def test_moving_inputs_moves_every_tensor(two_rows):
     for padded in (False, True):
         moved = lay_out(two_rows, padded).to(torch.device("meta"))
         assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
-        assert padded or moved.line.boundaries.is_meta
+        assert padded or moved.packed.boundaries.is_meta
 
 
 @given(LENGTHS, RANKS, BUDGETS)
 def test_results_come_back_in_the_order_of_the_batch(make_batch, lengths, ranks, budget):
     batch = make_batch(lengths)
-    rows = [[row for part in passes for row in part] for passes in plan(lengths, ranks, budget)]
-    found = [batch.select(own).response_ids.numpy() for own in rows]
-    assert torch.equal(reassemble(found, rows, batch.response_lengths), batch.response_ids)
+    rows = [[row for part in micro_batches for row in part] for micro_batches in plan(lengths, ranks, budget)]
+    actual = [batch.select(own).response_ids.numpy() for own in rows]
+    assert torch.equal(reassemble(actual, rows, batch.response_lengths), batch.response_ids)

@@ -1,4 +1,4 @@
-"""Recomputation and compilation change what a pass costs, and nothing of what it computes."""
+"""Recomputation and compilation change what a micro-batch costs, but not what it computes."""
 
 from functools import partial
 
@@ -8,9 +8,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridrl.training.fsdp import compile_layers
 from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.packing import lay_out
-from hybridrl.training.recompute import compile_layers
 from tests.training.families import model_config
 
 RECOMPUTED = {"enable_gradient_checkpointing": True}
@@ -41,8 +41,8 @@ def gradients(model: LanguageModel, rows) -> tuple[Tensor, ...]:
 
 def counted(directory: str, rows, **changes: bool) -> tuple[tuple[Tensor, ...], dict[str, int]]:
     with Operations() as made:
-        found = gradients(load(directory, **changes), rows)
-    return found, made.count
+        actual = gradients(load(directory, **changes), rows)
+    return actual, made.count
 
 
 def test_selective_recomputation_repeats_cheap_operations_and_no_matrix_product(directory, rows):
@@ -58,13 +58,13 @@ def test_selective_recomputation_repeats_cheap_operations_and_no_matrix_product(
 @pytest.mark.parametrize("options", [{}, RECOMPUTED], ids=["kept", "recomputed"])
 def test_compiled_layers_compute_the_same_and_are_compiled_for_any_lengths(directory, rows, options, monkeypatch):
     expected = [gradients(load(directory, **options), rows.select(chosen)) for chosen in ([0, 1], [0], [1])]
-    # Traced and differentiated as ever, but not turned into C++ or Triton, which takes half a minute.
+    # Traced and differentiated as usual, but not compiled to C++ or Triton, which takes half a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = load(directory, **options)
     compile_layers(list(model.model.model.layers))
-    found = []
+    actual = []
     for chosen in ([0, 1], [0], [1]):
         counters["stats"].clear()
-        found.append(gradients(model, rows.select(chosen)))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        actual.append(gradients(model, rows.select(chosen)))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 0  # at the third number of tokens

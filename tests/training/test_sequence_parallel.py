@@ -1,4 +1,4 @@
-"""Rows that several ranks share: the same outputs on each, and gradients that add up to those of the rows alone."""
+"""Rows shared by several ranks: the same outputs on each, and gradients that add up to those of one rank."""
 
 import pytest
 import torch
@@ -6,11 +6,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.batch import Batch
-from hybridrl.training.model import check_log_probs, load_language_model
-from hybridrl.training.packing import Budget, ModelInputs, lay_out, plan
+from hybridrl.training.model import check_log_probs, load_language_model, load_value_model
+from hybridrl.training.packing import MicroBatchBudget, ModelInputs, lay_out, plan
 from hybridrl.training.sequence_parallel import sequence_group, slice_of
 from hybridrl.training.token_outputs import Head, ReferenceOutputs
-from hybridrl.training.value_model import load_value_model
 from tests.training.families import FAMILIES, SPECIAL, VOCABULARY, model_config
 from tests.training.on_ranks import on_ranks
 
@@ -31,7 +30,7 @@ def outputs_and_gradient(path: str, inputs: ModelInputs) -> list[Tensor]:
     model, critic = (load(model_config(path), torch.float32) for load in (load_language_model, load_value_model))
     nn.init.normal_(critic.model.get_submodule(critic.head_name).weight)
     hidden = model.hidden_states(inputs).detach()
-    found = model(
+    actual = model(
         inputs,
         0.8,
         entropies=True,
@@ -39,9 +38,9 @@ def outputs_and_gradient(path: str, inputs: ModelInputs) -> list[Tensor]:
         sum_pi_squared=True,
         against=ReferenceOutputs(hidden, Head(head)),
     )
-    columns = [*found, critic(inputs)]
-    # A weight of its own for every token, and what couples the tokens of the line.
-    weights = torch.linspace(-1, 1, len(found.log_probs))
+    columns = [*actual, critic(inputs)]
+    # A different weight for every token, and a term that couples the tokens.
+    weights = torch.linspace(-1, 1, len(actual.log_probs))
     loss = sum((column * weights).sum() + column.mean().sin() for column in columns if column.requires_grad)
     loss.backward()
     gradients = [parameter.grad for module in (model, critic) for parameter in module.parameters()]
@@ -57,8 +56,8 @@ def shared(paths: list[str], inputs: ModelInputs, ranks: int) -> list[list[Tenso
 def assert_equal_to_the_rows_alone(paths: list[str], rows: Batch, ranks: int) -> None:
     inputs = lay_out(rows, padded=False)
     by_rank = on_ranks(ranks, shared, paths, inputs, ranks)
-    for path, *found in zip(paths, *by_rank, strict=True):
-        columns, gradients = zip(*found, strict=True), outputs_and_gradient(path, inputs)
+    for path, *actual in zip(paths, *by_rank, strict=True):
+        columns, gradients = zip(*actual, strict=True), outputs_and_gradient(path, inputs)
         for number, (values, right) in enumerate(zip(columns, gradients, strict=True)):
             if number < 5:
                 for value in values:
@@ -67,13 +66,13 @@ def assert_equal_to_the_rows_alone(paths: list[str], rows: Batch, ranks: int) ->
                 torch.testing.assert_close(sum(values), right, rtol=1e-4, atol=2e-5)
 
 
-def test_families_give_what_they_give_alone(directories: dict[str, str], rows: Batch) -> None:
+def test_families_give_the_same_on_one_and_several_ranks(directories: dict[str, str], rows: Batch) -> None:
     assert {*SOME} <= (FAMILIES | SPECIAL).keys()
     assert_equal_to_the_rows_alone([directories[name] for name in SOME], rows, 2)
 
 
-def test_more_ranks_than_heads_of_keys_and_slices_without_a_response(directory: str, make_batch) -> None:
-    """9 tokens on four ranks: the first holds a prompt alone, the last padding alone."""
+def test_more_ranks_than_key_heads_and_slices_without_a_response(directory: str, make_batch) -> None:
+    """9 tokens on four ranks: the first holds only a prompt, the last only padding."""
     batch = make_batch([3, 1], prompts=[4, 1])
     batch.prompt_ids, batch.response_ids = torch.arange(5), torch.arange(7, 11)
     assert_equal_to_the_rows_alone([directory], batch, 4)
@@ -86,8 +85,8 @@ class Group:
         self.rank, self.size = lambda: rank, lambda: size
 
 
-def test_a_slice_has_its_tokens_and_what_they_predict_and_the_boundaries_of_the_line(make_batch) -> None:
-    """100 | 0 1 and 101 102 103 | 2, and a token that fills the line up."""
+def test_a_slice_has_its_tokens_their_targets_and_the_boundaries_of_all_rows(make_batch) -> None:
+    """100 | 0 1 and 101 102 103 | 2, and a padding token."""
     inputs = lay_out(make_batch([2, 1], prompts=[1, 3]), padded=False)
     first, second = (slice_of(inputs, Group(rank, 2)) for rank in (0, 1))
     assert first.input_ids.tolist() == [[100, 0, 1, 101]]
@@ -95,13 +94,13 @@ def test_a_slice_has_its_tokens_and_what_they_predict_and_the_boundaries_of_the_
     assert second.position_ids.tolist() == [[1, 2, 3, 0]]
     assert (first.predictors.tolist(), second.predictors.tolist()) == ([0, 1], [1])
     assert (first.targets.tolist(), second.targets.tolist()) == ([0, 1], [2])
-    assert first.line.boundaries.tolist() == second.line.boundaries.tolist() == [0, 3, 7, 8]
-    assert [(part.shared.start, part.shared.total) for part in (first, second)] == [(0, 3), (2, 3)]
+    assert first.packed.boundaries.tolist() == second.packed.boundaries.tolist() == [0, 3, 7, 8]
+    assert [(part.slice.start, part.slice.total) for part in (first, second)] == [(0, 3), (2, 3)]
 
 
-def test_ranks_that_share_rows_make_the_same_passes() -> None:
-    # 9 and 7 go to the first two ranks and to the last two; 4 beside the 7.
-    assert plan([9, 4, 7], 4, Budget(11, devices=2)) == [[[0]], [[0]], [[2, 1]], [[2, 1]]]
+def test_ranks_that_share_rows_have_the_same_micro_batches() -> None:
+    # 9 and 7 go to the first two ranks and to the last two; 4 joins the 7.
+    assert plan([9, 4, 7], 4, MicroBatchBudget(11, devices=2)) == [[[0]], [[0]], [[2, 1]], [[2, 1]]]
 
 
 def too_few_heads(path: str) -> str:
@@ -115,7 +114,7 @@ def too_few_heads(path: str) -> str:
     return str(caught.value)
 
 
-def test_heads_that_cannot_be_dealt_out_are_refused(directory: str) -> None:
+def test_heads_that_cannot_be_divided_are_rejected(directory: str) -> None:
     message = "ulysses_sequence_parallel_size=3: must divide the model's 4 attention heads"
     assert on_ranks(3, too_few_heads, directory) == [message] * 3
 
@@ -132,5 +131,5 @@ def checked(path: str) -> bool:
     return dist.get_rank() in (0, 1)
 
 
-def test_a_layer_that_mixes_tokens_outside_attention_is_refused(directory: str) -> None:
+def test_a_layer_that_mixes_tokens_outside_attention_is_rejected(directory: str) -> None:
     assert on_ranks(2, checked, directory) == [True, True]

@@ -17,28 +17,26 @@ from transformers import GenerationConfig
 
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.export import export_settings
+from hybridrl.checkpoint.write import export_settings
 from hybridrl.config import ConfigError
-from hybridrl.config.model_directory import HUGGINGFACE
+from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
 from hybridrl.training.fsdp import host_parameters, mesh, move_parameters, shard, shard_and_fill
 from hybridrl.training.learner import Learner, MiniBatch
-from hybridrl.training.model import blank_language_model, load_language_model
+from hybridrl.training.model import ValueModel, blank_language_model, load_language_model, load_value_model
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import lay_out
-from hybridrl.training.state import load_state, state_of
-from hybridrl.training.state_writer import StateWriter
-from hybridrl.training.value_model import ValueModel, load_value_model
+from hybridrl.training.state import StateWriter, load_state, state_of
 from tests.training.families import VOCABULARY, model_config
 from tests.training.on_ranks import on_ranks
 
 ALL = ("model", "optimizer", "extra")
-UPDATES = 4  # of an unbroken run; what is saved is saved after half of them
+UPDATES = 4  # of an uninterrupted run; the checkpoint is written after half of them
 CPU = torch.device("cpu")
 
 
 class Run(NamedTuple):
-    """What a run had at some time, whole, and the learning rates of the updates that followed."""
+    """The full state of a run at some time, and the learning rates of the updates that followed."""
 
     then: dict[str, Tensor]
     at_last: dict[str, Tensor]
@@ -64,7 +62,7 @@ def fsdp_config(**changes: object) -> FSDPConfig:
 
 
 def optimizer_config(**changes: object) -> OptimizerConfig:
-    """With a rate that is never twice the same."""
+    """With a learning rate that differs in every update."""
     settings = {
         "optimizer": "AdamW",
         "lr": 0.01,
@@ -87,11 +85,11 @@ def build(path: str, *, critic: bool = False, shards: int | None = None, **optim
     loaded = (load_value_model if critic else load_language_model)(model_config(path), torch.float32)
     model = shard(loaded, config, mesh("cpu", ranks, shards or ranks))
     built = Optimizers(model, optimizer_config(**optimizer), 9)
-    return Learner(model, built, config, CPU, padded=False, evidence=Path("unused"))
+    return Learner(model, built, config, CPU, padded=False, dump_prefix=Path("unused"))
 
 
 def rows(update: int) -> Batch:
-    """Two rows, others for every rank and update."""
+    """Two rows, different for every rank and update."""
     generator = torch.Generator().manual_seed(10 * update + dist.get_rank())
     numbers = torch.arange(2)
     return Batch(
@@ -107,13 +105,13 @@ def rows(update: int) -> Batch:
 
 
 def train(learner: Learner, updates: range) -> list[float]:
-    """Updates of these numbers. Returns their learning rates."""
+    """Run updates of these numbers. Returns their learning rates."""
 
     def loss(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
         inputs = lay_out(part, padded=False)
         critic = isinstance(learner.model, ValueModel)
-        found = (learner.model(inputs) - 1).square() if critic else -learner.model(inputs, 1.0).log_probs
-        return found.sum() / (totals.tokens * dist.get_world_size()), {}
+        actual = (learner.model(inputs) - 1).square() if critic else -learner.model(inputs, 1.0).log_probs
+        return actual.sum() / (totals.tokens * dist.get_world_size()), {}
 
     rates = []
     for number in updates:
@@ -124,8 +122,8 @@ def train(learner: Learner, updates: range) -> list[float]:
     return rates
 
 
-def whole(learner: Learner) -> dict[str, Tensor]:
-    """Every tensor of the state, put together from the ranks."""
+def full(learner: Learner) -> dict[str, Tensor]:
+    """Every tensor of the state, gathered from the ranks."""
 
     def walk(value: object, path: str) -> dict[str, Tensor]:
         if isinstance(value, dict):
@@ -144,32 +142,32 @@ def wait_for(writer: StateWriter) -> None:
 
 
 def unbroken(path: str, directory: Path, contents: Collection[str] = ALL, **options: object) -> Run:
-    """A run that is saved half way, and written only when it has ended."""
+    """A run that is saved halfway, and written only after it has ended."""
     learner, writer, ended = build(path, **options), StateWriter("cpu"), Event()
     train(learner, range(UPDATES // 2))
-    then = whole(learner)
+    then = full(learner)
     writer.thread.submit(ended.wait)
     writer.start({directory: state_of(learner.model, learner.optimizers, contents)})
     rates = train(learner, range(UPDATES // 2, UPDATES))
     assert not writer.finished()
     ended.set()
     wait_for(writer)
-    return Run(then, whole(learner), rates)
+    return Run(then, full(learner), rates)
 
 
-def gone_on(path: str, directory: Path, contents: Collection[str] = ALL, **options: object) -> Run:
-    """A run that goes on from what was saved."""
+def resumed(path: str, directory: Path, contents: Collection[str] = ALL, **options: object) -> Run:
+    """A run that resumes from the checkpoint."""
     learner = build(path, **options)
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.fill_(7.0)
     load_state(learner.model, learner.optimizers, contents, directory, dist.new_group(backend="gloo"))
-    then = whole(learner)
-    return Run(then, rates=train(learner, range(UPDATES // 2, UPDATES)), at_last=whole(learner))
+    then = full(learner)
+    return Run(then, rates=train(learner, range(UPDATES // 2, UPDATES)), at_last=full(learner))
 
 
 def moved(path: str) -> list[dict[str, Tensor]]:
-    """The state after some updates, of a model that stays and of one that is put into host memory after each."""
+    """The state after some updates, of a model on the device and of one that is offloaded after each."""
     stays, moves = build(path), build(path)
     places = host_parameters(moves.model)
     assert len({place.to_local().untyped_storage().data_ptr() for place in places.values()}) == 1
@@ -181,8 +179,8 @@ def moved(path: str) -> list[dict[str, Tensor]]:
         assert addresses == {
             name: places[value].to_local().data_ptr() for name, value in moves.model.named_parameters()
         }
-        moves.model._apply(lambda value: value.clone())  # as a device's memory would be
-    return [whole(stays), whole(moves)]
+        moves.model._apply(lambda value: value.clone())  # another address, as on a device
+    return [full(stays), full(moves)]
 
 
 def under_offload_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
@@ -204,10 +202,10 @@ def under_offload_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
             config,
             CPU,
             padded=False,
-            evidence=Path(),
+            dump_prefix=Path(),
         )
         train(learner, range(3))
-        states.append(whole(learner))
+        states.append(full(learner))
     return states
 
 
@@ -218,55 +216,55 @@ def param_groups(module: FSDPModule) -> list[Any]:
 
 
 def told_of_failures(path: str, directory: Path) -> list[str]:
-    """What this rank says where rank 1 cannot write, where it cannot copy, and then of a save that succeeds."""
-    learner, writer, said = build(path), StateWriter("cpu"), []
-    blocked, sound = directory / "blocked", directory / "sound"
+    """This rank's errors if rank 1 cannot write and if it cannot copy, and the result of a save that succeeds."""
+    learner, writer, messages = build(path), StateWriter("cpu"), []
+    blocked, good = directory / "blocked", directory / "good"
     (blocked / "__1_0.distcp").mkdir(parents=True, exist_ok=True)
     state = state_of(learner.model, learner.optimizers, ALL)
     writer.start({blocked: state})
-    if dist.get_rank() == 0:  # the other one is not asked
+    if dist.get_rank() == 0:  # only rank 0 is asked
         with pytest.raises(RuntimeError) as caught:
             wait_for(writer)
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
     with pytest.raises(RuntimeError) as caught:
-        writer.start({sound: {"model": {"none": torch.empty(1, device="meta")}} if dist.get_rank() == 1 else state})
-    said.append(str(caught.value))
-    writer.start({sound: state})
+        writer.start({good: {"model": {"none": torch.empty(1, device="meta")}} if dist.get_rank() == 1 else state})
+    messages.append(str(caught.value))
+    writer.start({good: state})
     wait_for(writer)
-    load_state(learner.model, learner.optimizers, ALL, sound, writer.group)
-    return said
+    load_state(learner.model, learner.optimizers, ALL, good, writer.group)
+    return messages
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name in found if not torch.equal(found[name], expected[name])]
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert not [name for name in actual if not torch.equal(actual[name], expected[name])]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
-def test_a_run_that_goes_on_is_the_unbroken_one_bit_for_bit(directory, tmp_path, optimizer, ranks):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(directory, tmp_path, optimizer, ranks):
     saved, *_ = on_ranks(ranks, unbroken, directory, tmp_path, optimizer=optimizer)
-    found, *_ = on_ranks(ranks, gone_on, directory, tmp_path, optimizer=optimizer)
+    actual, *_ = on_ranks(ranks, resumed, directory, tmp_path, optimizer=optimizer)
     assert any(name.endswith("exp_avg") and tensor.any() for name, tensor in saved.then.items())
-    assert_equal(found.then, saved.then)
-    assert_equal(found.at_last, saved.at_last)
-    assert found.rates == saved.rates and len(set(found.rates)) == 2
+    assert_equal(actual.then, saved.then)
+    assert_equal(actual.at_last, saved.at_last)
+    assert actual.rates == saved.rates and len(set(actual.rates)) == 2
     changed = [name for name in saved.then if not torch.equal(saved.then[name], saved.at_last[name])]
     assert len(changed) == len(saved.then), "all that was saved changed while it was being written"
 
 
-def test_saved_on_two_ranks_it_is_read_on_one_and_on_three(directory, tmp_path):
+def test_a_state_saved_on_two_ranks_is_read_on_one_and_on_three(directory, tmp_path):
     # A critic's head has one row, so there are ranks without any of it.
     saved, _ = on_ranks(2, unbroken, directory, tmp_path, critic=True, optimizer="Muon")
     for ranks in (1, 3):
-        found = on_ranks(ranks, gone_on, directory, tmp_path, critic=True, optimizer="Muon")
-        assert_equal(found[-1].then, saved.then)
+        actual = on_ranks(ranks, resumed, directory, tmp_path, critic=True, optimizer="Muon")
+        assert_equal(actual[-1].then, saved.then)
 
 
-def test_parameters_that_were_put_into_host_memory_train_as_those_that_were_not(directories):
+def test_offloaded_parameters_train_as_those_on_the_device(directories):
     for stays, moves in on_ranks(2, moved, directories["all heads one key, tied head"]):
         assert_equal(moves, stays)
 
@@ -277,11 +275,11 @@ def test_a_model_trains_the_same_under_offload_policy(directories, optimizer):
         assert_equal(offloaded, kept)
 
 
-def test_saved_of_replicas_it_is_read_as_shards(directory, tmp_path):
+def test_a_state_saved_by_replicas_is_read_as_shards(directory, tmp_path):
     saved, _ = on_ranks(2, unbroken, directory, tmp_path, shards=1)
     assert len(list(tmp_path.glob("*.distcp"))) == 2
-    (found,) = on_ranks(1, gone_on, directory, tmp_path)
-    assert_equal(found.then, saved.then)
+    (actual,) = on_ranks(1, resumed, directory, tmp_path)
+    assert_equal(actual.then, saved.then)
 
 
 # -- on one rank, in this process --------------------------------------------------------------------------------------
@@ -308,27 +306,30 @@ def load(learner: Learner, directory: Path, group: dist.ProcessGroup, contents: 
 def test_moments_have_the_names_that_torch_gives_them(group, directory, optimizer):
     learner = build(directory, optimizer=optimizer)
     train(learner, range(1))
-    found = state_of(learner.model, learner.optimizers, ALL)["optimizer"]["state"]
+    actual = state_of(learner.model, learner.optimizers, ALL)["optimizer"]["state"]
     expected = get_optimizer_state_dict(learner.model.model, learner.optimizers.optimizers)["state"]
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, moments in expected.items():
         assert_equal(
             {kind: value.full_tensor() if isinstance(value, DTensor) else value for kind, value in moments.items()},
-            {kind: value.full_tensor() if isinstance(value, DTensor) else value for kind, value in found[name].items()},
+            {
+                kind: value.full_tensor() if isinstance(value, DTensor) else value
+                for kind, value in actual[name].items()
+            },
         )
 
 
-def test_a_run_saved_before_its_first_update_goes_on_as_if_it_had_not_been(group, directory, tmp_path):
-    plain, saved, found = (build(directory, optimizer="Muon") for _ in range(3))
+def test_a_run_saved_before_its_first_update_resumes_exactly(group, directory, tmp_path):
+    plain, saved, actual = (build(directory, optimizer="Muon") for _ in range(3))
     save(saved, tmp_path)
-    load(found, tmp_path, group)
-    for learner in (plain, saved, found):
+    load(actual, tmp_path, group)
+    for learner in (plain, saved, actual):
         train(learner, range(2))
-    assert_equal(whole(saved), whole(plain))
-    assert_equal(whole(found), whole(plain))
+    assert_equal(full(saved), full(plain))
+    assert_equal(full(actual), full(plain))
 
 
-def test_copies_take_the_same_memory_every_time_also_where_moments_are_moved(group, directory, tmp_path):
+def test_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, tmp_path):
     learner, writer = build(directory), StateWriter("cpu")
     places = []
     for number in range(3):
@@ -342,11 +343,11 @@ def test_copies_take_the_same_memory_every_time_also_where_moments_are_moved(gro
     parameters = list(learner.model.parameters())
     # Parameter and two moments in float32, and the number of steps of each.
     assert copied == sum(12 * parameter.numel() + 4 for parameter in parameters)
-    load(found := build(directory), tmp_path / "2" / "actor", group)
-    assert_equal(whole(found), whole(learner))
+    load(actual := build(directory), tmp_path / "2" / "actor", group)
+    assert_equal(full(actual), full(learner))
 
 
-def test_several_models_are_written_one_after_another_each_below_its_name(group, directory, tmp_path):
+def test_several_models_are_written_one_after_another_each_under_its_name(group, directory, tmp_path):
     actor, critic, writer = build(directory), build(directory, critic=True), StateWriter("cpu")
     for learner in (actor, critic):
         train(learner, range(1))
@@ -359,37 +360,37 @@ def test_several_models_are_written_one_after_another_each_below_its_name(group,
         | {tmp_path / "reference": state_of(actor.model, None, ALL)}
     )
     wait_for(writer)
-    load(found := build(directory, critic=True), tmp_path / "critic", group)
-    assert_equal(whole(found), whole(critic))
-    load(found := build(directory), tmp_path / "reference", group, ["model"])
-    assert_equal(found.model.state_dict(), actor.model.state_dict())
+    load(actual := build(directory, critic=True), tmp_path / "critic", group)
+    assert_equal(full(actual), full(critic))
+    load(actual := build(directory), tmp_path / "reference", group, ["model"])
+    assert_equal(actual.model.state_dict(), actor.model.state_dict())
 
 
-def test_parts_are_read_alone(group, directory, tmp_path):
+def test_parts_can_be_read_separately(group, directory, tmp_path):
     learner = build(directory)
     train(learner, range(2))
     save(learner, tmp_path)
-    found = build(directory)
-    load(found, tmp_path, group, ["model"])
+    actual = build(directory)
+    load(actual, tmp_path, group, ["model"])
     assert_equal(
-        {name: value for name, value in whole(found).items() if name.startswith(".model")},
-        {name: value for name, value in whole(learner).items() if name.startswith(".model")},
+        {name: value for name, value in full(actual).items() if name.startswith(".model")},
+        {name: value for name, value in full(learner).items() if name.startswith(".model")},
     )
-    assert found.optimizers.updates == 0 and not any(
-        whole(found)[name].any() for name in whole(found) if "exp_avg" in name
+    assert actual.optimizers.updates == 0 and not any(
+        full(actual)[name].any() for name in full(actual) if "exp_avg" in name
     )
-    load(found, tmp_path, group, ["extra"])
-    assert (found.optimizers.updates, found.optimizers.lr) == (2, learner.optimizers.lr)
+    load(actual, tmp_path, group, ["extra"])
+    assert (actual.optimizers.updates, actual.optimizers.lr) == (2, learner.optimizers.lr)
 
 
-def test_rates_are_those_of_the_configuration_that_goes_on(group, directory, tmp_path):
+def test_learning_rates_are_those_of_the_resumed_configuration(group, directory, tmp_path):
     learner = build(directory)
     train(learner, range(3))
     save(learner, tmp_path)
-    found = build(directory, lr=0.1, weight_decay=0.5)
-    load(found, tmp_path, group)
-    assert found.optimizers.lr == pytest.approx(10 * learner.optimizers.lr)
-    assert found.optimizers.optimizers[0].param_groups[0]["weight_decay"] == 0.5
+    actual = build(directory, lr=0.1, weight_decay=0.5)
+    load(actual, tmp_path, group)
+    assert actual.optimizers.lr == pytest.approx(10 * learner.optimizers.lr)
+    assert actual.optimizers.optimizers[0].param_groups[0]["weight_decay"] == 0.5
 
 
 @pytest.mark.parametrize("part", ALL)
@@ -405,7 +406,7 @@ def test_a_directory_without_any_part_says_so(group, directory, tmp_path):
         load(build(directory), tmp_path, group)
 
 
-def test_moments_of_another_optimizer_are_refused_with_the_way_out(group, directory, tmp_path):
+def test_moments_of_another_optimizer_are_rejected_with_a_fix(group, directory, tmp_path):
     save(build(directory, optimizer="Muon"), tmp_path)
     with pytest.raises(
         ValueError,
@@ -426,16 +427,16 @@ def test_moments_of_another_optimizer_are_refused_with_the_way_out(group, direct
         ("qwen3", "has no model.layers.0.self_attn.k_norm.weight"),
     ],
 )
-def test_another_model_is_refused(group, directories, tmp_path, family, message):
+def test_another_model_is_rejected(group, directories, tmp_path, family, message):
     save(build(directories["two heads a key"]), tmp_path)
     learner = build(directories[family])
-    before = whole(learner)
+    before = full(learner)
     with pytest.raises(ValueError, match=f"the model saved there {message}"):
         load(learner, tmp_path, group)
-    assert_equal(whole(learner), before)
+    assert_equal(full(learner), before)
 
 
-def test_a_failed_write_is_told_once_and_the_next_one_succeeds(group, directory, tmp_path):
+def test_a_failed_write_is_reported_once_and_the_next_one_succeeds(group, directory, tmp_path):
     learner, writer = build(directory), StateWriter("cpu")
     (tmp_path / "full").touch()
     for folder in ("full", "empty"):
@@ -448,7 +449,7 @@ def test_a_failed_write_is_told_once_and_the_next_one_succeeds(group, directory,
     load(build(directory), tmp_path / "empty" / "actor", group)
 
 
-def test_a_rank_that_cannot_write_or_copy_is_told_and_later_saves_are_whole(directory, tmp_path):
+def test_a_rank_that_cannot_write_or_copy_is_reported_and_later_saves_are_complete(directory, tmp_path):
     (not_written, not_copied), (own,) = on_ranks(2, told_of_failures, directory, tmp_path)
     assert not_written.startswith(f"{tmp_path}/blocked: rank 1: IsADirectoryError: ")
     assert not (tmp_path / "blocked" / ".metadata").exists()
@@ -456,7 +457,7 @@ def test_a_rank_that_cannot_write_or_copy_is_told_and_later_saves_are_whole(dire
     assert "meta tensor" in own
 
 
-def test_a_file_that_was_cut_is_an_error(group, directory, tmp_path):
+def test_a_truncated_file_is_an_error(group, directory, tmp_path):
     learner = build(directory)
     save(learner, tmp_path)
     (file,) = tmp_path.glob("*.distcp")
@@ -487,38 +488,38 @@ def saved(group, directories, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["two heads a key", "all heads one key, tied head"])
-def test_a_saved_model_is_one_to_start_from(saved, family, dtype):
+def test_training_can_start_from_a_saved_model(saved, family, dtype):
     path, model = saved(family)
-    found = load_language_model(model_config(path), dtype).model
+    actual = load_language_model(model_config(path), dtype).model
     expected = {name: value.full_tensor().to(dtype) for name, value in model.named_parameters()}
-    assert_equal(dict(found.named_parameters()), expected)
-    assert {value.dtype for value in found.parameters()} == {dtype}
-    assert (found.lm_head.weight is found.model.embed_tokens.weight) == ("tied" in family)
-    assert (found.generation_config.top_k, found.generation_config.eos_token_id) == (7, [3, 5])
+    assert_equal(dict(actual.named_parameters()), expected)
+    assert {value.dtype for value in actual.parameters()} == {dtype}
+    assert (actual.lm_head.weight is actual.model.embed_tokens.weight) == ("tied" in family)
+    assert (actual.generation_config.top_k, actual.generation_config.eos_token_id) == (7, [3, 5])
 
 
-def test_a_saved_critic_is_one_to_start_from(saved):
+def test_training_can_start_from_a_saved_critic(saved):
     path, model = saved(critic=True)
-    found = load_value_model(model_config(path), torch.float32).model
+    actual = load_value_model(model_config(path), torch.float32).model
     assert_equal(
-        dict(found.named_parameters()), {name: value.full_tensor() for name, value in model.named_parameters()}
+        dict(actual.named_parameters()), {name: value.full_tensor() for name, value in model.named_parameters()}
     )
 
 
-def test_a_critic_may_start_from_a_saved_actor(saved):
+def test_a_critic_can_start_from_a_saved_actor(saved):
     path, model = saved()
-    found = load_value_model(model_config(path), torch.float32).model
-    assert torch.equal(found.model.norm.weight, model.model.norm.weight.full_tensor())
-    assert not found.score.weight.any()
+    actual = load_value_model(model_config(path), torch.float32).model
+    assert torch.equal(actual.model.norm.weight, model.model.norm.weight.full_tensor())
+    assert not actual.score.weight.any()
 
 
-def test_a_saved_critic_is_no_language_model(saved):
+def test_a_saved_critic_is_not_a_language_model(saved):
     path, _ = saved(critic=True)
-    with pytest.raises(ValueError, match=r"1 of the model's weights are not there \(lm_head.weight\)"):
+    with pytest.raises(ValueError, match=r"1 of the model's weights are missing \(lm_head.weight\)"):
         load_language_model(model_config(path), torch.float32)
 
 
-def test_a_saved_step_without_the_model_is_none_to_start_from(group, directory, tmp_path):
+def test_training_cannot_start_from_a_checkpoint_without_the_model(group, directory, tmp_path):
     learner = build(directory)
     save(learner, tmp_path, ["optimizer"])
     export_settings(learner.model.model, tmp_path / HUGGINGFACE, torch.float32)
@@ -526,17 +527,17 @@ def test_a_saved_step_without_the_model_is_none_to_start_from(group, directory, 
         load_language_model(model_config(str(tmp_path)), torch.float32)
 
 
-def test_whole_weights_beside_the_shards_of_other_parts_are_read(group, directory, tmp_path):
+def test_full_weights_next_to_the_shards_of_other_parts_are_read(group, directory, tmp_path):
     save(build(directory), tmp_path, ["optimizer"])
     shutil.copytree(directory, tmp_path / HUGGINGFACE)
-    found = load_language_model(model_config(str(tmp_path)), torch.float32)
-    assert_equal(found.state_dict(), load_language_model(model_config(directory), torch.float32).state_dict())
+    actual = load_language_model(model_config(str(tmp_path)), torch.float32)
+    assert_equal(actual.state_dict(), load_language_model(model_config(directory), torch.float32).state_dict())
 
 
-def test_verls_shards_are_a_model_to_start_from_too(group, directory, tmp_path):
+def test_training_can_start_from_verls_shards(group, directory, tmp_path):
     expected = load_language_model(model_config(directory), torch.float32)
     torch.save(expected.model.state_dict(), tmp_path / "model_world_size_1_rank_0.pt")
     (tmp_path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     expected.model.config.save_pretrained(tmp_path / HUGGINGFACE)
-    found = load_language_model(model_config(str(tmp_path)), torch.float32)
-    assert_equal(found.state_dict(), expected.state_dict())
+    actual = load_language_model(model_config(str(tmp_path)), torch.float32)
+    assert_equal(actual.state_dict(), expected.state_dict())

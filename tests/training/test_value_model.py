@@ -21,10 +21,9 @@ from transformers import (
 
 from hybridrl.batch import Batch
 from hybridrl.training.loading import layer_classes
-from hybridrl.training.model import LanguageModel, load_language_model
+from hybridrl.training.model import LanguageModel, ValueModel, load_language_model, load_value_model
 from hybridrl.training.packing import lay_out
 from hybridrl.training.token_outputs import ReferenceOutputs
-from hybridrl.training.value_model import ValueModel, load_value_model
 from tests.training.families import FAMILIES, SMALL, VOCABULARY, model_config
 
 # Families that transformers has no token classification for.
@@ -56,17 +55,17 @@ def critic(directory, tmp_path) -> str:
 
 
 def one_by_one(model: PreTrainedModel, rows: Batch) -> Tensor:
-    """What a model's own forward pass says where each response token was chosen, each row alone."""
+    """Outputs of a model's own forward pass at each response token's predictor, one row at a time."""
     values = []
     for number in range(len(rows)):
         row = rows.select([number])
-        told = model(torch.cat([row.prompt_ids, row.response_ids])[None], use_cache=False)[0][0]
-        values.append(told[len(row.prompt_ids) - 1 : -1].squeeze(-1))
+        outputs = model(torch.cat([row.prompt_ids, row.response_ids])[None], use_cache=False)[0][0]
+        values.append(outputs[len(row.prompt_ids) - 1 : -1].squeeze(-1))
     return torch.cat(values)
 
 
 def gradient(model: PreTrainedModel, values: Tensor) -> list[Tensor]:
-    """The gradient, in the order of the parameters, of a loss in which every token has a weight of its own."""
+    """The gradient, in the order of the parameters, of a loss with a different weight for every token."""
     (values * torch.linspace(-1, 1, len(values))).sum().backward()
     return [parameter.grad for parameter in model.parameters()]
 
@@ -79,23 +78,23 @@ def draw_head(model: ValueModel) -> None:
         torch.nn.init.normal_(parameter)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["in one line", "padded"])
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_are_those_of_transformers_own_forward_pass(directories, family, rows, padded, tmp_path):
+def test_values_match_transformers_own_forward_pass(directories, family, rows, padded, tmp_path):
     torch.manual_seed(1)
     theirs = AutoModelForTokenClassification.from_pretrained(directories[family], num_labels=1).eval()
     theirs.save_pretrained(tmp_path)
     ours = load(tmp_path)
-    found, expected = ours(lay_out(rows, padded)), one_by_one(theirs, rows)
+    actual, expected = ours(lay_out(rows, padded)), one_by_one(theirs, rows)
     assert expected.std() > 0.01
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert found.shape == (15,) and found.dtype == torch.float32
-    torch.testing.assert_close(gradient(ours.model, found), gradient(theirs, expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert actual.shape == (15,) and actual.dtype == torch.float32
+    torch.testing.assert_close(gradient(ours.model, actual), gradient(theirs, expected), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["in one line", "padded"])
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", WITHOUT_CLASS)
-def test_a_family_without_a_class_for_it_gets_a_head_too(family, rows, padded, tmp_path):
+def test_a_family_without_a_token_classification_gets_a_head_too(family, rows, padded, tmp_path):
     torch.manual_seed(0)
     base = AutoModel.from_config(WITHOUT_CLASS[family])
     base.save_pretrained(tmp_path)
@@ -120,7 +119,7 @@ def test_a_new_head_starts_at_zero_on_the_language_models_own_base_whatever_the_
     assert head.weight.grad.abs().max() > 0.1 and head.bias.grad == 15
 
 
-def test_a_reward_models_trained_head_is_taken_over(directory, rows, tmp_path):
+def test_a_reward_models_trained_head_is_kept(directory, rows, tmp_path):
     torch.manual_seed(1)
     theirs = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1).eval()
     theirs.save_pretrained(tmp_path)
@@ -134,7 +133,7 @@ def test_values_do_not_change_in_training_mode(critic, rows):
     assert torch.equal(model.train()(inputs), model.eval()(inputs))
 
 
-def test_values_of_a_model_in_half_precision_are_in_full(critic, rows):
+def test_values_of_a_half_precision_model_are_float32(critic, rows):
     model = load(critic, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     values = model(lay_out(rows, padded=False))
@@ -146,31 +145,31 @@ def test_gradient_checkpointing_changes_nothing_but_computes_each_layer_twice(cr
     model, calls = load(critic, enable_gradient_checkpointing=True).train(), []
     model.model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     plain, inputs = load(critic), lay_out(rows, padded=False)
-    found, expected = (gradient(each.model, each(inputs)) for each in (model, plain))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (gradient(each.model, each(inputs)) for each in (model, plain))
+    torch.testing.assert_close(actual, expected)
     assert len(calls) == 2
 
 
-def test_layers_to_shard_are_those_that_the_model_says(directory, critic):
+def test_layers_to_shard_are_those_that_the_model_names(directory, critic):
     for path in (directory, critic):
         assert layer_classes(load(path).model, None) == {"Qwen2DecoderLayer"}
 
 
-def test_a_model_that_cannot_be_trained_is_refused(tmp_path):
+def test_a_model_that_cannot_be_trained_is_rejected(tmp_path):
     Qwen2Config(**SMALL, num_key_value_heads=2, is_encoder_decoder=True).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="an encoder and a decoder"):
         load(tmp_path)
 
 
-def test_a_directory_that_lacks_weights_of_the_base_is_refused(critic, tmp_path):
+def test_a_directory_that_lacks_weights_of_the_base_is_rejected(critic, tmp_path):
     model = AutoModelForTokenClassification.from_pretrained(critic)
     weights = {name: value for name, value in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
     model.save_pretrained(tmp_path / "cut", state_dict=weights)
-    with pytest.raises(ValueError, match=r"1 of the model's weights are not there \(model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(ValueError, match=r"1 of the model's weights are missing \(model.layers.1.mlp.up_proj.weight"):
         load(tmp_path / "cut")
 
 
-def test_a_family_without_a_base_model_is_refused_with_the_way_out(tmp_path):
+def test_a_family_without_a_base_model_is_rejected_with_a_fix(tmp_path):
     TrOCRConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"critic.model.path=.* family trocr .*; name a model of another family"):
         load(tmp_path)
@@ -178,7 +177,7 @@ def test_a_family_without_a_base_model_is_refused_with_the_way_out(tmp_path):
 
 @pytest.fixture(scope="module")
 def mesh():
-    """One process, as a group of its own."""
+    """A process group of one rank."""
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     destroy_process_group()
@@ -193,10 +192,10 @@ def sharded(model, mesh, **options):
 
 def test_a_sharded_value_model_gives_the_same_values_and_gradient(critic, rows, mesh):
     inputs = lay_out(rows, padded=False)
-    whole, parts = load(critic), sharded(load(critic), mesh)
-    expected, found = whole(inputs), parts(inputs)
-    torch.testing.assert_close(found, expected)
-    right, shards = gradient(whole.model, expected), gradient(parts.model, found)
+    plain, parts = load(critic), sharded(load(critic), mesh)
+    expected, actual = plain(inputs), parts(inputs)
+    torch.testing.assert_close(actual, expected)
+    right, shards = gradient(plain.model, expected), gradient(parts.model, actual)
     assert all(isinstance(shard, DTensor) for shard in shards)
     torch.testing.assert_close([shard.full_tensor() for shard in shards], right)
 
@@ -207,9 +206,9 @@ def test_a_sharded_policy_is_measured_against_a_sharded_reference(directories, r
         inputs = lay_out(rows, padded=False)
         with torch.no_grad():
             hidden = reference.hidden_states(inputs)
-        # After the call, and until it is resharded, the root's parameters are there whole, in the type computed in.
-        found = policy(inputs, 0.8, sum_pi_squared=True, against=ReferenceOutputs(hidden, reference.head))
-        return found.sum_pi_squared, found.reference_kl, gradient(policy.model, found.reference_kl)
+        # After the call and until it is resharded, the root's parameters are gathered, in the compute type.
+        actual = policy(inputs, 0.8, sum_pi_squared=True, against=ReferenceOutputs(hidden, reference.head))
+        return actual.sum_pi_squared, actual.reference_kl, gradient(policy.model, actual.reference_kl)
 
     paths = (directories["two heads a key"], directories["all heads their own keys"])
     plain = distance(*(load_language_model(model_config(path), torch.float32) for path in paths))

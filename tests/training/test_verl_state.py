@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridrl.training.state import load_state
 from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
 from tests.training.on_ranks import on_ranks
-from tests.training.test_state import ALL, build, whole
+from tests.training.test_state import ALL, build, full
 
 FORMS = {"fsdp1": (1, 2, 3), "fsdp2": (1, 2, 3)}
 
@@ -30,20 +30,20 @@ def saved(tmp_path_factory) -> Path:
 
 
 def loaded(directories: list[Path]) -> list[dict[str, Tensor]]:
-    """What a run has that goes on from each of them: parameters, moments, and its position in the schedule."""
-    found = []
+    """The state of a run resumed from each of them: parameters, moments, and the position in the schedule."""
+    actual = []
     for directory in directories:
         learner = build(str(directory), critic=directory.name.startswith("critic"))
         with torch.no_grad():
             for parameter in learner.model.parameters():
                 parameter.fill_(7.0)
         load_state(learner.model, learner.optimizers, ALL, directory, dist.new_group(backend="gloo"))
-        found.append(whole(learner) | {"updates": torch.tensor(learner.optimizers.updates)})
-    return found
+        actual.append(full(learner) | {"updates": torch.tensor(learner.optimizers.updates)})
+    return actual
 
 
 def truth(directory: Path) -> dict[str, Tensor]:
-    """The same as torch gathers it of the ranks that saved it."""
+    """The same, gathered by torch from the ranks that saved it."""
     model, optimizer = torch.load(directory / TRUTH)
     states = optimizer["state"]
     moments = {f".optimizer.state.{name}.{kind}": states[name][kind] for name in states for kind in states[name]}
@@ -51,12 +51,12 @@ def truth(directory: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_of_any_number_of_ranks_it_is_read_on_any_other_bit_for_bit(saved, ranks):
+def test_it_is_read_bit_for_bit_on_any_number_of_ranks(saved, ranks):
     directories = sorted(saved.iterdir())
     assert len(directories) == 9
     for per_rank in on_ranks(ranks, loaded, directories):
-        for directory, found in zip(directories, per_rank, strict=True):
+        for directory, actual in zip(directories, per_rank, strict=True):
             expected = truth(directory)
-            assert found.keys() == expected.keys(), directory.name
-            assert not [name for name in found if not torch.equal(found[name], expected[name])], directory.name
-            assert all(found[name].any() for name in found if name.endswith("exp_avg_sq"))
+            assert actual.keys() == expected.keys(), directory.name
+            assert not [name for name in actual if not torch.equal(actual[name], expected[name])], directory.name
+            assert all(actual[name].any() for name in actual if name.endswith("exp_avg_sq"))

@@ -38,32 +38,32 @@ def test_another_process_reads_what_this_one_writes_now_and_later(buffer):
         for seed in range(2):
             buffer.tensor.copy_(torch.randint(256, (SIZE,), generator=torch.Generator().manual_seed(seed)))
             print("what is there?", file=reader.stdin, flush=True)
-            found = json.loads(reader.stdout.readline())
-            assert found == [digest(buffer.tensor), buffer.tensor[:3].tolist(), SIZE]
+            read = json.loads(reader.stdout.readline())
+            assert read == [digest(buffer.tensor), buffer.tensor[:3].tolist(), SIZE]
         reader.stdin.close()
 
 
-def test_a_buffer_begins_empty_and_is_opened_by_plain_data(buffer):
+def test_a_new_buffer_is_empty_and_is_opened_by_plain_data(buffer):
     opened = open_buffer(json.loads(json.dumps(buffer.handle)), CPU)
     assert not opened.any()
     buffer.tensor[7] = 9
     assert opened[7] == 9
 
 
-def test_the_memory_is_in_no_directory_so_that_nothing_is_left_behind(buffer):
+def test_the_memory_is_in_no_directory_so_nothing_is_left_behind(buffer):
     assert os.fstat(buffer.handle["descriptor"]).st_nlink == 0
 
 
-@pytest.mark.parametrize(("freed", "counted_off"), [(False, [("file", 3)]), (True, [])])
-def test_memory_that_a_dead_reader_holds_is_counted_off_once(monkeypatch, freed, counted_off):
-    """A stand-in for CUDA: whether the memory comes back with the sender's tensor, and what is counted off then."""
-    found, memory = [], iter([SIZE, 0 if freed else SIZE])
+@pytest.mark.parametrize(("freed", "expected"), [(False, [("file", 3)]), (True, [])])
+def test_memory_held_by_a_dead_reader_is_released_once(monkeypatch, freed, expected):
+    """A stand-in for CUDA: whether the memory is freed with the sender's tensor, and which counter is released then."""
+    released, memory = [], iter([SIZE, 0 if freed else SIZE])
     monkeypatch.setattr("hybridrl.device.allocated_bytes", lambda: next(memory))
-    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: found.append(counter))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: released.append(counter))
     shared = SharedBuffer.__new__(SharedBuffer)
     shared.tensor, shared.handle = torch.empty(SIZE), {"counter": "file", "counter_offset": 3}
     shared.close(reader_died=True)
-    assert found == counted_off
+    assert released == expected
 
 
 def closed_descriptor(buffer):
@@ -83,7 +83,7 @@ def too_short_a_file(buffer):
 
 
 @pytest.mark.parametrize("broken", [closed_descriptor, ended_process, too_short_a_file])
-def test_memory_that_cannot_be_opened_is_an_error_that_names_the_way_out(buffer, broken):
+def test_memory_that_cannot_be_opened_is_an_error_that_names_the_fix(buffer, broken):
     with pytest.raises(RuntimeError, match=r"cannot open the trainer's memory \(.+\).*--ipc=host --pid=host"):
         open_buffer(broken(buffer), CPU)
 
@@ -93,7 +93,7 @@ def test_the_digest_is_the_sum_of_the_words_and_wraps_around():
     assert digest(torch.tensor([2**63 - 1, 1], dtype=torch.int64).view(torch.uint8)) == -(2**63)
 
 
-def test_the_digest_tells_of_a_single_changed_byte():
+def test_the_digest_changes_with_a_single_byte():
     memory = torch.zeros(64, dtype=torch.uint8)
     before = digest(memory)
     memory[37] = 1

@@ -28,7 +28,7 @@ MODEL = [
 ]
 
 
-def test_layers_fill_a_bucket_to_the_limit_and_what_is_in_no_layer_comes_last():
+def test_layers_fill_a_bucket_to_the_limit_and_parameters_outside_layers_come_last():
     first, second, last = plan_buckets(MODEL, limit=512)
     assert names(first) == ["model.layers.0.w", "model.layers.0.b", "model.layers.1.w", "model.layers.1.b"]
     assert names(second) == ["model.layers.2.w", "model.layers.2.b"]
@@ -36,16 +36,16 @@ def test_layers_fill_a_bucket_to_the_limit_and_what_is_in_no_layer_comes_last():
     assert [bucket.bytes for bucket in (first, second, last)] == [256, 128, 128 + 64 + 128]
 
 
-def test_of_two_buckets_that_follow_each_other_neither_is_in_the_other_s_room():
+def test_of_two_buckets_that_follow_each_other_neither_overlaps_the_other():
     first, second, last = plan_buckets(MODEL, limit=512)
     assert [bucket.start for bucket in (first, second, last)] == [0, 320, 0]
     assert buffer_bytes([first, second, last]) == 320 + 128
     buffer = torch.zeros(448, dtype=torch.uint8)
-    second.room(buffer).fill_(1)
-    assert not first.room(buffer).any() and not last.room(buffer).any()
+    second.view(buffer).fill_(1)
+    assert not first.view(buffer).any() and not last.view(buffer).any()
 
 
-def test_a_tensor_knows_its_place():
+def test_a_tensor_has_its_offset_and_size():
     _, second, _ = plan_buckets(MODEL, limit=512)
     assert second.tensors == [
         Tensor("model.layers.2.w", [4, 4], "float32", offset=0, bytes=64),
@@ -57,7 +57,7 @@ def test_one_byte_less_and_the_second_layer_does_not_fit():
     assert [len(bucket.tensors) for bucket in plan_buckets(MODEL, limit=511)] == [2, 2, 2, 3]
 
 
-def test_a_layer_above_the_limit_has_a_bucket_of_its_own():
+def test_a_layer_above_the_limit_gets_a_separate_bucket():
     parameters = [parameter("layers.0.w", 2), parameter("layers.1.w", 100), parameter("layers.2.w", 2)]
     assert [names(bucket) for bucket in plan_buckets(parameters, limit=256)] == [
         ["layers.0.w"],
@@ -71,7 +71,7 @@ def test_experts_stay_with_their_layer():
     assert len(plan_buckets(parameters, limit=128)) == 1
 
 
-def test_a_model_without_layers_is_one_bucket_and_nothing_is_none():
+def test_a_model_without_layers_is_one_bucket_and_no_model_is_none():
     assert len(plan_buckets([parameter("a", 100), parameter("b", 100)], limit=20)) == 1
     assert plan_buckets([], limit=20) == []
 
@@ -97,7 +97,7 @@ def test_a_tensors_place_passes_as_plain_data():
     st.lists(st.tuples(st.none() | st.integers(0, 4), st.integers(1, 60), st.sampled_from([FLOAT, HALF]))),
     st.integers(1, 600),
 )
-def test_any_model_is_cut_into_buckets_that_hold_each_tensor_once_and_each_layer_whole(tensors, limit):
+def test_any_model_is_partitioned_into_buckets_with_each_tensor_once_and_no_layer_split(tensors, limit):
     parameters = [
         (f"p{number}" if layer is None else f"layers.{layer}.p{number}", torch.Size([size]), dtype)
         for number, (layer, size, dtype) in enumerate(tensors)

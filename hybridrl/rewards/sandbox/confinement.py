@@ -1,25 +1,55 @@
-"""Limits this process and gives up, for good, its files, capabilities and system calls.
+"""Confine this process for good: resource limits, no files, no capabilities, and only the system calls of computing.
 
-Imports the standard library alone: it is loaded into the process that runs a model's program. The filter for system
-calls holds every promise of docs/rewards.md by itself; Landlock and the rest are a second barrier.
+Imports the standard library only: it is loaded into the process that runs a model's program. The filter for system
+calls (seccomp) holds every guarantee of docs/rewards.md by itself; Landlock and the rest are a second barrier.
 """
 
 import ctypes
+import errno
 import os
+import platform
 import resource
 import struct
-
-from hybridrl.rewards.sandbox.system_calls import filter_system_calls
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES = 4, 38
 _CAPABILITIES_VERSION = 0x20080522
 
-# Landlock: system calls (the same on every machine) and, by version, the rights over files that a kernel knows.
+# Landlock: system calls (the same on every architecture) and, by version, the file rights that a kernel knows.
 _CREATE_RULESET, _RESTRICT_SELF, _ASK_VERSION = 444, 446, 1
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _NEWEST_FILE_RIGHTS, _NETWORK_RIGHTS, _SCOPES = 16, 0b11, 0b11  # TCP; abstract sockets and signals
 _KNOWS_SCOPES = 6
+
+# Allowed system calls with their numbers on x86_64 and on aarch64; a dash: that architecture has no such call. Every
+# other one fails with "Operation not permitted": opening a file, sockets, new processes, signals to others.
+_ALLOWED = """
+    read 0 63  readv 19 65  pread64 17 67  write 1 64  writev 20 66  lseek 8 62  close 3 57
+    close_range 436 436  dup 32 23  dup2 33 -  dup3 292 24  fstat 5 80  getcwd 79 17
+    pipe 22 -  pipe2 293 59  poll 7 -  ppoll 271 73  select 23 -
+    pselect6 270 72  epoll_create1 291 20  epoll_ctl 233 21  epoll_wait 232 -  epoll_pwait 281 22
+    eventfd2 290 19  mmap 9 222  munmap 11 215  mprotect 10 226  mremap 25 216  madvise 28 233  brk 12 214
+    membarrier 324 283  rt_sigaction 13 134  rt_sigprocmask 14 135  rt_sigreturn 15 139  sigaltstack 131 132
+    futex 202 98  set_robust_list 273 99  rseq 334 293
+    sched_yield 24 124  sched_getaffinity 204 123  exit 60 93  exit_group 231 94  restart_syscall 219 128
+    getpid 39 172  gettid 186 178  getppid 110 173  getuid 102 174  geteuid 107 175  getgid 104 176
+    getegid 108 177  getrandom 318 278  getrusage 98 165  times 100 153  clock_gettime 228 113
+    clock_getres 229 114  clock_nanosleep 230 115  nanosleep 35 101  gettimeofday 96 169  time 201 -
+    uname 63 160  sysinfo 99 179  getrlimit 97 163
+"""
+_CLONE, _CLONE3, _FCNTL, _NEWFSTATAT = (56, 220), (435, 435), (72, 25), (262, 79)
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and audit architecture
+
+_LOAD, _JUMP_EQUAL, _JUMP_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _DENY, _ABSENT = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in the data that the filter reads
+_NO_THREAD = 0xFFFFFFFF ^ 0x007D0F00  # every flag of clone except those with which C libraries start a thread
+_THREAD = 0x00010000  # CLONE_THREAD
+_EMPTY_PATH = 0x1000  # AT_EMPTY_PATH: newer C libraries query a descriptor with it
+_DUP, _GETFD, _SETFD, _GETFL, _SETFL, _DUP_CLOEXEC = 0, 1, 2, 3, 4, 1030
+_ASYNC = 0x2000  # O_ASYNC: a signal whenever the descriptor is ready
+_OTHER_ABI = 0x40000000  # x86_64's 32-bit numbers
+_SET_SECCOMP, _FILTER = 22, 2
 
 
 def hide() -> None:
@@ -28,18 +58,20 @@ def hide() -> None:
 
 
 def confine(limits: dict[str, int]) -> None:
-    """Keep `limits` (of `resource`, by name) and run what cannot do harm. OSError where the kernel cannot filter."""
+    """Apply `limits` (of `resource`, by name) and give up all access. OSError: the kernel has no such filters."""
     for name, limit in limits.items():
         resource.setrlimit(vars(resource)[f"RLIMIT_{name}"], (limit, limit))
     if _LIBC.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "no_new_privs was refused")
+        raise OSError(ctypes.get_errno(), "no_new_privs was denied")
     give_up_files()
-    _give_up_capabilities()
-    filter_system_calls(_LIBC)
+    # Root keeps access to its own files, and no right beyond that.
+    if _LIBC.capset(struct.pack("Ii", _CAPABILITIES_VERSION, 0), bytes(24)):
+        raise OSError(ctypes.get_errno(), "capabilities could not be given up")
+    filter_system_calls()
 
 
 def give_up_files() -> None:
-    """No file, TCP port, abstract socket or process outside, where the kernel has Landlock: no rule, so nothing."""
+    """Deny files, TCP ports, abstract sockets and outside processes, if the kernel has Landlock: no rule allows any."""
     version = _LIBC.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)
     if version < 1:
         return
@@ -48,11 +80,54 @@ def give_up_files() -> None:
     attributes = struct.pack(f"{len(rights)}Q", *rights)
     ruleset = _LIBC.syscall(_CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0 or _LIBC.syscall(_RESTRICT_SELF, ruleset, 0):
-        raise OSError(ctypes.get_errno(), "Landlock was refused")
+        raise OSError(ctypes.get_errno(), "Landlock was denied")
     os.close(ruleset)
 
 
-def _give_up_capabilities() -> None:
-    """Root keeps the files that are its own, and no right beyond that."""
-    if _LIBC.capset(struct.pack("Ii", _CAPABILITIES_VERSION, 0), bytes(24)):
-        raise OSError(ctypes.get_errno(), "capabilities could not be given up")
+def supported() -> bool:
+    """Whether programs can be confined on this machine."""
+    return platform.system() == "Linux" and platform.machine() in _MACHINES
+
+
+def filter_system_calls() -> None:
+    """Install the filter in a process with no_new_privs. OSError: the kernel has no such filters."""
+    instructions = _instructions()
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(buffer))
+    if _LIBC.prctl(_SET_SECCOMP, _FILTER, program, 0, 0):
+        raise OSError(ctypes.get_errno(), "no filter for system calls (seccomp)")
+
+
+def _instructions() -> list[tuple[int, int, int, int]]:
+    """Return the filter's instructions: (operation, instructions to skip if true, if false, operand)."""
+    column, architecture = _MACHINES[platform.machine()]
+    filter_ = [(_LOAD, 0, 0, _ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
+    filter_ += [(_LOAD, 0, 0, _NUMBER), (_JUMP_LEAST, 0, 1, _OTHER_ABI), (_RETURN, 0, 0, _DENY)]
+    words = _ALLOWED.split()
+    for number in words[1 + column :: 3]:
+        filter_ += _where(None if number == "-" else int(number), (_RETURN, 0, 0, _ALLOW))
+    filter_ += _where(_NEWFSTATAT[column], *_if_any_bit(3, _EMPTY_PATH, _ALLOW, _DENY))
+    filter_ += _where(_FCNTL[column], *_fcntl())
+    filter_ += _where(_CLONE[column], *_if_any_bit(0, _NO_THREAD, _DENY), *_if_any_bit(0, _THREAD, _ALLOW, _DENY))
+    filter_ += _where(_CLONE3[column], (_RETURN, 0, 0, _ABSENT))  # the C library then falls back to clone
+    return [*filter_, (_RETURN, 0, 0, _DENY)]
+
+
+def _where(number: int | None, *then: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    return [] if number is None else [(_JUMP_EQUAL, 0, len(then), number), *then]
+
+
+def _if_any_bit(argument: int, bits: int, then: int, otherwise: int | None = None) -> list[tuple[int, int, int, int]]:
+    """Test bits of the lower half of an argument, which both architectures store first."""
+    load = (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+    test = [load, (_JUMP_ANY_BIT, 0, 1, bits), (_RETURN, 0, 0, then)]
+    return test if otherwise is None else [*test, (_RETURN, 0, 0, otherwise)]
+
+
+def _fcntl() -> list[tuple[int, int, int, int]]:
+    """Allow copies of descriptors and their flags; other commands name a process and the signal that it gets."""
+    filter_ = [(_LOAD, 0, 0, _ARGUMENTS + 8)]
+    for command in (_DUP, _GETFD, _SETFD, _GETFL, _DUP_CLOEXEC):
+        filter_ += _where(command, (_RETURN, 0, 0, _ALLOW))
+    return [*filter_, *_where(_SETFL, *_if_any_bit(2, _ASYNC, _DENY, _ALLOW)), (_RETURN, 0, 0, _DENY)]

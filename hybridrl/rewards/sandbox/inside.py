@@ -1,18 +1,33 @@
-"""Runs one program on several inputs, each in a process of its own that has given up what it does not need.
+"""Run one program on several inputs, each in a confined process; report what each run printed.
 
 Started by `run.py` in a bare interpreter. It reads a job and writes, for each run, a JSON line: the output, or null
-where the run failed. It has no expected output, so a program finds none in its memory.
+if the run failed. It never holds an expected output, so a program cannot find one in its memory. Imports the standard
+library and this package only.
 """
 
+import builtins
+import ctypes
 import json
 import operator
 import os
+import select
+import signal
 import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-from hybridrl.rewards.sandbox.confinement import hide
+from hybridrl.rewards.sandbox.confinement import confine, hide
 from hybridrl.rewards.sandbox.library import Library
-from hybridrl.rewards.sandbox.processes import end_with_parent, execute, finish, start
+
+_PARENT_DEATH_SIGNAL = 1
+_READY = b"r"
+_MOST_THREADS, _MOST_DESCRIPTORS = 64, 256
+_SECONDS_BETWEEN_COUNTS = 0.02
+_REAL_OPEN = open
+
+Run = tuple[int, int, int]  # process id; descriptors of its output and of the message that it is confined
 
 
 def main(library: int) -> None:
@@ -26,7 +41,7 @@ def main(library: int) -> None:
 
 
 def prepare(library: int) -> dict[str, Any]:
-    """Make this a process from which programs may be started, and read the job."""
+    """Prepare this process for starting programs, and return the job read from stdin."""
     end_with_parent(os.getppid())
     hide()
     Library(library).install()
@@ -34,7 +49,111 @@ def prepare(library: int) -> dict[str, Any]:
 
 
 def _call(job: dict[str, Any], given: Any) -> None:
-    """Print the job's mark, which is in no output by chance, and what the program's function returns."""
+    """Print the job's mark, a random text that no other output contains, and what the program's function returns."""
     space, name = execute(job), job["function"]
     function = space[name] if name in space else operator.attrgetter(name)(space["Solution"]())
     print(f"\n{job['mark']}{json.dumps(function(*given))}")
+
+
+def start(job: dict[str, Any], work: Callable[[], object], given: str = "", kept: int | None = None) -> Run:
+    """Start a confined process that does `work`, with `given` as its input and one more descriptor if `kept` is set."""
+    stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
+    ready, confined = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        end_with_parent(parent)
+        _run_child(job, work, given, (stdin, stdout, confined, kept))
+    os.close(confined)
+    os.close(stdin)
+    return child, stdout, ready
+
+
+def finish(run: Run, seconds: float, until: int | None = None) -> str | None:
+    """Return what the run printed; None if it failed. It is killed when `until` becomes readable."""
+    child, stdout, ready = run
+    try:
+        succeeded = _wait(child, seconds, [] if until is None else [until])
+        if os.read(ready, 1) != _READY:
+            raise RuntimeError("a run could not be confined")
+        return os.pread(stdout, os.fstat(stdout).st_size, 0).decode(errors="replace") if succeeded else None
+    finally:
+        os.close(stdout)
+        os.close(ready)
+
+
+def _wait(child: int, seconds: float, until: list[int]) -> bool:
+    """Whether the child ended by itself, in time and with status 0."""
+    descriptor, deadline = os.pidfd_open(child), time.monotonic() + seconds
+    try:
+        while not (ended := select.select([descriptor, *until], [], [], _SECONDS_BETWEEN_COUNTS)[0]):
+            if time.monotonic() > deadline or _threads(child) > _MOST_THREADS:
+                break
+        if descriptor not in ended:
+            os.kill(child, signal.SIGKILL)
+        return os.waitpid(child, 0)[1] == 0
+    finally:
+        os.close(descriptor)
+
+
+def _threads(process: int) -> int:
+    with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+        return int(file.read().rpartition(")")[2].split()[17])
+
+
+def _run_child(
+    job: dict[str, Any], work: Callable[[], object], given: str, descriptors: tuple[int, int, int, int | None]
+) -> NoReturn:
+    """Confine this child, do the work, and exit."""
+    status = 1
+    try:
+        _confine(job, given, *descriptors)
+        work()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        status = 0
+    except SystemExit as end:
+        status = 0 if end.code in (None, 0) and job["kind"] == "stdin" else 1
+    finally:
+        try:
+            sys.stdout.flush()
+        except BaseException:
+            status = 1
+        os._exit(status)
+
+
+def _confine(job: dict[str, Any], given: str, stdin: int, stdout: int, confined: int, kept: int | None) -> None:
+    os.write(stdin, given.encode(errors="replace"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    for source, target in ((stdin, 0), (stdout, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
+        os.dup2(source, target)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    builtins.open, builtins.exit, builtins.quit = _open, sys.exit, sys.exit
+    for name in [name for name in sys.modules if name.startswith("hybridrl")]:
+        del sys.modules[name]
+    first = 3
+    for spared in sorted({confined, kept or confined, _MOST_DESCRIPTORS}):
+        os.closerange(first, spared)
+        first = spared + 1
+    confine(job["limits"])
+    os.write(confined, _READY)
+    os.close(confined)
+
+
+def _open(file: Any, *arguments: Any, **named: Any) -> Any:
+    """Replace `open` for a program: its own descriptors can be opened, and the first one by name."""
+    return _REAL_OPEN(os.dup(0) if file == "/dev/stdin" else file, *arguments, **named)
+
+
+def execute(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the program as a script and return its names."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(job["program"], "<program>", "exec"), space)
+    return space
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

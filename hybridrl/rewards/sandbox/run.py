@@ -1,10 +1,9 @@
-"""Python programs run with limits on time, memory, output, processes, files and network. Judges no output.
+"""Run Python programs with limits on time, memory, output, processes, files and network; return what they print.
 
-Every run is a process of its own whose system calls are filtered (`system_calls.py`), a limit that needs no privileges
-and holds in containers too. It is no virtual machine: docs/rewards.md says what it does not protect against.
+Every run is its own process whose system calls are filtered (`confinement.py`), a limit that needs no privileges
+and holds in containers too. It is not a virtual machine: docs/rewards.md lists what it does not protect against.
 """
 
-import functools
 import json
 import math
 import os
@@ -16,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.config import ConfigError
-from hybridrl.rewards.sandbox.packing import pack
-from hybridrl.rewards.sandbox.system_calls import supported
+from hybridrl.rewards.sandbox.confinement import supported
+from hybridrl.rewards.sandbox.library import pack
 
-_HOUSE = str(Path(__file__).resolve().parents[3])
+_ROOT = str(Path(__file__).resolve().parents[3])
 # Neither the environment nor installed packages: only the standard library can be imported.
 _START = (
-    "import sys; sys.path.append({house!r}); from hybridrl.rewards.sandbox.{module} import main; sys.path.pop(); "
+    "import sys; sys.path.append({root!r}); from hybridrl.rewards.sandbox.{module} import main; sys.path.pop(); "
     "main{descriptors}"
 )
 
@@ -33,7 +32,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run: CPU seconds, memory in MiB and characters printed; of all runs of a program: seconds."""
+    """CPU seconds, memory in MiB and printed characters per run; seconds for all runs of a program together."""
 
     seconds: float = 5.0
     memory_mb: int = 1024
@@ -42,11 +41,11 @@ class Limits:
 
 
 def check_sandbox() -> None:
-    """Refuse a machine on which programs cannot be confined."""
+    """Raise ConfigError on a machine on which programs cannot be confined."""
     if not supported():
         raise ConfigError(
-            "the reward for code runs programs behind Linux's filter for system calls, on x86_64 and aarch64; "
-            "set reward.custom_reward_function.path to a function that runs them elsewhere"
+            "the reward for code runs programs behind Linux's filter for system calls, on x86_64 and aarch64",
+            fix="set reward.custom_reward_function.path to a function that runs them elsewhere",
         )
 
 
@@ -57,10 +56,10 @@ def run(
     kind: Literal["stdin", "call", "asserts"] = "stdin",
     function: str = "",
 ) -> list[str | None]:
-    """What each run printed; None for one that failed, overran a limit or was not reached in `total_seconds`.
+    """Return what each run printed; None for a run that failed, exceeded a limit or did not fit in `total_seconds`.
 
     "stdin": an input is text to read. "call": it is the arguments of `function` (a global, or a method of the class
-    Solution), and the output the JSON of what is returned. "asserts": it is code to run after the program, and the
+    Solution), and the output is the returned value as JSON. "asserts": it is code to run after the program, and the
     output is empty.
     """
     check_sandbox()
@@ -72,7 +71,7 @@ def run(
         "kind": kind,
         "function": function,
         "mark": mark,
-        "wall_seconds": 2 * limits.seconds + 1,  # a busy machine gives less CPU than time
+        "wall_seconds": 2 * limits.seconds + 1,  # on a busy machine a run gets less CPU time than wall time
         "limits": {"AS": limits.memory_mb << 20, "CPU": cpu, "FSIZE": limits.output, "CORE": 0, "NOFILE": 64},
     }
     with open(os.memfd_create("tests"), "w+") as tests:
@@ -85,22 +84,22 @@ def run(
 
 
 def _lines(module: str, descriptors: tuple[int, ...], job: str, seconds: float) -> list[bytes]:
-    """A line for each run that ended in time."""
-    start = _START.format(house=_HOUSE, module=module, descriptors=descriptors)
+    """Return a line for each run that ended in time."""
+    start = _START.format(root=_ROOT, module=module, descriptors=descriptors)
     command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", start]
-    give = functools.partial(subprocess.run, capture_output=True, env={}, cwd="/", pass_fds=descriptors)
+    options: dict[str, Any] = {"capture_output": True, "env": {}, "cwd": "/", "pass_fds": descriptors}
     try:
-        done = give(command, input=job.encode(), timeout=seconds)
-    except subprocess.TimeoutExpired as overrun:
-        return (overrun.stdout or b"").split(b"\n")[:-1]  # the last may be half a line
+        done = subprocess.run(command, input=job.encode(), timeout=seconds, **options)
+    except subprocess.TimeoutExpired as expired:
+        return (expired.stdout or b"").split(b"\n")[:-1]  # the last may be incomplete
     if done.returncode:
         raise SandboxError(f"the sandbox ended with {done.returncode}: {done.stderr.decode(errors='replace')[-500:]}")
     return done.stdout.splitlines()
 
 
 def _after(mark: str, output: str | None) -> str | None:
-    """What follows the mark, which only a run that came to its end has printed."""
+    """Return what follows the mark, which only a run that was completed has printed."""
     if output is None or not mark:
         return output
-    _, found, after = output.rpartition(mark)
-    return after.strip() if found else None
+    _, marked, after = output.rpartition(mark)
+    return after.strip() if marked else None

@@ -1,1 +1,1 @@
-"""The scorers that come along, one file a kind of answer. None runs or evaluates an answer outside of `sandbox.py`."""
+"""Built-in scorers, one file per family. None runs or evaluates text of a response outside the sandbox."""

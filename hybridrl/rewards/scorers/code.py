@@ -1,6 +1,6 @@
-"""Programs against tests: what they print for an input, what a function of theirs returns, or asserts that hold.
+"""Score programs by tests: what they print for an input, what a function of theirs returns, or asserts.
 
-The program runs in the sandbox; looping, crashing and overrunning a limit are wrong answers and nobody's fault.
+The program runs in the sandbox; an endless loop, a crash or an exceeded limit is a wrong response, not a fault.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.rewards.sandbox.run import Limits, run
 
 _FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_SPARE_OUTPUT = 1 << 16
+_EXTRA_OUTPUT = 1 << 16
 
 
 def compute_score(
@@ -24,33 +24,32 @@ def compute_score(
     total_seconds: float = 20.0,
     memory_mb: int = 1024,
 ) -> dict[str, Any]:
-    """The share of tests passed (`continuous`), or 1 for all and else 0; `acc` is 1 where all passed.
+    """Return the share of passed tests (`continuous`), or 1 if all passed, else 0; `acc` is 1 if all passed.
 
     The ground truth, also as JSON text: {"inputs": [...], "outputs": [...]} with text to read and to print;
     the same with "fn_name" and arguments and return values; or asserts as a text, a list, or under "test_list",
     "functional" or "test" (with "entry_point", as in HumanEval). ValueError for anything else.
     """
-    program, limits = last_program(solution_str), Limits(seconds, memory_mb, _SPARE_OUTPUT, total_seconds)
+    program, limits = last_program(solution_str), Limits(seconds, memory_mb, _EXTRA_OUTPUT, total_seconds)
     results = passed(program, ground_truth, limits)
-    whole = float(all(results))
-    share = sum(results) / len(results)
-    return {"score": share if continuous else whole, "acc": whole, "passed": share}
+    accuracy, share = float(all(results)), sum(results) / len(results)
+    return {"score": share if continuous else accuracy, "acc": accuracy, "passed": share}
 
 
 def last_program(text: str) -> str:
-    """The last fenced block of Python, closed or not; the whole text where there is none."""
+    """Return the last fenced block of Python, closed or not; the complete text if there is none."""
     blocks = _FENCED.findall(text)
     return blocks[-1] if blocks else text
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Equal word by word; numbers with a decimal point may differ by a millionth part."""
+    """Whether outputs are equal word by word; numbers with a decimal point may differ by one millionth."""
     words, wanted = printed.split(), expected.split()
     return len(words) == len(wanted) and all(map(_same_word, words, wanted))
 
 
 def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
-    """Whether the program passes, test by test."""
+    """Return whether the program passes, test by test."""
     tests = _as_tests(ground_truth)
     if "asserts" in tests:
         return [output is not None for output in run(program, tests["asserts"], limits, "asserts")]
@@ -59,7 +58,7 @@ def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
         raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
     function = tests.get("fn_name")
     longest = max(len(output if isinstance(output, str) else json.dumps(output)) for output in outputs)
-    limits = replace(limits, output=8 * longest + _SPARE_OUTPUT)
+    limits = replace(limits, output=8 * longest + _EXTRA_OUTPUT)
     if function:
         returned = run(program, [_arguments(given) for given in inputs], limits, "call", function)
         return [given is not None and same_value(given, out) for given, out in zip(returned, outputs, strict=True)]
@@ -70,7 +69,7 @@ def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
 
 
 def _as_tests(truth: Any) -> Mapping[str, Any]:
-    """The tests as {"asserts"} or {"inputs", "outputs"[, "fn_name"]}."""
+    """Return the tests as {"asserts"} or {"inputs", "outputs"[, "fn_name"]}."""
     if isinstance(truth, str):
         try:
             truth = json.loads(truth)
@@ -96,19 +95,19 @@ def _as_text(given: Any) -> str:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """A function's arguments: a list of them, or a text with the JSON of one on each line."""
+    """Return a function's arguments, given as a list or as a text with the JSON of one per line."""
     return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
 
 
 def same_value(returned: str, expected: Any) -> bool:
-    """Whether what a function returned, as JSON, is what was expected, as a value or as JSON."""
-    found, wanted = _from_json(returned), _from_json(expected) if isinstance(expected, str) else expected
-    # APPS wraps what is returned in a list.
-    return found == wanted or (isinstance(wanted, list) and len(wanted) == 1 and found == wanted[0])
+    """Whether a returned value, as JSON, is the expected one, given as a value or as JSON."""
+    value, wanted = _from_json(returned), _from_json(expected) if isinstance(expected, str) else expected
+    # APPS wraps the expected value in a list.
+    return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
 
 
 def _from_json(text: str) -> Any:
-    """The value; the text itself where it is none: a program may have printed over its result."""
+    """Return the value, or the text itself if it is not JSON: a program may have printed over its result."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

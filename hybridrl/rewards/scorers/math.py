@@ -1,7 +1,7 @@
-r"""Competition mathematics (MATH, AIME, AMC, Numina): is the result the same expression as the ground truth?
+r"""Competition mathematics (MATH, AIME, AMC, Numina, DAPO): is the result the same value as the ground truth?
 
-Equality is the library math-verify's, which reads LaTeX by a grammar into sympy. Its reader of plain expressions is
-never used, since that one evaluates the text as Python. No time limit here: the scoring process has one.
+The library math-verify decides: it parses LaTeX into sympy with a grammar. Its parser of plain expressions is never
+used, since that one evaluates the text as Python. There is no time limit here: the scoring process has one.
 """
 
 import functools
@@ -12,57 +12,82 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 
 from hybridrl.config import ConfigError
-from hybridrl.rewards.scorers.boxed import last_boxed
-from hybridrl.rewards.scorers.plain import POWERS, notations_differ, plain
+from hybridrl.rewards.scorers.texts import last_answer_line, last_boxed
 
-# It warns that no time limit is set.
+# math-verify warns that no time limit is set.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_LONGEST = 500  # characters of a result; the longest of MATH-500 has 159, and the grammar is slow on nonsense
-_TAIL = 2000  # characters of an answer in which a result outside of a box is looked for
+_ENCLOSED = re.compile(r"\s*(?:\$\$?|\\\(|\\\[)((?:\\\$|[^$])*?)(?:\$\$?|\\\)|\\\])[\s.]*", re.DOTALL)
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_SIGNS = re.compile(r"\\\$|\\!\s*|\s*(?:\\?%|\bpercent(?:age)?\b)|\s*(?:\^\s*\{?\s*\\circ\b\s*\}?|\\degree\b|°)")
+_THIN_SPACE = re.compile(r"(?<=[0-9])\\[,;: ](?=[0-9]{3})")
+_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+_GAP = r"(?<=[0-9})])(?:\s|~|\\[,;:! ]|\\quad\b)*"
+_UNIT_TEXT = re.compile(
+    _GAP + r"\\(?:text|textrm|textbf|textit|mathrm|mbox|operatorname)\s*\{([^{}]*)\}(?:\^\{?-?[0-9]\}?)?\.?$"
+)
+_UNIT_WORDS = re.compile(r"(?<=[0-9})])\s+((?:[A-Za-z]{2,20}[ .]?){1,3}(?:\^?[23])?)$")
+# Words after a number that are not units: they change its value, or join it to another number.
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_NO_UNIT = re.compile(r"\b(?:dozens?|half|halves|thirds?|pi|or|and|to|mod|base)\b")
+_LEFT_RIGHT = re.compile(r"\\(?:left|right)(?![A-Za-z])\s*|\s+")
+_LISTED = re.compile(r"(\\\{|[(\[]).*,.*(\\\}|[)\]])")
+_BASED = re.compile(r"([0-9A-Z]+)_\{?([0-9]+)\}?")
+_MAX_RESULT = 500  # characters of a result; the longest of MATH-500 has 159, and the grammar is slow on nonsense
+_TAIL = 2000  # characters of a response in which a result outside a box is searched
 _METHODS = ("strict", "flexible")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,400}")
 _DELIMITED = re.compile(r"(?<!\\)(?:\$\$(.*?)\$\$|\$([^\n]+?)(?<!\\)\$|\\\((.*?)\\\)|\\\[(.*?)\\\])", re.DOTALL)
 # 42; .5; 1,234.5; (3/4)*2^10; [1, 2); 5 million
-_NUMBERS = re.compile(rf"(?<![A-Za-z0-9.])[-+(\[]*\.?[0-9][-+*/^()\[\]. 0-9,]*(?:(?:{'|'.join(POWERS)})\b)?")
+_NUMBERS = re.compile(rf"(?<![A-Za-z0-9.])[-+(\[]*\.?[0-9][-+*/^()\[\]. 0-9,]*(?:(?:{'|'.join(_POWERS)})\b)?")
 _STATED = re.compile(r".*(?:\b(?:is|are|get|be)\b|[:=])\s*")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _LATEX = [LatexExtractionConfig()]
 
 
 def compute_score(solution_str: str, ground_truth: Any, method: str = "strict") -> dict[str, Any]:
-    r"""1 where the last \boxed{...} equals the ground truth, else 0; `pred` is what stands in it.
+    r"""Return 1 if the last \boxed{...} equals the ground truth, else 0; `pred` is its content.
 
-    "flexible" also takes an answer without a box: its last LaTeX expression, or numbers that stand after that.
-    The ground truth is LaTeX, with or without \boxed or $; of a list of them any may be met.
+    "flexible" also accepts a response without a box: its last LaTeX expression, or numbers that follow it.
+    The ground truth is LaTeX, with or without \boxed or $; any element of a list is accepted.
     """
     if isinstance(ground_truth, list) and ground_truth:
-        return max(
-            (compute_score(solution_str, truth, method) for truth in ground_truth), key=lambda found: found["acc"]
-        )
+        scores = [compute_score(solution_str, truth, method) for truth in ground_truth]
+        return max(scores, key=lambda score: score["acc"])
     if method not in _METHODS:
-        raise ConfigError(f"reward_kwargs.method={method}: results are read by one of {', '.join(_METHODS)}")
+        raise ConfigError(f"reward_kwargs.method={method}: unknown", fix=f"choose {' or '.join(_METHODS)}")
     result, truth = last_boxed(solution_str), str(ground_truth)
     if result is not None or method == "strict":
-        return verdict(result or "", is_equal(result or "", truth))
+        return _verdict(result or "", is_equal(result or "", truth))
     results = _unboxed(solution_str[-_TAIL:])
     right = next((result for result in results if is_equal(result, truth)), None)
-    return verdict(right or "".join(results[:1]), right is not None)
+    return _verdict(right or "".join(results[:1]), right is not None)
 
 
-def verdict(result: str, right: bool) -> dict[str, Any]:
-    return {"score": float(right), "acc": float(right), "pred": result.strip()[:_LONGEST]}
+def compute_dapo_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+    r"""Return 1 if the last line "Answer: ..." or the box equals the ground truth, else -1; `acc` is 1 or 0.
+
+    verl compares rewritten texts; here 1/2 and 0.5 are the same. With `strict_box_verify` only a box counts.
+    """
+    line, boxed = last_answer_line(solution_str), last_boxed(solution_str)
+    result = boxed if strict_box_verify or line is None else last_boxed(line) or line.strip("*$ ").rstrip("*$. ")
+    verdict = _verdict(result or "", is_equal(result or "", str(ground_truth)))
+    return verdict | {"score": 1.0 if verdict["acc"] else -1.0}
+
+
+def _verdict(result: str, right: bool) -> dict[str, Any]:
+    return {"score": float(right), "acc": float(right), "pred": result.strip()[:_MAX_RESULT]}
 
 
 def is_equal(result: str, truth: str) -> bool:
     """Whether two results are the same number, expression, equation, set, interval, matrix or text.
 
-    Units, signs of money and thousands separators say nothing: $1,250.00 is 1250, and 28% is 28.
+    Units, currency signs and thousands separators are ignored: $1,250.00 is 1250, and 28% is 28.
     """
     result, truth = result.strip(), truth.strip()
     if not result or result == truth:
         return result != ""
-    if len(result) > _LONGEST:
+    if len(result) > _MAX_RESULT:
         return False
     result, truth = plain(result), plain(truth)
     if not result or result == truth:
@@ -75,7 +100,7 @@ def is_equal(result: str, truth: str) -> bool:
 
 
 def _right_side_is(equation: str, truth: str) -> bool:
-    """Whether an equation gives the truth at its end; math-verify asks that only of equations that it can read."""
+    """Whether the right side of an equation is the truth; math-verify checks that only for equations it can parse."""
     sides = _EQUALS.split(equation)
     return len(sides) > 1 and not _EQUALS.search(truth) and is_equal(sides[-1], truth)
 
@@ -90,16 +115,47 @@ def _boxed(latex: str) -> list[Any]:
 
 
 def _unboxed(text: str) -> list[str]:
-    """What the text may give as its result: its last LaTeX between delimiters, or numbers where they follow it.
+    """Return candidate results of a text: its last LaTeX between delimiters, or numbers that follow it.
 
     Without delimiters also what its last line states: "... is x^2 + 1."
     """
     enclosed = list(_DELIMITED.finditer(text))
     numbers = _NUMBERS.findall(text, max(enclosed[-1].end() if enclosed else 0, text.rfind("$") + 1))
     number = [numbers[-1].rstrip(" ,.")] if numbers else []
-    number = [found if "," in found else found.strip("[] ") for found in number]
+    number = [text if "," in text else text.strip("[] ") for text in number]
     if enclosed:
         return number or [next(filter(None, enclosed[-1].groups()), "")]
     line = text.strip().rpartition("\n")[2]
-    stated = [line[found.end() :].rstrip(" .")] if (found := _STATED.match(line)) else []
+    stated = [line[match.end() :].rstrip(" .")] if (match := _STATED.match(line)) else []
     return (stated or [line]) if "\\" in text else [*stated, *number]
+
+
+def plain(result: str) -> str:
+    r"""Remove delimiters, currency, percent, degrees, units and separators: 1250 for 1{,}250\text{ cm}^2 or $1,250."""
+    boxed, enclosed = last_boxed(result), _ENCLOSED.fullmatch(result)
+    result = boxed if boxed is not None else enclosed[1] if enclosed else result
+    result = _THIN_SPACE.sub("", _SIGNS.sub("", result).replace("{,}", ",")).strip()
+    result = result.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
+    if len(_DOLLAR.findall(result)) == 1:  # currency, since delimiters come in pairs
+        result = _DOLLAR.sub("", result).strip()
+    result = _without_unit(result).removesuffix(".").strip()
+    return result.replace(",", "") if _THOUSANDS.fullmatch(result) else result
+
+
+def notations_differ(result: str, truth: str) -> bool:
+    """Whether two lists differ in brackets (a set is no ordered pair, [0, 1) not [0, 1]), or two numbers in bases."""
+    result, truth = _LEFT_RIGHT.sub("", result), _LEFT_RIGHT.sub("", truth)
+    for notation in (_LISTED, _BASED):
+        first, second = notation.fullmatch(result), notation.fullmatch(truth)
+        if first and second:
+            return first.groups() != second.groups()
+    return False
+
+
+def _without_unit(result: str) -> str:
+    for unit in (_UNIT_TEXT, _UNIT_WORDS):
+        match = unit.search(result)
+        if match and not _NO_UNIT.search(match[1]) and r"\text" not in result[: match.start()]:
+            power = _POWERS.get(match[1].strip())
+            return result[: match.start()].strip() + (rf" \cdot 10^{{{power}}}" if power else "")
+    return result

@@ -1,44 +1,29 @@
-r"""Results compared as texts, with verl's verdicts: what counts as the same spelling in MATH and in Minerva's protocol.
+r"""Find the result in a response's text, and compare results as spellings, with verl's verdicts.
 
-No mathematics: 2/4 is not 1/2. `math.py` compares expressions, and takes an equal spelling as a shortcut.
+A result is in \boxed{...}, in an <answer> tag or on a line "Answer: ..."; finding it is linear in the text's length.
+Spellings are those of MATH and of Minerva's protocol, without mathematics: 2/4 is not 1/2. `math.py` compares values.
 """
 
 import re
 
+_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace belongs to its backslash
+_BETWEEN = re.compile(r"(?:[\s$,;]|\\quad|\\[()\[\]]|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b)*")
+_MAX_BETWEEN = 60
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox) +([^\s{$][^$\n]*)")
+_ANSWER_MARK = re.compile(r"answer\**\s*:", re.IGNORECASE)
+_WORD_CHARACTER = re.compile(r"[^\W_]")
 _BRACE = re.compile(r"[{}]")
 _UNITS = [
-    "cents",
-    "childrentickets",
-    "cm",
-    "degrees",
-    "digits",
-    "dollars",
-    "edges",
-    "feet",
-    "gm",
-    "hours",
-    "inches",
-    "integers",
-    "km",
-    "meals",
-    "meters",
-    "minutes",
-    "mph",
-    "multiples",
-    "points",
-    "pounds",
-    "square",
-    "students",
-    "sue",
-    "units",
-    "ways",
+    *("cents", "childrentickets", "cm", "degrees", "digits", "dollars", "edges", "feet", "gm"),
+    *("hours", "inches", "integers", "km", "meals", "meters", "minutes", "mph"),
+    *("multiples", "points", "pounds", "square", "students", "sue", "units", "ways"),
 ]
-# What is left of markup once the units are gone, and what says nothing either.
+# Markup left over once the units are removed, and other markup without meaning.
 _MARKUP = [
     *(r"\text{}^2", r"\text{}^3", r"\text{s}", r"\text{.}", "\\text{\ns}", "\\text{\n}", r"\text{}", r"\mathrm{th}"),
     *(r"^{\circ}", r"^\circ", r"\ldots", r"\dots", r"\;", r",\!", "{,}", '"'),
 ]
-_SILENT = [re.compile("|".join(map(re.escape, words))) for words in (_UNITS, _MARKUP)]
+_IGNORED = [re.compile("|".join(map(re.escape, words))) for words in (_UNITS, _MARKUP)]
 _MINERVA_FIRST = [
     *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
     *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
@@ -49,8 +34,66 @@ _MATH_FIRST = [
 ]
 
 
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} or \fbox{...} that closes, else the line after "\boxed ", or None.
+
+    Boxes with at most a comma or an "and" between them are one result: their contents, separated by commas.
+    """
+    contents: list[str] = []
+    before = len(text)
+    for start, opening, end in reversed(_boxes(text)):
+        between = text[end:before]
+        if contents and (len(between) > _MAX_BETWEEN or not _BETWEEN.fullmatch(between)):
+            break
+        contents.append(text[opening : end - 1])
+        before = start
+    if contents:
+        return ", ".join(reversed(contents))
+    bare = _BARE_BOX.findall(text)
+    return bare[-1].strip() if bare else None
+
+
+def last_answer_line(text: str) -> str | None:
+    """Return the first line with a letter or a digit after the last "Answer:", or None.
+
+    If the line only announces a box, the content of that box is returned.
+    """
+    marks = list(_ANSWER_MARK.finditer(text))
+    if not marks:
+        return None
+    after = text[marks[-1].end() :].strip(" *\n")
+    line = next(filter(_WORD_CHARACTER.search, after.splitlines()), after.partition("\n")[0]).strip(" *")
+    announces = line.endswith(":") or line.startswith(r"\begin")
+    return (last_boxed(after) if announces else None) or line or None
+
+
+def last_tagged(text: str) -> str | None:
+    """Return the content of the last <answer> tag that is closed, or None."""
+    before, closing, _ = text.rpartition("</answer>")
+    _, opening, content = before.rpartition("<answer>")
+    return content.strip() if closing and opening else None
+
+
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """Return the start, the content's start and the end of each box that closes, except boxes inside a box."""
+    open_braces: list[tuple[int, int] | None] = []  # None: a brace without a box command
+    boxes: list[tuple[int, int, int]] = []
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match[0] == "{":
+            open_braces.append(None)
+        elif match[0] == "}" and open_braces:
+            box = open_braces.pop()
+            if box is not None:
+                while boxes and boxes[-1][0] > box[0]:
+                    boxes.pop()
+                boxes.append((*box, match.end()))
+        elif match[0].endswith("{") and len(match[0]) > 2:
+            open_braces.append((match.start(), match.end()))
+    return boxes
+
+
 def last_box(text: str, commands: tuple[str, ...] = (r"\boxed{",)) -> str | None:
-    r"""The last \boxed{...} with its command, or None; also where it never closes."""
+    r"""Return the last \boxed{...} with its command; None if there is none or it never closes."""
     start = next((place for command in commands if (place := text.rfind(command)) >= 0), -1)
     depth = 0
     for brace in _BRACE.finditer(text, start) if start >= 0 else ():
@@ -61,31 +104,31 @@ def last_box(text: str, commands: tuple[str, ...] = (r"\boxed{",)) -> str | None
 
 
 def math_box(text: str) -> str | None:
-    r"""The last \boxed{...}, or \fbox{...} where there is none; "\boxed 4" reaches to a dollar sign or the end."""
+    r"""Return the last \boxed{...}, else the last \fbox{...}; "\boxed 4" extends to a dollar sign or the end."""
     _, bare, after = text.rpartition(r"\boxed ")
     return bare + after.partition("$")[0] if bare else last_box(text, (r"\boxed", r"\fbox"))
 
 
 def unboxed(box: str) -> str:
-    r"""What a \boxed{...} holds; AssertionError for any other text, as in verl, whose callers catch it."""
+    r"""Return the content of a \boxed{...}; AssertionError for any other text, as in verl, whose callers catch it."""
     assert box.startswith(r"\boxed{") and box.endswith("}"), f"not a box: {box:.80}"
     return box[len(r"\boxed{") : -1]
 
 
 def math_unboxed(box: str) -> str:
-    r"""As `unboxed`; also of "\boxed 4"."""
+    r"""Return the content of a \boxed{...} or of "\boxed 4"."""
     return box.removeprefix(r"\boxed ") if box.startswith(r"\boxed ") else unboxed(box)
 
 
 def same_in_math(first: str | None, second: str | None) -> bool:
-    """Whether MATH's rules write both results alike; two absent results are alike."""
+    """Whether both results have the same spelling by MATH's rules; two absent results are the same."""
     if first is None or second is None:
         return first is second
     return math_spelling(first) == math_spelling(second)
 
 
 def math_spelling(result: str) -> str:
-    r"""A result as MATH writes it: \frac{1}{2} for \dfrac12, 1/2 and 0.5; no units, degrees, percent, money, spaces."""
+    r"""Return MATH's spelling: \frac{1}{2} for \dfrac12, 1/2 and 0.5; no units, degrees, percent, money, spaces."""
     for before, after in _MATH_FIRST:
         result = result.replace(before, after)
     result = result.partition(r"\text{ ")[0].replace(r"\%", "")
@@ -101,12 +144,12 @@ def math_spelling(result: str) -> str:
 
 
 def minerva_spelling(answer: str) -> str:
-    """An answer as Minerva's protocol writes it: what stands after the last "=", without units and markup."""
+    """Return the spelling of Minerva's protocol: what follows the last "=", without units and markup."""
     answer = answer.rpartition("=")[2]
     for before, after in _MINERVA_FIRST:
         answer = answer.replace(before, after)
-    for silent in _SILENT:
-        answer = silent.sub("", answer)
+    for ignored in _IGNORED:
+        answer = ignored.sub("", answer)
     answer = re.sub(r".*?\$(.*?)\$.*", r"$\1$", answer)
     for command in ("text", "textbf", "overline"):
         answer = re.sub(rf"\\{command}{{(.*?)}}", r"\1", answer)

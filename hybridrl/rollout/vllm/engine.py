@@ -1,134 +1,94 @@
-"""vLLM as a rollout engine, in a process of its own. The only module that knows vLLM; versions 0.26 to 0.32.
+"""vLLM as a rollout engine (see RolloutEngine), in the process of its rollout server; versions 0.26 to 0.32.
 
-The engine receives weights through vLLM's weight-transfer calls, by an engine registered here, which opens handles to
-the trainer's memory on the same device: one path for CUDA and CPU.
+vLLM runs the model in further processes, where it imports `worker.py`.
 """
 
 import asyncio
 import json
 import os
-import signal
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-import torch
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from hybridrl import device as devices
 from hybridrl.config import ConfigError
+from hybridrl.config.checks.lora import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
-from hybridrl.config.model_directory import resolve_model
+from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.rollout.types import Completion, Request, Sampling
+from hybridrl.rollout.types import Completion, Request
 from hybridrl.rollout.vllm import repairs
-from hybridrl.rollout.vllm.adapter import (
-    Place,
-    adapter_arguments,
-    adapter_request,
-    load_adapter,
-    put_back,
-    put_base_layers,
-)
-from hybridrl.rollout.vllm.cpu_cache import cache_bytes_of_token, cpu_cache_bytes
-from hybridrl.runtime.guard import end_with_parent
-from hybridrl.weights.handles import Handle, digest, open_buffer
-from hybridrl.weights.layout import Bucket, Tensor
+from hybridrl.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
+from hybridrl.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
+from hybridrl.weights.handles import Handle
+from hybridrl.weights.layout import Bucket
 
-BACKEND = "hybridrl"
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
-LIBRARIES = "HYBRIDRL_EXTERNAL_LIB"
 HEALTH_SECONDS = 1.0
 PARTS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 
 
 class VllmEngine:
-    """A vLLM engine over one tensor-parallel group of devices: what a rollout server asks of any engine."""
+    """A vLLM engine over one tensor-parallel group of devices."""
 
-    def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> None:
-        os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read where this module is imported by an engine
+    def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> None:
+        os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read by worker.py in the engine's processes
         import_libraries(model.external_lib)
         repairs.prepare_for(resolve_model(model.path))
-        arguments = engine_arguments(device, model, rollout, slots)
+        arguments = engine_arguments(device, model, rollout, engines_per_machine)
         self.sleeps, self.model = rollout.free_cache_engine, model
         self.adapted = bool(model.lora_rank) and not model.lora.merge
-        self.number = 0  # of the last hand-over
+        self.sync_id = 0
+        self.version = -1
         self.asleep: frozenset[str] = frozenset()
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def connect(self) -> None:
-        """Make ready for weights."""
         await self._call(self.engine.collective_rpc("init_weight_transfer_engine", args=({},)))
-        forget_segments()
+        unlink_segments()
 
-    async def generate(self, request: Request, sampling: Sampling) -> Completion:
+    async def generate(self, request: Request) -> Completion:
+        version = self.version
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
-        parameters, adapter = sampling_params(request, sampling), self._adapter()
+        parameters, adapter = sampling_params(request), self._adapter()
         async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
-            answer = output.outputs[0]
-        return Completion(
-            request.prompt,
-            request.sample,
-            np.asarray(answer.token_ids, dtype=np.int64),
-            np.asarray(answer.logprobs.logprobs, dtype=np.float32),
-            answer.finish_reason == "length",
-        )
+            response = output.outputs[0]
+        token_ids = np.asarray(response.token_ids, dtype=np.int64)
+        log_probs = np.asarray(response.logprobs.logprobs, dtype=np.float32)
+        return Completion(token_ids, log_probs, response.finish_reason == "length", version)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs of the tokens of a sequence after its first, without sampling."""
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt, adapter = TokensPrompt(prompt_token_ids=token_ids), self._adapter()
         async for output in self.engine.generate(prompt, parameters, "probe", lora_request=adapter):
-            found = output.prompt_logprobs
-        return [place[token].logprob for token, place in zip(token_ids[1:], found[1:], strict=True)]
+            log_probs = output.prompt_logprobs
+        return [of_token[token].logprob for token, of_token in zip(token_ids[1:], log_probs[1:], strict=True)]
 
     async def hold(self) -> None:
-        """Let requests queue up, with an empty cache."""
         await self._call(self.engine.pause_generation(mode="keep", clear_cache=True))
 
     async def release(self) -> None:
-        """Begin with all that has queued up."""
         await self._call(self.engine.resume_generation())
 
     @property
-    def requests(self) -> int:
-        """Requests that the engine has and has not finished."""
+    def unfinished(self) -> int:
         return self.engine.output_processor.get_num_unfinished_requests()
 
     async def check(self) -> None:
         await self.engine.check_health()
 
-    async def _call(self, call: Awaitable[Any]) -> None:
-        """Wait for a control call. vLLM leaves those unanswered for ever that an engine had when it died."""
-        task = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait([task], timeout=HEALTH_SECONDS))[0]:
-                await self.check()
-            await task
-        finally:
-            task.cancel()
-
     async def sleep(self) -> None:
-        """Stop, forget the cache, and on CUDA give memory back: the cache's, and that of weights, which come back from
-        the trainer; the base of an adapter waits in host memory."""
+        """On CUDA memory is freed: the cache's, and that of the weights, which come back from the trainer; the base of
+        an adapter waits in host memory."""
         if not self.sleeps:
             return
         if self.asleep and self.asleep != PARTS:
@@ -138,7 +98,6 @@ class VllmEngine:
         self.asleep = PARTS
 
     async def wake(self, part: str) -> None:
-        """Take memory for `weights` or `kv_cache` again; the engine runs when it has both."""
         if self.sleeps:
             await self._call(self.engine.wake_up(tags=[part]))
             self.asleep -= {part}
@@ -147,31 +106,41 @@ class VllmEngine:
         await self._call(self.engine.collective_rpc("start_weight_update"))
 
     async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int], adapter: bool) -> None:
-        """Read one bucket of the model, or of an adapter, from the trainers' memory; one handle and one digest a device
-        of this engine."""
         tensors = [asdict(tensor) for tensor in bucket.tensors]
-        room = {"start": bucket.start, "size": bucket.bytes}
-        info = {"tensors": tensors, **room, "handles": handles, "digests": digests}
+        info = {"tensors": tensors, "start": bucket.start, "size": bucket.bytes, "handles": handles, "digests": digests}
         method = "load_adapter_bucket" if adapter else "update_weights"
         await self._call(self.engine.collective_rpc(method, args=(info,)))
 
     async def finish_weights(self) -> None:
         await self._call(self.engine.collective_rpc("finish_weight_update"))
 
-    async def finish_hand_over(self, number: int) -> None:
-        """Compute with what was handed over from now on; `number` counts hand-overs and is returned by `held`."""
+    async def finish_sync(self, sync_id: int, version: int) -> None:
         if self.adapted:
             model = self.model
             settings = {"r": model.lora_rank, "lora_alpha": model.lora_alpha, "target_modules": model.target_modules}
-            await self._call(self.engine.collective_rpc("finish_adapter", args=(number, settings)))
+            await self._call(self.engine.collective_rpc("finish_adapter", args=(sync_id, settings)))
         await self._call(self.engine.reset_prefix_cache())
-        self.number = number
+        self.sync_id, self.version = sync_id, version
+
+    async def held_sync(self) -> int:
+        return self.sync_id
 
     def _adapter(self) -> LoRARequest | None:
-        return adapter_request(self.number) if self.adapted else None
+        return adapter_request(self.sync_id) if self.adapted else None
+
+    async def _call(self, call: Awaitable[Any]) -> None:
+        """Wait for a control call. vLLM never finishes those that an engine was executing when it died."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=HEALTH_SECONDS))[0]:
+                await self.check()
+            await task
+        finally:
+            task.cancel()
 
 
-def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
+def sampling_params(request: Request) -> SamplingParams:
+    sampling = request.sampling
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -189,8 +158,10 @@ def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
     )
 
 
-def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, slots: int) -> dict[str, Any]:
-    """vLLM's arguments. `slots` is the number of engines that share this machine's memory."""
+def engine_arguments(
+    device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
+) -> dict[str, Any]:
+    """Return vLLM's arguments; ConfigError if `engine_kwargs` has one that this vLLM does not know."""
     arguments: dict[str, Any] = {
         "model": str(resolve_model(model.path)),
         "skip_tokenizer_init": True,
@@ -213,139 +184,35 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, sl
         "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
         "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-        "worker_extension_cls": f"{__name__}.EngineProcess",
+        "worker_extension_cls": f"{EngineProcess.__module__}.{EngineProcess.__name__}",
     }
     if device == "cpu":
+        token_bytes = cache_bytes_per_token(model, rollout)
         arguments |= {
             "enforce_eager": True,
             "enable_sleep_mode": False,
-            # vLLM's CPU generator cannot go on in the middle of a prompt that was cut into pieces.
+            # vLLM's generator on CPU cannot continue in the middle of a prompt that was cut into chunks.
             "enable_chunked_prefill": False,
-            "kv_cache_memory_bytes": cpu_cache_bytes(cache_bytes_of_token(model, rollout), rollout, slots),
+            "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, rollout, engines_per_machine),
         }
     if rollout.tensor_model_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
-    if model.lora_rank and not model.lora.merge:
-        arguments |= adapter_arguments(model)
-    further = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
-    unknown = further.keys() - {field.name for field in fields(AsyncEngineArgs)}
+    if model.lora_rank and not model.lora.merge:  # one adapter at a time
+        rank = next(rank for rank in ENGINE_RANKS if rank >= model.lora_rank)
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
+    custom = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
+    unknown = custom.keys() - {field.name for field in fields(AsyncEngineArgs)}
     if unknown:
+        names = ", ".join(sorted(unknown))
         raise ConfigError(
-            f"actor_rollout_ref.rollout.engine_kwargs.vllm: this vLLM has no argument {', '.join(sorted(unknown))}; "
-            "leave it out"
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm: this vLLM has no argument {names}", fix="leave it out"
         )
-    return arguments | further
+    return arguments | custom
 
 
-def forget_segments() -> None:
-    """Take away the names of the shared memory that the engine's processes have open: so it ends with them."""
+def unlink_segments() -> None:
+    """Unlink the shared memory that the engine's processes have open, so that it is freed when they end."""
     for process in psutil.Process().children(recursive=True):
         for mapping in process.memory_maps():
             if mapping.path.startswith(SEGMENTS):
                 Path(mapping.path).unlink(missing_ok=True)
-
-
-# -- in the engine's own process ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class NoInitInfo(WeightTransferInitInfo):
-    """Nothing needs to be agreed on beforehand."""
-
-
-@dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """A bucket in the trainers' memory: which tensors lie where, one handle and one digest a device."""
-
-    tensors: list[dict[str, Any]] = field(default_factory=list)
-    start: int = 0
-    size: int = 0
-    handles: list[Handle] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)
-
-
-class HandleTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
-    """Loads weights out of memory that a trainer on the same device shares."""
-
-    init_info_cls = NoInitInfo
-    update_info_cls = BucketInfo
-
-    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        end_with_parent(os.getppid(), signal.SIGKILL)
-        self.opened: tuple[Handle, torch.Tensor] | None = None
-        self.adapted: list[Place] = []  # layers with LoRA that are out of the model while its base is loaded
-
-    def start_weight_update(self) -> None:
-        self.adapted += put_base_layers(self.model)
-        if self.device.type == "cpu":
-            self._forget_experts()
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: BucketInfo) -> None:
-        self.model.load_weights(self.opened_bucket(update_info))
-        devices.synchronize(self.device.type)  # copies may still read this bucket, which the trainer writes over next
-
-    def opened_bucket(self, update_info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
-        """Its tensors in the trainer's memory, where other buckets will lie too; RuntimeError for other bytes."""
-        rank = get_tensor_model_parallel_rank()
-        handle = update_info.handles[rank]
-        if self.opened is None or self.opened[0] != handle:
-            self.opened = (handle, open_buffer(handle, self.device))
-        buffer = self.opened[1][update_info.start : update_info.start + update_info.size]
-        if digest(buffer) != update_info.digests[rank]:
-            raise RuntimeError("the weights that arrived are not those that were sent: the bucket's digests differ")
-        places = [Tensor(**item) for item in update_info.tensors]
-        return [(place.name, place.view(buffer)) for place in places]
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            self._refresh_tied_heads()
-        put_back(self.adapted)
-        self.close_bucket()
-
-    def close_bucket(self) -> None:
-        """Let go of the trainer's memory, which it frees on CUDA; on CPU both keep it for the next time."""
-        if self.device.type != "cpu":
-            self.opened = None
-
-    def _forget_experts(self) -> None:
-        """On CPU experts compute with packed weights, which are packed anew only where their kernel is made anew."""
-        for module in self.model.modules():
-            if isinstance(module, UnquantizedFusedMoEMethod):
-                module.moe_kernel = None
-
-    def _refresh_tied_heads(self) -> None:
-        """On CPU a head that shares the embedding's weight computes with a packed copy, which a reload leaves stale."""
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
-
-    def shutdown(self) -> None:
-        self.opened = None
-
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Asked for by vLLM 0.26; the sending side here is the train worker's."""
-        raise NotImplementedError("weights are sent by TrainWorker.fill_bucket")
-
-
-class EngineProcess:
-    """Imported by vLLM in each engine process before the model is built, and with it the registration below; its
-    methods become those of vLLM's worker, which has `weight_transfer_engine` and `model_runner`."""
-
-    adapter: dict[str, torch.Tensor] | None = None  # what has come of the next one
-
-    def load_adapter_bucket(self, info: dict[str, Any]) -> None:
-        arrived = self.weight_transfer_engine.opened_bucket(BucketInfo(**info))
-        self.adapter = (self.adapter or {}) | {name: tensor.cpu().clone() for name, tensor in arrived}
-
-    def finish_adapter(self, number: int, settings: dict[str, Any]) -> None:
-        arrived, self.adapter = self.adapter or {}, None
-        self.weight_transfer_engine.close_bucket()
-        load_adapter(self.model_runner.lora_manager, arrived, number, settings)
-
-
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, HandleTransfer)
-import_libraries(json.loads(os.environ.get(LIBRARIES, "[]")))

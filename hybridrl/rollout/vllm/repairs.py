@@ -1,4 +1,4 @@
-"""What vLLM gets wrong, or needs and does not use, put right in every process that imports this module."""
+"""Fixes for bugs and needless imports of vLLM, applied in every process that imports this module."""
 
 import importlib
 import json
@@ -13,8 +13,8 @@ from vllm import ModelRegistry
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
-# Set where a text model of Qwen3.5 is served: its module in vLLM imports an image processor that needs torchvision. A
-# CPU installation has none, and of what is imported a text model uses nothing.
+# Set if a text model of Qwen3.5 is served: its module in vLLM imports an image processor that needs torchvision, which
+# a CPU installation does not have and a text model does not use.
 WITHOUT_TORCHVISION = "HYBRIDRL_WITHOUT_TORCHVISION"
 QWEN3_5 = "vllm.model_executor.models.qwen3_5"
 TEXT_MODELS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
@@ -28,22 +28,22 @@ STAND_INS = (
 
 
 class Repaired:
-    """Named as vLLM's `worker_extension_cls`, has this module imported in the processes of an engine."""
+    """As vLLM's `worker_extension_cls` this class makes an engine's processes import this module."""
 
 
 def prepare_for(directory: Path) -> None:
-    """Call before an engine for this model is made: its processes inherit what is found."""
+    """Call before an engine for this model is created; its processes inherit the environment variable set here."""
     file = directory / "config.json"
-    wanted = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else None
-    if set(wanted or []) & set(TEXT_MODELS) and not is_torchvision_available():
+    architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else None
+    if set(architectures or []) & set(TEXT_MODELS) and not is_torchvision_available():
         os.environ[WITHOUT_TORCHVISION] = "1"
         _import_without_torchvision()
 
 
 def _import_without_torchvision() -> None:
-    """Import the image processor with empty modules in the place of torchvision, and register the text models as
-    classes: by their names vLLM would look at them in a process of its own, without what is imported here."""
-    if is_torchvision_available():  # transformers remembers the answer: it never takes the stand-ins for the library
+    """Import the image processor with empty modules in place of torchvision, and register the text models as classes:
+    by name vLLM would inspect them in another process, which lacks these imports."""
+    if is_torchvision_available():  # transformers caches this, so it never takes the stand-ins for the library
         return
     stand_ins = {name: ModuleType(name) for name in STAND_INS}
     stand_ins["torchvision.transforms.v2"].functional = stand_ins["torchvision.transforms.v2.functional"]
@@ -59,14 +59,14 @@ def _import_without_torchvision() -> None:
 
 
 def _rotate_by_heads(rotary: type) -> None:
-    """vLLM's kernel for CPU rotates a query [tokens, heads, width] wrongly where pairs are neighbours, as DeepSeek's
-    are; its own plain form is right."""
-    in_kernel = rotary.forward_cpu
+    """Use vLLM's native rotary embedding for a query [tokens, heads, head_dim]: its CPU kernel is wrong there if pairs
+    are neighbours, as in DeepSeek's models."""
+    kernel = rotary.forward_cpu
 
     def forward_cpu(
         self: torch.nn.Module, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return (in_kernel if query.dim() == 2 else rotary.forward_native)(self, positions, query, key)
+        return (kernel if query.dim() == 2 else rotary.forward_native)(self, positions, query, key)
 
     rotary.forward_cpu = forward_cpu
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators import ESTIMATORS, NEEDS
-from hybridrl.algorithms.settings import AdvantageSettings
 from hybridrl.batch import Batch
+from hybridrl.config.catalog import ESTIMATORS
 from tests.algorithms.estimators.rows import SEEDS, drawn
+from tests.algorithms.parameters import estimator
 
-SETTINGS = AdvantageSettings(gamma=0.9, lam=0.8)
+SETTINGS = {"gamma": 0.9, "lam": 0.8}
 every_estimator = pytest.mark.parametrize("name", [name for name in ESTIMATORS if not name.endswith("_vectorized")])
 few = settings(max_examples=20)
 
@@ -28,8 +28,7 @@ def assert_close(found, expected):
 
 def needed(batch, name):
     """The batch with nothing filled but what the estimator says it reads."""
-    more = ["old_log_probs"] if "optimal_token_baseline" in name else []
-    return batch.only("response_mask", "token_rewards", *more, *([NEEDS[name]] if name in NEEDS else []))
+    return batch.only("response_mask", "token_rewards", *ESTIMATORS[name].reads)
 
 
 @every_estimator
@@ -37,7 +36,7 @@ def needed(batch, name):
 @given(SEEDS)
 def test_advantages_and_returns_are_finite_floats_and_0_on_tokens_not_written(make_batch, name, seed):
     batch = drawn(make_batch, seed)
-    for found in ESTIMATORS[name](batch, SETTINGS):
+    for found in estimator(name, **SETTINGS)(batch):
         assert found.dtype == torch.float32
         assert found.shape == batch.response_ids.shape
         assert found.isfinite().all()
@@ -47,12 +46,12 @@ def test_advantages_and_returns_are_finite_floats_and_0_on_tokens_not_written(ma
 @every_estimator
 def test_an_estimator_reads_the_field_it_needs_and_no_other(make_batch, name):
     batch = drawn(make_batch, seed=3)
-    expected = ESTIMATORS[name](batch, SETTINGS)[0]
-    assert torch.equal(ESTIMATORS[name](needed(batch, name), SETTINGS)[0], expected)
+    expected = estimator(name, **SETTINGS)(batch)[0]
+    assert torch.equal(estimator(name, **SETTINGS)(needed(batch, name))[0], expected)
     assert expected.any()
-    if name in NEEDS:
+    for field in ESTIMATORS[name].reads:
         with pytest.raises((AttributeError, TypeError)):
-            ESTIMATORS[name](replace(batch, **{NEEDS[name]: None}), SETTINGS)
+            estimator(name, **SETTINGS)(replace(batch, **{field: None}))
 
 
 @every_estimator
@@ -60,7 +59,7 @@ def test_an_estimator_reads_the_field_it_needs_and_no_other(make_batch, name):
 def test_a_step_of_no_written_token_or_one_has_no_whitened_advantage_and_no_nan(make_batch, name, written):
     batch = drawn(make_batch, seed=3)
     batch.response_mask = torch.arange(len(batch.response_ids)) < written
-    advantages, returns = ESTIMATORS[name](batch, SETTINGS)
+    advantages, returns = estimator(name, **SETTINGS)(batch)
     assert advantages.isfinite().all()
     assert returns.isfinite().all()
     assert not advantages[written:].any()
@@ -72,8 +71,8 @@ def test_a_step_of_no_written_token_or_one_has_no_whitened_advantage_and_no_nan(
 def test_rows_in_another_order_get_the_same_in_that_order(make_batch, name, seed, random):
     batch = drawn(make_batch, seed)
     order = random.sample(range(len(batch)), len(batch))
-    expected = replace(batch, advantages=ESTIMATORS[name](batch, SETTINGS)[0]).select(order).advantages
-    assert_close(ESTIMATORS[name](batch.select(order), SETTINGS)[0], expected)
+    expected = replace(batch, advantages=estimator(name, **SETTINGS)(batch)[0]).select(order).advantages
+    assert_close(estimator(name, **SETTINGS)(batch.select(order))[0], expected)
 
 
 @every_estimator
@@ -81,9 +80,9 @@ def test_rows_in_another_order_get_the_same_in_that_order(make_batch, name, seed
 @given(SEEDS)
 def test_tokens_that_nobody_wrote_behind_the_rows_change_nothing(make_batch, name, seed):
     batch = drawn(make_batch, seed)
-    expected = batch.padded(ESTIMATORS[name](batch, SETTINGS)[0])
+    expected = batch.padded(estimator(name, **SETTINGS)(batch)[0])
     longer = lengthened(batch, 2)
-    found = longer.padded(ESTIMATORS[name](longer, SETTINGS)[0])
+    found = longer.padded(estimator(name, **SETTINGS)(longer)[0])
     assert_close(found, torch.nn.functional.pad(expected, (0, 2)))
 
 
@@ -93,8 +92,8 @@ def test_tokens_that_nobody_wrote_behind_the_rows_change_nothing(make_batch, nam
 def test_other_groups_change_nothing_where_the_step_as_a_whole_is_not_looked_at(make_batch, name, seed):
     batch = drawn(make_batch, seed)
     mine = (batch.group == batch.group[0]).nonzero().squeeze(1)
-    among_others = replace(batch, advantages=ESTIMATORS[name](batch, SETTINGS)[0]).select(mine).advantages
-    assert_close(ESTIMATORS[name](batch.select(mine), SETTINGS)[0], among_others)
+    among_others = replace(batch, advantages=estimator(name, **SETTINGS)(batch)[0]).select(mine).advantages
+    assert_close(estimator(name, **SETTINGS)(batch.select(mine))[0], among_others)
 
 
 # Not so where the number of scores of 0 makes a scale, or a lone tail keeps its return.
@@ -110,15 +109,15 @@ def test_adding_the_same_to_all_scores_of_a_group_changes_nothing(make_batch, na
         token_rewards=batch.token_rewards.index_add(0, batch.last_tokens, by_group.float()),
         reward_parts=batch.reward_parts + by_group[:, None],
     )
-    undivided = AdvantageSettings(normalise=False)  # a deviation of rounding errors would blow these up
-    assert_close(ESTIMATORS[name](shifted, undivided)[0], ESTIMATORS[name](batch, undivided)[0])
+    undivided = {"norm_adv_by_std_in_grpo": False}  # a deviation of rounding errors would blow these up
+    assert_close(estimator(name, **undivided)(shifted)[0], estimator(name, **undivided)(batch)[0])
 
 
 @pytest.mark.parametrize("name", sorted(GROUPED))
 def test_a_group_of_one_has_no_advantage(make_batch, name):
     batch = drawn(make_batch, seed=3)
     batch.group = torch.arange(len(batch))
-    assert not ESTIMATORS[name](batch, SETTINGS)[0].any()
+    assert not estimator(name, **SETTINGS)(batch)[0].any()
 
 
 def lengthened(batch: Batch, by: int) -> Batch:

@@ -3,8 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.gae import gae
-from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.algorithms.estimators.token_returns import gae
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat, whitened
 
 FACTORS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
@@ -32,7 +31,7 @@ def test_residuals_are_summed_backwards_and_whitened(make_batch):
     # gamma 0.5, lam 0.5. Row 1: residuals 0 + 0.5 * 2 - 1 = 0 and 4 - 2 = 2, so 0 + 0.25 * 2 = 0.5 and 2.
     # Row 2: residual 1 - 2 = -1. Mean of 0.5, 2, -1: 0.5; sample deviation 1.5.
     batch = make_batch([2, 1], token_rewards=[0.0, 4.0, 1.0], values=[1.0, 2.0, 2.0])
-    advantages, returns = gae(batch, AdvantageSettings(gamma=0.5, lam=0.5))
+    advantages, returns = gae(batch, gamma=0.5, lam=0.5)
     assert advantages.tolist() == pytest.approx([0, 1, -1], abs=1e-6)
     assert returns.tolist() == [1.5, 4, 1]
 
@@ -42,20 +41,20 @@ def test_the_value_of_the_next_written_token_follows_one_before_a_tools_answer(m
     batch = make_batch(
         [3], token_rewards=[0.0, 100.0, 5.0], values=[1.0, 100.0, 3.0], response_mask=[True, False, True]
     )
-    _, returns = gae(batch, AdvantageSettings(gamma=1.0, lam=0.0))
+    _, returns = gae(batch, gamma=1.0, lam=0.0)
     assert returns.tolist() == [3, 0, 5]
 
 
 def test_with_gamma_and_lambda_1_returns_are_the_rewards_to_come(make_batch):
     batch = make_batch([3, 2], token_rewards=[1.0, 0.0, 2.0, 0.5, 0.25], values=[0.3, -0.7, 5.0, 0.1, 0.9])
-    _, returns = gae(batch, AdvantageSettings(gamma=1.0, lam=1.0))
+    _, returns = gae(batch, gamma=1.0, lam=1.0)
     assert returns.tolist() == pytest.approx([3, 2, 2, 0.75, 0.25], abs=1e-6)
 
 
 @given(SEEDS, FACTORS, FACTORS)
 def test_it_agrees_with_a_double_precision_reference(make_batch, seed, gamma, lam):
     batch = drawn(make_batch, seed)
-    found = gae(batch, AdvantageSettings(gamma=gamma, lam=lam))
+    found = gae(batch, gamma=gamma, lam=lam)
     for ours, expected in zip(found, reference(batch, gamma, lam), strict=True):
         assert ours.tolist() == pytest.approx(flat(expected), rel=1e-6, abs=1e-6)
 
@@ -64,7 +63,5 @@ def test_a_row_of_thousands_of_tokens_agrees_with_it_too(make_batch):
     draw = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 2053, generator=draw)
     batch = make_batch([2000, 53], token_rewards=rewards, values=values, response_mask=values < 1)
-    for ours, expected in zip(
-        gae(batch, AdvantageSettings(lam=0.95)), reference(batch, gamma=1.0, lam=0.95), strict=True
-    ):
+    for ours, expected in zip(gae(batch, gamma=1.0, lam=0.95), reference(batch, gamma=1.0, lam=0.95), strict=True):
         assert ours.tolist() == pytest.approx(flat(expected), rel=1e-6, abs=3e-6)

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.grpo import grpo
-from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.algorithms.estimators.group_baselines import grpo
 from tests.algorithms.estimators.rows import (
     SEEDS,
     drawn,
@@ -17,12 +16,12 @@ from tests.algorithms.estimators.rows import (
     scores,
 )
 
-GRPO, DR_GRPO = AdvantageSettings(), AdvantageSettings(normalise=False)
+GRPO, DR_GRPO = {"norm_adv_by_std_in_grpo": True}, {"norm_adv_by_std_in_grpo": False}
 SCORES = st.lists(st.integers(0, 10).map(float), min_size=2, max_size=8)
 
 
 def advantages_by_row(batch):
-    return grpo(batch, GRPO)[0][batch.last_tokens]
+    return grpo(batch, **GRPO)[0][batch.last_tokens]
 
 
 def reference(batch, normalise):
@@ -44,36 +43,36 @@ def ragged(make_batch):
 
 def test_every_token_has_its_rows_distance_from_the_group_mean_in_deviations(ragged):
     # Group 7: mean 0.5, deviation sqrt(0.5 / 2) = 0.5. Group 3: mean 2, deviation sqrt(2 / 1). Group 5 is alone.
-    advantages, returns = grpo(ragged, GRPO)
+    advantages, returns = grpo(ragged, **GRPO)
     assert advantages.tolist() == pytest.approx([1, 1, 0.70711, -1, -1, -1, 0, 0, 0, -0.70711], abs=1e-5)
     assert torch.equal(advantages, returns)
 
 
 def test_dr_grpo_leaves_the_deviation_out(ragged):
-    assert grpo(ragged, DR_GRPO)[0].tolist() == pytest.approx([0.5, 0.5, 1, -0.5, -0.5, -0.5, 0, 0, 0, -1])
+    assert grpo(ragged, **DR_GRPO)[0].tolist() == pytest.approx([0.5, 0.5, 1, -0.5, -0.5, -0.5, 0, 0, 0, -1])
 
 
 def test_the_score_of_a_row_is_the_sum_of_its_token_rewards(make_batch):
     batch = make_batch([2, 2], group=[0, 0], token_rewards=[0.5, 0.5, -1.0, 1.0])
-    assert grpo(batch, DR_GRPO)[0].tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert grpo(batch, **DR_GRPO)[0].tolist() == [0.5, 0.5, -0.5, -0.5]
 
 
 def test_tokens_that_the_policy_did_not_write_have_no_advantage(make_batch):
     batch = make_batch(
         [3, 1], group=[0, 0], token_rewards=[0.0, 0.0, 2.0, 0.0], response_mask=[True, False, True, True]
     )
-    assert grpo(batch, DR_GRPO)[0].tolist() == [1, 0, 1, -1]
+    assert grpo(batch, **DR_GRPO)[0].tolist() == [1, 0, 1, -1]
 
 
 @given(st.floats(-1e6, 1e6, width=32), st.integers(2, 9))
 def test_where_all_score_the_same_nobody_has_an_advantage(make_batch, score, count):
-    assert not grpo(one_group(make_batch, [score] * count), GRPO)[0].any()
+    assert not grpo(one_group(make_batch, [score] * count), **GRPO)[0].any()
 
 
 @given(SEEDS, st.booleans())
 def test_it_agrees_with_a_double_precision_reference(make_batch, seed, normalise):
     batch = drawn(make_batch, seed)
-    found, _ = grpo(batch, AdvantageSettings(normalise=normalise))
+    found, _ = grpo(batch, norm_adv_by_std_in_grpo=normalise)
     assert found.tolist() == pytest.approx(flat(reference(batch, normalise)), rel=1e-6, abs=1e-6)
 
 

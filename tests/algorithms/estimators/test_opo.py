@@ -1,8 +1,7 @@
 import pytest
 from hypothesis import given
 
-from hybridrl.algorithms.estimators.opo import opo
-from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.algorithms.estimators.group_baselines import opo
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat, group_mates, on_tokens, scores
 
 
@@ -21,20 +20,20 @@ def test_rows_weigh_in_the_baseline_by_the_tokens_that_the_policy_wrote(make_bat
     batch = make_batch(
         [3, 2], group=[0, 0], token_rewards=[0.0, 0.0, 0.0, 0.0, 4.0], response_mask=[True, True, True, False, True]
     )
-    advantages, returns = opo(batch, AdvantageSettings())
+    advantages, returns = opo(batch)
     assert advantages.tolist() == returns.tolist() == [-1, -1, -1, 0, 3]
 
 
 @given(SEEDS)
 def test_it_agrees_with_a_double_precision_reference(make_batch, seed):
     batch = drawn(make_batch, seed)
-    found, _ = opo(batch, AdvantageSettings())
+    found, _ = opo(batch)
     assert found.tolist() == pytest.approx(flat(reference(batch)), rel=1e-6, abs=1e-6)
 
 
 @given(SEEDS)
 def test_the_advantages_of_all_tokens_of_a_group_sum_to_zero(make_batch, seed):
     batch = drawn(make_batch, seed)
-    tokens = opo(batch, AdvantageSettings())[0]
+    tokens = opo(batch)[0]
     for group in batch.group.unique():
         assert float(tokens[batch.group[batch.response_row] == group].sum()) == pytest.approx(0, abs=1e-5)

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.optimal_token_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.algorithms.estimators.token_returns import optimal_token_baseline, tir_optimal_token_baseline
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat, group_mates
 
 # Rewards to come and weights, by row and position; positions that are not written have none.
@@ -61,14 +60,14 @@ def two_rows(make_batch):
 
 def test_returns_at_a_position_are_weighted_by_the_gradients_up_to_it_and_a_lone_one_has_no_baseline(two_rows):
     # Position 1: returns 4 and 1 with weights 1 and 1.5 have the mean 5.5 / 2.5 = 2.2. Position 0 has one row alone.
-    advantages, returns = optimal_token_baseline(two_rows, AdvantageSettings())
+    advantages, returns = optimal_token_baseline(two_rows)
     assert returns.tolist() == [4, 4, 0, 1]
     assert advantages.tolist() == pytest.approx([4, 1.8, 0, -1.2], abs=1e-6)
 
 
 def test_with_tools_positions_are_those_among_written_tokens(two_rows):
     # Position 0: returns 4 and 1 with weights 0.5 and 1.5 have the mean 3.5 / 2 = 1.75. Position 1 has one row.
-    advantages, returns = tir_optimal_token_baseline(two_rows, AdvantageSettings())
+    advantages, returns = tir_optimal_token_baseline(two_rows)
     assert returns.tolist() == [4, 4, 0, 1]
     assert advantages.tolist() == pytest.approx([2.25, 4, 0, -0.75], abs=1e-6)
 
@@ -83,7 +82,7 @@ def test_importance_weights_count_squared(make_batch):
         sum_pi_squared=[1.0, 1.0],
         importance_weights=[0.5, 1.0],
     )
-    assert optimal_token_baseline(batch, AdvantageSettings())[0].tolist() == pytest.approx([2.4, -0.6])
+    assert optimal_token_baseline(batch)[0].tolist() == pytest.approx([2.4, -0.6])
 
 
 def test_rounding_in_a_sure_tokens_probabilities_does_not_blow_the_baseline_up(make_batch):
@@ -91,7 +90,7 @@ def test_rounding_in_a_sure_tokens_probabilities_does_not_blow_the_baseline_up(m
     batch = make_batch(
         [1, 1], group=[0, 0], token_rewards=[4.0, 1.0], old_log_probs=[0.0, 0.0], sum_pi_squared=[1 - 1e-7, 1 - 1e-7]
     )
-    assert optimal_token_baseline(batch, AdvantageSettings())[0].tolist() == pytest.approx([4, 1])
+    assert optimal_token_baseline(batch)[0].tolist() == pytest.approx([4, 1])
 
 
 @given(SEEDS, st.booleans(), st.booleans())
@@ -100,5 +99,5 @@ def test_it_agrees_with_a_double_precision_reference(make_batch, seed, tools, co
     if corrected:
         batch.importance_weights = 0.5 + batch.sum_pi_squared
     estimator = tir_optimal_token_baseline if tools else optimal_token_baseline
-    found, _ = estimator(batch, AdvantageSettings())
+    found, _ = estimator(batch)
     assert found.tolist() == pytest.approx(flat(reference(batch, tools)), rel=1e-6, abs=1e-6)

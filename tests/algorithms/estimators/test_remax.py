@@ -1,8 +1,7 @@
 import pytest
 from hypothesis import given
 
-from hybridrl.algorithms.estimators.remax import remax
-from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.algorithms.estimators.token_returns import remax
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat
 
 
@@ -24,7 +23,7 @@ def test_the_greedy_answers_reward_is_taken_off_the_rewards_to_come(make_batch):
         response_mask=[True, False, True, True],
         greedy_rewards=[1.0, 3.0],
     )
-    advantages, returns = remax(batch, AdvantageSettings(gamma=0.5))
+    advantages, returns = remax(batch)
     assert returns.tolist() == [1.5, 0, 1, 2]
     assert advantages.tolist() == [0.5, 0, 0, -1]
 
@@ -32,5 +31,5 @@ def test_the_greedy_answers_reward_is_taken_off_the_rewards_to_come(make_batch):
 @given(SEEDS)
 def test_it_agrees_with_a_double_precision_reference(make_batch, seed):
     batch = drawn(make_batch, seed)
-    for ours, expected in zip(remax(batch, AdvantageSettings()), reference(batch), strict=True):
+    for ours, expected in zip(remax(batch), reference(batch), strict=True):
         assert ours.tolist() == pytest.approx(flat(expected), rel=1e-6, abs=1e-6)

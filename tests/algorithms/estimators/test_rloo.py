@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hybridrl.algorithms.estimators.rloo import rloo
-from hybridrl.algorithms.settings import AdvantageSettings
+from hybridrl.algorithms.estimators.group_baselines import rloo
 from tests.algorithms.estimators.rows import SEEDS, drawn, flat, group_mates, on_tokens, one_group, scores
 
 
@@ -17,12 +16,12 @@ def reference(batch):
 
 def test_the_mean_of_the_others_is_the_baseline(make_batch):
     # Others' means of 1, 4 and 7: 5.5, 4 and 2.5.
-    advantages, returns = rloo(one_group(make_batch, [1.0, 4.0, 7.0]), AdvantageSettings())
+    advantages, returns = rloo(one_group(make_batch, [1.0, 4.0, 7.0]))
     assert advantages.tolist() == returns.tolist() == [-4.5, 0, 0, 4.5, 4.5, 4.5]
 
 
 @given(SEEDS)
 def test_it_agrees_with_a_double_precision_reference(make_batch, seed):
     batch = drawn(make_batch, seed)
-    found, _ = rloo(batch, AdvantageSettings())
+    found, _ = rloo(batch)
     assert found.tolist() == pytest.approx(flat(reference(batch)), rel=1e-6, abs=1e-6)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import Totals, token_weights
-from hybridrl.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES, PolicyLoss
-from hybridrl.algorithms.settings import LossSettings
 from hybridrl.batch import Batch
+from hybridrl.config.catalog import POLICY_LOSSES
+from tests.algorithms.parameters import policy_loss
 
 Ragged = Callable[..., tuple[Tensor, Batch]]
 Total = Callable[..., Tensor]
@@ -43,9 +43,10 @@ def ragged(make_batch) -> Ragged:
 def total() -> Total:
     """A mini-batch's loss, or a pass's share of it, averaged as the loss of this name is, else over tokens."""
 
-    def summed(name: str, log_probs: Tensor, batch: Batch, settings: LossSettings, totals: Totals | None = None):
-        loss, _ = POLICY_LOSSES[name](log_probs, batch, settings)
-        return (loss * token_weights(batch, AGGREGATIONS.get(name, "token-mean"), totals or Totals.of(batch))).sum()
+    def summed(name: str, log_probs: Tensor, batch: Batch, settings: dict[str, float], totals: Totals | None = None):
+        loss, _ = policy_loss(name, **settings)(log_probs, batch)
+        mode = POLICY_LOSSES[name].aggregation or "token-mean"
+        return (loss * token_weights(batch, mode, totals or Totals.of(batch))).sum()
 
     return summed
 
@@ -55,11 +56,11 @@ def one_row(make_batch) -> Callable[..., tuple[list[float], dict[str, list[float
     """Loss a token, statistics and the gradient of the losses' sum, of one row whose tokens have these
     (probability before, probability now, advantage)."""
 
-    def run(loss: PolicyLoss, cases: Sequence[tuple[float, float, float]], settings: LossSettings, **fields: object):
+    def run(loss: Callable, cases: Sequence[tuple[float, float, float]], settings: dict[str, float], **fields: object):
         before, now, advantages = torch.tensor(cases).T
         batch = replace(make_batch([len(cases)], **fields), old_log_probs=before.log(), advantages=advantages)
         log_probs = now.log().requires_grad_()
-        values, statistics = loss(log_probs, batch, settings)
+        values, statistics = policy_loss(loss, **settings)(log_probs, batch)
         values.sum().backward()
         return values.tolist(), {name: value.tolist() for name, value in statistics.items()}, log_probs.grad.tolist()
 

@@ -2,10 +2,9 @@ import math
 
 import pytest
 
-from hybridrl.algorithms.policy_losses.cispo import cispo
-from hybridrl.algorithms.settings import LossSettings
+from hybridrl.algorithms.policy_losses.ratio_clipping import cispo
 
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3)
+SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.3)
 
 
 def test_every_token_keeps_a_gradient_weighted_by_the_clipped_ratio(one_row):

@@ -8,13 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.policy_losses import CHOOSERS
-from hybridrl.algorithms.policy_losses.clip_cov import choose_clipped, clip_cov
-from hybridrl.algorithms.policy_losses.covariance import covariance
-from hybridrl.algorithms.policy_losses.kl_cov import choose_penalised, kl_cov
-from hybridrl.algorithms.settings import LossSettings
+from hybridrl.algorithms.policy_losses.covariance import (
+    clip_cov,
+    covariance,
+    kl_cov,
+    select_clipped,
+    select_penalized,
+)
+from tests.algorithms.parameters import policy_loss
 
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3, kl_cov_weight=0.5)
+SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.3, ppo_kl_coef=0.5)
 
 
 def seeded(seed=0):
@@ -50,42 +53,49 @@ def test_the_covariances_are_those_of_the_formula_on_ragged_rows(ragged, seed):
 
 
 def test_clip_cov_draws_its_share_from_the_tokens_strictly_between_the_bounds(six_tokens):
-    settings = LossSettings(clip_cov_share=1.0, clip_cov_least=1.0, clip_cov_most=4.0)
-    assert choose_clipped(six_tokens, settings, seeded()).tolist() == [True, False, False, False, False, True]
+    settings = dict(clip_cov_ratio=1.0, clip_cov_lb=1.0, clip_cov_ub=4.0)
+    assert policy_loss(select_clipped, **settings)(six_tokens, seeded()).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_clip_cov_draws_no_more_than_its_share_and_any_candidate_may_be_drawn(six_tokens):
-    settings = LossSettings(clip_cov_share=0.5, clip_cov_least=0.0, clip_cov_most=4.5)
-    draws = [choose_clipped(six_tokens, settings, seeded(seed)) for seed in range(30)]
+    settings = dict(clip_cov_ratio=0.5, clip_cov_lb=0.0, clip_cov_ub=4.5)
+    draws = [policy_loss(select_clipped, **settings)(six_tokens, seeded(seed)) for seed in range(30)]
     assert {int(draw.sum()) for draw in draws} == {2}
     assert torch.stack(draws).any(0).tolist() == six_tokens.response_mask.tolist()
 
 
 def test_the_same_generator_draws_the_same(six_tokens):
-    settings = LossSettings(clip_cov_share=0.3, clip_cov_least=0.0)
-    assert torch.equal(*(choose_clipped(six_tokens, settings, seeded(7)) for _ in range(2)))
+    settings = dict(clip_cov_ratio=0.3, clip_cov_lb=0.0)
+    assert torch.equal(*(policy_loss(select_clipped, **settings)(six_tokens, seeded(7)) for _ in range(2)))
 
 
 def test_without_a_candidate_clip_cov_chooses_none(six_tokens):
-    settings = LossSettings(clip_cov_share=0.5, clip_cov_least=5.0, clip_cov_most=9.0)
-    assert not choose_clipped(six_tokens, settings, seeded()).any()
+    settings = dict(clip_cov_ratio=0.5, clip_cov_lb=5.0, clip_cov_ub=9.0)
+    assert not policy_loss(select_clipped, **settings)(six_tokens, seeded()).any()
 
 
 @pytest.mark.parametrize(("share", "chosen"), [(0.5, [3, 5]), (0.74, [3, 5]), (0.75, [0, 3, 5]), (1.0, [0, 1, 3, 5])])
 def test_kl_cov_takes_the_share_with_the_highest_covariance(six_tokens, share, chosen):
-    settings = LossSettings(kl_cov_share=share)
-    assert choose_penalised(six_tokens, settings, seeded()).nonzero().squeeze(1).tolist() == chosen
+    settings = dict(kl_cov_ratio=share)
+    assert policy_loss(select_penalized, **settings)(six_tokens, seeded()).nonzero().squeeze(1).tolist() == chosen
 
 
-@pytest.mark.parametrize("chooser", CHOOSERS.values())
-def test_of_a_share_below_one_token_one_is_chosen(six_tokens, chooser):
-    assert chooser(six_tokens, SETTINGS, seeded()).sum() == 1
+@pytest.mark.parametrize("selector", [select_clipped, select_penalized])
+def test_of_a_share_below_one_token_one_is_chosen(six_tokens, selector):
+    assert policy_loss(selector)(six_tokens, seeded()).sum() == 1
 
 
-@pytest.mark.parametrize("chooser", CHOOSERS.values())
-def test_where_nothing_was_written_none_is_chosen(six_tokens, chooser):
+@pytest.mark.parametrize("selector", [select_clipped, select_penalized])
+def test_where_nothing_was_written_none_is_chosen(six_tokens, selector):
     unwritten = replace(six_tokens, response_mask=torch.zeros(6, dtype=torch.bool))
-    assert chooser(unwritten, SETTINGS, seeded()).tolist() == [False] * 6
+    assert policy_loss(selector)(unwritten, seeded()).tolist() == [False] * 6
 
 
 @given(seed=st.integers(0, 10_000), order=st.permutations(range(6)), shift=st.floats(-5, 5))
@@ -93,10 +103,12 @@ def test_the_highest_covariances_stay_the_highest_in_another_order_and_with_anot
     ragged, seed, order, shift
 ):
     _, batch = ragged(seed)
-    settings = LossSettings(kl_cov_share=0.3)
-    chosen = choose_penalised(batch, settings, seeded())
+    settings = dict(kl_cov_ratio=0.3)
+    chosen = policy_loss(select_penalized, **settings)(batch, seeded())
     other = replace(batch, chosen=chosen, advantages=batch.advantages + shift).select(order)
-    assert torch.equal(choose_penalised(other, settings, seeded()), other.chosen)
+    selected, values = policy_loss(select_penalized, **settings)(other, seeded()), covariance(other)
+    # Tokens of equal covariance are interchangeable.
+    torch.testing.assert_close(values[selected].sort().values, values[other.chosen].sort().values)
 
 
 # -- what becomes of them -------------------------------------------------------------------------------------------

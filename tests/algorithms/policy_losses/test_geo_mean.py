@@ -2,10 +2,9 @@ import math
 
 import pytest
 
-from hybridrl.algorithms.policy_losses.geo_mean import geo_mean
-from hybridrl.algorithms.settings import LossSettings
+from hybridrl.algorithms.policy_losses.ratio_clipping import geo_mean
 
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.4)
+SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.4)
 
 
 def run(one_row, changes, advantages, **fields):

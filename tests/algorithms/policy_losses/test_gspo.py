@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.policy_losses.gspo import gspo
-from hybridrl.algorithms.settings import LossSettings
+from hybridrl.algorithms.policy_losses.ratio_clipping import gspo
 
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3)
+SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.3)
 
 
 def test_a_row_has_one_ratio_the_geometric_mean_of_its_tokens(one_row):

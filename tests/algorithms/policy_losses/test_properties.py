@@ -1,4 +1,4 @@
-"""What holds for every loss, with the exceptions named."""
+"""Properties of every loss, with the exceptions named."""
 
 import math
 from dataclasses import replace
@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.algorithms.aggregation import Totals, token_weights
-from hybridrl.algorithms.policy_losses import AGGREGATIONS, BY_TOKEN, POLICY_LOSSES
-from hybridrl.algorithms.settings import LossSettings
+from hybridrl.config.catalog import POLICY_LOSSES
+from tests.algorithms.parameters import policy_loss
 
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3, clip_dual=1.5)
+SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5)
 SEEDS = st.integers(0, 10_000)
 few = settings(max_examples=15)  # of rows that are many cases each
 NAMES = [name for name in POLICY_LOSSES if name != "gmpo"]
@@ -36,7 +36,9 @@ def gradient_of(total, name, log_probs, batch, totals=None):
 def test_before_the_first_update_the_gradient_is_the_policy_gradient(ragged, total, name, seed):
     _, batch = ragged(seed, one_advantage_a_row=True)
     _, gradient = gradient_of(total, name, batch.old_log_probs, batch)
-    expected = -batch.advantages * token_weights(batch, AGGREGATIONS.get(name, "token-mean"), Totals.of(batch))
+    expected = -batch.advantages * token_weights(
+        batch, POLICY_LOSSES[name].aggregation or "token-mean", Totals.of(batch)
+    )
     if name == "clip_cov":  # of all losses the only one that leaves tokens out from the start
         expected = expected * ~batch.chosen
     assert gradient.tolist() == pytest.approx(expected.tolist(), abs=1e-9)
@@ -117,7 +119,7 @@ def test_the_gradient_is_the_finite_difference(ragged, total, name, seed):
 def test_statistics_are_one_a_token_and_carry_no_gradient(ragged, name):
     log_probs, batch = ragged(0)
     log_probs.requires_grad_()
-    loss, statistics = POLICY_LOSSES[name](log_probs, batch, SETTINGS)
+    loss, statistics = policy_loss(name, **SETTINGS)(log_probs, batch)
     assert loss.requires_grad and loss.shape == log_probs.shape
     assert set(statistics) <= {"pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"}
     for value in statistics.values():
@@ -127,7 +129,7 @@ def test_statistics_are_one_a_token_and_carry_no_gradient(ragged, name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpg", "likelihood", "kl_cov")])
 def test_ppo_kl_is_the_fall_of_the_log_prob(ragged, name):
     log_probs, batch = ragged(0)
-    _, statistics = POLICY_LOSSES[name](log_probs, batch, SETTINGS)
+    _, statistics = policy_loss(name, **SETTINGS)(log_probs, batch)
     assert statistics["ppo_kl"].tolist() == pytest.approx((batch.old_log_probs - log_probs).tolist())
 
 
@@ -137,7 +139,7 @@ def test_ppo_kl_is_the_fall_of_the_log_prob(ragged, name):
 def test_the_log_ratio_is_at_most_twenty_either_way(make_batch, name, change, advantage):
     batch = make_batch([1], old_log_probs=[0.0], advantages=[advantage])
     log_probs = torch.tensor([change], requires_grad=True)
-    loss, statistics = POLICY_LOSSES[name](log_probs, batch, SETTINGS)
+    loss, statistics = policy_loss(name, **SETTINGS)(log_probs, batch)
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(log_probs.grad).all()
     assert statistics["ppo_kl"].item() == -math.copysign(20, change)
@@ -149,15 +151,15 @@ def gradient_of_the_first(ragged, total, name, seed, move_others):
     return gradient_of(total, name, log_probs, batch)[1][0]
 
 
-@pytest.mark.parametrize("name", sorted(BY_TOKEN))
+@pytest.mark.parametrize("name", [name for name in NAMES if POLICY_LOSSES[name].by_token])
 @few
 @given(seed=SEEDS, move=st.floats(0, 5))
-def test_by_token_the_gradient_knows_no_other_tokens_log_prob(ragged, total, name, seed, move):
-    alone, beside = (gradient_of_the_first(ragged, total, name, seed, by) for by in (0, move))
-    assert torch.equal(alone, beside)
+def test_by_token_the_gradient_depends_on_no_other_tokens_log_prob(ragged, total, name, seed, move):
+    alone, with_others = (gradient_of_the_first(ragged, total, name, seed, by) for by in (0, move))
+    assert torch.equal(alone, with_others)
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - BY_TOKEN))
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if not POLICY_LOSSES[name].by_token])
 def test_in_other_losses_it_does(ragged, total, name):
     moved = [gradient_of_the_first(ragged, total, name, seed, 0.05) for seed in range(20)]
     assert moved != [gradient_of_the_first(ragged, total, name, seed, 0) for seed in range(20)]

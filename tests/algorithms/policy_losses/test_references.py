@@ -8,13 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES
-from hybridrl.algorithms.settings import LossSettings
+from hybridrl.config.catalog import POLICY_LOSSES
 
-SETTINGS = LossSettings(
-    clip_low=0.2, clip_high=0.3, clip_dual=1.5, tau_positive=1.0, tau_negative=1.4, kl_cov_weight=0.7, dro_weight=0.3
+SETTINGS = dict(
+    clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5, tau_pos=1.0, tau_neg=1.4, ppo_kl_coef=0.7, dro_beta=0.3
 )
-THRESHOLDS = LossSettings(clip_low=0.04, clip_high=0.07, clip_dual=1.5)
+THRESHOLDS = dict(clip_ratio_low=0.04, clip_ratio_high=0.07, clip_ratio_c=1.5)
 LOW, HIGH, DUAL = 0.2, 0.3, 1.5
 
 
@@ -162,7 +161,7 @@ def test_value_and_gradient_are_those_of_the_formula_on_ragged_rows(ragged, tota
     loss = total(name, log_probs, batch, THRESHOLDS if name.startswith("dppo") else SETTINGS)
     (gradient,) = torch.autograd.grad(loss, log_probs)
     tokens = sum(map(len, rows))
-    by_row = AGGREGATIONS.get(name) == "seq-mean-token-mean"
+    by_row = POLICY_LOSSES[name].aggregation == "seq-mean-token-mean"
     weighted = [
         (value / (len(row) * len(rows) if by_row else tokens), slope / (len(row) * len(rows) if by_row else tokens))
         for row in rows

@@ -2,10 +2,9 @@ import math
 
 import pytest
 
-from hybridrl.algorithms.policy_losses.sapo import sapo
-from hybridrl.algorithms.settings import LossSettings
+from hybridrl.algorithms.policy_losses.ratio_clipping import sapo
 
-SETTINGS = LossSettings(tau_positive=1.0, tau_negative=2.0)
+SETTINGS = dict(tau_pos=1.0, tau_neg=2.0)
 
 
 def sigmoid(x):

@@ -1,9 +1,8 @@
 import pytest
 
-from hybridrl.algorithms.policy_losses.vanilla import vanilla
-from hybridrl.algorithms.settings import LossSettings
+from hybridrl.algorithms.policy_losses.ratio_clipping import vanilla
 
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3, clip_dual=3.0)
+SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
 
 
 def run(one_row, cases):

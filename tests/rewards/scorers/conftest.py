@@ -11,7 +11,7 @@ Rows = Callable[[str], list[dict]]
 
 @pytest.fixture
 def graded() -> Rows:
-    """Rows of answers with the verdict that they should get, of one file."""
+    """Return the rows of one file: responses with their expected verdicts."""
     if not ORACLE.exists():
         pytest.skip("the graded answers are not here")
     return lambda file: [json.loads(line) for line in (ORACLE / file).read_text().splitlines()]

@@ -23,7 +23,7 @@ def test_the_score_is_the_share_of_tests_or_all_or_nothing():
     assert compute_score(half, SUMS, continuous=False) == {"score": 0.0, "acc": 0.0, "passed": 0.5}
 
 
-def test_a_program_that_loops_or_crashes_is_a_wrong_answer():
+def test_a_program_that_loops_or_crashes_is_a_wrong_response():
     for program in ("while True: pass", "import os; os.abort()", "def"):
         assert compute_score(program, SUMS, seconds=0.5)["score"] == 0.0
 
@@ -47,7 +47,7 @@ def test_asserts_and_calls_are_read_in_every_form(truth):
 
 
 @pytest.mark.parametrize("truth", [{}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, None, 42])
-def test_a_ground_truth_without_tests_is_the_graders_fault(truth):
+def test_a_ground_truth_without_tests_is_the_scorers_fault(truth):
     with pytest.raises(ValueError, match="the ground truth h"):
         compute_score(ADD, truth)
 

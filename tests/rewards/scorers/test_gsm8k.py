@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from hybridrl.rewards.scorers.gsm8k import compute_score
+from hybridrl.rewards.scorers.short_answers import score_gsm8k as compute_score
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_wrong_number_earns_the_format_score_and_a_missing_one_nothing():
 
 
 @pytest.mark.parametrize("method", ["strict", "flexible"])
-def test_answers_made_to_be_slow_are_scored_at_once(method):
+def test_responses_made_to_be_slow_are_scored_at_once(method):
     started = time.monotonic()
     for piece in (".", ",", "-", "1", "#", "#### ", "#### -."):
         compute_score(piece * 100_000, "42", method=method)

@@ -1,8 +1,8 @@
 import pytest
 
 from hybridrl.config import ConfigError
+from hybridrl.rewards.scorers.math import compute_dapo_score as dapo_score
 from hybridrl.rewards.scorers.math import compute_score, is_equal
-from hybridrl.rewards.scorers.math_dapo import compute_score as dapo_score
 
 # Where math-verify's own tests want another verdict than the flexible scorer gives, by the answer's end.
 EXPLAINED = {
@@ -23,10 +23,10 @@ EXPLAINED = {
 def test_agrees_with_every_graded_model_output(graded):
     rows = graded("math_model_outputs.jsonl")
     assert len(rows) == 464
-    wrong = [
+    mismatches = [
         row for row in rows if (compute_score(row["prediction"], row["ground_truth"])["acc"] == 1) != row["expected"]
     ]
-    assert not wrong
+    assert not mismatches
 
 
 def test_every_other_verdict_than_that_of_math_verifys_own_tests_is_explained(graded):
@@ -109,14 +109,14 @@ def test_other_results_are_wrong(result, truth):
     assert compute_score(f"so \\boxed{{{result}}}", truth)["score"] == 0.0
 
 
-def test_strictly_an_answer_without_a_box_is_wrong_and_flexibly_its_end_is_read():
+def test_strictly_a_response_without_a_box_is_wrong_and_flexibly_its_end_is_read():
     texts = ["The answer is $\\frac{1}{2}$.", "it is 0.5.", "2, then 1/2", "of 7 it is\n\\frac12", "none"]
     assert [compute_score(text, "1/2")["score"] for text in texts] == [0.0] * 5
     assert [compute_score(text, "1/2", method="flexible")["score"] for text in texts] == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
-def test_a_method_that_there_is_not_is_refused():
-    with pytest.raises(ConfigError, match=r"reward_kwargs\.method=lenient: .* strict, flexible"):
+def test_a_method_that_there_is_not_is_rejected():
+    with pytest.raises(ConfigError, match=r"reward_kwargs\.method=lenient: .* strict or flexible"):
         compute_score("", "", method="lenient")
 
 

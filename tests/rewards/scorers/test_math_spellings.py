@@ -10,9 +10,8 @@ import itertools
 
 import pytest
 
-from hybridrl.rewards.scorers.math import compute_score
-from hybridrl.rewards.scorers.math_dapo import compute_score as dapo_score
-from hybridrl.rewards.scorers.plain import plain
+from hybridrl.rewards.scorers.math import compute_dapo_score as dapo_score
+from hybridrl.rewards.scorers.math import compute_score, plain
 
 SENTENCES = (
     r"Therefore, the answer is \(%s\).",
@@ -76,7 +75,7 @@ GROUPS = {
 
 
 def verdicts(group: str, kind: int) -> list[tuple[str, str]]:
-    """Truths and answers of a group that get another verdict than they should; kind 1: right, 2: wrong."""
+    """Return truths and results of a group with an unexpected verdict; kind 1: correct, 2: incorrect."""
     truths, contents = GROUPS[group][0], GROUPS[group][kind]
     sentences = itertools.cycle(SENTENCES)
     tried = [(truth, next(sentences) % content) for truth in truths for content in contents for _ in range(3)]
@@ -112,6 +111,6 @@ def test_dapo_finds_the_result_that_is_announced(text: str) -> None:
 
 @pytest.mark.parametrize("piece", ["$", "\\$", "\\(", "5 ", "1,", "\\text{ cm}", "(1,", "ab ", "^", "answer: ", "= "])
 def test_texts_made_to_be_slow_are_read_within_the_limit(piece: str) -> None:
-    """An answer that needs more than three seconds would be ended by the kernel; a result has 500 characters."""
+    """The kernel ends a response that needs more than three seconds; a result has 500 characters."""
     plain("5" + piece * (500 // len(piece)))
     assert compute_score(piece * 20_000, "\\frac{1}{7}", "flexible")["score"] == 0

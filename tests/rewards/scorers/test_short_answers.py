@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.rewards.scorers import countdown, multiple_choice, search_qa
+from hybridrl.rewards.scorers import short_answers
 
 TASK = {"target": 24, "numbers": [1, 2, 3, 4]}
 
@@ -31,18 +31,18 @@ TASK = {"target": 24, "numbers": [1, 2, 3, 4]}
     ],
 )
 def test_countdown_wants_the_target_from_every_number_once(equation, score):
-    assert countdown.compute_score(f"<think>hm</think><answer>{equation}</answer>", TASK) == score
+    assert short_answers.score_countdown(f"<think>hm</think><answer>{equation}</answer>", TASK) == score
 
 
 def test_countdown_wants_its_tags_and_takes_options():
-    assert countdown.compute_score("1 * 2 * 3 * 4", TASK) == 0.0
-    assert countdown.compute_score("<answer>24</answer>", TASK, format_score=0.0) == 0.0
-    assert countdown.compute_score("<answer>1*2*3*4</answer>", TASK, score=2.0) == 2.0
+    assert short_answers.score_countdown("1 * 2 * 3 * 4", TASK) == 0.0
+    assert short_answers.score_countdown("<answer>24</answer>", TASK, format_score=0.0) == 0.0
+    assert short_answers.score_countdown("<answer>1*2*3*4</answer>", TASK, score=2.0) == 2.0
 
 
 def test_countdown_is_exact():
-    assert countdown.evaluate("1 / 3 + 1 / 3 + 1 / 3") == 1
-    assert countdown.evaluate("-(2 - 3)") == 1
+    assert short_answers.evaluate("1 / 3 + 1 / 3 + 1 / 3") == 1
+    assert short_answers.evaluate("-(2 - 3)") == 1
 
 
 EQUATIONS = st.recursive(
@@ -54,13 +54,13 @@ EQUATIONS = st.recursive(
 
 @given(EQUATIONS)
 def test_countdown_computes_what_python_does(equation):
-    value = countdown.evaluate(equation)
+    value = short_answers.evaluate(equation)
     assert value == Fraction(eval(equation)) if len(equation) <= 200 else value is None
 
 
 @given(st.text(alphabet="0123456789+-*/() .=_eE", max_size=250))
 def test_countdown_survives_every_text(equation):
-    countdown.evaluate(equation)
+    short_answers.evaluate(equation)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,18 @@ def test_countdown_survives_every_text(equation):
         ("", ""),
     ],
 )
-def test_the_letter_that_an_answer_settles_on(text, letter):
-    assert multiple_choice.chosen_letter(text) == letter
+def test_the_letter_that_a_response_chooses(text, letter):
+    assert short_answers.chosen_letter(text) == letter
 
 
 @pytest.mark.parametrize(("truth", "score"), [("B", 1.0), ("(b)", 1.0), (1, 1.0), ("A", 0.0), (0, 0.0)])
 def test_the_right_choice_is_a_letter_or_its_place(truth, score):
-    found = multiple_choice.compute_score(r"\boxed{B}", truth)
-    assert found == {"score": score, "acc": score, "pred": "B"}
+    score_dict = short_answers.score_multiple_choice(r"\boxed{B}", truth)
+    assert score_dict == {"score": score, "acc": score, "pred": "B"}
 
 
 def test_no_letter_is_no_right_choice():
-    assert multiple_choice.compute_score("", "")["score"] == 0.0
+    assert short_answers.score_multiple_choice("", "")["score"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_no_letter_is_no_right_choice():
         ("<answer>Beatles</answer>" * 11, 0.25),
     ],
 )
-def test_search_answers_match_but_for_case_articles_and_punctuation(text, score):
+def test_search_responses_match_but_for_case_articles_and_punctuation(text, score):
     truth = {"target": ["Beatles", "the Fab Four"]}
-    assert search_qa.compute_score(text, truth, format_score=0.1) == score
+    assert short_answers.score_search_qa(text, truth, format_score=0.1) == score
 
 
 @pytest.mark.parametrize("truth", ["Paris", ["Paris"], {"target": "Paris"}, {"target": ["Lyon", "Paris"]}])
-def test_search_answers_take_every_form_of_ground_truth(truth):
-    assert search_qa.compute_score("<answer>paris</answer>", truth) == 1.0
+def test_search_responses_take_every_form_of_ground_truth(truth):
+    assert short_answers.score_search_qa("<answer>paris</answer>", truth) == 1.0

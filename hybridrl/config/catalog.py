@@ -1,0 +1,246 @@
+"""The catalog of algorithms: every fact about each advantage estimator and each policy loss, one entry per name.
+
+Configuration, help, checks, driver and workers read these entries; no other place knows an algorithm by its name. A
+function is named by its module and imported only in the process that calls it, so nothing heavy is imported here.
+
+To add an algorithm, write its function and its entry; a new parameter of a policy loss needs a line in
+conf/actor/default.yaml as well. A custom function (path/to/file.py:function) states the same facts as attributes of the
+function, under the names of the fields below.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hybridrl.config.values import AboveZero, Aggregation, NonNegative, ShareAboveZero
+
+# Fields of the batch that an estimator may read besides rewards. The critic fills `values`, a greedy response per
+# prompt `greedy_rewards`, algorithm.gdpo_reward_keys `reward_parts`, a forward pass of the policy the last two.
+Field = Literal["values", "greedy_rewards", "reward_parts", "old_log_probs", "sum_pi_squared"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A key of actor_rollout_ref.actor.policy_loss that a policy loss takes as a keyword argument of the same name.
+
+    `type` is what the key may hold; its default and its meaning are in conf/actor/default.yaml. A parameter with a
+    `suggestion` has no default (it is null there): the user must set it, and the error suggests that value.
+    """
+
+    type: Any
+    suggestion: float | None = None
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator: `function` is "module:function", a function of the step's rows.
+
+    `keys` are the keys of the section `algorithm` that it takes as keyword arguments, `reads` the fields of the batch
+    that it needs besides rewards. `compares_group` is true if it compares the responses to the same prompt, so that
+    groups of one have no signal.
+    """
+
+    name: str
+    function: str
+    keys: tuple[str, ...] = ()
+    reads: tuple[Field, ...] = ()
+    compares_group: bool = False
+    paper: str = ""
+
+    @property
+    def reads_values(self) -> bool:
+        return "values" in self.reads
+
+    @property
+    def reads_greedy_rewards(self) -> bool:
+        return "greedy_rewards" in self.reads
+
+    @property
+    def reads_reward_parts(self) -> bool:
+        return "reward_parts" in self.reads
+
+    @property
+    def reads_sum_pi_squared(self) -> bool:
+        return "sum_pi_squared" in self.reads
+
+    @property
+    def reads_probabilities(self) -> bool:
+        """Whether advantages depend on the probabilities that the trained policy gives to the sampled tokens."""
+        return self.reads_sum_pi_squared or "old_log_probs" in self.reads
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss: `function` is "module:function", a function of log-probs and the rows of a micro-batch.
+
+    `keys` are the keys of actor_rollout_ref.actor that it takes as keyword arguments, `parameters` those of its
+    subsection policy_loss. `by_token` is true if the loss of a token depends on no other token's log-prob: its gradient
+    is then computed together with the log-probs, which forms the logits once instead of twice. `aggregation` replaces
+    loss_agg_mode. `clips_ratio` says what the window clip_ratio_low to clip_ratio_high applies to. `token_selector` is
+    a function that fills the batch's `chosen` once per mini-batch. A loss that is not `selectable` is no value of
+    loss_mode: bypass mode or supervised fine-tuning uses it.
+    """
+
+    name: str
+    function: str
+    keys: tuple[str, ...] = ()
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    by_token: bool = False
+    aggregation: Aggregation | None = None
+    clips_ratio: Literal["ratio", "log_ratio"] | None = None
+    token_selector: str | Callable[..., Any] | None = None
+    selectable: bool = True
+    paper: str = ""
+
+
+_GROUPS = "hybridrl.algorithms.estimators.group_baselines"
+_RETURNS = "hybridrl.algorithms.estimators.token_returns"
+_NORMALIZE = ("norm_adv_by_std_in_grpo",)
+
+_ESTIMATORS = (
+    Estimator("gae", f"{_RETURNS}:gae", keys=("gamma", "lam"), reads=("values",), paper="1506.02438"),
+    Estimator("grpo", f"{_GROUPS}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
+    Estimator("grpo_vectorized", f"{_GROUPS}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
+    Estimator("grpo_passk", f"{_GROUPS}:grpo_passk", keys=_NORMALIZE, compares_group=True, paper="2503.19595"),
+    Estimator("rloo", f"{_GROUPS}:rloo", compares_group=True, paper="2402.14740"),
+    Estimator("rloo_vectorized", f"{_GROUPS}:rloo", compares_group=True, paper="2402.14740"),
+    Estimator("reinforce_plus_plus", f"{_RETURNS}:reinforce_plus_plus", keys=("gamma",), paper="2501.03262"),
+    Estimator(
+        "reinforce_plus_plus_baseline",
+        f"{_GROUPS}:reinforce_plus_plus_baseline",
+        compares_group=True,
+        paper="2501.03262",
+    ),
+    Estimator("remax", f"{_RETURNS}:remax", reads=("greedy_rewards",), paper="2310.10505"),
+    Estimator("opo", f"{_GROUPS}:opo", compares_group=True, paper="2505.23585"),
+    Estimator("gpg", f"{_GROUPS}:gpg", compares_group=True, paper="2504.02546"),
+    Estimator(
+        "optimal_token_baseline",
+        f"{_RETURNS}:optimal_token_baseline",
+        reads=("old_log_probs", "sum_pi_squared"),
+        compares_group=True,
+        paper="2602.07078",
+    ),
+    Estimator(
+        "tir_optimal_token_baseline",
+        f"{_RETURNS}:tir_optimal_token_baseline",
+        reads=("old_log_probs", "sum_pi_squared"),
+        compares_group=True,
+        paper="2602.07078",
+    ),
+    Estimator(
+        "gdpo",
+        f"{_GROUPS}:gdpo",
+        keys=(*_NORMALIZE, "gdpo_reward_weights"),
+        reads=("reward_parts",),
+        compares_group=True,
+        paper="2601.05242",
+    ),
+)
+
+_LOSSES = "hybridrl.algorithms.policy_losses"
+_WINDOW = ("clip_ratio_low", "clip_ratio_high")
+_BY_ROW: Aggregation = "seq-mean-token-mean"
+
+_POLICY_LOSSES = (
+    PolicyLoss(
+        "vanilla",
+        f"{_LOSSES}.ratio_clipping:vanilla",
+        keys=(*_WINDOW, "clip_ratio_c"),
+        by_token=True,
+        clips_ratio="ratio",
+        paper="1707.06347",
+    ),
+    PolicyLoss(
+        "gspo",
+        f"{_LOSSES}.ratio_clipping:gspo",
+        keys=_WINDOW,
+        aggregation=_BY_ROW,
+        clips_ratio="ratio",
+        paper="2507.18071",
+    ),
+    PolicyLoss("cispo", f"{_LOSSES}.ratio_clipping:cispo", keys=_WINDOW, by_token=True, paper="2506.13585"),
+    PolicyLoss(
+        "sapo",
+        f"{_LOSSES}.ratio_clipping:sapo",
+        keys=("tau_pos", "tau_neg"),
+        by_token=True,
+        aggregation=_BY_ROW,
+        paper="2511.20347",
+    ),
+    PolicyLoss(
+        "geo_mean",
+        f"{_LOSSES}.ratio_clipping:geo_mean",
+        keys=_WINDOW,
+        aggregation=_BY_ROW,
+        clips_ratio="log_ratio",
+        paper="2507.20673",
+    ),
+    PolicyLoss(
+        "gmpo",
+        f"{_LOSSES}.ratio_clipping:geo_mean",
+        keys=_WINDOW,
+        aggregation=_BY_ROW,
+        clips_ratio="log_ratio",
+        paper="2507.20673",
+    ),
+    PolicyLoss("gpg", f"{_LOSSES}.direct:gpg", by_token=True, paper="2504.02546"),
+    PolicyLoss(
+        "clip_cov",
+        f"{_LOSSES}.covariance:clip_cov",
+        keys=_WINDOW,
+        parameters={
+            "clip_cov_ratio": Parameter(ShareAboveZero),
+            "clip_cov_lb": Parameter(float),
+            "clip_cov_ub": Parameter(float),
+        },
+        by_token=True,
+        clips_ratio="ratio",
+        token_selector=f"{_LOSSES}.covariance:select_clipped",
+        paper="2505.22617",
+    ),
+    PolicyLoss(
+        "kl_cov",
+        f"{_LOSSES}.covariance:kl_cov",
+        parameters={"kl_cov_ratio": Parameter(ShareAboveZero), "ppo_kl_coef": Parameter(NonNegative)},
+        by_token=True,
+        token_selector=f"{_LOSSES}.covariance:select_penalized",
+        paper="2505.22617",
+    ),
+    PolicyLoss(
+        "dppo_tv", f"{_LOSSES}.dppo:dppo_tv", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"
+    ),
+    PolicyLoss(
+        "dppo_kl", f"{_LOSSES}.dppo:dppo_kl", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"
+    ),
+    PolicyLoss(
+        "dro",
+        f"{_LOSSES}.direct:dro",
+        parameters={"dro_beta": Parameter(AboveZero, suggestion=0.1)},
+        by_token=True,
+        paper="2405.19107",
+    ),
+    PolicyLoss("reinforce", f"{_LOSSES}.direct:reinforce", by_token=True, selectable=False),
+    PolicyLoss("likelihood", f"{_LOSSES}.direct:likelihood", by_token=True, selectable=False),
+)
+
+ESTIMATORS = {entry.name: entry for entry in _ESTIMATORS}
+POLICY_LOSSES = {entry.name: entry for entry in _POLICY_LOSSES}
+
+# Values of algorithm.rollout_correction.loss_type, and the policy loss that replaces loss_mode.
+BYPASS_LOSSES = {"ppo_clip": None, "reinforce": "reinforce"}
+
+DEFAULT_POLICY_LOSS = "vanilla"
+SFT_POLICY_LOSS = "likelihood"
+
+ESTIMATOR_NAMES = tuple(ESTIMATORS)
+POLICY_LOSS_NAMES = tuple(entry.name for entry in _POLICY_LOSSES if entry.selectable)
+
+ESTIMATOR_KEYS = tuple(dict.fromkeys(key for entry in _ESTIMATORS for key in entry.keys))
+ACTOR_KEYS = tuple(dict.fromkeys(key for entry in _POLICY_LOSSES for key in entry.keys))
+PARAMETERS = {name: parameter for entry in _POLICY_LOSSES for name, parameter in entry.parameters.items()}
+
+
+def parameter_types() -> list[tuple[str, Any]]:
+    """Name and type of every key of actor_rollout_ref.actor.policy_loss that a policy loss takes, for the schema."""
+    return [(name, item.type if item.suggestion is None else item.type | None) for name, item in PARAMETERS.items()]

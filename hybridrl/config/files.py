@@ -1,0 +1,187 @@
+"""Which files and directories a key may name: rows of a dataset, a model, a LoRA adapter, a script.
+
+A model is one Hugging Face directory, or a folder of a checkpoint, such as .../global_step_N/actor: its weights in
+shards (of hybridrl or verl), everything else in `huggingface/` below. Names of the Hugging Face hub are accepted; the
+hub is not contacted here.
+"""
+
+import glob
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from hybridrl.config.values import Fault, Rule
+
+ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
+WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in its own directories
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+MOST_PARTS = 2  # configuration and split
+
+HUGGINGFACE = "huggingface"
+SHARDS = ".metadata"  # the index file that torch.distributed.checkpoint writes
+VERL_SHARDS = "model_world_size_*_rank_*.pt"
+ADAPTER_CONFIG = "adapter_config.json"  # peft's, of a LoRA adapter
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """The parts of `name:split` or `name:configuration:split`; `split` and `configuration` may be missing."""
+
+    name: str
+    configuration: str | None
+    split: str | None
+
+
+def parse_dataset_name(entry: str) -> DatasetName:
+    """Parse an entry of data.train_files that is no file: a directory or hub name, configuration and split."""
+    name, *parts = entry.rsplit(":", min(entry.count(":"), MOST_PARTS))
+    return DatasetName(name, parts[0] if len(parts) == MOST_PARTS else None, parts[-1] if parts else None)
+
+
+def is_row_file(path: Path) -> bool:
+    return path.name.lower().endswith(ROW_SUFFIXES)
+
+
+def matches(pattern: str) -> list[str]:
+    """The files of a pattern (*, ?, [..], ** for directories between), sorted."""
+    return sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+
+
+def resolve_model(path: str) -> Path:
+    """The directory with a model's configuration, tokenizer and, unless it `is_sharded`, weights. Hub names are
+    returned unchanged."""
+    directory, below = Path(path), Path(path, HUGGINGFACE)
+    return below if below.is_dir() and not (directory / "config.json").is_file() else directory
+
+
+def is_sharded(path: str) -> bool:
+    """Whether the directory has a model's weights in shards."""
+    return any(True for pattern in (SHARDS, VERL_SHARDS) for _ in Path(path).glob(pattern))
+
+
+def holds_adapter(path: str) -> bool:
+    """Whether it is a LoRA adapter: peft's directory, or a folder of a checkpoint that was trained with LoRA."""
+    return (resolve_model(path) / ADAPTER_CONFIG).is_file()
+
+
+def adapter_settings(path: str) -> dict[str, Any]:
+    """The contents of peft's adapter_config.json. Raises OSError or ValueError if it cannot be read."""
+    return json.loads((resolve_model(path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class RowFiles(Rule):
+    """Existing files, patterns or directories, or hub names; at least so many."""
+
+    least: int = 0
+
+    def fault(self, value: list[str]) -> Fault | None:
+        if len(value) < self.least:
+            # The usual cause is a shell variable that is not set, which on another machine may be.
+            return Fault("name one file or more: [a.jsonl, b.parquet]", absent=True)
+        return next((fault for entry in value if (fault := _fault_of_rows(entry)) is not None), None)
+
+
+def _fault_of_rows(entry: str) -> Fault | None:
+    name = parse_dataset_name(entry).name
+    directory = Path(name)
+    if Path(entry).is_file() or matches(entry):
+        return None
+    if directory.is_dir():
+        has_rows = any(is_row_file(file) for file in directory.rglob("*"))
+        return (
+            None
+            if has_rows
+            else Fault(f"the directory {directory} has no files that end in {', '.join(WRITTEN)}", absent=True)
+        )
+    if glob.has_magic(entry):
+        return Fault(f"no file matches {entry}", absent=True)
+    if HUB_NAME.fullmatch(name) and not is_row_file(directory) and not directory.parent.is_dir():
+        return None
+    parent = Path(entry).parent
+    names = sorted(item.name for item in parent.iterdir() if is_row_file(item)) if parent.is_dir() else []
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    near = f" (in {parent} there are {', '.join(names[:5])}{more})" if names else _missing_parent(Path(entry))
+    return Fault(f"there is no file {entry}{near}", absent=True)
+
+
+class PathOrHub(Rule):
+    """A local directory or a hub name."""
+
+    def fault(self, value: str) -> Fault | None:
+        looks_local = value.startswith((".", "/")) or value.count("/") != 1
+        if looks_local and not Path(value).is_dir():
+            return Fault(f"there is no such directory{_missing_parent(Path(value))}", absent=True)
+        return None
+
+
+class ModelPath(PathOrHub):
+    """A Hugging Face model: a directory with configuration and weights, a model of a checkpoint, or a hub name."""
+
+    def fault(self, value: str) -> Fault | None:
+        if not Path(value).is_dir():
+            return super().fault(value)
+        if holds_adapter(value):
+            return Fault(
+                "it is a LoRA adapter",
+                "name its base model here and the adapter as lora_adapter_path, or merge them first: "
+                f"python -m hybridrl.model_merger merge --local_dir {value} --target_dir merged",
+            )
+        directory = resolve_model(value)
+        config = directory / "config.json"
+        if not config.is_file():
+            if Path(value, "actor").is_dir():
+                return Fault("a checkpoint may hold several models", f"name one of them: {Path(value, 'actor')}")
+            return Fault("the directory has no config.json, so it is no Hugging Face model")
+        try:
+            json.loads(config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            return Fault(f"its config.json cannot be read ({error})", "save the model again")
+        if not is_sharded(value) and not any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):
+            if is_sharded(str(Path(value).parent)):
+                return Fault("the weights are in the folder above", f"name that: {Path(value).parent}")
+            return Fault(
+                f"the directory has no weights ({' or '.join(WEIGHT_FILES)})", "save or download the model again"
+            )
+        return None
+
+
+class AdapterPath(Rule):
+    """A LoRA adapter: peft's directory, or a folder of a checkpoint that was trained with LoRA."""
+
+    def fault(self, value: str) -> Fault | None:
+        if not Path(value).is_dir():
+            return Fault(f"there is no such directory{_missing_parent(Path(value))}", absent=True)
+        if not holds_adapter(value):
+            return Fault(f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter")
+        try:
+            kind = adapter_settings(value).get("peft_type")
+        except (OSError, ValueError) as error:
+            return Fault(f"its {ADAPTER_CONFIG} cannot be read ({error})", "save the adapter again")
+        return None if kind == "LORA" else Fault(f"it is an adapter of the type {kind}; only LORA can be trained")
+
+
+class ScriptFile(Rule):
+    """A .py file as a plain path or file://path, or an installed module as pkg://name."""
+
+    def fault(self, value: str) -> Fault | None:
+        if value.startswith("pkg://") or Path(value.removeprefix("file://")).is_file():
+            return None
+        return Fault("there is no such file", "give the path of a .py file", absent=True)
+
+
+def _missing_parent(path: Path) -> str:
+    """The outermost missing directory of a path, in parentheses."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    return f" ({missing[-1]} does not exist)" if missing else ""
+
+
+TrainFiles = Annotated[list[str], RowFiles(least=1)]
+RowNames = Annotated[list[str], RowFiles()]
+Model = Annotated[str, ModelPath()]
+ModelOrTokenizer = Annotated[str, PathOrHub()]
+Adapter = Annotated[str, AdapterPath()]
+Script = Annotated[str, ScriptFile()]

@@ -1,0 +1,217 @@
+"""Check the loaded rows: lengths, empty and repeated prompts, overlap with validation, and how the chat template
+renders them.
+
+Unusable rows have been rejected by the loader, all together, with file and line.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config import PPOConfig
+from hybridrl.config.findings import Findings
+from hybridrl.data.chat import Message, as_chat
+from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.runs.ppo import end_tokens
+
+SAMPLE = 50_000  # prompts that are checked one by one; of a larger set as many, evenly spaced
+PERCENTILES = (50, 90, 99, 100)
+Texts = tuple[tuple[str, str], ...]  # role and text of each message
+MESSAGES_AS_TEXT = r"""\A\s*\[\s*\{\s*["']role["']"""
+TURN_MARKS = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<[|\uff5c]User[|\uff5c]>|" + MESSAGES_AS_TEXT
+)
+
+SHOWN = 240  # characters of a rendered row
+SEARCHED = 1000  # rows among which the one with the most roles is chosen
+RESPONSE = "ANSWER"
+TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
+
+
+def check_rows(config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None, findings: Findings) -> None:
+    """Report the lengths of the prompts, and warn about probable mistakes."""
+    limit = config.data.max_prompt_length
+    training = _check_dataset(prompts, "data.train_files", limit, findings)
+    if validation is None:
+        return
+    counts = _check_dataset(validation, "data.val_files", limit, findings)
+    if overlap := [texts for texts in counts if texts in training]:
+        cause = f"{sum(counts[texts] for texts in overlap)} validation prompts{_sampled(prompts, validation)} are "
+        cause += f"training prompts too, such as {_beginning(overlap[0])}: validation on them measures memorization"
+        findings.info("data.overlap", cause, keys=("data.val_files", "data.train_files"))
+
+
+def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findings) -> Counter[Texts]:
+    """Check one dataset. Returns how often each prompt occurs in it."""
+    _report_lengths(prompts, key, limit, findings)
+    counts: Counter[Texts] = Counter()
+    empty, marked = [], []
+    sample = min(len(prompts), SAMPLE)
+    for index in (number * len(prompts) // sample for number in range(sample)):
+        texts = _texts(prompts[index].messages)
+        counts[texts] += 1
+        text = "".join(content for role, content in texts if role != "system")
+        if not text.strip():
+            empty.append(prompts.rows[index].place)
+        elif TURN_MARKS.search(text):
+            marked.append(prompts.rows[index].place)
+    of_sample = _sampled(prompts)
+    if empty:
+        cause = f"{key}: {len(empty)} prompts{of_sample} are empty, the first {empty[0]}"
+        findings.warn("data.empty", cause, "remove these rows", keys=key)
+    if marked:
+        cause = f"{key}: {len(marked)} prompts{of_sample} have marks of a chat template in their text, or messages "
+        cause += f"written as text, the first {marked[0]}, and the model's own template is applied to that"
+        findings.warn("data.template", cause, "give the plain question, or a list of messages", keys=key)
+    if repeated := sum(counts.values()) - len(counts):
+        texts, times = counts.most_common(1)[0]
+        cause = f"{key}: {repeated} prompts{of_sample} repeat an earlier one ({_beginning(texts)} occurs {times} times)"
+        findings.info("data.duplicates", cause, keys=key)
+    return counts
+
+
+def _report_lengths(prompts: PromptDataset, key: str, limit: int, findings: Findings) -> None:
+    values = np.percentile(prompts.lengths, PERCENTILES, method="higher").astype(int)
+    lengths = ", ".join(f"{rank}% up to {value}" for rank, value in zip(PERCENTILES, values, strict=True))
+    summary = f"{key}: {len(prompts)} prompts, in tokens {lengths} (data.max_prompt_length={limit})"
+    findings.info("data.lengths", summary, keys=key)
+    if prompts.over:
+        config = prompts.config
+        dropped = config.filter_overlong_prompts
+        kept = (
+            "dropped (data.filter_overlong_prompts=true)" if dropped else f"cut (data.truncation={config.truncation})"
+        )
+        total = len(prompts) + (prompts.over if dropped else 0)
+        cause = f"{key}: {prompts.over} of {total} prompts ({prompts.over / total:.1%}) are longer than "
+        cause += f"data.max_prompt_length={limit} and are {kept}"
+        findings.warn("data.long", cause, "raise the limit to keep them complete", keys=(key, "data.max_prompt_length"))
+
+
+def _sampled(*datasets: PromptDataset) -> str:
+    return f" (of {SAMPLE} that were checked)" if any(len(dataset) > SAMPLE for dataset in datasets) else ""
+
+
+def _texts(messages: list[Message] | str) -> Texts:
+    """Roles and texts; for a message in parts, the text of all parts."""
+    if isinstance(messages, str):
+        return (("user", messages),)
+    return tuple((message["role"], _content(message["content"])) for message in messages)
+
+
+def _content(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" if isinstance(part, dict) else str(part) for part in content)
+
+
+def _beginning(texts: Texts) -> str:
+    text = " ".join(texts[-1][1].split())
+    return f'"{text[:60]}{"..." if len(text) > 60 else ""}"'
+
+
+# -- the chat template -------------------------------------------------------------------------------------------------
+
+
+def check_template(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], findings: Findings
+) -> None:
+    """Show how a row is rendered, and check that responses begin and end as generation expects. Needs prompts."""
+    prompt = _row_with_most_roles(prompts)
+    chat = as_chat(prompt.messages)
+    render: Callable[..., str] = partial(
+        tokenizer.apply_chat_template, tokenize=False, **config.data.apply_chat_template_kwargs
+    )
+    if tokenizer.chat_template:
+        text = render(chat, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        text = str(prompt.messages)
+        ids = tokenizer(text)["input_ids"]
+    shown = repr(text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}")
+    how = "as the chat template renders it" if tokenizer.chat_template else "as it is, as there is no chat template"
+    findings.info("template.row", f"row {prompt.row}, {how}: {len(ids)} tokens, {shown}")
+    _check_beginning(tokenizer, ids, findings)
+    _check_round_trip(tokenizer, text, findings)
+    if tokenizer.chat_template:
+        _check_roles(chat, text, findings)
+        try:
+            complete = render([*chat, {"role": "assistant", "content": RESPONSE}], add_generation_prompt=False)
+            unopened = render(chat, add_generation_prompt=False)
+        except TemplateError:
+            return  # a template for prompts only
+        _check_response(config, tokenizer, text, complete, unopened, findings)
+
+
+def _row_with_most_roles(prompts: Sequence[Prompt]) -> Prompt:
+    some = [prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
+    return max(some, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))
+
+
+def _check_beginning(tokenizer: PreTrainedTokenizerBase, ids: list[int], findings: Findings) -> None:
+    beginning = tokenizer.bos_token_id
+    if beginning is None:
+        return
+    if ids[:2] == [beginning, beginning]:
+        cause = f"the row begins with {tokenizer.bos_token} twice, which no model was trained on"
+        fix = f"remove it from the template: {TEMPLATE}, or from the prompts"
+        findings.warn("template.bos-twice", cause, fix, keys=TEMPLATE)
+    elif ids[:1] != [beginning] and tokenizer("x")["input_ids"][:1] == [beginning]:
+        cause = f"the tokenizer begins a text with {tokenizer.bos_token}, but the template does not"
+        findings.warn("template.no-bos", cause, f"add it at the beginning of the template: {TEMPLATE}", keys=TEMPLATE)
+
+
+def _check_round_trip(tokenizer: PreTrainedTokenizerBase, text: str, findings: Findings) -> None:
+    """Check that the tokens decode to the text, except for spaces, which some tokenizers add."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    wanted, back = ("".join(text.split()) for text in (text, decoded))
+    if wanted != back:
+        at = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(wanted, back, strict=False))))
+        cause = f"the row's tokens do not decode to its text: {wanted[at : at + 20]!r} becomes {back[at : at + 20]!r}"
+        fix = "check that it is the model's own tokenizer; data.tokenizer names another"
+        findings.warn("template.lossy", cause, fix, keys="data.tokenizer")
+
+
+def _check_roles(chat: list[Message], text: str, findings: Findings) -> None:
+    flat = "".join(text.split())
+    for role in dict.fromkeys(message["role"] for message in chat):
+        contents = [m["content"] for m in chat if m["role"] == role and isinstance(m["content"], str)]
+        if any("".join(content.split()) not in flat for content in contents):
+            cause = f"the chat template leaves out the messages of the role {role}, or a part of them"
+            fix = f"put them into the user's message, or set {TEMPLATE}"
+            findings.warn("template.drops", cause, fix, keys=TEMPLATE)
+
+
+def _check_response(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    complete: str,
+    unopened: str,
+    findings: Findings,
+) -> None:
+    """Check how the template opens and closes a response: `complete` is the rendered chat with one, `unopened` without
+    a generation prompt."""
+    before, there, closing = complete.rpartition(RESPONSE)
+    continues = bool(there) and before.startswith(text) and not before.removeprefix(text).strip()
+    if unopened == text and not continues:
+        cause = "the chat template does not open the assistant's turn, so the model may continue as the user"
+        fix = f"honour add_generation_prompt in the template: {TEMPLATE}"
+        findings.warn("template.no-opening", cause, fix, keys=TEMPLATE)
+    ends = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
+    if not there or set(tokenizer(closing, add_special_tokens=False)["input_ids"]) & set(ends):
+        return
+    names = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
+    cause = f"the chat template closes a response with {closing!r}, but generation ends only at {names}, so responses "
+    if special := re.match(r"\s*(\S+)", closing):
+        fix = f"add {special[1]} to eos_token_id in the model's generation_config.json"
+    else:
+        fix = f"write {tokenizer.eos_token} there in the template: {TEMPLATE}"
+    findings.warn("template.no-end", f"{cause}run on to data.max_response_length", fix, keys=TEMPLATE)

@@ -1,0 +1,193 @@
+"""Scoring on every machine of a session: one Ray actor per machine decodes responses and supervises scoring processes.
+
+The actors take no CPU from Ray's accounting. Limits and faults are those of `process.py`, the queue is `pool.py`'s.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.cluster import RaySession, gather, kill, spawn
+from hybridrl.config import ConfigError
+from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.rewards.load import processes, seconds_between_calls
+from hybridrl.rewards.pool import CallerScorer, Scorer, ScorerPool
+from hybridrl.rewards.process import LOAD_TIMEOUT, Launch, ScoringProcess
+from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.runtime.guard import begin_actor
+
+_RESTARTS = 3  # of an actor that dies; Ray repeats the calls that were in progress
+_STOP_TIMEOUT = 10.0
+
+LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
+
+
+def open_scorer_pool(
+    session: RaySession,
+    config: RewardConfig,
+    logs: Path,
+    data_sources: Collection[str],
+    load_tokenizer: LoadTokenizer,
+) -> ScorerPool:
+    """Return a pool whose `reward.num_workers` processes are spread over the machines of the session.
+
+    Requests may hold token ids instead of text: `load_tokenizer` is pickled and called once per actor. What a reward
+    prints goes to reward.log in `logs`, on further machines to reward-1.log and so on. The actors load in parallel with
+    what else starts: call `wait_until_loaded` before the first step.
+    """
+    if config.num_workers == 0:
+        return ScorerPool(config, scorers=[DecodingScorer(CallerScorer(config, data_sources), load_tokenizer())])
+    total, machines = processes(config), len(session.groups)
+    shares = [total // machines + (machine < total % machines) for machine in range(machines)]
+    setup = config, frozenset(data_sources), load_tokenizer, Launch.here(), socket.gethostname()
+    actors = [_Actor(session, machine, share, logs, setup) for machine, share in enumerate(shares) if share]
+    scorers = [_RemoteScorer(actor, index) for actor in actors for index in range(actor.share)]
+    return ScorerPool(config, scorers=scorers, wait=False)
+
+
+class DecodingScorer:
+    """Decodes responses given as token ids only, passes them to `scorer`, and adds the text to the Score."""
+
+    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._scorer, self._tokenizer = scorer, tokenizer
+        self._takes_tokens: bool | None = None  # None: not started
+        self.stop, self.close = scorer.stop, scorer.close
+
+    def start(self) -> bool:
+        self._takes_tokens = self._scorer.start()
+        return self._takes_tokens
+
+    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
+        if self._takes_tokens is None:  # in an actor that Ray has restarted
+            self.start()
+        encoded = [request.response_ids for request in requests if request.solution is None]
+        decoded = iter(self._tokenizer.batch_decode(encoded, skip_special_tokens=True) if encoded else ())
+        texts = [next(decoded) if request.solution is None else None for request in requests]
+        ready = [self._ready(request, text) for request, text in zip(requests, texts, strict=True)]
+        for text, score in zip(texts, self._scorer.score(ready), strict=True):
+            yield score if text is None else replace(score, text=text)
+
+    def _ready(self, request: ScoringRequest, text: str | None) -> ScoringRequest:
+        """Return the request with its text, and with token ids only if the reward reads them."""
+        ids = list(map(int, request.response_ids)) if self._takes_tokens and request.response_ids is not None else None
+        return replace(request, solution=request.solution if text is None else text, response_ids=ids)
+
+
+class ScoringActor:
+    """The Ray actor of one machine: `share` scoring processes and a tokenizer, with a thread per process."""
+
+    def __init__(
+        self,
+        log: str,
+        reward_log: str,
+        share: int,
+        config: RewardConfig,
+        data_sources: frozenset[str],
+        load_tokenizer: LoadTokenizer,
+        driver: Launch,
+        driver_host: str,
+    ) -> None:
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        begin_actor(log)
+        # Rewards see what they would see as children of the driver; a further machine adds what is its own.
+        if socket.gethostname() == driver_host:
+            environment = driver.environment
+        else:
+            environment = driver.environment | dict(os.environ)
+        directory = driver.directory if os.path.isdir(driver.directory) else None
+        launch = Launch([*driver.path, *sys.path], directory, environment)
+        tokenizer = load_tokenizer()
+        gc.freeze()  # the many objects of the libraries need not be visited by every full collection
+        self._scorers = [
+            DecodingScorer(ScoringProcess(config, data_sources, Path(reward_log), launch), tokenizer)
+            for _ in range(share)
+        ]
+
+    def start(self, index: int) -> bool | str:
+        """Start a process; return whether the reward reads token ids, or as a string why it could not be loaded."""
+        try:
+            return self._scorers[index].start()
+        except ConfigError as error:
+            return str(error)
+
+    def score(self, index: int, pickled: bytes) -> bytes:
+        """Score pickled requests with one process; return the pickled scores, and why they end early if they do."""
+        scores: list[Score] = []
+        reason = None
+        try:
+            scores.extend(self._scorers[index].score(pickle.loads(pickled)))
+        except ConfigError as error:
+            reason = str(error)
+        return pickle.dumps((scores, reason), pickle.HIGHEST_PROTOCOL)
+
+    def stop(self) -> None:
+        """Kill the processes with all that they have started."""
+        for scorer in self._scorers:
+            scorer.stop()
+
+
+class _Actor:
+    """The driver's handle of a ScoringActor, shared by the scorers that stand for its processes."""
+
+    def __init__(self, session: RaySession, machine: int, share: int, logs: Path, setup: tuple[Any, ...]) -> None:
+        self.share, self.log, self.config = share, str(logs / f"scoring-{machine}.log"), setup[0]
+        reward_log = str(logs / (f"reward-{machine}.log" if machine else "reward.log"))
+        self.handle = spawn(
+            ScoringActor,
+            session,
+            machine * session.per_machine,
+            {},
+            *(self.log, reward_log, share, *setup),
+            max_concurrency=share + 1,  # one call per process, and `stop`
+            max_restarts=_RESTARTS,
+            max_task_retries=_RESTARTS,
+        )
+        self._lock, self._stopped = threading.Lock(), False
+
+    def stop(self) -> None:
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                with contextlib.suppress(Exception):  # it or Ray may be gone already
+                    gather([self.handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
+                with contextlib.suppress(Exception):
+                    kill(self.handle)
+
+
+class _RemoteScorer:
+    """One process of a ScoringActor, as the pool sees it."""
+
+    def __init__(self, actor: _Actor, index: int) -> None:
+        self._actor, self._index = actor, index
+        self.stop = actor.stop
+        # Bounds a call: the limits within the actor end it long before.
+        self._seconds = LOAD_TIMEOUT + 2 * (actor.config.timeout + seconds_between_calls(actor.config))
+
+    def start(self) -> bool:
+        call = self._actor.handle.start.remote(self._index)
+        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._actor.log])
+        if isinstance(reply, str):
+            raise ConfigError(reply)
+        return reply
+
+    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
+        # Ray's own pickling visits every dataclass in Python; bytes are passed through.
+        pickled = pickle.dumps(list(requests), pickle.HIGHEST_PROTOCOL)
+        call = self._actor.handle.score.remote(self._index, pickled)
+        (reply,) = gather([call], "scorer.score", self._seconds * (1 + len(requests)), [self._actor.log])
+        scores, reason = pickle.loads(reply)
+        yield from scores
+        if reason is not None:
+            raise ConfigError(reason)
+
+    def close(self) -> None: ...

@@ -1,0 +1,138 @@
+r"""Short results: GSM8K's number, Countdown's equation, a choice's letter, a search question's words."""
+
+import ast
+import operator
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from hybridrl.config import ConfigError
+from hybridrl.rewards.scorers.texts import last_boxed, last_tagged
+
+# It starts with a digit, so that a run of dots and commas is neither a result nor slow to search.
+_NUMBER = r"-?\.?[0-9][0-9.,]*"
+_NUMBERS = {"strict": re.compile(rf"#### ({_NUMBER})"), "flexible": re.compile(rf"({_NUMBER})")}
+_MAX_LENGTH = 200  # characters of an equation, or of a text with a letter
+_EQUATION = re.compile(r"[0-9+\-*/() ]+")
+_OPERATIONS: dict[type, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_LETTER = re.compile(r"\W*(?:\\text\w*\{)?\W*([A-Za-z])(?![A-Za-z'])")  # B; (b); **B**; \text{B}; B. because
+_STATED_LETTER = re.compile(r"\b(?:answer|choice|option)\b(?: is|:|\s)*\W{0,4}([A-Za-z])\b", re.IGNORECASE)
+_SINGLE_LETTER = re.compile(r"\W*([A-Z])\W*")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_MAX_TAGS = 10
+
+
+def score_gsm8k(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """Return `score` if the last number is the ground truth, `format_score` for another number, 0 without one.
+
+    "strict" searches for numbers after "#### ", "flexible" for any. The complete response is searched; verl
+    reads its last 300 characters and so misses a correct result that more text follows.
+    """
+    if method not in _NUMBERS:
+        raise ConfigError(
+            f"reward.custom_reward_function.reward_kwargs.method={method}: unknown for GSM8K",
+            fix=f"choose {' or '.join(_NUMBERS)}",
+        )
+    numbers = _NUMBERS[method].findall(solution_str)
+    if not numbers:
+        return 0.0
+    return score if _plain_number(numbers[-1]) == _plain_number(str(ground_truth)) else format_score
+
+
+def _plain_number(number: str) -> str:
+    """Return 1875 for 1,875. and $1875; 18.00 is not 18."""
+    return number.strip().replace(",", "").replace("$", "").rstrip(".")
+
+
+def score_countdown(
+    solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.1, score: float = 1.0
+) -> float:
+    """Return `score` for a correct equation in <answer> tags, `format_score` for any other with a value, else 0.
+
+    The ground truth is {"target": 24, "numbers": [1, 2, 3, 4]}.
+    """
+    equation = (last_tagged(solution_str) or "").partition("=")[0].strip()
+    value = evaluate(equation)
+    if value is None:
+        return 0.0
+    used = Counter(int(number) for number in re.findall("[0-9]+", equation))
+    right = used == Counter(int(number) for number in ground_truth["numbers"]) and value == ground_truth["target"]
+    return score if right else format_score
+
+
+def evaluate(equation: str) -> Fraction | None:
+    """Return the exact value of integers joined by + - * / and brackets; None for anything else and for x / 0."""
+    if len(equation) > _MAX_LENGTH or not _EQUATION.fullmatch(equation):
+        return None
+    try:
+        return _value(ast.parse(equation, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+            return _OPERATIONS[type(operation)](_value(left), _value(right))
+    raise TypeError("not an operation of Countdown")  # ** and // too
+
+
+def score_multiple_choice(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    r"""Return 1 for the right letter, else 0; `pred` is the letter in the response.
+
+    It is searched in the last \boxed{...}, in <answer> tags, after "answer", "choice" or "option", and in a
+    last line of one letter, in this order. The ground truth is a letter, or the index of the choice from 0.
+    """
+    letter = chosen_letter(solution_str)
+    truth = chr(ord("A") + ground_truth) if isinstance(ground_truth, int) else str(ground_truth).strip("() .").upper()
+    right = float(letter != "" and letter == truth)
+    return {"score": right, "acc": right, "pred": letter}
+
+
+def chosen_letter(text: str) -> str:
+    """Return the chosen letter in upper case, or an empty text."""
+    for marked in (last_boxed(text), last_tagged(text)):
+        if marked is not None:
+            letter = _LETTER.match(marked[:_MAX_LENGTH])
+            return letter[1].upper() if letter else ""
+    if stated := _STATED_LETTER.findall(text):
+        return stated[-1].upper()
+    single = _SINGLE_LETTER.fullmatch(text.strip().rpartition("\n")[2])
+    return single[1] if single else ""
+
+
+def score_search_qa(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
+    """Return `score` for a match up to case, articles and punctuation, `format_score` for another answer, else 0.
+
+    The ground truth is a text, several, or either under "target". A response with more than ten tags gets a quarter, as
+    in verl, since it lists guesses.
+    """
+    answer = last_tagged(solution_str)
+    if answer is None:
+        return 0.0
+    accepted = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
+    accepted = [accepted] if isinstance(accepted, str) else accepted
+    if normalised(answer) not in {normalised(str(other)) for other in accepted}:
+        return format_score
+    tags = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
+    return score / 4 if tags > _MAX_TAGS else score
+
+
+def normalised(text: str) -> str:
+    """Return a text in lower case without articles, punctuation and repeated spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())

@@ -1,0 +1,139 @@
+import json
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import pytest
+
+from hybridrl.checkpoint import files
+from hybridrl.checkpoint.files import MANIFEST, faults, write_manifest
+
+FILES = {"actor/__0_0.distcp": bytes(range(256)) * 16, "actor/.metadata": b"names", "state.json": b"{}", "empty": b""}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    write_manifest(tmp_path)
+    return tmp_path
+
+
+def flip(path: Path, position: int, mask: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= mask
+    path.write_bytes(content)
+
+
+def test_size_and_checksum_of_every_file_are_recorded(saved):
+    files = json.loads((saved / MANIFEST).read_text())["files"]
+    assert files == {
+        name: {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"} for name, content in FILES.items()
+    }
+
+
+def test_an_unchanged_directory_has_no_faults(saved):
+    assert faults(saved) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_removed_file_is_named(saved, name):
+    (saved / name).unlink()
+    assert faults(saved) == [f"{name}: missing"]
+
+
+def test_a_truncated_file_is_named_with_its_sizes(saved):
+    path = saved / "actor" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:1024])
+    assert faults(saved) == ["actor/__0_0.distcp: 1024 of 4096 bytes"]
+
+
+def test_a_file_that_has_grown_is_named_with_its_sizes(saved):
+    (saved / "empty").write_bytes(b"x")
+    assert faults(saved) == ["empty: 1 of 0 bytes"]
+
+
+@pytest.mark.parametrize("name", [name for name, content in FILES.items() if content])
+@pytest.mark.parametrize("position", [0, -1])
+def test_a_file_with_one_bit_flipped_is_named(saved, name, position):
+    flip(saved / name, position)
+    assert faults(saved) == [f"{name}: changed since it was written"]
+
+
+def test_every_bit_counts_if_a_file_is_read_in_many_pieces(saved, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK", 1000)
+    assert faults(saved) == []
+    for position in range(0, 4096, 99):
+        flip(saved / "actor" / "__0_0.distcp", position)
+        assert faults(saved) == ["actor/__0_0.distcp: changed since it was written"]
+        flip(saved / "actor" / "__0_0.distcp", position)
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(saved):
+    (saved / "state.json").unlink()
+    (saved / "state.json").symlink_to(saved / "state.json")
+    assert faults(saved) == ["state.json: cannot be read (Too many levels of symbolic links)"]
+
+
+def test_each_of_several_faults_is_named(saved):
+    (saved / "state.json").unlink()
+    flip(saved / "actor" / ".metadata", 2)
+    assert faults(saved) == ["actor/.metadata: changed since it was written", "state.json: missing"]
+
+
+def test_a_file_that_was_added_later_is_ignored(saved):
+    (saved / "actor" / "notes.txt").write_text("mine")
+    assert faults(saved) == []
+
+
+def test_a_missing_manifest_is_a_fault(saved):
+    (saved / MANIFEST).unlink()
+    assert faults(saved) == [f"{MANIFEST}: missing"]
+
+
+def test_damage_to_the_manifest_is_not_blamed_on_a_file(saved):
+    for position in range((saved / MANIFEST).stat().st_size):
+        mask = 1 << position % 8
+        flip(saved / MANIFEST, position, mask)
+        assert faults(saved) == [f"{MANIFEST}: damaged"], position
+        flip(saved / MANIFEST, position, mask)
+    assert faults(saved) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"files": {}}', '{"crc32": "'])
+def test_a_file_that_is_not_a_manifest_is_a_fault(saved, text):
+    (saved / MANIFEST).write_text(text)
+    assert faults(saved) == [f"{MANIFEST}: damaged"]
+
+
+def test_a_manifest_cut_at_any_length_is_a_fault(saved):
+    text = (saved / MANIFEST).read_text()
+    for length in range(len(text)):
+        (saved / MANIFEST).write_text(text[:length])
+        assert faults(saved) == [f"{MANIFEST}: damaged"]
+
+
+def test_a_manifest_that_cannot_be_read_is_a_fault(saved):
+    (saved / MANIFEST).unlink()
+    (saved / MANIFEST).mkdir()
+    assert faults(saved) == [f"{MANIFEST}: cannot be read (Is a directory)"]
+
+
+def test_writing_the_manifest_again_describes_the_present_files(saved):
+    (saved / "state.json").unlink()
+    (saved / "empty").write_bytes(b"no more")
+    write_manifest(saved)
+    assert faults(saved) == []
+    assert json.loads((saved / MANIFEST).read_text())["files"].keys() == FILES.keys() - {"state.json"}
+
+
+def test_a_large_file_is_never_in_memory_as_one(tmp_path):
+    with (tmp_path / "shard").open("wb") as file:
+        file.truncate(32 << 20)
+    tracemalloc.start()
+    write_manifest(tmp_path)
+    assert faults(tmp_path) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 << 20

@@ -1,0 +1,159 @@
+"""Calls of a group without Ray: results, deadlines, and which of several failures is raised."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from hybridrl.cluster import group as module
+from hybridrl.cluster.group import Group, RemoteFailure, WorkerDied, cause, gather, wait
+
+
+@dataclass(eq=False)
+class Call:
+    """Stands in for a pending call: it succeeds, fails, or never responds."""
+
+    result: Any = None
+    error: Exception | None = None
+    responds: bool = True
+
+
+@dataclass
+class FakeRay:
+    """Stands in for Ray: calls respond in the order in which they were started."""
+
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+
+    def wait(self, refs: Sequence[Call], num_returns: int, timeout: float) -> tuple[list[Call], list[Call]]:
+        ready = [ref for ref in refs if ref.responds][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(self, ref: Call) -> Any:
+        if ref.error:
+            raise ref.error
+        return ref.result
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(runtime_env=self.runtime_env)
+
+
+class Worker:
+    """Stands in for an actor: its method returns the call, which results in its own value and the arguments."""
+
+    def __init__(self, call: Call) -> None:
+        def remote(*arguments: Any) -> Call:
+            call.result = (call.result, *arguments)
+            return call
+
+        self.work = SimpleNamespace(remote=remote)
+
+
+def work() -> None:
+    """Names the method that the groups call."""
+
+
+def workers(*calls: Call, logs: Sequence[str] = ()) -> Group:
+    return Group([Worker(call) for call in calls], "train worker", logs)
+
+
+def task_error(message: str) -> RayTaskError:
+    traceback = f'\x1b[36mray::Worker.work()\x1b[39m\n  File "worker.py", line 3, in work\nValueError: {message}'
+    return RayTaskError("work", traceback, ValueError(message))
+
+
+@pytest.fixture(autouse=True)
+def ray(monkeypatch) -> FakeRay:
+    stand_in = FakeRay()
+    monkeypatch.setattr(module, "ray", stand_in)
+    monkeypatch.setattr(module, "lost_component", lambda: None)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    return stand_in
+
+
+def test_results_are_in_rank_order():
+    assert workers(Call("a"), Call("b")).broadcast(work, 1, timeout=1) == [("a", 1), ("b", 1)]
+    assert workers(Call("a"), Call("b")).scatter(work, [(1,), (2, 3)], timeout=1) == [("a", 1), ("b", 2, 3)]
+
+
+def test_every_actor_needs_its_arguments():
+    with pytest.raises(ValueError, match="argument"):
+        workers(Call(), Call()).scatter(work, [(1,)], timeout=1)
+
+
+def test_a_failure_names_role_method_and_rank_with_the_workers_own_traceback():
+    with pytest.raises(RemoteFailure) as failure:
+        workers(Call(), Call(error=task_error("no memory"))).broadcast(work, timeout=1)
+    first, *trace = str(failure.value).splitlines()
+    assert first == "train worker.work: rank 1 failed: ValueError: no memory"
+    assert trace == ['  File "worker.py", line 3, in work', "ValueError: no memory"]
+    assert type(failure.value) is RemoteFailure
+
+
+def test_a_dead_rank_is_the_root_of_the_failures_of_its_peers(tmp_path):
+    (tmp_path / "1.log").write_text("".join(f"line {number}\n" for number in range(20)))
+    lost_peer = Call(error=task_error("connection closed by peer"))
+    group = workers(lost_peer, Call(error=RayActorError()), logs=[str(tmp_path / f"{rank}.log") for rank in (0, 1)])
+    with pytest.raises(WorkerDied, match=r"train worker\.work: the process of rank 1 died: ") as failure:
+        group.broadcast(work, timeout=1)
+    assert f"{tmp_path}/1.log ends with:\n  line 12\n" in str(failure.value)
+    assert "closed by peer" not in str(failure.value)
+
+
+def test_the_log_of_another_machine_is_named(tmp_path):
+    with pytest.raises(WorkerDied, match=r"0.log ends with:\n  \(the file is on another machine\)"):
+        gather([Call(error=RayActorError())], "train worker.work", 1, [str(tmp_path / "0.log")])
+
+
+def test_ranks_without_a_response_are_named():
+    with pytest.raises(WorkerDied) as failure:
+        workers(Call(responds=False), Call(), Call(responds=False)).broadcast(work, timeout=0.05)
+    assert str(failure.value) == "train worker.work: no response from rank 0, 2 within 0.05 s (1 responded)"
+
+
+def test_silence_names_the_runtime_environment_that_the_user_set(ray):
+    ray.runtime_env = {"pip": ["nothing"]}
+    with pytest.raises(WorkerDied, match=r"check ray_kwargs.ray_init.runtime_env={'pip': \['nothing'\]}"):
+        gather([Call(responds=False)], "server.work", 0.01)
+
+
+def test_a_lost_ray_ends_the_wait_before_the_deadline(monkeypatch):
+    monkeypatch.setattr(module, "lost_component", lambda: "raylet")
+    with pytest.raises(WorkerDied, match="Ray's raylet ended without a message"):
+        wait([Call(responds=False)], 100)
+
+
+def test_failures_give_the_reason_of_each_rank_that_failed_or_did_not_respond():
+    group = workers(Call(), Call(responds=False), Call(error=task_error("broken")))
+    assert group.failures(work, timeout=0.5) == {1: "no response within 0.5 s", 2: "ValueError: broken"}
+
+
+def test_a_part_of_a_group_keeps_role_and_logs():
+    part = workers(Call("a"), Call("b"), Call("c"), logs=["0", "1", "2"]).only([2, 0])
+    assert (part.role, part.logs, len(part)) == ("train worker", ["2", "0"], 2)
+    assert part.broadcast(work, timeout=1) == [("c",), ("a",)]
+
+
+class Died(RayActorError):
+    """An actor's death with Ray's message."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("worker died. connection error code 2. End of file", "it ended without a message, as if killed "),
+        ("The actor died.\n\texit detail: out of disk\n\tmore", "out of disk"),
+        ("The  actor\ndied.", "The actor died."),
+    ],
+)
+def test_the_reason_of_a_death_is_one_line(message: str, reason: str):
+    assert cause(Died(message)).startswith(reason)
+    assert "\n" not in cause(Died(message))

@@ -1,0 +1,108 @@
+"""Which names of rows and models are accepted before anything is read."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.files import DatasetName, ModelPath, RowFiles, is_sharded, parse_dataset_name, resolve_model
+from hybridrl.config.values import Fault
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text("{}\n")
+    (tmp_path / "data" / "b.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data/a.jsonl",
+        "data",
+        "data:train",
+        "data/*.jsonl*",
+        "data/**/a.*",
+        "owner/name",
+        "owner/name:test",
+        "a-b/c.d:x:y",
+    ],
+)
+def test_what_is_there_and_what_the_hub_may_have_is_accepted(name: str) -> None:
+    assert RowFiles().fault([name]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("data/c.jsonl", "there is no file data/c.jsonl (in data there are a.jsonl, b.jsonl.gz)"),
+        ("data/*.parquet", "no file matches data/*.parquet"),
+        ("data/train", "there is no file data/train (in data there are a.jsonl, b.jsonl.gz)"),
+        ("a/b/c", "there is no file a/b/c (a does not exist)"),
+        ("/no/such.parquet", "there is no file /no/such.parquet (/no does not exist)"),
+    ],
+)
+def test_what_is_not_there_is_named_with_what_is(name: str, fault: str) -> None:
+    assert RowFiles().fault([name]) == (fault, "", True)
+
+
+def test_no_name_at_all_may_be_another_machines_shell_variable() -> None:
+    fault = RowFiles(least=1).fault([])
+    assert fault is not None and fault.absent
+    assert RowFiles().fault([]) is None
+
+
+def test_a_name_is_taken_apart_into_configuration_and_split() -> None:
+    assert parse_dataset_name("a/b") == DatasetName("a/b", None, None)
+    assert parse_dataset_name("a/b:test") == DatasetName("a/b", None, "test")
+    assert parse_dataset_name("a/b:main:test") == DatasetName("a/b", "main", "test")
+
+
+@pytest.fixture(params=[".metadata", "model_world_size_2_rank_0.pt"], ids=["ours", "verl's"])
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The actor of a checkpoint, in shards."""
+    actor = tmp_path / "global_step_7" / "actor"
+    (actor / "huggingface").mkdir(parents=True)
+    (actor / "huggingface" / "config.json").write_text("{}")
+    (actor / request.param).touch()
+    return actor
+
+
+def test_of_a_saved_model_all_but_the_weights_lies_below_it(saved: Path) -> None:
+    assert resolve_model(str(saved)) == saved / "huggingface"
+    assert is_sharded(str(saved))
+
+
+def test_a_hugging_face_directory_is_itself(saved: Path) -> None:
+    below = saved / "huggingface"
+    assert resolve_model(str(below)) == below and not is_sharded(str(below))
+    (saved / "config.json").touch()
+    assert resolve_model(str(saved)) == saved
+
+
+def test_a_name_of_the_hub_is_left_as_it_is() -> None:
+    assert str(resolve_model("Qwen/Qwen2.5-0.5B")) == "Qwen/Qwen2.5-0.5B"
+    assert not is_sharded("Qwen/Qwen2.5-0.5B")
+
+
+def test_a_saved_model_is_a_model_path(saved: Path) -> None:
+    assert ModelPath().fault(str(saved)) is None
+
+
+def test_so_is_one_with_whole_weights_and_no_shards(saved: Path) -> None:
+    next(path for path in saved.iterdir() if path.is_file()).unlink()
+    assert "no weights" in str(ModelPath().fault(str(saved)))
+    (saved / "huggingface" / "model.safetensors").touch()
+    assert ModelPath().fault(str(saved)) is None
+
+
+def test_a_saved_model_without_its_configuration_is_rejected(saved: Path) -> None:
+    (saved / "huggingface" / "config.json").unlink()
+    assert ModelPath().fault(str(saved)) == Fault("the directory has no config.json, so it is no Hugging Face model")
+
+
+def test_the_folder_that_was_meant_is_named(saved: Path) -> None:
+    below, above = ModelPath().fault(str(saved / "huggingface")), ModelPath().fault(str(saved.parent))
+    assert (below and below.fix, above and above.fix) == (f"name that: {saved}", f"name one of them: {saved}")

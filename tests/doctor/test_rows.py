@@ -1,0 +1,227 @@
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import Qwen2Tokenizer
+
+from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.config.compose import SHIPPED
+from hybridrl.config.findings import Finding, Findings
+from hybridrl.config.load import resolve_config
+from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
+from hybridrl.doctor import rows as rows_module
+from hybridrl.doctor.rows import check_rows, check_template
+
+from .conftest import CHAT_TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def plain_tokenizer() -> Qwen2Tokenizer:
+    special = Qwen2Tokenizer(eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return special.train_new_from_iterator([""], vocab_size=258, show_progress=False)
+
+
+@pytest.fixture
+def config() -> PPOConfig:
+    needed = ["data.train_files=rows.jsonl", "actor_rollout_ref.model.path=a/model", "data.max_prompt_length=20"]
+    config = resolve_config(PPOConfig, needed, SHIPPED[PPOConfig], offline=True).config
+    assert config is not None
+    return config
+
+
+@pytest.fixture
+def load(tmp_path: Path, config: PPOConfig, plain_tokenizer: Qwen2Tokenizer) -> Any:
+    def prompts(*texts: Any, **settings: Any) -> PromptDataset:
+        rows = [{"prompt": text, "reward_model": {"ground_truth": "1"}} for text in texts]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = replace(config.data, **settings)
+        files = [str(tmp_path / "rows.jsonl")]
+        return load_prompts(files, data, plain_tokenizer, max_samples=-1, shuffle=False, key="data.train_files")
+
+    return prompts
+
+
+def check(config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None = None) -> dict[str, Finding]:
+    findings = Findings()
+    check_rows(config, prompts, validation, findings)
+    return {finding.code: finding for finding in findings.items}
+
+
+def test_valid_rows_give_only_their_lengths(config: PPOConfig, load: Any) -> None:
+    findings = check(config, load(*("x" * length for length in range(1, 11))))
+    assert list(findings) == ["data.lengths"]
+    assert findings["data.lengths"].severity == "info"
+    # Half of the lengths 1 to 10 are at most 6 by the next higher rank.
+    assert (
+        "10 prompts, in tokens 50% up to 6, 90% up to 10, 99% up to 10, 100% up to 10" in findings["data.lengths"].cause
+    )
+
+
+def test_empty_prompts_are_named(config: PPOConfig, load: Any) -> None:
+    findings = check(config, load("a", " \n", "b", "\t"))["data.empty"]
+    assert findings.severity == "warning"
+    assert "2 prompts are empty, the first" in findings.cause and "line 2" in findings.cause
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"filter_overlong_prompts": True},
+            "1 of 4 prompts (25.0%) are longer than data.max_prompt_length=20 and are dropped",
+        ),
+        ({"truncation": "left"}, "1 of 4 prompts (25.0%) are longer than data.max_prompt_length=20 and are cut"),
+    ],
+)
+def test_dropped_and_cut_prompts_are_counted(
+    config: PPOConfig, load: Any, settings: dict[str, Any], message: str
+) -> None:
+    findings = check(config, load("a", "b", "c", "x" * 21, **settings))["data.long"]
+    assert (findings.severity, message in findings.cause) == ("warning", True)
+
+
+def test_repeated_prompts_are_counted_and_the_most_frequent_shown(config: PPOConfig, load: Any) -> None:
+    findings = check(config, load("a", "b", "a", "a", "b", "c"))["data.duplicates"]
+    assert findings.severity == "info"
+    assert '3 prompts repeat an earlier one ("a" occurs 3 times)' in findings.cause
+
+
+def test_prompts_in_both_datasets_are_counted(config: PPOConfig, load: Any) -> None:
+    training = load("a", "b", "c")
+    findings = check(config, training, load("d", "b", "b"))
+    assert '2 validation prompts are training prompts too, such as "b"' in findings["data.overlap"].text
+    assert "data.overlap" not in check(config, training, load("d"))
+
+
+@pytest.mark.parametrize("text", ["[INST] b [/INST]", "[{'role': 'user'", '[ {"role" : "u'])
+def test_marks_of_a_template_and_messages_as_text_are_named(config: PPOConfig, load: Any, text: str) -> None:
+    findings = check(config, load("a", text))["data.template"]
+    assert "1 prompts have marks of a chat template" in findings.cause and "line 2" in findings.cause
+
+
+def test_a_semicolon_in_a_prompt_does_not_split_the_message(config: PPOConfig, load: Any) -> None:
+    assert check(config, load("a; b", "a; b"))["data.duplicates"].fix == ""
+
+
+def test_a_sample_of_a_large_dataset_is_checked(config: PPOConfig, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "SAMPLE", 2)
+    findings = check(config, load("a", "b", "a", "b"))  # the first and the third
+    assert "1 prompts (of 2 that were checked) repeat" in findings["data.duplicates"].cause
+    assert "4 prompts" in findings["data.lengths"].cause
+
+
+# -- the chat template -------------------------------------------------------------------------------------------------
+
+
+USER = {"role": "user", "content": "What is 1 + 1?"}
+Render = Callable[..., dict[str, Finding]]
+# Without the model's own directory no generation config names further end tokens.
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+THINKING = CHAT_TEMPLATE.replace(
+    "m.role + '\\n'", "m.role + '\\n' + ('<think></think>' if m.role == 'assistant' else '')"
+)
+
+
+def prompts(*chats: list[dict[str, str]] | str) -> list[Prompt]:
+    return [Prompt(row, [], chat, "gsm8k", "2", {}) for row, chat in enumerate(chats)]
+
+
+@pytest.fixture
+def render(command: list[str], tokenizer: Qwen2Tokenizer) -> Render:
+    """Findings about rows with a template, by code."""
+    config: PPOConfig = load_ppo_config(command)
+
+    def run(
+        template: str | None,
+        *chats: list[dict[str, str]] | str,
+        bos: str | None = None,
+        tokenizer: Qwen2Tokenizer = tokenizer,
+    ) -> dict[str, Finding]:
+        changed = copy.deepcopy(tokenizer)
+        changed.chat_template = template
+        if bos:
+            changed.bos_token = bos
+        findings = Findings()
+        check_template(config, changed, prompts(*(chats or ([USER],))), findings)
+        return {finding.code: finding for finding in findings.items}
+
+    return run
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MISTRAL, THINKING])
+def test_a_valid_template_gives_only_the_row(render: Render, template: str):
+    findings = render(template)
+    assert list(findings) == ["template.row"]
+    assert findings["template.row"].severity == "info"
+
+
+def test_a_long_row_is_shortened_and_counted(render: Render):
+    findings = render(CHAT_TEMPLATE, [USER | {"content": "x" * 1000}])["template.row"].cause
+    assert "row 0" in findings and " ... " in findings and len(findings) < 400
+    # 1000 bytes; "<|im_start|>user\n" and "<|im_start|>assistant\n": 1 + 5 + 1 + 10; "<|im_end|>\n": 2
+    assert "1019 tokens" in findings
+
+
+def test_rows_of_plain_text_need_no_template(render: Render):
+    findings = render(None, "1 + 1 =")
+    assert list(findings) == ["template.row"]
+    assert "there is no chat template: 7 tokens, '1 + 1 ='" in findings["template.row"].cause
+
+
+def test_a_duplicate_beginning_is_named(render: Render):
+    twice = render("<|im_start|>" + CHAT_TEMPLATE, bos="<|im_start|>")
+    assert "begins with <|im_start|> twice" in twice["template.bos-twice"].cause
+    assert "template.bos-twice" not in render(CHAT_TEMPLATE, bos="<|im_start|>")
+
+
+def test_a_missing_beginning_is_named(render: Render, tokenizer: Qwen2Tokenizer):
+    begins = copy.deepcopy(tokenizer)
+    begins.bos_token = "<|endoftext|>"
+    special = [("<|endoftext|>", begins.bos_token_id)]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=special)
+    findings = render(CHAT_TEMPLATE, tokenizer=begins)["template.no-bos"]
+    assert findings.cause == "the tokenizer begins a text with <|endoftext|>, but the template does not"
+    assert "template.no-bos" not in render("<|endoftext|>" + CHAT_TEMPLATE, tokenizer=begins)
+
+
+def test_a_turn_that_is_not_opened_is_named(render: Render):
+    never = CHAT_TEMPLATE.partition("{% if add_generation_prompt")[0]
+    assert list(render(never)) == ["template.row", "template.no-opening"]
+
+
+def test_a_system_message_that_is_left_out_is_named_even_if_few_rows_have_one(render: Render):
+    silent = CHAT_TEMPLATE.replace("in messages %}", "in messages if m.role != 'system' %}")
+    findings = render(silent, [USER], [{"role": "system", "content": "Be brief."}, USER], [USER])
+    assert "the messages of the role system" in findings["template.drops"].cause
+    assert "row 1" in findings["template.row"].cause
+    assert "template.drops" not in render(silent, [USER])
+
+
+def test_a_response_whose_closing_does_not_end_generation_is_named(render: Render):
+    findings = render(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'<|im_start|>\\n'"))["template.no-end"]
+    assert "closes a response with '<|im_start|>\\n', but generation ends only at <|im_end|>" in findings.cause
+    assert findings.fix == "add <|im_start|> to eos_token_id in the model's generation_config.json"
+
+
+def test_a_response_that_is_not_closed_is_named(render: Render):
+    findings = render(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'\\n'"))["template.no-end"]
+    assert findings.fix.startswith("write <|im_end|> there in the template")
+
+
+def test_tokens_that_lose_some_of_the_text_are_named(render: Render, tokenizer: Qwen2Tokenizer):
+    # The tokenizer normalises to NFC: two code points become one character.
+    findings = render(CHAT_TEMPLATE, [USER | {"content": "cafe\u0301!"}])["template.lossy"].cause
+    assert "becomes 'caf" not in findings and "\u00e9!" in findings
+
+
+def test_a_template_that_rejects_responses_is_not_checked_further(render: Render):
+    prompts_only = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}" + CHAT_TEMPLATE
+    assert list(render(prompts_only)) == ["template.row"]

@@ -1,0 +1,119 @@
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from hybridrl.cluster import RaySession
+from hybridrl.config import ConfigError
+from hybridrl.rewards.actor import DecodingScorer, open_scorer_pool
+from hybridrl.rewards.pool import CallerScorer, check_loads
+from hybridrl.rewards.score import Score, ScoringRequest
+from tests.rewards.test_pool import OBEDIENT, exists, results, values, wait_until
+
+WORDS = ["<end>", "loop", "exit", "fine", "four", "two"]
+SHOWS = """
+import os
+def compute_score(solution_str, ground_truth, response_ids=None):
+    return {"score": float(ground_truth), "text": solution_str, "ids": response_ids, "home": os.environ.get("MY_KEY")}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}))
+    tokenizer.decoder = Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[RaySession]:
+    """Two groups of devices on this machine, which count as two machines."""
+    session = RaySession("cpu", 2, 1, {}, 60)
+    yield session
+    session.close()
+
+
+def encoded(*texts: str) -> list[ScoringRequest]:
+    """Return one request per text, as token ids with the end token; the n-th one's score is n."""
+    ids = [[WORDS.index(text), 0] for text in texts]
+    return [ScoringRequest("test", None, str(position), {}, tokens) for position, tokens in enumerate(ids)]
+
+
+def test_a_decoding_scorer_returns_the_text_with_the_score(reward_config, tokenizer_path):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_path)
+    scorer = DecodingScorer(CallerScorer(reward_config(SHOWS), ()), tokenizer)
+    assert scorer.start() is True
+    first, second = scorer.score([*encoded("four"), ScoringRequest("test", "as text", "1", {})])
+    assert (first.text, first.extras["text"], first.extras["ids"]) == ("four", "four", [4.0, 0.0])
+    assert (second.text, second.extras["text"], second.extras["ids"]) == (None, "as text", None)
+
+
+def test_a_reward_that_does_not_load_is_rejected_by_the_check(reward_config):
+    check_loads(reward_config(OBEDIENT))
+    with pytest.raises(ConfigError, match="OSError: no licence"):
+        check_loads(reward_config("raise OSError('no licence')"))
+
+
+def test_scoring_in_the_caller_needs_no_actor(reward_config, tokenizer_path, tmp_path):
+    load = partial(PreTrainedTokenizerFast.from_pretrained, tokenizer_path)
+    with open_scorer_pool(None, reward_config(OBEDIENT, num_workers=0), tmp_path, (), load) as pool:
+        assert results(pool.submit(encoded("fine")))[0].text == "fine"
+
+
+def test_actors_on_every_machine_score_with_the_limits_of_a_local_process(
+    session, reward_config, tokenizer_path, tmp_path, monkeypatch
+):
+    """One pool proves it all, since actors take seconds to start."""
+    monkeypatch.setenv("MY_KEY", "from the driver")
+    load = partial(PreTrainedTokenizerFast.from_pretrained, tokenizer_path)
+    config = reward_config(OBEDIENT, num_workers=3, timeout=1)
+    with open_scorer_pool(session, config, tmp_path, (), load) as pool:
+        pool.wait_until_loaded()
+        assert not pool.takes_tokens
+        scores: list[Score] = [future.result(60) for future in pool.submit(encoded(*["fine"] * 200))]
+        assert values(scores) == list(range(200)) and {score.text for score in scores} == {"fine"}
+        processes = {int(score.extras["pid"]) for score in scores}
+        assert len(processes) == 3 and os.getpid() not in processes
+
+        scores = [future.result(60) for future in pool.submit(encoded("fine", "loop", "exit", "fine"))]
+        assert values(scores) == [0, None, None, 3]
+        assert [score.fault for score in scores] == [None, "timeout", "died", None]
+        assert [score.text for score in scores] == ["fine", "loop", "exit", "fine"]
+
+        scores = [future.result(60) for future in pool.submit(encoded(*["fine"] * 50))]
+        actor = parent(int(scores[0].extras["pid"]))
+        os.kill(actor, signal.SIGKILL)  # Ray starts another one, which starts its processes
+        scores = [future.result(60) for future in pool.submit(encoded(*["fine"] * 50))]
+        assert values(scores) == list(range(50)), {score.detail for score in scores}
+        left = {int(score.extras["pid"]) for score in scores}
+        hung = pool.submit(encoded("loop"))
+    assert hung[0].result(10).fault == "died"
+    assert wait_until(lambda: not any(exists(pid) for pid in left | processes), 10)
+    assert {path.name for path in tmp_path.glob("*.log")} == {
+        *("reward.log", "reward-1.log", "scoring-0.log", "scoring-1.log")
+    }
+
+    config = reward_config(SHOWS, num_workers=1)
+    with open_scorer_pool(session, config, tmp_path, (), load) as pool:
+        (score,) = [future.result(60) for future in pool.submit(encoded("two"))]
+        assert pool.takes_tokens and score.extras["ids"] == [5.0, 0.0]
+        assert score.extras["home"] == "from the driver"
+
+    config = reward_config(
+        f"import os\nif os.getppid() != {os.getpid()}: raise OSError('no licence')\ndef compute_score(): ..."
+    )
+    with pytest.raises(ConfigError, match="OSError: no licence"):
+        open_scorer_pool(session, config, tmp_path, (), load).wait_until_loaded()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

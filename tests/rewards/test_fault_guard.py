@@ -1,0 +1,62 @@
+import pytest
+
+from hybridrl.rewards.postprocess import FaultGuard, RewardFaults
+from hybridrl.rewards.score import Score
+
+GOOD = Score(1.0)
+
+
+def bad(fault: str = "timeout", detail: str = "no score within 60 s") -> Score:
+    return Score(None, fault=fault, detail=detail)
+
+
+def test_faults_are_counted_by_class():
+    counts = FaultGuard("exclude", 0.9, 3).check([GOOD, bad(), bad("none"), bad()])
+    assert counts.metrics() == {"reward/faults": 3, "reward/faults/timeout": 2, "reward/faults/none": 1}
+    assert counts.rate == 0.75
+
+
+def test_a_step_without_faults_or_without_responses_counts_zero():
+    guard = FaultGuard("exclude", 0.0, 1)
+    assert guard.check([GOOD]).metrics() == {"reward/faults": 0}
+    assert guard.check([]).metrics() == {"reward/faults": 0}
+
+
+def test_exclude_leaves_the_faulty_scores_without_a_value():
+    scores = [GOOD, bad()]
+    FaultGuard("exclude", 0.5, 3).apply(scores)
+    assert [score.value for score in scores] == [1.0, None]
+
+
+def test_zero_makes_the_faulty_scores_zero_and_keeps_the_reason():
+    scores = [GOOD, bad()]
+    FaultGuard("zero", 0.5, 3).apply(scores)
+    assert [(score.value, score.fault) for score in scores] == [(1.0, None), (0.0, "timeout")]
+
+
+def test_stop_ends_the_run_at_the_first_fault_with_an_example_of_the_commonest():
+    scores = [GOOD, bad("none", "returned None"), bad(), bad()]
+    with pytest.raises(RewardFaults) as raised:
+        FaultGuard("stop", 0.9, 3).apply(scores)
+    for part in ("3 of 4 responses", "67%", '"timeout"', "no score within 60 s", "reward.on_error=stop"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("on_error", ["exclude", "zero"])
+def test_too_many_faults_in_several_steps_in_a_row_end_the_run(on_error):
+    guard = FaultGuard(on_error, 0.25, 3)
+    guard.check([bad(), GOOD])
+    guard.check([bad(), GOOD])
+    with pytest.raises(RewardFaults, match=r"reward\.max_fault_rate=0\.25 .* 3 steps in a row"):
+        guard.check([bad(), GOOD])
+
+
+def test_a_good_step_in_between_starts_the_count_again():
+    guard = FaultGuard("exclude", 0.25, 2)
+    for scores in ([bad(), GOOD], [GOOD, GOOD], [bad(), GOOD]):
+        guard.check(scores)
+
+
+def test_a_rate_at_the_limit_is_not_above_it():
+    guard = FaultGuard("exclude", 0.5, 1)
+    assert guard.check([bad(), GOOD]).rate == 0.5

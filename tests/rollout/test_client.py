@@ -1,0 +1,322 @@
+"""The client of the rollout servers, with servers that generate in this process: every branch, without Ray."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hybridrl.rollout import Completion, ModeError, Request, RolloutClient, RolloutFailure, Sampling
+from hybridrl.rollout.client import ServerFailure
+
+SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
+
+
+class FakeServer:
+    """Responds with [prompt, sample, seed], to the last request first. It dies at `take` once it has returned `dies`
+    responses, and hangs if it is to; `well` makes it survive its failure."""
+
+    def __init__(self, number: int = 0, *, dies: int | None = None, hangs: bool = False, well: bool = False) -> None:
+        self.number, self.dies, self.hangs, self.well = number, dies, hangs, well
+        self.submitted: list[list[tuple[int, int]]] = []
+        self.queue: list[tuple[int, Request]] = []
+        self.killed = asyncio.Event()
+        self.per_take = 100
+        self.most = 0
+        self.returned = 0
+
+    def submit(self, requests: list[tuple[int, Request]]) -> None:
+        self.submitted.append([(request.prompt, request.sample) for _, request in requests])
+        self.queue += requests
+        self.most = max(self.most, len(self.queue))
+
+    async def take(self) -> list[tuple[int, Completion]]:
+        if self.hangs:
+            await self.killed.wait()
+            raise ServerFailure("the actor was killed", "ray.kill")
+        await asyncio.sleep(0)
+        if self.dies is not None and self.returned >= self.dies:
+            raise ServerFailure("Traceback ...\nEngineDeadError", "the engine died")
+        finished = [self.queue.pop() for _ in range(min(self.per_take, len(self.queue)))]
+        self.returned += len(finished)
+        return [(ticket, respond(request)) for ticket, request in finished]
+
+    async def check(self) -> None:
+        if not self.well:
+            raise ServerFailure("dead", "dead")
+
+    def kill(self) -> None:
+        self.killed.set()
+
+    @property
+    def given(self) -> list[tuple[int, int]]:
+        return [name for call in self.submitted for name in call]
+
+
+def respond(request: Request) -> Completion:
+    tokens = np.array([request.prompt, request.sample, request.seed])
+    return Completion(tokens, np.zeros(3, dtype=np.float32), False, 0)
+
+
+def requests(prompts: int, samples: int = 2) -> list[Request]:
+    return [Request(p, s, [p], 10 * p + s, SAMPLING) for p in range(prompts) for s in range(samples)]
+
+
+def client(servers: list[FakeServer], revive: Callable[[int], FakeServer] | None = None, **options) -> RolloutClient:
+    settings = {"capacity": 100, "timeout": 60.0, "retries": 2} | options
+    return RolloutClient(servers, revive or (lambda index: FakeServer(10 + index)), **settings)
+
+
+def expected(wanted: list[Request]) -> list[list[int]]:
+    return [[request.prompt, request.sample, request.seed] for request in wanted]
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids.tolist() for completion in completions]
+
+
+def test_every_request_gets_its_response_however_they_finish():
+    wanted = requests(7, 3)
+    servers = [FakeServer(), FakeServer()]
+    servers[0].per_take, servers[1].per_take = 1, 2
+    assert tokens(client(servers).generate_all(wanted)) == expected(wanted)
+
+
+def test_samples_of_a_prompt_go_together_to_the_least_loaded_server():
+    servers = [FakeServer(), FakeServer()]
+    wanted = [*requests(1, 4), *requests(4, 2)[2:]]
+    client(servers).generate_all(wanted)
+    assert servers[0].given == [(0, 0), (0, 1), (0, 2), (0, 3), (3, 0), (3, 1)]
+    assert servers[1].given == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_requests_of_one_turn_of_the_loop_travel_in_one_call_per_server():
+    servers = [FakeServer(), FakeServer()]
+    client(servers).generate_all(requests(50))
+    assert [len(server.submitted) for server in servers] == [1, 1]
+
+
+def test_no_server_gets_more_prompts_than_its_capacity():
+    servers = [FakeServer(), FakeServer()]
+    for server in servers:
+        server.per_take = 1
+    wanted = requests(20, 2)
+    assert tokens(client(servers, capacity=4).generate_all(wanted)) == expected(wanted)
+    assert [server.most for server in servers] == [5, 5]  # 3 and both samples of one prompt more
+
+
+def test_callers_come_and_go_at_any_time():
+    made, order = client([FakeServer(), FakeServer()]), []
+
+    async def caller(number: int) -> list[int]:
+        await asyncio.sleep(0.001 * (number % 3))
+        first = await made.generate(Request(number, 0, [number], number, SAMPLING))
+        second = await made.generate(Request(number, 0, [*first.token_ids.tolist(), 5], 100 + number, SAMPLING))
+        order.append(number)
+        return second.token_ids.tolist()
+
+    async def callers() -> list[list[int]]:
+        return await asyncio.gather(*map(caller, range(12)))
+
+    assert asyncio.run(callers()) == [[number, 0, 100 + number] for number in range(12)]
+    assert sorted(order) == list(range(12))
+
+
+def test_a_caller_that_gives_up_disturbs_nobody():
+    made = client([FakeServer()])
+
+    async def two() -> Completion:
+        first, second = (made.generate(request) for request in requests(1))
+        first.cancel()
+        return await second
+
+    assert asyncio.run(two()).token_ids.tolist() == [0, 1, 1]
+    assert tokens(made.generate_all(requests(1))) == expected(requests(1))
+
+
+def test_a_stream_yields_what_finished_together():
+    server = FakeServer()
+    server.per_take = 3
+
+    async def collect() -> list[list[int]]:
+        return [[index for index, _ in finished] async for finished in client([server]).stream(requests(4))]
+
+    assert asyncio.run(collect()) == [[7, 6, 5], [4, 3, 2], [1, 0]]
+
+
+def test_a_round_that_was_abandoned_leaves_nothing_behind():
+    server = FakeServer()
+    server.per_take = 1
+    made, wanted = client([server], capacity=2), requests(4)
+
+    async def abandon() -> None:
+        async for _ in made.stream(wanted):
+            raise ValueError("the scorers are closed")
+
+    with pytest.raises(ValueError, match="the scorers are closed"):
+        asyncio.run(abandon())
+    server.per_take = 100  # responses of the abandoned round arrive as well
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+
+
+def test_generating_while_the_engines_sleep_raises():
+    made = client([FakeServer()])
+    made.available = False
+    with pytest.raises(ModeError, match="generate was called while the devices are in training mode"):
+        made.generate_all(requests(1))
+
+
+# Lost servers.
+
+
+def test_what_a_dead_server_had_not_finished_is_retried(caplog):
+    dying = FakeServer(dies=3)
+    dying.per_take = 1
+    revived = []
+
+    def revive(index: int) -> FakeServer:
+        revived.append((index, FakeServer()))
+        return revived[-1][1]
+
+    made, wanted = client([dying, FakeServer()], revive), requests(8)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert [index for index, _ in revived] == [0]
+    assert (made.restarts, made.retried) == (1, 5)
+    assert "rollout server 0 was lost (the engine died); rebuilding it and retrying 5 requests" in caplog.messages
+
+
+def test_other_servers_take_over_while_one_is_rebuilt():
+    def revive(index: int) -> FakeServer:
+        time.sleep(0.2)
+        return FakeServer()
+
+    healthy, wanted = FakeServer(), requests(4)
+    made = client([FakeServer(dies=0), healthy], revive)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert sorted(healthy.given) == [(request.prompt, request.sample) for request in wanted]
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert made.restarts == 1 and made.lanes[0].server.given, "the rebuild was completed after the first round"
+
+
+def test_without_another_server_requests_wait_for_the_rebuilt_one():
+    made, wanted = client([FakeServer(dies=0)]), requests(3)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert made.lanes[0].server.given == [(request.prompt, request.sample) for request in wanted]
+
+
+def test_a_server_lost_too_often_ends_all_requests_with_the_last_reason():
+    made = client([FakeServer(dies=0)], lambda index: FakeServer(dies=0), retries=2)
+    message = (
+        r"rollout server 0 was lost 3 times .*request_retries=2\); the last reason:\nTraceback ...\nEngineDeadError"
+    )
+    with pytest.raises(RolloutFailure, match=message):
+        made.generate_all(requests(2))
+    assert made.restarts == 2
+
+
+def test_a_server_that_is_well_and_rejects_a_request_is_not_rebuilt():
+    made = client([FakeServer(dies=0, well=True), FakeServer()])
+    with pytest.raises(RolloutFailure, match="rollout server 0 is well but rejected a request:\nTraceback"):
+        made.generate_all(requests(4))
+    assert made.restarts == 0
+
+
+def test_a_server_that_cannot_be_rebuilt_ends_all_requests():
+    def revive(index: int) -> FakeServer:
+        raise RuntimeError("no memory left")
+
+    with pytest.raises(RuntimeError, match="no memory left"):
+        client([FakeServer(dies=0), FakeServer(hangs=True)], revive).generate_all(requests(4))
+
+
+def test_a_server_replaced_between_rounds_counts_as_a_restart():
+    made, new = client([FakeServer(), FakeServer()]), FakeServer()
+    made.replace(1, new)
+    wanted = requests(2)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert made.restarts == 1 and new.given == [(1, 0), (1, 1)]
+
+
+# Silence.
+
+
+def test_servers_that_are_silent_for_too_long_are_killed_and_rebuilt(caplog):
+    hanging = FakeServer(hangs=True)
+    made, wanted = client([hanging, FakeServer()], timeout=0.1), requests(6)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert hanging.killed.is_set() and made.restarts == 1
+    assert "no response within 0.1 s from any of 1 servers" in caplog.messages
+
+
+def test_a_slow_server_is_not_killed_while_another_responds():
+    class Slow(FakeServer):
+        async def take(self) -> list[tuple[int, Completion]]:
+            await asyncio.sleep(0.3)
+            return await super().take()
+
+    class Steady(FakeServer):
+        async def take(self) -> list[tuple[int, Completion]]:
+            await asyncio.sleep(0.05)
+            return await super().take()
+
+    slow, steady = Slow(), Steady()
+    steady.per_take = 1
+    made, wanted = client([slow, steady], timeout=0.15), requests(8)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert made.restarts == 0 and not slow.killed.is_set()
+
+
+def test_the_time_of_a_rebuild_is_not_silence():
+    def revive(index: int) -> FakeServer:
+        time.sleep(0.4)
+        return FakeServer()
+
+    class Slow(FakeServer):
+        async def take(self) -> list[tuple[int, Completion]]:
+            await asyncio.sleep(0.3)
+            return await super().take()
+
+    slow = Slow()
+    made, wanted = client([FakeServer(dies=0), slow], revive, timeout=0.2), requests(4)
+    made.generate_all(wanted)
+    assert made.restarts == 1 and not slow.killed.is_set()
+
+
+def test_a_lost_cluster_ends_all_requests():
+    def check_cluster() -> None:
+        raise ConnectionError("Ray's raylet ended")
+
+    with pytest.raises(ConnectionError, match="raylet"):
+        client([FakeServer(hangs=True)], timeout=0.05, check_cluster=check_cluster).generate_all(requests(1))
+
+
+# full_determinism.
+
+
+def test_fixed_every_server_gets_its_share_of_the_prompts_at_once_whatever_its_capacity():
+    servers = [FakeServer(), FakeServer()]
+    client(servers, fixed=True, capacity=1).generate_all(requests(4))
+    assert servers[0].submitted == [[(0, 0), (0, 1), (2, 0), (2, 1)]]
+    assert servers[1].submitted == [[(1, 0), (1, 1), (3, 0), (3, 1)]]
+
+
+def test_fixed_a_lost_server_gets_its_whole_share_again():
+    dying, new = FakeServer(dies=2), FakeServer()
+    dying.per_take = 1
+    made, wanted = client([FakeServer(), dying], lambda index: new, fixed=True), requests(4)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert new.submitted == dying.submitted == [[(1, 0), (1, 1), (3, 0), (3, 1)]]
+    assert made.retried == 4
+    made.generate_all(wanted)
+    assert new.submitted[1:] == [[(1, 0), (1, 1), (3, 0), (3, 1)]]
+
+
+# Speed.
+
+
+def test_ten_thousand_requests_cost_little():
+    servers = [FakeServer() for _ in range(4)]
+    wanted, began = requests(1250, 8), time.process_time()
+    client(servers, capacity=256).generate_all(wanted)
+    assert time.process_time() - began < 3.0

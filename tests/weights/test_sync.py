@@ -1,0 +1,217 @@
+"""Weight sync between colocated ranks and servers, with fakes that record their calls."""
+
+from copy import copy
+from types import SimpleNamespace
+
+import pytest
+
+from hybridrl.weights.colocated import ColocatedSync, probe_row
+from hybridrl.weights.layout import Bucket, SyncPlan
+from hybridrl.weights.sync import StaleWeights
+
+MODEL, ADAPTER = [Bucket([], 64), Bucket([], 128, start=64)], [Bucket([], 8)]
+WHOLE_MODEL = SyncPlan(MODEL, [])
+PROBE = [5, 6, 7]
+LOG_PROBS = [-1.0, -2.0]
+
+
+class Workers:
+    """Remote workers that respond at once; calls are recorded as (workers, method, arguments)."""
+
+    def __init__(self, calls: list, actors: list[str]) -> None:
+        self.calls, self.actors = calls, actors
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def only(self, ranks):
+        part = copy(self)
+        part.actors = [self.actors[rank] for rank in ranks]
+        return part
+
+    def broadcast(self, method, *args, timeout):
+        return self.finish(self.start_each(method, [args] * len(self)), method, timeout=timeout)
+
+    def scatter(self, method, parts, *, timeout):
+        return self.finish(self.start_each(method, parts), method, timeout=timeout)
+
+    failures = broadcast
+
+    def start_each(self, method, parts):
+        for actor, part in zip(self.actors, parts, strict=True):
+            self.calls.append((actor, method.__name__, part))
+        return [(actor, part) for actor, part in zip(self.actors, parts, strict=True)]
+
+    def finish(self, refs, method, *, timeout):
+        return [getattr(self, method.__name__)(actor, *part) for actor, part in refs]
+
+
+class Ranks(Workers):
+    plan = WHOLE_MODEL
+
+    def plan_weights(self, rank, dtype, limit):
+        assert (dtype, limit) == ("float32", 2 << 20)
+        return self.plan
+
+    def log_probs(self, rank, row, micro_batches, temperature):
+        return [LOG_PROBS]
+
+    def fill_bucket(self, rank, bucket):
+        return (f"memory of {rank}", bucket.bytes)
+
+    def release_buckets(self, rank, reader_died=False):
+        return None
+
+
+class Servers(Workers):
+    held: dict[str, int]  # ids of syncs
+    offset = 0.0
+
+    def finish_sync(self, server, sync_id, version):
+        self.held[server] = sync_id
+
+    def held_sync(self, server):
+        return self.held[server]
+
+    def score(self, server, token_ids):
+        assert token_ids == PROBE
+        return [log_prob + self.offset for log_prob in LOG_PROBS]
+
+    def begin_weights(self, server):
+        return None
+
+    finish_weights = begin_weights
+
+    def load_bucket(self, server, bucket, handles, digests, adapter):
+        return None
+
+
+def built(plan: SyncPlan = WHOLE_MODEL, tp_size: int = 1) -> tuple[ColocatedSync, list]:
+    calls: list = []
+    rollout = SimpleNamespace(
+        tensor_model_parallel_size=tp_size,
+        dtype="float32",
+        checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=2),
+    )
+    ranks, servers = Ranks(calls, ["r0", "r1"]), Servers(calls, ["s0", "s1"][: 2 // tp_size])
+    ranks.plan, servers.held = plan, {}
+    sync = ColocatedSync(ranks, servers, rollout, probe=PROBE, train_dtype="float32", timeout=1.0)
+    calls.clear()
+    return sync, calls
+
+
+def of(calls: list, *methods: str) -> list:
+    return [(actor, method) for actor, method, _ in calls if method in methods]
+
+
+def test_each_server_reads_its_ranks_memory_and_the_next_bucket_is_filled_meanwhile():
+    sync, calls = built()
+    sync.publish(4)
+    loads = [(actor, part) for actor, method, part in calls if method == "load_bucket"]
+    assert loads[:2] == [
+        ("s0", (MODEL[0], ["memory of r0"], [64], False)),
+        ("s1", (MODEL[0], ["memory of r1"], [64], False)),
+    ]
+    order = [method for actor, method, _ in calls if actor in ("r0", "s0")]
+    assert order == [
+        "log_probs",
+        "begin_weights",
+        "fill_bucket",
+        "load_bucket",
+        "fill_bucket",
+        "load_bucket",
+        "finish_weights",
+        "finish_sync",
+        "release_buckets",
+    ]
+    assert ("s1", "finish_sync", (1, 4)) in calls
+
+
+def test_a_tensor_parallel_server_gets_the_memory_of_all_its_ranks():
+    sync, calls = built(tp_size=2)
+    sync.publish(0)
+    [first, _] = [part for _, method, part in calls if method == "load_bucket"]
+    assert first == (MODEL[0], ["memory of r0", "memory of r1"], [64, 64], False)
+
+
+def test_a_version_published_again_has_a_new_id():
+    sync, calls = built()
+    sync.publish(4)
+    sync.publish(4)
+    assert [part for actor, method, part in calls if method == "finish_sync" and actor == "s0"] == [(1, 4), (2, 4)]
+
+
+def test_the_base_of_an_adapter_is_sent_once_to_each_server():
+    sync, calls = built(SyncPlan(MODEL, ADAPTER))
+    sync.publish(0)
+    calls.clear()
+    sync.publish(1)
+    assert of(calls, "begin_weights") == []
+    assert [part[3] for _, method, part in calls if method == "load_bucket"] == [True, True]
+    calls.clear()
+    sync.servers.actors[1] = "new"
+    sync.restore(1)
+    assert [(actor, part[3]) for actor, method, part in calls if method == "load_bucket"] == [
+        ("new", False),
+        ("new", False),
+        ("new", True),
+    ]
+    assert ("new", "finish_sync", (2, 1)) in calls
+
+
+def test_all_ranks_take_part_where_one_server_is_restored_and_log_probs_are_those_of_the_sync():
+    sync, calls = built()
+    sync.publish(0)
+    calls.clear()
+    sync.restore(1)
+    assert of(calls, "fill_bucket") == [("r0", "fill_bucket"), ("r1", "fill_bucket")] * 2
+    assert {actor for actor, method, _ in calls if method == "load_bucket"} == {"s1"}
+    assert of(calls, "log_probs") == []
+    sync.verify(1)
+    assert of(calls, "score") == [("s1", "score")]
+
+
+def test_equal_log_probs_pass_and_their_largest_gap_is_reported_once():
+    sync, _ = built()
+    sync.publish(0)
+    sync.servers.offset = 5e-5
+    sync.verify()
+    assert sync.take_metrics() == {"training/probe_log_prob_diff": pytest.approx(5e-5, rel=1e-2)}
+    assert sync.take_metrics() == {}
+
+
+def test_other_log_probs_stop_the_run():
+    sync, _ = built()
+    sync.publish(0)
+    sync.servers.offset = 0.5
+    message = (
+        r"after the weight sync, rollout server 0 differs from the trainer by 0.5 on average and 0.5 at most .*0.0001"
+    )
+    with pytest.raises(StaleWeights, match=message):
+        sync.verify()
+
+
+def test_a_server_that_missed_the_sync_stops_the_run():
+    sync, _ = built()
+    sync.publish(0)
+    sync.servers.held["s1"] = 0
+    with pytest.raises(StaleWeights, match=r"rollout server 1 computes with the weights of weight sync 0.*those of 1"):
+        sync.verify()
+
+
+def test_after_a_failure_servers_stop_waiting_and_ranks_free_also_what_dead_servers_were_to_read():
+    sync, calls = built(tp_size=1)
+    sync.publish(0)
+    calls.clear()
+    sync.abort([1])
+    assert calls == [
+        ("s0", "finish_weights", ()),
+        ("s1", "finish_weights", ()),
+        ("r0", "release_buckets", (False,)),
+        ("r1", "release_buckets", (True,)),
+    ]
+
+
+def test_the_probe_is_a_prompt_of_one_token_and_its_response():
+    row = probe_row(PROBE)
+    assert (row.prompt_ids.tolist(), row.response_ids.tolist()) == ([5], [6, 7])
