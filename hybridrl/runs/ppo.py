@@ -53,8 +53,6 @@ class PPOJob:
         assert algorithm is not None and prompts is not None and order is not None and tokenizer is not None
         self.config, self.inputs = config, inputs
         self.algorithm, self.prompts, self.order, self.tokenizer = algorithm, prompts, order, tokenizer
-        logs = Path(config.trainer.default_local_dir).expanduser() / "logs"
-        check_loads(config.reward, logs / "reward.log", inputs.data_sources)
         self.rows = order.size
         self.description = batch_arithmetic(config)
         self.contents = contents_to_save(config, algorithm)
@@ -62,6 +60,8 @@ class PPOJob:
 
     def plan(self, directory: Path) -> ResumePlan:
         self.resume = plan_resume(self.config, self.algorithm, len(self.prompts), self.order.size, directory)
+        # Here, as Ray has not started yet and the directory, where the reward logs, is locked for this run.
+        check_loads(self.config.reward, directory / "logs" / "reward.log", self.inputs.data_sources)
         return self.resume
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
