@@ -157,6 +157,7 @@ def test_a_server_killed_asleep_is_rebuilt_when_it_is_needed(parts):
     engine.to_training()
 
 
+@pytest.mark.slow
 def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(parts, monkeypatch):
     engine, workers = parts
     engine.to_training()

@@ -110,6 +110,7 @@ def test_the_saved_model_loads_and_differs_from_the_initial_one(two_slots, tiny)
     assert AutoTokenizer.from_pretrained(saved).chat_template
 
 
+@pytest.mark.slow
 def test_the_saved_model_scores_as_the_last_validation_did(two_slots, overrides, tiny, tmp_path):
     more = {
         "actor_rollout_ref.model.path": two_slots[0] / "global_step_2" / "actor" / "huggingface",

@@ -60,7 +60,7 @@ def start(config, session, model, tmp_path_factory):
     return ranks
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one rank", "two ranks"])
 def started(request, start, tmp_path_factory) -> tuple[Group, Group, Path]:
     """Two groups of this many ranks, and a checkpoint of one of them before its first step."""
     initial = tmp_path_factory.mktemp("initial")

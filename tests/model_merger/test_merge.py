@@ -481,6 +481,7 @@ def save_large(directory: Path, form: str) -> None:
         torch.save(tensors, directory / "model_world_size_1_rank_0.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["shards", "files of verl"])
 def test_memory_does_not_grow_with_the_model(tmp_path, form):
     on_ranks(1, save_large, tmp_path / "actor", form)

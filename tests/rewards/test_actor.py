@@ -69,6 +69,7 @@ def test_scoring_in_the_caller_needs_no_actor(reward_config, tokenizer_path, tmp
         assert results(pool.submit(encoded("fine")))[0].text == "fine"
 
 
+@pytest.mark.slow
 def test_actors_on_every_machine_score_with_the_limits_of_a_local_process(
     session, reward_config, tokenizer_path, tmp_path, monkeypatch
 ):

@@ -55,6 +55,7 @@ def test_selective_recomputation_repeats_cheap_operations_and_no_matrix_product(
     assert none["mul"] < cheap["mul"] == every["mul"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, RECOMPUTED], ids=["kept", "recomputed"])
 def test_compiled_layers_compute_the_same_and_are_compiled_for_any_lengths(directory, rows, options, monkeypatch):
     expected = [gradients(load(directory, **options), rows.select(chosen)) for chosen in ([0, 1], [0], [1])]
