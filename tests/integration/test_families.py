@@ -31,7 +31,7 @@ def test_log_probs_agree_before_and_after_an_update_and_the_merged_model_is_the_
     rows = json.loads(done.stdout.splitlines()[-1])
     assert [row["family"] for row in rows] == NAMES
     for row in rows:
-        assert not row["failed"] and not row["refused"]
+        assert not row["failed"] and not row["rejected"]
         assert max(row["gap_before"], row["gap_after"]) < 1e-4 < 0.1 < row["moved"]
         assert row["in_transformers"] == "log-probs for 64 tokens equal"
         assert "of transformers'" in row["in_vllm"]
