@@ -79,7 +79,7 @@ class Tracker:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of the sinks, for `Resume`; logged files have reached the disk when this returns."""
         states = {name: self._try(name, sink.state_dict) for name, sink in self._sinks.items()}
-        return {name: state for name, state in states.items() if state}
+        return {"sinks": {name: state for name, state in states.items() if state}}
 
     def close(self) -> None:
         """Close every sink, even if one of them fails; a second call does nothing."""

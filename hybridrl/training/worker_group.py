@@ -298,7 +298,8 @@ class TrainWorkers:
         return {"skipped_in_a_row": dict(self.skipped_in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped_in_a_row = dict(state["skipped_in_a_row"])
+        # Checkpoints of supervised runs did not always have it.
+        self.skipped_in_a_row |= state.get("skipped_in_a_row", {})
 
     def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
         """Write parts of each model's state in the background; returns once they are copied to host memory."""

@@ -1,8 +1,13 @@
-"""When a step is saved."""
+"""When a step is saved, and what its state.json has."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.saver import SaveTimes
+from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
+from hybridrl.checkpoint.store import Store
+from hybridrl.tracking import Tracker
 
 
 def times(steps=0, epochs=None, seconds=None, recovery_seconds=600.0) -> SaveTimes:
@@ -53,3 +58,48 @@ def test_a_recovery_save_is_due_after_its_seconds_and_never_where_they_are_switc
     assert times(recovery_seconds=600).recovers(600.0)
     assert not times(recovery_seconds=600).recovers(599.0)
     assert not times(recovery_seconds=-1).recovers(10_000.0)
+
+
+class Part:
+    """A part of a run with this state."""
+
+    def __init__(self, **state: object) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, object]:
+        return self.state
+
+
+class Models:
+    """Training workers that have written everything at once."""
+
+    def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None: ...
+
+    def finished_save(self) -> bool:
+        return True
+
+
+def test_the_state_of_every_part_lies_in_state_json_with_what_identifies_the_run(tmp_path):
+    store = Store(tmp_path / "run")
+    plan = SavePlan({"actor": ["model"]}, times(1), lambda directory: None, "", {"data": "d", "fingerprint": "f"})
+    with Tracker([], tmp_path / "log", "project", "run", {}, 1) as tracker:
+        parts = {"experience": Part(prompts=8, fault_steps=0), "algorithm": Part(kl_weight=0.5), "tracker": tracker}
+        saver = Saver(Models(), store, plan, parts)
+        saver.start(3, Save.RECOVERY, {"val/loss": 1.0}, "an update was not finite")
+        saver.finish()
+    store.close()
+    state = json.loads((tmp_path / "run" / "global_step_3" / "state.json").read_text())
+    del state["published"]
+    assert state == {
+        "step": 3,
+        "data": "d",
+        "fingerprint": "f",
+        "prompts": 8,
+        "fault_steps": 0,
+        "kl_weight": 0.5,
+        "sinks": {},
+        "metrics": {"val/loss": 1.0},
+        "recovery": True,
+        "healthy": False,
+        "reason": "an update was not finite",
+    }

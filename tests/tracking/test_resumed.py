@@ -31,7 +31,7 @@ def killed_run(run_dir: Path, loggers: list[str], *, saved: int, last: int) -> R
     for step in range(1, last + 1):
         run.log(step, {REWARD: step / 10})
         if step == saved:
-            resume = Resume(step, json.loads(json.dumps(run.state_dict())))
+            resume = Resume(step, json.loads(json.dumps(run.state_dict()["sinks"])))
     return resume
 
 
@@ -237,7 +237,7 @@ def rows(service: Service) -> list[tuple[int, float]]:
 def test_a_fresh_wandb_run_is_a_new_one(tmp_path, service):
     with tracker(tmp_path, ["wandb"]) as run:
         run.log(1, {REWARD: 0.1})
-        assert run.state_dict() == {"wandb": {"id": "new-0"}}
+        assert run.state_dict() == {"sinks": {"wandb": {"id": "new-0"}}}
     assert service.calls[0]["id"] is None and service.calls[0]["resume"] is None
     with tracker(tmp_path, ["wandb"]) as run:
         run.log(1, {REWARD: 0.5})

@@ -63,7 +63,7 @@ def test_a_full_disk_stops_no_run_and_missing_lines_are_written_once_there_is_ro
         full_disk((tmp_path / "metrics.jsonl").stat().st_size + 5)
         for step in (2, 3):
             run.log(step, {"a": 1.0})
-            assert run.state_dict() == {}
+            assert run.state_dict() == {"sinks": {}}
         full_disk(None)
         run.log(4, {"a": 1.0})
     assert lines(tmp_path) == [{"step": step, "a": 1.0} for step in (1, 2, 3, 4)]
