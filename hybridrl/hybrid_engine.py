@@ -129,9 +129,6 @@ class TrainingModeGroup(Group):
         super().__init__(ranks.actors, ranks.role, ranks.logs)
         self.engine = engine
 
-    def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
-        return self.start_each(method, [args] * len(self), **kwargs)
-
     def start_each(self, method: Callable[..., Any], parts: Sequence[tuple], **kwargs: Any) -> list[Pending]:
         name = method.__name__
         if self.engine.mode is Mode.ROLLOUT and name != TrainWorker.finished_save.__name__:

@@ -132,7 +132,6 @@ def test_responses_are_available_in_rollout_mode_only(engine):
 
 def test_ranks_are_not_called_in_rollout_mode_but_for_what_needs_no_device(engine, monkeypatch):
     started = []
-    monkeypatch.setattr(Group, "start", lambda group, method, *args: started.append(method.__name__))
     monkeypatch.setattr(Group, "start_each", lambda group, method, parts: started.append(method.__name__))
     engine.trainers.start(TrainWorker.log_probs)
     engine.to_rollout(0)

@@ -3,8 +3,9 @@
 import re
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.actor import ActorHandle
@@ -54,7 +55,7 @@ class Group:
 
     def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
         """Make the same call on every actor without waiting."""
-        return [getattr(actor, method.__name__).remote(*args, **kwargs) for actor in self.actors]
+        return self.start_each(method, [args] * len(self), **kwargs)
 
     def start_each(self, method: Callable[..., Any], parts: Sequence[tuple], **kwargs: Any) -> list[Pending]:
         """Call every actor with its own positional arguments without waiting."""
@@ -73,8 +74,11 @@ class Group:
         errors = {rank: _error(ref) for rank, ref in enumerate(refs) if ref in ready}
         return silent | {rank: cause(error) for rank, error in errors.items() if error is not None}
 
-    def only(self, ranks: Sequence[int]) -> "Group":
-        return Group([self.actors[rank] for rank in ranks], self.role, [self.logs[rank] for rank in ranks])
+    def only(self, ranks: Sequence[int]) -> Self:
+        """Some of the actors as a group of the same kind."""
+        group = copy(self)
+        group.actors, group.logs = [self.actors[rank] for rank in ranks], [self.logs[rank] for rank in ranks]
+        return group
 
 
 def spawn(

@@ -5,7 +5,7 @@ How values are read by these types is in read.py; what depends on several keys, 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
@@ -18,12 +18,11 @@ class Fault(NamedTuple):
     absent: bool = False
 
 
-class Rule:
+class Rule(Protocol):
     """A condition on a value of the right type, as metadata of an Annotated type."""
 
     def fault(self, value: Any) -> Fault | None:
         """What is wrong with the value, if anything."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,9 @@ CHECK_SECONDS = 30.0
 class EngineGroup(Group):
     """Rollout servers as one group: a call names a method of RolloutEngine, which each server passes to its engine."""
 
-    def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
-        return self.start_each(method, [args] * len(self), **kwargs)
-
     def start_each(self, method: Callable[..., Any], parts: Sequence[tuple], **kwargs: Any) -> list[Pending]:
         calls = zip(self.actors, parts, strict=True)
         return [actor.call.remote(method.__name__, *part, **kwargs) for actor, part in calls]
-
-    def only(self, ranks: Sequence[int]) -> "EngineGroup":
-        return EngineGroup([self.actors[rank] for rank in ranks], self.role, [self.logs[rank] for rank in ranks])
 
 
 class RemoteServer:

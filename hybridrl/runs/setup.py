@@ -17,7 +17,7 @@ from hybridrl.checkpoint.store import Store, list_checkpoints
 from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
-from hybridrl.config.schema import SFTTrainerConfig, TrainerConfig
+from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.runs.resume import ResumePlan, restore
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
@@ -58,7 +58,7 @@ def train(config: Config, job_of: Callable[[], Job]) -> None:
     with_restarts(lambda: run(config, job_of), config.trainer)
 
 
-def with_restarts(attempt: Callable[[], None], trainer: TrainerConfig | SFTTrainerConfig) -> None:
+def with_restarts(attempt: Callable[[], None], trainer: SFTTrainerConfig) -> None:
     """Make the attempt; again from the last checkpoint if a worker dies, `trainer.max_restarts` times.
 
     A worker that dies before the attempt's first checkpoint restarts the run as it began, for example from an explicit
@@ -125,7 +125,7 @@ def open_store(config: Config, directory: Path) -> Store:
     return store
 
 
-def save_times(trainer: TrainerConfig | SFTTrainerConfig) -> SaveTimes:
+def save_times(trainer: SFTTrainerConfig) -> SaveTimes:
     return SaveTimes(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs, trainer.ckpt_freq_secs)
 
 
@@ -146,7 +146,7 @@ def open_tracker(config: Config, directory: Path, steps: int, resume: Resume | N
     return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume)
 
 
-def start_session(trainer: TrainerConfig | SFTTrainerConfig, ray_init: dict) -> RaySession:
+def start_session(trainer: SFTTrainerConfig, ray_init: dict) -> RaySession:
     assert trainer.n_gpus_per_node is not None
     if trainer.device == "cuda":
         for name in devices.without_expandable_segments():
