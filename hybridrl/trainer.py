@@ -15,8 +15,7 @@ from hybridrl.experience.collector import Collected, Experience
 from hybridrl.experience.episodes import Episode
 from hybridrl.experience.sample_log import SampleLog
 from hybridrl.runtime.signals import StopRequest
-from hybridrl.runtime.timer import Stopwatch
-from hybridrl.tracking import Tracker
+from hybridrl.tracking import Stopwatch, Tracker
 from hybridrl.training.worker_group import TrainWorkers
 
 

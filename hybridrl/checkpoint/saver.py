@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hybridrl.checkpoint.store import Checkpoint, SaveFailed, Store
 from hybridrl.config.files import HUGGINGFACE
-from hybridrl.runtime.timer import Stopwatch
+from hybridrl.tracking import Stopwatch
 from hybridrl.tracking.console import info, warn
 
 POLL_SECONDS = 0.1
@@ -129,7 +129,11 @@ class Saver:
                 directory = self.store.begin(step)
             except SaveFailed as error:
                 return self._log_failure(error)
-            self.writing = (step, self._state(step, save, metrics, problem))
+            state = {"step": step, "metrics": metrics, "recovery": save is Save.RECOVERY}
+            state |= {"healthy": not problem, "reason": problem}
+            for part in self.parts.values():
+                state |= part.state_dict()
+            self.writing = (step, self.plan.fixed | state)
             try:
                 self._write(directory)
             except (OSError, RuntimeError) as error:
@@ -137,13 +141,6 @@ class Saver:
                 return self._log_failure(self.store.failed(step, error))
             if not self.plan.asynchronous:
                 self.finish()
-
-    def _state(self, step: int, save: Save, metrics: dict[str, float], problem: str) -> dict[str, Any]:
-        state = {"step": step, "metrics": metrics, "recovery": save is Save.RECOVERY}
-        state |= {"healthy": not problem, "reason": problem}
-        for part in self.parts.values():
-            state |= part.state_dict()
-        return self.plan.fixed | state
 
     def _write(self, directory: Path) -> None:
         (directory / "config.yaml").write_text(self.plan.config, encoding="utf-8")
@@ -167,27 +164,24 @@ class Saver:
                 return self._log_failure(self.store.failed(step, error))
             self.writing, self.publishing = None, self.thread.submit(self.store.publish, step, state)
         if self.publishing is not None and self.publishing.done():
-            publishing, self.publishing = self.publishing, None
+            publishing, self.publishing, self.failed = self.publishing, None, None
             try:
-                self._log_saved(publishing.result())
+                saved = publishing.result()
             except SaveFailed as error:
-                self._log_failure(error)
+                return self._log_failure(error)
+            note = ""
+            if saved.state["recovery"]:
+                note = " (a recovery checkpoint)"
+            elif WHOLE not in self.plan.contents["actor"]:
+                merge = f"python -m hybridrl.model_merger merge --local_dir {saved.path}/actor --target_dir merged"
+                note = f" (to merge it: {merge})"
+            info(f"saved {saved.path}{note}")
 
     def finish(self) -> None:
         """Wait for the save in progress, if there is one."""
         while self.writing is not None or self.publishing is not None:
             self.poll()
             time.sleep(POLL_SECONDS)
-
-    def _log_saved(self, saved: Checkpoint) -> None:
-        self.failed = None
-        if saved.state["recovery"]:
-            info(f"saved {saved.path} (a recovery checkpoint)")
-        elif WHOLE in self.plan.contents["actor"]:
-            info(f"saved {saved.path}")
-        else:
-            merge = f"python -m hybridrl.model_merger merge --local_dir {saved.path}/actor --target_dir merged"
-            info(f"saved {saved.path} (to merge it: {merge})")
 
     def _log_failure(self, error: SaveFailed) -> None:
         self.failed = error

@@ -121,12 +121,21 @@ class _File:
     """One safetensors file, preallocated in full."""
 
     def __init__(self, path: Path, meta: dict[str, Tensor]) -> None:
-        header, self.begins, size = _header(meta)
         self.meta, self.missing = meta, {name: tensor.numel() for name, tensor in meta.items()}
         self.pending = (0, 0)  # range of bytes whose writeback has not been started
+        header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        begins, end = {}, 0
+        # The widest types come first, so that every tensor is aligned to its element size.
+        for name, tensor in sorted(meta.items(), key=lambda item: -item[1].itemsize):
+            begins[name], end = end, end + tensor.nbytes
+            span = [begins[name], end]
+            header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.begins = {name: 8 + len(text) + begin for name, begin in begins.items()}
         self.file = path.open("wb")
-        preallocate(self.file, size)
-        self.file.write(header)
+        preallocate(self.file, 8 + len(text) + end)
+        self.file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, name: str, first: int, piece: Tensor) -> None:
         dtype = self.meta[name].dtype
@@ -144,17 +153,3 @@ class _File:
                 low = high = 0
             self.pending, position = (low, high), end
         self.missing[name] -= piece.numel()
-
-
-def _header(meta: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """Return the start of the file, the position of each tensor in it, and the size of the file."""
-    header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    begins, end = {}, 0
-    # The widest types come first, so that every tensor is aligned to its element size.
-    for name, tensor in sorted(meta.items(), key=lambda item: -item[1].itemsize):
-        begins[name], end = end, end + tensor.nbytes
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begins[name], end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    before = 8 + len(text)
-    return struct.pack("<Q", len(text)) + text, {name: before + begin for name, begin in begins.items()}, before + end

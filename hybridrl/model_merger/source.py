@@ -1,7 +1,6 @@
 """What is merged: the tensors of a saved model, and the model its configuration describes, which they must match."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from transformers import (
 )
 
 from hybridrl.checkpoint.adapter import PREFIX, Adapter, merged, open_adapter
+from hybridrl.checkpoint.fingerprints import model_fingerprint
 from hybridrl.checkpoint.published import as_published, parts
 from hybridrl.checkpoint.read import open_tensors
-from hybridrl.checkpoint.resume import model_fingerprint
 from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import Tensors
-from hybridrl.checkpoint.verl.tensors import holds_verl
+from hybridrl.checkpoint.verl import holds_verl
 from hybridrl.config import ConfigError
 from hybridrl.config.files import resolve_model
 
@@ -123,7 +122,12 @@ def open_source(
             f"{huggingface / CONFIG} describes another model"
         )
     trained = frozenset(name for part in all_parts if part.names[0] in parameters for name in part.published)
-    dtype = dtype or _computed_type(directory, model, [tensors.meta[name].dtype for name in trained])
+    if dtype is None:
+        # The type it computed in, but none wider than saved, which would add nothing. hybridrl records it in the
+        # configuration; verl does not, and its own merger writes bfloat16.
+        widest = max((tensors.meta[name].dtype for name in trained), key=lambda kind: kind.itemsize)
+        dtype = torch.bfloat16 if holds_verl(directory) else model.config.dtype
+        dtype = widest if dtype is None or dtype.itemsize > widest.itemsize else dtype
     return Source(directory, huggingface, tensors, model, tuple(expected), trained, tied, dtype)
 
 
@@ -151,14 +155,6 @@ def _blank_model(directory: Path, saved: dict[str, Tensor], *, value_model: bool
             return kind.from_config(settings, trust_remote_code=trusted)
         except ValueError as error:
             raise ConfigError(f"{file}: {str(error).splitlines()[0][:200]}") from error
-
-
-def _computed_type(directory: Path, model: PreTrainedModel, saved: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the type a model computed in, but none wider than saved, which would add nothing. hybridrl records it in
-    the configuration; verl does not, and its own merger writes bfloat16."""
-    widest = max(saved, key=lambda kind: kind.itemsize)
-    computed_in = torch.bfloat16 if holds_verl(directory) else model.config.dtype
-    return widest if computed_in is None or computed_in.itemsize > widest.itemsize else computed_in
 
 
 def _mismatch(saved: dict[str, Tensor], expected: dict[str, Tensor], tied: dict[str, str]) -> str:

@@ -20,7 +20,7 @@ from hybridrl.algorithms.lookup import bind, find_policy_loss, imported
 from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group, Pending
-from hybridrl.runtime.timer import Stopwatch
+from hybridrl.tracking import Stopwatch
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import MicroBatchBudget, MicroBatches, plan, reassemble

@@ -186,7 +186,7 @@ def watch_memory(pid: int, peaks: dict[str, int]) -> None:
 
 def imports_alone() -> int:
     """Return the peak memory of the command's imports."""
-    code = "import hybridrl.model_merger.command; print(*open('/proc/self/status'))"
+    code = "import hybridrl.model_merger.merge; print(*open('/proc/self/status'))"
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.read import check_parts
-from hybridrl.checkpoint.resume.select import check_compatible, select_checkpoint
+from hybridrl.checkpoint.resume import check_compatible, select_checkpoint
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import LATEST, Store
 from hybridrl.checkpoint.write import export_settings

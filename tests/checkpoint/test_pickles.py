@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrl.checkpoint.pickles import Record, is_damaged, load
-from hybridrl.checkpoint.tensors import TYPES, Unreadable
+from hybridrl.checkpoint.tensors import TYPES, Record, Unreadable, is_damaged, load
 
 
 def values() -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Model and optimizer tensors of verl's FSDP workers, which save one file per rank; assembled without those ranks.
+"""Checkpoints of verl's FSDP workers, which save one file per rank; read without those ranks or another copy on disk.
 
 FSDP2 saves DTensors, FSDP1 DTensors or ShardedTensors. If every rank holds the full tensor, the first rank's is used.
 
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.pickles import Record, is_damaged, load
-from hybridrl.checkpoint.tensors import Chunk, StoredTensor, Tensors, Unreadable, blank, reading
+from hybridrl.checkpoint.tensors import (
+    Chunk,
+    Record,
+    StoredTensor,
+    Tensors,
+    Unreadable,
+    blank,
+    is_damaged,
+    load,
+    reading,
+)
 from hybridrl.config import ConfigError
 from hybridrl.config.files import VERL_SHARDS
 
 SETTINGS, DATA = "fsdp_config.json", "data.pt"
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"  # kinds of files
-STEP = "step"
+STEP, HEAD = "step", "lm_head.weight"
 
-Unit = list[str]  # names of the parameters that share a number, in order
+# What is not restored, and why.
+NOT_FROM_VERL = {
+    "trackers": "verl's own; here they start after this step",
+    "random state": "verl's own; here every draw follows from the seed and its position in the run",
+}
+NO_KL_WEIGHT = {"KL weight": "not saved by verl; it starts at algorithm.kl_ctrl.kl_coef"}
 
 
 def holds_verl(directory: Path, kind: str = MODEL) -> bool:
@@ -51,6 +66,23 @@ class RankFiles:
         """Return one line per file whose content differs from its checksums, which torch.save writes."""
         return [f"{path.name}: changed since it was written" for path in self.paths if is_damaged(path)]
 
+    def held(self, number: int, kind: str) -> list[Any]:
+        """Return one moment on each rank; None on ranks without elements of the parameter, which have no state for
+        it."""
+        return [rank["state"].get(number, {}).get(kind) for rank in self.values]
+
+
+def _world_size(directory: Path) -> int:
+    """Return the number of ranks in verl's settings or, where it did not write any yet, in the file names."""
+    if (directory / SETTINGS).is_file():
+        with reading(directory / SETTINGS):
+            return int(json.loads((directory / SETTINGS).read_text())["world_size"])
+    names = [path.name for path in directory.glob(VERL_SHARDS)]
+    sizes = {int(number) for name in names for number in re.findall(r"world_size_(\d+)_rank_\d+\.pt$", name)}
+    if len(sizes) != 1:
+        raise ConfigError(f"{directory} has files of several runs, of {sorted(sizes)} ranks", fix="keep those of one")
+    return sizes.pop()
+
 
 def verl_faults(step: Path) -> list[str]:
     """Return one line per file of a verl checkpoint that is missing, unreadable, or changed since torch wrote it."""
@@ -67,18 +99,6 @@ def verl_faults(step: Path) -> list[str]:
     except ConfigError as error:
         faults.append(str(error))
     return faults
-
-
-def _world_size(directory: Path) -> int:
-    """Return the number of ranks in verl's settings or, where it did not write any yet, in the file names."""
-    if (directory / SETTINGS).is_file():
-        with reading(directory / SETTINGS):
-            return int(json.loads((directory / SETTINGS).read_text())["world_size"])
-    names = [path.name for path in directory.glob(VERL_SHARDS)]
-    sizes = {int(number) for name in names for number in re.findall(r"world_size_(\d+)_rank_\d+\.pt$", name)}
-    if len(sizes) != 1:
-        raise ConfigError(f"{directory} has files of several runs, of {sorted(sizes)} ranks", fix="keep those of one")
-    return sizes.pop()
 
 
 def read_verl_model(directory: Path) -> Tensors:
@@ -108,15 +128,16 @@ def _chunks(held: list[Any]) -> Iterator[Chunk]:
     """Yield the chunks of a tensor of which each rank holds a shard, a replica of one, or everything."""
     if isinstance(held[0], StoredTensor):
         yield from held[0].chunks([0] * len(held[0].shape))
-    elif _kind(held[0]) == "DTensor":
-        yield from _dtensor_chunks(held)
-    else:
-        yield from _sharded_tensor_chunks(held)
-
-
-def _dtensor_chunks(held: list[Any]) -> Iterator[Chunk]:
-    """Yield chunks in the order of the ranks, which form a row-major mesh that is sharded over its last dimension: the
-    first ranks hold all shards, and the others repeat them."""
+        return
+    if _kind(held[0]) == "ShardedTensor":
+        shards: dict[tuple[int, ...], Record] = {}
+        for shard in (shard for value in held for shard in value.state[0]):
+            shards.setdefault(tuple(shard.fields["metadata"].fields["shard_offsets"]), shard)
+        for offsets, shard in shards.items():
+            yield from shard.fields["tensor"].chunks(offsets)
+        return
+    # The ranks form a row-major mesh that is sharded over its last dimension: the first ranks hold all shards, and the
+    # others repeat them.
     placements = held[0].fields["_spec"].fields["placements"]
     kinds = [_kind(placement) for placement in placements if _kind(placement) != "Replicate"]
     if kinds not in ([], ["Shard"]):
@@ -131,17 +152,6 @@ def _dtensor_chunks(held: list[Any]) -> Iterator[Chunk]:
             offsets[dim] += local.shape[dim]
         if all(offsets[dim] >= shape[dim] for dim in dims):
             return
-
-
-def _sharded_tensor_chunks(held: list[Any]) -> Iterator[Chunk]:
-    """Yield the chunks of all ranks, each once."""
-    seen = set()
-    for value in held:
-        for shard in value.state[0]:
-            offsets = shard.fields["metadata"].fields["shard_offsets"]
-            if tuple(offsets) not in seen:
-                seen.add(tuple(offsets))
-                yield from shard.fields["tensor"].chunks(offsets)
 
 
 def _kind(value: object) -> str:
@@ -162,43 +172,24 @@ def read_moments(directory: Path, model: dict[str, Tensor]) -> tuple[dict[str, T
     updates. Raises ConfigError if a file is missing or damaged, or the numbers do not match the parameters."""
     files = RankFiles(directory, OPTIMIZER)
     with reading(files.paths[0]):
-        saved = files.values[0]
+        saved, steps = files.values[0], {}
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        steps = {number: _step(files, number) for number in numbers}
+        for number in numbers:
+            # The first rank that holds some of a parameter counts its updates; it had none if no rank does.
+            step = next((step for step in files.held(number, STEP) if step is not None), 0)
+            steps[number] = float(step.mapped() if isinstance(step, StoredTensor) else step)
         state = next(iter(saved["state"].values()))
         kinds = {kind: _meta(value, directory / kind).dtype for kind, value in state.items() if kind != STEP}
-        slices = _find_slices([_held(files, number, next(iter(kinds))) for number in numbers], numbers, model)
+        slices = _find_slices([files.held(number, next(iter(kinds))) for number in numbers], numbers, model)
     if not slices:
         raise ConfigError(
             f"{directory}: the optimizer's state does not fit the model's parameters, neither layer by layer nor in all"
         )
-    scalars = {name: blank(torch.Size(), torch.float32) for name in slices}
-    moments = {STEP: Tensors(files.form, scalars, lambda name: [((), torch.tensor(steps[slices[name].number]))])}
-    for kind, dtype in kinds.items():
-        meta = {name: blank(model[name].shape, dtype) for name in slices}
-        moments[kind] = Tensors(files.form, meta, _moment_chunks(files, kind, slices, meta))
-    return moments, int(max(steps.values()))
 
-
-def _step(files: RankFiles, number: int) -> float:
-    """Return the updates of a parameter, from the first rank that holds some of it; 0 if it had none."""
-    steps = (step for step in _held(files, number, STEP) if step is not None)
-    step = next(steps, 0)
-    return float(step.mapped() if isinstance(step, StoredTensor) else step)
-
-
-def _held(files: RankFiles, number: int, kind: str) -> list[Any]:
-    """Return one moment on each rank; None on ranks without elements of the parameter, which have no state for it."""
-    return [rank["state"].get(number, {}).get(kind) for rank in files.values]
-
-
-def _moment_chunks(
-    files: RankFiles, kind: str, slices: dict[str, _Slice], meta: dict[str, Tensor]
-) -> Callable[[str], Iterator[Chunk]]:
-    def chunks(name: str) -> Iterator[Chunk]:
-        piece, expected = slices[name], meta[name]
-        with reading(files.paths[0].parent / f"{kind} of {name}"):
-            held = _held(files, piece.number, kind)
+    def chunks(kind: str, name: str) -> Iterator[Chunk]:
+        piece, expected = slices[name], model[name]
+        with reading(directory / f"{kind} of {name}"):
+            held = files.held(piece.number, kind)
             if isinstance(held[0], Record):
                 yield from _chunks(held)
                 return
@@ -210,16 +201,30 @@ def _moment_chunks(
                     start -= flat.numel()
             yield [0] * expected.dim(), torch.cat(elements).view(expected.shape)
 
-    return chunks
+    scalars = {name: blank(torch.Size(), torch.float32) for name in slices}
+    moments = {STEP: Tensors(files.form, scalars, lambda name: [((), torch.tensor(steps[slices[name].number]))])}
+    for kind, dtype in kinds.items():
+        meta = {name: blank(model[name].shape, dtype) for name in slices}
+        moments[kind] = Tensors(files.form, meta, partial(chunks, kind))
+    return moments, int(max(steps.values()))
 
 
 def _find_slices(saved: list[list[Any]], numbers: list[int], model: dict[str, Tensor]) -> dict[str, _Slice]:
-    """Return each parameter's slice in the first arrangement that fits, or nothing."""
+    """Return each parameter's slice in the first arrangement that fits, or nothing. An arrangement has one unit per
+    number, the names of the parameters that share it."""
+
+    def fits(unit: list[str], held: list[Any], ranks: int) -> bool:
+        """Whether the first ranks hold as many elements as these parameters have, plus padding below `ranks`."""
+        if isinstance(held[0], Record):
+            return len(unit) == 1 and _meta(held[0], Path()).shape == model[unit[0]].shape
+        size = sum(math.prod(stored.shape) for stored in held[:ranks] if stored is not None)
+        return 0 <= size - sum(model[name].numel() for name in unit) < ranks
+
     world_size = len(saved[0])
     sharded_over = [ranks for ranks in range(1, world_size + 1) if world_size % ranks == 0]
     candidates = (units for units in _arrangements(list(model)) if len(units) == len(saved))
     for units, ranks in product(candidates, sharded_over):
-        if all(_fits(unit, held, ranks, model) for unit, held in zip(units, saved, strict=True)):
+        if all(fits(unit, held, ranks) for unit, held in zip(units, saved, strict=True)):
             return {
                 name: _Slice(number, sum(model[before].numel() for before in unit[:index]), ranks)
                 for number, unit in zip(numbers, units, strict=True)
@@ -228,12 +233,12 @@ def _find_slices(saved: list[list[Any]], numbers: list[int], model: dict[str, Te
     return {}
 
 
-def _arrangements(names: list[str]) -> Iterator[list[Unit]]:
+def _arrangements(names: list[str]) -> Iterator[list[list[str]]]:
     """Yield the ways to number parameters: each by itself; flat, first those outside the layers, then layer by layer;
     or all in one. Each with the head and without: a tied head is saved with the model but is not a parameter."""
-    for chosen in (names, [name for name in names if not name.endswith("lm_head.weight")]):
+    for chosen in (names, [name for name in names if not name.endswith(HEAD)]):
         yield [[name] for name in chosen]
-        layers: dict[str, Unit] = {"": []}
+        layers: dict[str, list[str]] = {"": []}
         for name in chosen:
             layer = re.match(r"(.*?\.\d+)\.", name)
             layers.setdefault(layer[1] if layer else "", []).append(name)
@@ -241,9 +246,61 @@ def _arrangements(names: list[str]) -> Iterator[list[Unit]]:
         yield [chosen]
 
 
-def _fits(unit: Unit, held: list[Any], ranks: int, model: dict[str, Tensor]) -> bool:
-    """Return whether the first ranks hold as many elements as these parameters have, plus padding below `ranks`."""
-    if isinstance(held[0], Record):
-        return len(unit) == 1 and _meta(held[0], Path()).shape == model[unit[0]].shape
-    size = sum(math.prod(stored.shape) for stored in held[:ranks] if stored is not None)
-    return 0 <= size - sum(model[name].numel() for name in unit) < ranks
+@dataclass(frozen=True)
+class DataPosition:
+    """Prompts used in the current epoch, in verl's own order, and prompts per batch."""
+
+    prompts: int
+    batch_size: int
+
+
+def data_position(step: Path) -> DataPosition:
+    """Read the state of torchdata's StatefulDataLoader, whose layout differs with worker processes. Raises ConfigError
+    if there is none, or it cannot be read."""
+    state = load(step / DATA)
+    with reading(step / DATA):
+        if "_snapshot" in state:
+            loader = state["_snapshot"]["_main_snapshot"]
+            batches = state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
+        else:
+            loader, batches = state, state["_num_yielded"]
+        sampler = loader["_sampler_iter_state"] or loader["_index_sampler_state"]
+        # Workers prefetch batches, so the sampler may be ahead of the training.
+        batch_size = sampler["samples_yielded"] // max(loader["_sampler_iter_yielded"], 1)
+        return DataPosition(prompts=batches * batch_size, batch_size=batch_size)
+
+
+def state_from_verl(
+    step: int,
+    path: Path,
+    *,
+    prompts_per_step: int,
+    rows: int,
+    data: str,
+    kl_weight: float,
+    log: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the driver's state after a step of a verl run; log where the number of used prompts comes from."""
+    position = None
+    try:
+        position = data_position(path)
+        source = f"data.pt: {position.prompts} of them in the epoch then current"
+    except ConfigError as error:
+        source = f"counted as {prompts_per_step} per step, as there is no data position: {error}"
+    prompts = prompts_used(position, step=step, prompts_per_step=prompts_per_step, rows=rows)
+    log(
+        f"prompts used by verl's run: {prompts} ({source}). Their order was verl's own, so this is how many there "
+        "were and not which: in the current epoch some repeat, and some never come"
+    )
+    state = {"prompts": prompts, "kl_weight": kl_weight, "fault_steps": 0, "sinks": {}, "data": data}
+    return state | {"skipped_in_a_row": {"actor": 0, "critic": 0}}
+
+
+def prompts_used(position: DataPosition | None, *, step: int, prompts_per_step: int, rows: int) -> int:
+    """Return the number of prompts used since the run started. The data loader knows only its position in an epoch; the
+    epoch is the one nearest to the number of steps. What verl drops after an epoch's last full batch counts as used."""
+    if position is None:
+        epochs, steps = divmod(step, max(rows // prompts_per_step, 1))
+        return epochs * rows + steps * prompts_per_step
+    epoch = max(rows // position.batch_size, 1) * position.batch_size
+    return max(round((step * prompts_per_step - position.prompts) / epoch), 0) * rows + position.prompts
