@@ -28,9 +28,8 @@ def fingerprint(*values: object) -> str:
 
 
 def data_fingerprint(files: Iterable[Path], *choices: object) -> str:
-    """Return the fingerprint of a run's rows: the contents of the files in order, and what else selects among them. A
-    file of more than 64 MiB is identified by its size and 64 samples of 1 MiB: changes between those are not
-    detected."""
+    """Return the fingerprint of a run's rows: the contents of the files in order, and what else selects among them. Of
+    a file of more than 64 MiB only the size and 64 samples of 1 MiB count: changes between those are not detected."""
     hashes = []
     for path in (Path(file).expanduser() for file in files):
         size = path.stat().st_size

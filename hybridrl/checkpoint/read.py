@@ -229,8 +229,7 @@ def read_safetensors(directory: Path, only: str | None = None) -> Tensors:
 
 
 def stored_tensors(directory: Path, only: str | None = None) -> dict[str, StoredTensor]:
-    """Locate the weights of a Hugging Face directory, or of one file in it. Raises Unreadable if a file is missing,
-    damaged, or of the wrong length."""
+    """Locate the weights of a Hugging Face directory, or of one file in it. Raises Unreadable."""
     index, single = directory / SAFE_WEIGHTS_INDEX_NAME, directory / SAFE_WEIGHTS_NAME
     if only or (single.is_file() and not index.is_file()):
         files = [directory / only if only else single]

@@ -150,9 +150,8 @@ class Change:
 
 
 def config_changes(saved: dict[str, Any], present: dict[str, Any], *, step: Path, same_rows: bool) -> list[Change]:
-    """Return the changes of a resolved configuration since a checkpoint was saved. `step` is the checkpoint's
-    directory, whose models are compared with the present ones; `same_rows`: whether the data's fingerprint is
-    unchanged."""
+    """Return the changes of a resolved configuration since the checkpoint in `step` was saved, whose models are
+    compared with the present ones; `same_rows`: whether the data's fingerprint is unchanged."""
     old, new = _flatten(saved), _flatten(present)
     unused = () if new.get("critic.enable") else ("critic.",)
     impossible = {key: why for key, why in _mismatches(step, old, new).items() if not key.startswith(unused)}
@@ -258,11 +257,9 @@ def resume_summary(
     missing: Mapping[str, str] = {},
 ) -> str:
     """Return a block of lines. What the arguments lack is listed as not restored, with the reason in `missing`
-    ("optimizer of actor": why) or as not saved.
-
-    `weights` and `optimizers` name models (actor, critic, reference); `updates` has the position of each learner's
-    schedule; `prompts` were used, of `rows` per epoch. `kl_weight` is None if it is not part of the run's state.
-    """
+    ("optimizer of actor": why) or as not saved. `weights` and `optimizers` name models (actor, critic, reference);
+    `updates` has the position of each learner's schedule; `prompts` were used, of `rows` per epoch. `kl_weight` is None
+    if it is not part of the run's state."""
     epoch, position = divmod(prompts or 0, rows)
     used = f"{prompts} used: resuming at position {position} of {rows} in epoch {epoch} (from 0)"
     restored = {

@@ -55,11 +55,8 @@ class Save(Enum):
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """When a checkpoint is saved to be kept, and when only to recover from.
-
-    A checkpoint is kept every `steps` steps (0: at the end only; -1: never), `epochs` epochs, `seconds` seconds. The
-    last step is kept wherever anything is.
-    """
+    """When a checkpoint is saved to be kept, and when only to recover from. A checkpoint is kept every `steps` steps
+    (0: at the end only; -1: never), `epochs` epochs, `seconds` seconds. The last step is kept wherever anything is."""
 
     steps: int
     epochs: float | None
@@ -82,11 +79,9 @@ class SaveTimes:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What is saved of each model (actor, critic, reference): model, optimizer, extra, hf_model; and when.
-
-    `complete` adds what the driver has (the tokenizer) to a model's huggingface folder. `fixed` is the part of
-    state.json that is the same in every checkpoint of the run.
-    """
+    """What is saved of each model (actor, critic, reference): model, optimizer, extra, hf_model; and when. `complete`
+    adds what the driver has (the tokenizer) to a model's huggingface folder. `fixed` is the part of state.json that is
+    the same in every checkpoint of the run."""
 
     contents: dict[str, list[str]]
     times: SaveTimes
@@ -116,10 +111,8 @@ class Saver:
         return Save.RECOVERY if times.recovers(now - self.saved_at) else None
 
     def start(self, step: int, save: Save, metrics: dict[str, float], problem: str) -> None:
-        """Save a step; returns when all models are copied to host memory.
-
-        `problem` says why a run should rather resume from another checkpoint; empty: this one is healthy.
-        """
+        """Save a step; returns when all models are copied to host memory. `problem` says why a run should rather resume
+        from another checkpoint; empty: this one is healthy."""
         self.finish()
         self.saved_at = time.monotonic()
         if save is Save.KEPT:

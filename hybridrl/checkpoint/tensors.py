@@ -201,7 +201,7 @@ def load(file: Path, begin: int = 0, size: int | None = None) -> Any:
             return _Unpickler(archive, memory, file, begin - prefix).load()
 
 
-def is_damaged(file: Path) -> bool:
+def damaged(file: Path) -> bool:
     """Return whether the content of a file that `load` can read differs from its checksums."""
     with reading(file), ZipFile(file) as archive:
         return archive.testzip() is not None

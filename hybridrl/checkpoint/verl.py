@@ -20,17 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.tensors import (
-    Chunk,
-    Record,
-    StoredTensor,
-    Tensors,
-    Unreadable,
-    blank,
-    is_damaged,
-    load,
-    reading,
-)
+from hybridrl.checkpoint.tensors import Chunk, Record, StoredTensor, Tensors, Unreadable, blank, damaged, load, reading
 from hybridrl.config import ConfigError
 from hybridrl.config.files import VERL_SHARDS
 
@@ -64,11 +54,10 @@ class RankFiles:
 
     def faults(self) -> list[str]:
         """Return one line per file whose content differs from its checksums, which torch.save writes."""
-        return [f"{path.name}: changed since it was written" for path in self.paths if is_damaged(path)]
+        return [f"{path.name}: changed since it was written" for path in self.paths if damaged(path)]
 
     def held(self, number: int, kind: str) -> list[Any]:
-        """Return one moment on each rank; None on ranks without elements of the parameter, which have no state for
-        it."""
+        """Return one moment on each rank; None on ranks without elements of the parameter, hence without state."""
         return [rank["state"].get(number, {}).get(kind) for rank in self.values]
 
 
@@ -94,7 +83,7 @@ def verl_faults(step: Path) -> list[str]:
         except ConfigError as error:
             faults.append(str(error))
     try:
-        if (step / DATA).is_file() and is_damaged(step / DATA):
+        if (step / DATA).is_file() and damaged(step / DATA):
             faults.append(f"{DATA}: changed since it was written")
     except ConfigError as error:
         faults.append(str(error))
@@ -102,8 +91,7 @@ def verl_faults(step: Path) -> list[str]:
 
 
 def read_verl_model(directory: Path) -> Tensors:
-    """Open the model's tensors. Raises Unreadable if a file is missing or damaged, ConfigError if it holds anything
-    but tensors."""
+    """Open the model's tensors. Raises Unreadable, or ConfigError if a file holds anything but tensors."""
     files = RankFiles(directory, MODEL)
     with reading(files.paths[0]):
         meta = {name: _meta(value, directory / name) for name, value in files.values[0].items()}
@@ -255,8 +243,7 @@ class DataPosition:
 
 
 def data_position(step: Path) -> DataPosition:
-    """Read the state of torchdata's StatefulDataLoader, whose layout differs with worker processes. Raises ConfigError
-    if there is none, or it cannot be read."""
+    """Read the state of torchdata's StatefulDataLoader, whose layout differs with workers. Raises Unreadable."""
     state = load(step / DATA)
     with reading(step / DATA):
         if "_snapshot" in state:
@@ -271,14 +258,7 @@ def data_position(step: Path) -> DataPosition:
 
 
 def state_from_verl(
-    step: int,
-    path: Path,
-    *,
-    prompts_per_step: int,
-    rows: int,
-    data: str,
-    kl_weight: float,
-    log: Callable[[str], None],
+    step: int, path: Path, *, prompts_per_step: int, rows: int, data: str, kl_weight: float, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the driver's state after a step of a verl run; log where the number of used prompts comes from."""
     position = None

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.adapter import PAIR
+from hybridrl.checkpoint.export import one_thread
 from hybridrl.checkpoint.files import MANIFEST, faults
 from hybridrl.checkpoint.read import open_tensors, read_safetensors, stored_tensors
 from hybridrl.checkpoint.tensors import UNREADABLE
-from hybridrl.checkpoint.write import one_thread
-from hybridrl.model_merger.source import AdaptedModel, CheckFailed, Source, type_names
+from hybridrl.model_merger.source import CheckFailed, Source, type_names
 
 # Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
 Check = Callable[[Source, Path], str]
@@ -81,14 +81,13 @@ def compare(source: Source, directory: Path) -> str:
     return f"{len(source.names)} tensors equal bit for bit, in {type_names(other.meta)}"
 
 
-def check_adapter(adapted: AdaptedModel, source: Source, written: Path) -> str:
-    """Compare merged weights with base + scaling * B @ A in double precision, and with the base, from which they must
-    differ; return a description of the result."""
-    values, adapter = read_safetensors(written), adapted.adapter
+def check_adapter(source: Source, written: Path) -> str:
+    """Check that merged weights equal base + scaling * B @ A in double precision, and differ from the base."""
+    values, adapter = read_safetensors(written), source.adapter
     names = [name for name in values.meta if adapter.pair(name)]
     differing, largest = 0, 0.0
     for name in names:
-        base, value = adapted.base.read(name), values.read(name)
+        base, value = source.base.read(name), values.read(name)
         a, b = (adapter.tensors.read(part).double() for part in adapter.pair(name))
         expected = base.double() + adapter.scaling * (b @ a)
         gap = (value.double() - base.to(value.dtype).double()).abs()

@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,15 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
 
 from hybridrl.checkpoint.adapter import ADAPTER_WEIGHTS, Adapter
+from hybridrl.checkpoint.export import SHARD_BYTES, write_shards
 from hybridrl.checkpoint.files import publish
 from hybridrl.checkpoint.fingerprints import code_fingerprint
 from hybridrl.checkpoint.read import read_safetensors
 from hybridrl.checkpoint.tensors import Unreadable
-from hybridrl.checkpoint.write import SHARD_BYTES, write_shards
 from hybridrl.config import ConfigError
-from hybridrl.config.files import ADAPTER_CONFIG, holds_adapter, resolve_model
+from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
 from hybridrl.model_merger.checks import Check, check_adapter, check_damage, check_tensors, compare, tracked
-from hybridrl.model_merger.source import (
-    CONFIG,
-    AdaptedModel,
-    CheckFailed,
-    Source,
-    open_adapted,
-    open_source,
-    type_name,
-    type_names,
-)
+from hybridrl.model_merger.source import CONFIG, CheckFailed, Source, open_source, type_name, type_names
 from hybridrl.tracking import Stopwatch
 
 EXIT_FAILED, EXIT_ERROR = 1, 2
@@ -55,27 +45,22 @@ OTHERS = (ADAPTER_CONFIG, ".*", "*.gguf", "*.pth", "*.md", "original")
 
 
 def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi | None = None) -> int:
-    """Carry out a command and return its exit status. `further`: the requested check in addition to that of the
-    tensors; `hub`: where to upload."""
+    """Carry out a command and return its exit status. `further`: a requested check; `hub`: where to upload."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         options = {"value_model": arguments.is_value_model, "trusted": arguments.trust_remote_code}
-        dtype, adapted = DTYPES.get(vars(arguments).get("dtype")), None
-        if holds_adapter(str(arguments.local_dir)):
-            adapted = open_adapted(arguments.local_dir, arguments.base)
-            source = adapted.source(dtype, **options)
-        else:
-            source = open_source(arguments.local_dir, dtype, **options)
+        dtype = DTYPES.get(vars(arguments).get("dtype"))
+        source = open_source(arguments.local_dir, dtype, base=arguments.base, **options)
         model = type(source.model).__name__
         print(f"{arguments.local_dir}: {model}, {len(source.names)} tensors {source.tensors.form}")
         if arguments.operation == "test":
             print(f"{arguments.test_hf_dir}: {compare(source, arguments.test_hf_dir)}")
-        elif adapted and arguments.lora == "adapter":
+        elif source.adapter and arguments.lora == "adapter":
             check_damage(source)
-            print(f"{arguments.target_dir}: {publish_adapter(adapted.adapter, arguments.target_dir)}")
+            print(f"{arguments.target_dir}: {publish_adapter(source.adapter, arguments.target_dir)}")
         else:
-            _merge(source, arguments, further, hub, adapted)
+            _merge(source, arguments, further, hub)
     except (Unreadable, CheckFailed, OSError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -85,23 +70,16 @@ def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi 
     return 0
 
 
-def _merge(
-    source: Source,
-    arguments: argparse.Namespace,
-    further: Check | None,
-    hub: HfApi | None,
-    adapted: AdaptedModel | None,
-) -> None:
+def _merge(source: Source, arguments: argparse.Namespace, further: Check | None, hub: HfApi | None) -> None:
     repository, target = arguments.hf_upload_path, arguments.target_dir
     if repository and hub is None and get_token() is None:
-        raise ConfigError(
-            f"--hf_upload_path={repository} needs a token", fix="set HF_TOKEN to one that may write to it"
-        )
-    checks: dict[str, Check] = {"adapter": partial(check_adapter, adapted)} if adapted else {}
+        fix = "set HF_TOKEN to one that may write to it"
+        raise ConfigError(f"--hf_upload_path={repository} needs a token", fix=fix)
+    checks: dict[str, Check] = {"adapter": check_adapter} if source.adapter else {}
     if further:
         checks[arguments.verify] = further
-    if adapted and arguments.lora == "both":
-        checks[ADAPTER_FOLDER] = lambda _, writing: write_adapter(adapted.adapter, writing / ADAPTER_FOLDER)
+    if source.adapter and arguments.lora == "both":
+        checks[ADAPTER_FOLDER] = lambda _, writing: write_adapter(source.adapter, writing / ADAPTER_FOLDER)
     earlier = earlier_files(target)
     report = merge(source, target, checks)
     if earlier:
@@ -115,18 +93,16 @@ def _merge(
     )
     results = "; ".join(f"{name}: {result}" for name, result in report["checked"].items())
     print(f"checked in {seconds['check']:.1f} s: {results}; for details see {REPORT}")
-    if repository:
-        print(f"uploaded to {_upload(target, repository, private=arguments.private, hub=hub or HfApi())}")
-
-
-def _upload(directory: Path, repository: str, *, private: bool, hub: HfApi) -> str:
-    """Upload a merged directory, creating the repository if needed; return its address."""
-    try:
-        hub.create_repo(repo_id=repository, private=private, exist_ok=True)
-        return str(hub.upload_folder(folder_path=directory, repo_id=repository, ignore_patterns=[REPORT]))
+    if not repository:
+        return
+    try:  # creates the repository if needed
+        hub = hub or HfApi()
+        hub.create_repo(repo_id=repository, private=arguments.private, exist_ok=True)
+        address = hub.upload_folder(folder_path=target, repo_id=repository, ignore_patterns=[REPORT])
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--hf_upload_path={repository}: {reason}; the merged model is in {directory}") from error
+        raise ConfigError(f"--hf_upload_path={repository}: {reason}; the merged model is in {target}") from error
+    print(f"uploaded to {address}")
 
 
 def merge(
@@ -177,8 +153,7 @@ def write_adapter(adapter: Adapter, directory: Path) -> str:
 
 
 def publish_adapter(adapter: Adapter, target: Path) -> str:
-    """Write an adapter by itself, as `merge` writes a model, with the same errors; return a description of the
-    result."""
+    """Write an adapter by itself, as `merge` writes a model, with the same errors; return a description."""
     with _publishing(target.absolute(), adapter.tensors.meta) as writing:
         result = write_adapter(adapter, writing)
         source = {"directory": str(adapter.directory.absolute()), "form": adapter.tensors.form}

@@ -54,15 +54,10 @@ class PlainSink(Sink):
 
 
 class TerminalSink(Sink):
-    """A progress bar with the remaining time, below one line per step; at most two lines per second are printed,
-    except for validations."""
+    """A progress bar with the remaining time, below one line per step (at most two per second, but validations)."""
 
     def __init__(
-        self,
-        console: Console,
-        total_steps: int,
-        start_step: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, total_steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._clock = console, clock
         self._total_steps, self._step = total_steps, start_step

@@ -14,20 +14,12 @@ from hybridrl.tracking.sink import SampleRow, Sink
 
 
 class WandbSink(Sink):
-    """A new W&B run, or the continuation of `run_id`.
-
-    W&B accepts steps only in order and deletes none: steps after the checkpoint stay as they were logged before the run
-    stopped, and missing earlier steps are logged again from `metrics.jsonl` (all of them when recording offline, since
-    an uploaded offline recording replaces the previous one).
-    """
+    """A new W&B run, or the continuation of `run_id`. W&B accepts steps only in order and deletes none: steps after the
+    checkpoint stay as they were logged before the run stopped, and missing earlier steps are logged again from
+    `metrics.jsonl` (all of them offline, since an uploaded offline recording replaces the previous one)."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        project_name: str,
-        experiment_name: str,
-        config: dict[str, Any],
-        run_id: str | None = None,
+        self, run_dir: Path, project_name: str, experiment_name: str, config: dict[str, Any], run_id: str | None = None
     ) -> None:
         mode = os.environ.get("WANDB_MODE", "online")
         netrc_file = Path(os.environ.get("NETRC", Path.home() / ".netrc"))

@@ -32,8 +32,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import Batch
+from hybridrl.checkpoint.export import export_model, export_settings, write_shards
 from hybridrl.checkpoint.files import flush_to_disk
-from hybridrl.checkpoint.write import export_model, export_settings, write_shards
 from hybridrl.model_merger.checks import check_tensors
 from hybridrl.model_merger.merge import write_model
 from hybridrl.model_merger.source import open_source

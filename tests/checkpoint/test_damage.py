@@ -10,11 +10,11 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM
 
+from hybridrl.checkpoint.export import export_settings
 from hybridrl.checkpoint.read import check_parts
 from hybridrl.checkpoint.resume import check_compatible, select_checkpoint
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import LATEST, Store
-from hybridrl.checkpoint.write import export_settings
 from hybridrl.config import ConfigError
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.training.state import StateWriter, state_of
