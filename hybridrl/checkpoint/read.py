@@ -1,4 +1,4 @@
-"""Open a saved model for reading tensor by tensor: hybridrl's shards, verl's files, or safetensors.
+"""Open a saved model for reading tensor by tensor: hybridrl's shards, verl's files, safetensors, or a LoRA adapter.
 
 torch's own reader of sharded checkpoints unpickles `.metadata` and every value that is not a tensor with `pickle.load`,
 which calls whatever the file names. Here metadata is restricted to torch's metadata classes, and values to plain types.
@@ -8,12 +8,14 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, StorageReader, filesystem, metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -22,9 +24,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hybridrl.checkpoint.tensors import TYPES, Chunk, StoredTensor, Tensors, Unreadable, blank, load, reading
 from hybridrl.checkpoint.verl import HEAD, OPTIMIZER, holds_verl, read_moments, read_verl_model
 from hybridrl.config import ConfigError
-from hybridrl.config.files import HUGGINGFACE, SHARDS
+from hybridrl.config.files import ADAPTER_CONFIG, HUGGINGFACE, SHARDS, adapter_settings, resolve_model
 
 MODEL, UPDATES = "model.", "extra.updates"  # in a sharded checkpoint, prefix of the model's tensors, and a key
+ADAPTER = "default"  # peft's name of a model's only adapter in parameter names; absent in files
+PREFIX = "base_model.model."  # prefix of every name in peft's files
+PAIR = ".lora_"  # part of the names of A and B only
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def open_tensors(directory: Path) -> Tensors:
@@ -98,12 +104,13 @@ class ShardReader(FileSystemReader):
         return content
 
 
-class VerlReader(StorageReader):
+class VerlReader(FileSystemReader):
     """Presents one model of a checkpoint of verl, `.../global_step_N/actor`, in the layout of hybridrl's state; with
     `moments` also its optimizer, whose updates are the schedule's position here (verl's schedule counts steps). Raises
     ConfigError if files are missing or damaged."""
 
     def __init__(self, directory: Path, *, moments: bool = True) -> None:
+        super().__init__(directory)
         model, settings, tied = read_verl_model(directory), directory / HUGGINGFACE / "config.json", None
         if adapters := [name for name in model.meta if "lora_" in name]:
             raise ConfigError(f"{directory} holds a LoRA adapter ({adapters[0]}), from which no run can resume yet")
@@ -129,7 +136,7 @@ class VerlReader(StorageReader):
             whole = metadata.ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
             properties = metadata.TensorProperties(dtype=tensor.dtype)
             items[key] = metadata.TensorStorageMetadata(properties, tensor.shape, [whole])
-        return metadata.Metadata(items, planner_data={})
+        return metadata.Metadata(items, planner_data={}, storage_data={})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -146,22 +153,6 @@ class VerlReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    # Required by the interface, and without effect here.
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_reader(self, metadata: metadata.Metadata, is_coordinator: bool) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return holds_verl(Path(checkpoint_id))
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -251,3 +242,65 @@ def stored_tensors(directory: Path, only: str | None = None) -> dict[str, Stored
                 stride, dtype = blank(shape, torch.uint8).stride(), dtypes[header[name]["dtype"]]
                 tensors[name] = StoredTensor(file, 8 + size + begin, end - begin, dtype, shape, stride, 0)
     return tensors
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter on disk: `tensors` by their names in peft's files, `settings` of adapter_config.json."""
+
+    directory: Path
+    settings: dict[str, Any]
+    tensors: Tensors
+
+    @property
+    def scaling(self) -> float:
+        return self.settings["lora_alpha"] / self.settings["r"]
+
+    def pair(self, name: str) -> tuple[str, str] | None:
+        """Return the names of A and B for a weight of the base, or None if it is not adapted."""
+        stem = f"{PREFIX}{name.removesuffix('.weight')}.lora_"
+        return (f"{stem}A.weight", f"{stem}B.weight") if f"{stem}A.weight" in self.tensors.meta else None
+
+
+def file_name(parameter: str) -> str:
+    """Return the name in peft's files of a parameter of an adapted model."""
+    return PREFIX + parameter.replace(f".{ADAPTER}.", ".")
+
+
+def open_adapter(directory: Path) -> Adapter:
+    """Open an adapter. Raises ConfigError if its files are missing or damaged."""
+    settings = adapter_settings(str(directory))
+    if (directory / SHARDS).is_file():
+        saved = open_tensors(directory)
+        names = {file_name(name): name for name in saved.meta}
+        meta = {name: saved.meta[own] for name, own in names.items()}
+        return Adapter(directory, settings, replace(saved, meta=meta, chunks=lambda name: saved.chunks(names[name])))
+    path = resolve_model(str(directory))
+    if not (path / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"{path} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}", fix="copy or save the adapter again")
+    return Adapter(directory, settings, read_safetensors(path, ADAPTER_WEIGHTS))
+
+
+def merge_into(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return base [out, in] + scaling * B [out, rank] @ A [rank, in], computed in float32."""
+    return torch.addmm(base.float(), b.float(), a.float(), alpha=scaling)
+
+
+def merged(base: Tensors, adapter: Adapter) -> Tensors:
+    """Return the merged model, computed as each tensor is read: adapted weights in float32, others in their type."""
+    trained = {name.removeprefix(PREFIX): tensor for name, tensor in adapter.tensors.meta.items() if PAIR not in name}
+    adapted = {name: tensor.float() for name, tensor in base.meta.items() if adapter.pair(name)}
+
+    def chunks(name: str) -> Iterable[Chunk]:
+        if name in trained:
+            return adapter.tensors.chunks(PREFIX + name)
+        if name not in adapted:
+            return base.chunks(name)
+        pair = map(adapter.tensors.read, adapter.pair(name))
+        return [([0] * base.meta[name].dim(), merge_into(base.read(name), *pair, adapter.scaling))]
+
+    meta = base.meta | adapted | trained
+    if adapter.settings.get("task_type") == "TOKEN_CLS":  # a value model has its own head in place of the other
+        within = {name.removeprefix(PREFIX).split(".")[0] for name in adapter.tensors.meta}
+        meta = {name: tensor for name, tensor in meta.items() if name.split(".")[0] in within}
+    return Tensors(f"{base.form}, with an adapter", meta, chunks, faults=adapter.tensors.faults)

@@ -1,7 +1,6 @@
 """Saving checkpoints while training continues: workers write in the background, the driver publishes complete ones.
 
-At most one save is in progress. A failed save costs nothing but itself: training continues and older checkpoints are
-intact.
+At most one save is in progress. A failed save costs only itself: training continues, and older checkpoints are intact.
 """
 
 import time

@@ -9,10 +9,9 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.adapter import PAIR
 from hybridrl.checkpoint.export import one_thread
 from hybridrl.checkpoint.files import MANIFEST, faults
-from hybridrl.checkpoint.read import open_tensors, read_safetensors, stored_tensors
+from hybridrl.checkpoint.read import PAIR, open_tensors, read_safetensors, stored_tensors
 from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.model_merger.source import CheckFailed, Source, type_names
 

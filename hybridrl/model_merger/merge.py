@@ -22,11 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
 
-from hybridrl.checkpoint.adapter import ADAPTER_WEIGHTS, Adapter
 from hybridrl.checkpoint.export import SHARD_BYTES, write_shards
 from hybridrl.checkpoint.files import publish
 from hybridrl.checkpoint.fingerprints import code_fingerprint
-from hybridrl.checkpoint.read import read_safetensors
+from hybridrl.checkpoint.read import ADAPTER_WEIGHTS, Adapter, read_safetensors
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
@@ -35,7 +34,6 @@ from hybridrl.model_merger.source import CONFIG, CheckFailed, Source, open_sourc
 from hybridrl.tracking import Stopwatch
 
 EXIT_FAILED, EXIT_ERROR = 1, 2
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ADAPTER_FOLDER = "lora_adapter"  # in a merged model that is written with its adapter; verl's name
 REPORT = "merge_report.json"
 # Not copied from a `huggingface` directory.
@@ -50,7 +48,8 @@ def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi 
     logging.disable_progress_bar()
     try:
         options = {"value_model": arguments.is_value_model, "trusted": arguments.trust_remote_code}
-        dtype = DTYPES.get(vars(arguments).get("dtype"))
+        name = vars(arguments).get("dtype")
+        dtype = getattr(torch, name) if name else None
         source = open_source(arguments.local_dir, dtype, base=arguments.base, **options)
         model = type(source.model).__name__
         print(f"{arguments.local_dir}: {model}, {len(source.names)} tensors {source.tensors.form}")

@@ -1,7 +1,7 @@
 """What is merged: the tensors of a saved model, and the model its configuration describes, which they must match."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
-from hybridrl.checkpoint.adapter import PREFIX, Adapter, merged, open_adapter
 from hybridrl.checkpoint.export import as_published, parts
 from hybridrl.checkpoint.fingerprints import model_fingerprint
-from hybridrl.checkpoint.read import open_tensors
+from hybridrl.checkpoint.read import Adapter, merged, open_adapter, open_tensors
 from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import Tensors
 from hybridrl.checkpoint.verl import holds_verl
@@ -104,10 +103,6 @@ def open_source(
         described = _base_of(adapter, base)
         unadapted = open_tensors(described)
         tensors = merged(unadapted, adapter)
-        if adapter.settings.get("task_type") == "TOKEN_CLS":  # its own head in place of the language model's
-            within = {name.removeprefix(PREFIX).split(".")[0] for name in adapter.tensors.meta}
-            meta = {name: tensor for name, tensor in tensors.meta.items() if name.split(".")[0] in within}
-            tensors = replace(tensors, meta=meta)
     else:
         tensors = open_tensors(directory)
         if adapters := [name for name in tensors.meta if "lora_" in name]:

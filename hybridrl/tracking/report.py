@@ -40,16 +40,13 @@ STYLE = {
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **{f"axes.spines.{side}": False for side in ("top", "right")},
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
+    **{f"{axis}tick.color": MUTED for axis in "xy"},
+    **{f"{axis}tick.major.size": 0 for axis in "xy"},
     "legend.frameon": False,
 }
 
@@ -156,16 +153,8 @@ def _draw_lines(axes, lines: dict[str, Series], first_color: int) -> None:
         axes.plot(steps, values, color=color, linewidth=width, marker=marker, markersize=4, label=f"{name}: {last}")
         if len(lines) == 1:
             axes.set_ylabel(name)
-            axes.annotate(
-                last,
-                (steps[-1], values[-1]),
-                xytext=(5, 0),
-                textcoords="offset points",
-                color=color,
-                va="center",
-                fontweight="bold",
-                annotation_clip=False,
-            )
+            style = {"color": color, "va": "center", "fontweight": "bold", "annotation_clip": False}
+            axes.annotate(last, (steps[-1], values[-1]), xytext=(5, 0), textcoords="offset points", **style)
     if len(lines) > 1:
         axes.legend(fontsize=8)
 
