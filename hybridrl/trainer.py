@@ -21,7 +21,7 @@ from hybridrl.training.worker_group import TrainWorkers
 
 
 class Task(Protocol):
-    """What the loop trains."""
+    """What the loop trains. A task that shares its devices with nothing else inherits the answers below."""
 
     @property
     def epochs(self) -> float:
@@ -30,6 +30,7 @@ class Task(Protocol):
     @property
     def finished(self) -> bool:
         """Whether the data of the run is used up before its steps."""
+        return False
 
     def train_step(self, step: int) -> dict[str, float]:
         """Train one step; returns its metrics."""
@@ -42,9 +43,11 @@ class Task(Protocol):
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics collected since the last call, of training and validation together."""
+        return {}
 
     def problem(self) -> str:
         """Why a run should not resume from the last step if it can help it; empty: no reason."""
+        return ""
 
 
 class Evaluator(Protocol):
@@ -130,7 +133,7 @@ class Trainer:
         self.saver.start(step, save, metrics, self.workers.problem() or self.task.problem())
 
 
-class RLTask:
+class RLTask(Task):
     """Reinforcement learning: a step samples, scores, compares and learns."""
 
     def __init__(
