@@ -102,7 +102,9 @@ class Trainer:
                 last, stopping = self._is_last(step), bool(stop.reason)
                 save = self.saver.due(step, (epochs, self.task.epochs), last=last)
                 if save or stopping:
-                    self._save(step, save or Save.RECOVERY, metrics)
+                    self.task.before_save()
+                    problem = self.workers.problem() or self.task.problem()
+                    self.saver.start(step, save or Save.RECOVERY, metrics, problem)
                 if last or stopping:
                     break
             self.saver.finish()
@@ -127,10 +129,6 @@ class Trainer:
         self.tracker.log(step, metrics | self.task.take_metrics() | {"training/global_step": step})
         self.saver.poll()
         return metrics
-
-    def _save(self, step: int, save: Save, metrics: dict[str, float]) -> None:
-        self.task.before_save()
-        self.saver.start(step, save, metrics, self.workers.problem() or self.task.problem())
 
 
 class RLTask(Task):
