@@ -9,9 +9,10 @@ from hybridrl.runtime.guard import guarded
 
 def run(config: PPOConfig) -> None:
     """Run one training, from data to saved model. Invalid input is rejected before Ray starts."""
-    from hybridrl.runs.ppo import train  # imports torch, Ray and transformers: only for a valid configuration
+    from hybridrl.runs.ppo import PPOJob  # torch, Ray and transformers are imported only for a valid configuration
+    from hybridrl.runs.setup import train
 
-    train(config)
+    train(config, PPOJob)
 
 
 COMMAND = Command(

@@ -9,9 +9,10 @@ from hybridrl.runtime.guard import guarded
 
 def run(config: SFTConfig) -> None:
     """Run one fine-tuning, from conversations to saved model. Invalid input is rejected before Ray starts."""
-    from hybridrl.runs.sft import train  # imports torch, Ray and transformers: only for a valid configuration
+    from hybridrl.runs.setup import train  # torch, Ray and transformers are imported only for a valid configuration
+    from hybridrl.runs.sft import SFTJob
 
-    train(config)
+    train(config, SFTJob)
 
 
 COMMAND = Command(

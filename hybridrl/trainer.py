@@ -20,7 +20,7 @@ from hybridrl.training.worker_group import TrainWorkers
 
 
 class Task(Protocol):
-    """What the loop trains."""
+    """What the loop trains. A task that shares its devices with nothing else inherits the answers below."""
 
     @property
     def epochs(self) -> float:
@@ -29,6 +29,7 @@ class Task(Protocol):
     @property
     def finished(self) -> bool:
         """Whether the data of the run is used up before its steps."""
+        return False
 
     def train_step(self, step: int) -> dict[str, float]:
         """Train one step; returns its metrics."""
@@ -41,9 +42,11 @@ class Task(Protocol):
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics collected since the last call, of training and validation together."""
+        return {}
 
     def problem(self) -> str:
         """Why a run should not resume from the last step if it can help it; empty: no reason."""
+        return ""
 
 
 class Evaluator(Protocol):
@@ -98,7 +101,9 @@ class Trainer:
                 last, stopping = self._is_last(step), bool(stop.reason)
                 save = self.saver.due(step, (epochs, self.task.epochs), last=last)
                 if save or stopping:
-                    self._save(step, save or Save.RECOVERY, metrics)
+                    self.task.before_save()
+                    problem = self.workers.problem() or self.task.problem()
+                    self.saver.start(step, save or Save.RECOVERY, metrics, problem)
                 if last or stopping:
                     break
             self.saver.finish()
@@ -124,12 +129,8 @@ class Trainer:
         self.saver.poll()
         return metrics
 
-    def _save(self, step: int, save: Save, metrics: dict[str, float]) -> None:
-        self.task.before_save()
-        self.saver.start(step, save, metrics, self.workers.problem() or self.task.problem())
 
-
-class RLTask:
+class RLTask(Task):
     """Reinforcement learning: a step samples, scores, compares and learns."""
 
     def __init__(

@@ -4,8 +4,8 @@ A request goes to the least loaded server, samples of one prompt together, as th
 streamed back in coalesced calls, dead servers are rebuilt, retries are bounded. Each request has its own seed, so
 neither the server nor the order in which responses finish changes a result.
 
-A server that died raises; one that is slow merely takes longer: only silence of all servers for `timeout` seconds makes
-them count as hung. Either way the server is rebuilt by `revive` and its unfinished requests are retried.
+A server that died raises; one that is slow merely takes longer: it counts as hung once it has sampled no token for
+`timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from hybridrl.rollout.types import Completion, Request
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
-LOOK_SECONDS = 2.0  # between looks for silence, and for a lost cluster
+LOOK_SECONDS = 2.0  # between looks for servers that hang, and for a lost cluster
 
 
 class ServerFailure(RuntimeError):
@@ -45,7 +45,7 @@ class Server(Protocol):
 
     def submit(self, requests: list[tuple[int, Request]]) -> None: ...
     async def take(self) -> list[tuple[int, Completion]]: ...
-    async def check(self) -> None: ...
+    async def check(self) -> int: ...  # the tokens that its engine has sampled so far
     def kill(self) -> None: ...
 
 
@@ -61,13 +61,19 @@ class Job:
 
 @dataclass
 class Lane:
-    """One server and its work; `given` is everything that it was given since it was last idle."""
+    """One server and its work; `given` is everything that it was given since it was last idle.
+
+    `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
+    """
 
     server: Server
     running: dict[int, Job] = field(default_factory=dict)
     given: list[Job] = field(default_factory=list)
     pump: asyncio.Task | None = None  # fetches responses as long as any is running
     rebuilding: bool = False
+    tokens: int = 0
+    checked: float = 0.0
+    moved: float = 0.0
 
 
 class RolloutClient:
@@ -100,7 +106,6 @@ class RolloutClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatch_due = False
         self._watch_task: asyncio.Task | None = None
-        self._last_response = 0.0
 
     def generate(self, request: Request) -> asyncio.Future[Completion]:
         """Sample one response; `await` the result, in the event loop of the other requests in flight."""
@@ -149,8 +154,9 @@ class RolloutClient:
         self._dispatch_due = False
         given: dict[int, list[Job]] = {}
         while self._waiting:
-            prompt = self._waiting[0].request.prompt
-            index = prompt % len(self.lanes) if self.fixed else self._least_loaded()
+            prompt, loads = self._waiting[0].request.prompt, [(one.rebuilding, len(one.running)) for one in self.lanes]
+            # The server with the fewest requests; one that is being rebuilt only if all are.
+            index = prompt % len(loads) if self.fixed else min(range(len(loads)), key=loads.__getitem__)
             lane = self.lanes[index]
             if lane.rebuilding or (len(lane.running) >= self.capacity and not self.fixed):
                 break
@@ -163,15 +169,10 @@ class RolloutClient:
             lane = self.lanes[index]
             lane.server.submit([(job.ticket, job.request) for job in jobs])
             if lane.pump is None:
+                lane.checked = lane.moved = asyncio.get_running_loop().time()
                 lane.pump = asyncio.create_task(self._pump(lane))
         if given and (self._watch_task is None or self._watch_task.done()):
-            self._last_response = asyncio.get_running_loop().time()
             self._watch_task = asyncio.create_task(self._watch())
-
-    def _least_loaded(self) -> int:
-        """Return the index of the server with the fewest requests; one that is being rebuilt only if all are."""
-        load = [(lane.rebuilding, len(lane.running)) for lane in self.lanes]
-        return min(range(len(load)), key=load.__getitem__)
 
     async def _pump(self, lane: Lane) -> None:
         """Fetch a server's responses as they finish until none is missing; a failure ends all requests in flight."""
@@ -182,7 +183,7 @@ class RolloutClient:
                 except ServerFailure as failure:
                     await self._rebuild(lane, failure)
                     continue
-                self._last_response = asyncio.get_running_loop().time()
+                lane.moved = asyncio.get_running_loop().time()
                 for ticket, completion in finished:
                     job = lane.running.pop(ticket, None)  # None: of requests that were abandoned
                     if job and not job.future.done():  # done: the caller gave up, or a whole share is retried
@@ -196,7 +197,7 @@ class RolloutClient:
     async def _rebuild(self, lane: Lane, failure: ServerFailure) -> None:
         """Rebuild a lost server and retry what it had not finished."""
         index = self.lanes.index(lane)
-        if await self._is_well(lane.server):
+        if await self._tokens(lane) is not None:
             raise RolloutFailure(f"rollout server {index} is well but rejected a request:\n{failure}")
         lost = lane.given if self.fixed else list(lane.running.values())
         for job in lost:
@@ -223,34 +224,40 @@ class RolloutClient:
                 lane.rebuilding = False
 
         await asyncio.to_thread(revive)
-        self._last_response = asyncio.get_running_loop().time()
+        for other in self.lanes:  # a rebuild takes the devices' time from all
+            other.moved = asyncio.get_running_loop().time()
         self._dispatch()
 
-    @staticmethod
-    async def _is_well(server: Server) -> bool:
+    async def _tokens(self, lane: Lane) -> int | None:
+        """Return how many tokens a server has sampled; None if it is dead or does not respond."""
         try:
-            await asyncio.wait_for(server.check(), CHECK_SECONDS)
+            return await asyncio.wait_for(lane.server.check(), min(CHECK_SECONDS, self.timeout))
         except (ServerFailure, TimeoutError):
-            return False
-        return True
+            return None
 
     async def _watch(self) -> None:
-        """Kill servers that work on requests while none has responded for `timeout` seconds; `take` then raises."""
-        loop = asyncio.get_running_loop()
+        """Kill servers that have requests and have sampled nothing for `timeout` seconds; `take` then raises."""
         try:
             while any(lane.running or lane.rebuilding for lane in self.lanes):
-                await asyncio.sleep(min(LOOK_SECONDS, self.timeout))
+                await asyncio.sleep(min(LOOK_SECONDS, self.timeout / 4))
                 self.check_cluster()
-                busy = [lane for lane in self.lanes if lane.running]
-                silent = loop.time() - self._last_response >= self.timeout
-                if not busy or not silent or any(lane.rebuilding for lane in self.lanes):
-                    continue
-                logger.warning("no response within %g s from any of %d servers", self.timeout, len(busy))
-                for lane in busy:
-                    lane.server.kill()
-                self._last_response = loop.time()
+                if not any(lane.rebuilding for lane in self.lanes):
+                    await asyncio.gather(*(self._check(lane) for lane in self.lanes if lane.running))
         except Exception as error:
             self._fail(error)
+
+    async def _check(self, lane: Lane) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() - lane.checked >= self.timeout / 4:
+            lane.checked, tokens = loop.time(), await self._tokens(lane)
+            if tokens not in (None, lane.tokens):
+                lane.tokens, lane.moved = tokens, loop.time()
+        if lane.running and loop.time() - lane.moved >= self.timeout:
+            index, waiting = self.lanes.index(lane), len(lane.running)
+            message = "rollout server %d has sampled no token for %g s, with %d requests unfinished; killing it"
+            logger.warning(message, index, self.timeout, waiting)
+            lane.server.kill()
+            lane.moved = loop.time()
 
     def _fail(self, error: Exception) -> None:
         """End every request in flight with the error."""

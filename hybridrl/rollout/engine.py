@@ -61,8 +61,8 @@ class RolloutEngine(Protocol):
     async def held_sync(self) -> int:
         """Return the id of the weight sync whose weights the engine uses."""
 
-    async def check(self) -> None:
-        """Raise if the engine is dead."""
+    async def check(self) -> int:
+        """Return the tokens that it has sampled so far, by which one that works is known; raise if it is dead."""
 
 
 @dataclass(frozen=True)

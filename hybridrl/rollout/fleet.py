@@ -38,8 +38,8 @@ class RemoteServer:
     async def take(self) -> list[tuple[int, Completion]]:
         return await _result(self.actor.take.remote())
 
-    async def check(self) -> None:
-        await _result(self.actor.call.remote(RolloutEngine.check.__name__))
+    async def check(self) -> int:
+        return await _result(self.actor.call.remote(RolloutEngine.check.__name__))
 
     def kill(self) -> None:
         kill(self.actor)

@@ -26,7 +26,6 @@ from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume
 from hybridrl.runs.settings import ppo_worker_config, training_sampling, validation_sampling
 from hybridrl.runs.setup import padded_plans, start_train_workers
-from hybridrl.runs.setup import train as run_training
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info
 from hybridrl.trainer import RLTask, Schedule, Task
@@ -35,10 +34,6 @@ from hybridrl.training.worker_group import TrainWorkers
 from hybridrl.weights.colocated import ColocatedSync
 
 PROBE_LENGTH = 24
-
-
-def train(config: PPOConfig) -> None:
-    run_training(config, lambda: PPOJob(config))
 
 
 class PPOJob:

@@ -12,7 +12,7 @@ from hybridrl.checkpoint.resume import check_compatible, resume_summary, select_
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.checkpoint.store import Checkpoint, is_verl
 from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
-from hybridrl.config import PPOConfig, SFTConfig
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.files import fingerprinted_files
@@ -108,10 +108,10 @@ def find_checkpoint(
     config: PPOConfig | SFTConfig,
     directory: Path,
     identity: Identity,
-    from_verl: Callable[[Checkpoint], Checkpoint],
+    from_verl: Callable[[Checkpoint], Checkpoint] | None = None,
     say: Say = info,
 ) -> Checkpoint | None:
-    """The checkpoint to resume from, if any; `from_verl` gives one of verl's the state that it lacks.
+    """The checkpoint to resume from, if any; `from_verl` gives one of verl's the state that it lacks (None: rejected).
 
     Raises ConfigError if it and the configuration do not go together.
     """
@@ -119,6 +119,9 @@ def find_checkpoint(
     saved = select_checkpoint(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, say)
     if saved is None:
         return None
+    if is_verl(saved.path) and from_verl is None:
+        fix = f"to start from its weights: trainer.resume_mode=disable model.path={saved.path}/actor"
+        raise ConfigError(f"{saved.path} is a verl checkpoint; SFT cannot resume from it", fix=fix)
     if is_verl(saved.path):
         saved = from_verl(saved)
     allowed = trainer.resume_allow, trainer.reset_optimizer

@@ -29,6 +29,7 @@ from hybridrl.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
 CHATTY_LOGGERS = ("httpx", "httpcore", "datasets", "fsspec", "urllib3", "filelock")
 
 Config = PPOConfig | SFTConfig
+C = TypeVar("C", PPOConfig, SFTConfig)
 Plan = TypeVar("Plan", PolicyPlan, CriticPlan)
 
 
@@ -53,9 +54,9 @@ class Job(Protocol):
     def schedule(self, steps: int) -> Schedule: ...
 
 
-def train(config: Config, job_of: Callable[[], Job]) -> None:
+def train(config: C, job_class: Callable[[C], Job]) -> None:
     """Run training, with restarts if `trainer.max_restarts` allows them."""
-    with_restarts(lambda: run(config, job_of), config.trainer)
+    with_restarts(lambda: run(config, job_class), config.trainer)
 
 
 def with_restarts(attempt: Callable[[], None], trainer: SFTTrainerConfig) -> None:
@@ -77,11 +78,11 @@ def with_restarts(attempt: Callable[[], None], trainer: SFTTrainerConfig) -> Non
                 trainer.resume_mode = "auto"
 
 
-def run(config: Config, job_of: Callable[[], Job]) -> None:
+def run(config: C, job_class: Callable[[C], Job]) -> None:
     """One attempt, which leaves nothing running however it ends."""
     began = time.monotonic()
     directory = open_run_directory(config)
-    job = job_of()
+    job = job_class(config)
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
         plan = job.plan(directory)

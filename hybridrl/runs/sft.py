@@ -8,9 +8,8 @@ from typing import Any
 
 from hybridrl.checkpoint.fingerprints import data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.saver import Stateful
-from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.cluster import RaySession
-from hybridrl.config import ConfigError, SFTConfig
+from hybridrl.config import SFTConfig
 from hybridrl.data.conversations import ConversationDataset, to_batch
 from hybridrl.data.files import row_files
 from hybridrl.data.order import PromptOrder
@@ -18,15 +17,10 @@ from hybridrl.runs.prepare import load_sft_inputs
 from hybridrl.runs.resume import Identity, ResumePlan, contents_to_load, find_checkpoint
 from hybridrl.runs.settings import sft_policy_plan, sft_worker_config
 from hybridrl.runs.setup import padded_plans, start_train_workers
-from hybridrl.runs.setup import train as run_training
 from hybridrl.tracking import Stopwatch, Tracker
 from hybridrl.trainer import Schedule, Task
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import TrainWorkers
-
-
-def train(config: SFTConfig) -> None:
-    run_training(config, lambda: SFTJob(config))
 
 
 class SFTJob:
@@ -47,7 +41,7 @@ class SFTJob:
         data = data_fingerprint(files, self.rows, config.data.train_max_samples)
         bases = {"model.path": model_fingerprint(path)} if config.model.lora_rank else {}
         identity = Identity(data, fingerprint(data, path), bases)
-        saved = find_checkpoint(config, directory, identity, reject_verl)
+        saved = find_checkpoint(config, directory, identity)
         contents = contents_to_load(config, {"actor": config.checkpoint.load_contents}, saved.path) if saved else {}
         plan = ResumePlan(identity, saved, contents, trainer.total_training_steps or 0)
         left = (trainer.total_epochs * self.rows - plan.prompts_used) // config.data.train_batch_size
@@ -74,10 +68,8 @@ class SFTJob:
         return Schedule(steps, trainer.test_freq, max_skipped_updates=trainer.max_skipped_updates)
 
 
-class SFTTask:
+class SFTTask(Task):
     """One update per step on the next conversations of the seeded order, with the negative log-likelihood as loss."""
-
-    finished = False
 
     def __init__(
         self,
@@ -116,24 +108,8 @@ class SFTTask:
         self.workers.watch.take()
         return {"val/loss": -float(scored.old_log_probs[batch.response_mask].mean())} | self.watch.take()
 
-    def before_save(self) -> None:
-        """Nothing: the devices are always the trainer's."""
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
-    def problem(self) -> str:
-        return ""
-
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position = state["prompts"]
-
-
-def reject_verl(saved: Checkpoint) -> Checkpoint:
-    raise ConfigError(
-        f"{saved.path} is a verl checkpoint; SFT cannot resume from it",
-        fix=f"to start from its weights: trainer.resume_mode=disable model.path={saved.path}/actor",
-    )

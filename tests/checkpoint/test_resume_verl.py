@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.store import Checkpoint, Store
 from hybridrl.checkpoint.verl import DataPosition, prompts_used, state_from_verl
 from hybridrl.config import ConfigError
-from hybridrl.runs.sft import reject_verl
+from hybridrl.runs.resume import Identity, find_checkpoint
 
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
 
@@ -104,8 +105,9 @@ def test_an_explicit_path_is_used_and_damage_logged(tmp_path):
 
 def test_a_supervised_run_rejects_it_with_a_fix(tmp_path):
     path = verl(tmp_path, 10)
+    config = SimpleNamespace(trainer=SimpleNamespace(resume_mode="resume_path", resume_from_path=str(path)))
     with pytest.raises(ConfigError, match=rf"trainer\.resume_mode=disable model\.path={path}/actor"):
-        reject_verl(Checkpoint(10, path, {}))
+        find_checkpoint(config, tmp_path, Identity("data", "run", {}))
 
 
 def test_used_prompts_come_from_the_data_loader_or_are_counted(tmp_path):

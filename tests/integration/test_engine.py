@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -92,6 +93,25 @@ def test_weights_that_were_not_synced_stop_the_run(parts, monkeypatch):
         with pytest.raises(StaleWeights, match="differs from the trainer by"):
             engine.to_rollout(5)
     engine.to_rollout(5)
+    engine.to_training()
+
+
+def test_an_engine_tells_how_many_tokens_it_has_sampled_while_it_samples(parts):
+    engine, _ = parts
+    engine.to_rollout(5)
+    request = Request(0, 0, PROMPT, 1, replace(SAMPLING, ignore_eos=True))
+
+    async def tokens_seen() -> tuple[int, list[int], int]:
+        servers = [lane.server for lane in engine.client.lanes]
+        before = sum(await asyncio.gather(*(server.check() for server in servers)))
+        response, seen = engine.client.generate(request), []
+        while not response.done():
+            seen.append(sum(await asyncio.gather(*(server.check() for server in servers))) - before)
+        return len(response.result().token_ids), seen, sum([await server.check() for server in servers]) - before
+
+    length, seen, sampled = asyncio.run(tokens_seen())
+    assert sampled == length == SAMPLING.max_tokens
+    assert seen == sorted(seen) and any(0 < count < length for count in seen)
     engine.to_training()
 
 

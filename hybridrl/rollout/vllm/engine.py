@@ -48,6 +48,7 @@ class VllmEngine:
         self.adapted = bool(model.lora_rank) and not model.lora.merge
         self.sync_id = 0
         self.version = -1
+        self.sampled = 0  # tokens of finished responses
         self.asleep: frozenset[str] = frozenset()
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
@@ -63,6 +64,7 @@ class VllmEngine:
         async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
             response = output.outputs[0]
         token_ids = np.asarray(response.token_ids, dtype=np.int64)
+        self.sampled += len(token_ids)
         log_probs = np.asarray(response.logprobs.logprobs, dtype=np.float32)
         return Completion(token_ids, log_probs, response.finish_reason == "length", version)
 
@@ -83,8 +85,10 @@ class VllmEngine:
     def unfinished(self) -> int:
         return self.engine.output_processor.get_num_unfinished_requests()
 
-    async def check(self) -> None:
+    async def check(self) -> int:
         await self.engine.check_health()
+        states = self.engine.output_processor.request_states.values()
+        return self.sampled + sum(len(state.detokenizer.output_token_ids) for state in states)
 
     async def sleep(self) -> None:
         """On CUDA memory is freed: the cache's, and that of the weights, which come back from the trainer; the base of
