@@ -44,17 +44,12 @@ RESET = "its moments cannot be carried over; trainer.reset_optimizer=true starts
 RESCALED = "the adapter is scaled by lora_alpha / lora_rank, so the model would change at once"
 GUARDED = {
     ROWS: OTHER_ROWS,
-    "data.seed": REORDERED,
-    "data.shuffle": REORDERED,
-    "data.train_weights": REORDERED,
-    "data.sampler.class_path": REORDERED,
-    "data.sampler.class_name": REORDERED,
+    **{f"data.{key}": REORDERED for key in ("seed", "shuffle", "train_weights")},
+    **{f"data.sampler.{key}": REORDERED for key in ("class_path", "class_name")},
     "data.custom_cls.name": OTHER_ROWS,
     "trainer.seed": "every random draw changes",
     "algorithm.adv_estimator": "the meaning of the advantages changes",
-    OPTIMIZER: RESET,
-    f"actor_rollout_ref.actor.{OPTIMIZER}": RESET,
-    f"critic.{OPTIMIZER}": RESET,
+    **{section + OPTIMIZER: RESET for section in ("", "actor_rollout_ref.actor.", "critic.")},
     **{f"{model}.lora_alpha": RESCALED for model in MODELS},
 }
 
