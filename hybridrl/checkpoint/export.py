@@ -1,8 +1,7 @@
 """Write models as Hugging Face directories, under the names of published checkpoints, which other software reads.
 
 These differ from the model's own where transformers fuses several tensors of a checkpoint into one, such as the experts
-of a layer; its conversions are reverted here. A `Part` is the unit of conversion, so that a model is converted piece by
-piece.
+of a layer; its conversions are reverted here, one `Part` of the model at a time.
 
 A safetensors file is an 8-byte length, a JSON header of that length, and the bytes of the tensors without gaps. The
 header needs only names, shapes and types, so it is written first, and each piece of a tensor then goes to its place in

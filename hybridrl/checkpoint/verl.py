@@ -1,10 +1,9 @@
 """Checkpoints of verl's FSDP workers, which save one file per rank; read without those ranks or another copy on disk.
 
 FSDP2 saves DTensors, FSDP1 DTensors or ShardedTensors. If every rank holds the full tensor, the first rank's is used.
-
 verl saves `optimizer.state_dict()`, which numbers the parameters. Under FSDP1 these are flat parameters: one per layer,
-and one for everything outside the layers, concatenated, padded and split over the ranks. The names of
-each number are found by comparing the arrangements that verl uses with the saved sizes.
+and one for everything outside the layers, concatenated, padded and split over the ranks. The names of each number are
+found by comparing the arrangements that verl uses with the saved sizes.
 """
 
 import json
@@ -27,6 +26,9 @@ from hybridrl.config.files import VERL_SHARDS
 SETTINGS, DATA = "fsdp_config.json", "data.pt"
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"  # kinds of files
 STEP, HEAD = "step", "lm_head.weight"
+
+# A parameter's number, and where its elements start in the concatenated parts of the first so many ranks.
+Slice = tuple[int, int, int]
 
 # What is not restored, and why.
 NOT_FROM_VERL = {
@@ -146,15 +148,6 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """A parameter's number, and where its elements start in the concatenated parts of the first `ranks` ranks."""
-
-    number: int
-    start: int
-    ranks: int
-
-
 def read_moments(directory: Path, model: dict[str, Tensor]) -> tuple[dict[str, Tensors], int]:
     """Open the optimizer's state (exp_avg, exp_avg_sq, step) by the model's parameter names; also return the number of
     updates. Raises ConfigError if a file is missing or damaged, or the numbers do not match the parameters."""
@@ -175,14 +168,14 @@ def read_moments(directory: Path, model: dict[str, Tensor]) -> tuple[dict[str, T
         )
 
     def chunks(kind: str, name: str) -> Iterator[Chunk]:
-        piece, expected = slices[name], model[name]
+        (number, start, ranks), expected = slices[name], model[name]
         with reading(directory / f"{kind} of {name}"):
-            held = files.held(piece.number, kind)
+            held = files.held(number, kind)
             if isinstance(held[0], Record):
                 yield from _chunks(held)
                 return
-            elements, start = [], piece.start
-            for stored in held[: piece.ranks]:
+            elements = []
+            for stored in held[:ranks]:
                 if stored is not None:
                     flat = stored.mapped().flatten()
                     elements.append(flat[max(start, 0) : max(start + expected.numel(), 0)])
@@ -190,14 +183,14 @@ def read_moments(directory: Path, model: dict[str, Tensor]) -> tuple[dict[str, T
             yield [0] * expected.dim(), torch.cat(elements).view(expected.shape)
 
     scalars = {name: blank(torch.Size(), torch.float32) for name in slices}
-    moments = {STEP: Tensors(files.form, scalars, lambda name: [((), torch.tensor(steps[slices[name].number]))])}
+    moments = {STEP: Tensors(files.form, scalars, lambda name: [((), torch.tensor(steps[slices[name][0]]))])}
     for kind, dtype in kinds.items():
         meta = {name: blank(model[name].shape, dtype) for name in slices}
         moments[kind] = Tensors(files.form, meta, partial(chunks, kind))
     return moments, int(max(steps.values()))
 
 
-def _find_slices(saved: list[list[Any]], numbers: list[int], model: dict[str, Tensor]) -> dict[str, _Slice]:
+def _find_slices(saved: list[list[Any]], numbers: list[int], model: dict[str, Tensor]) -> dict[str, Slice]:
     """Return each parameter's slice in the first arrangement that fits, or nothing. An arrangement has one unit per
     number, the names of the parameters that share it."""
 
@@ -214,7 +207,7 @@ def _find_slices(saved: list[list[Any]], numbers: list[int], model: dict[str, Te
     for units, ranks in product(candidates, sharded_over):
         if all(fits(unit, held, ranks) for unit, held in zip(units, saved, strict=True)):
             return {
-                name: _Slice(number, sum(model[before].numel() for before in unit[:index]), ranks)
+                name: (number, sum(model[before].numel() for before in unit[:index]), ranks)
                 for number, unit in zip(numbers, units, strict=True)
                 for index, name in enumerate(unit)
             }
