@@ -66,21 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     options = {"parents": [common], "epilog": EPILOG, "formatter_class": parser.formatter_class}
     add = operations.add_parser("merge", help="write a Hugging Face directory and check it", **options).add_argument
     add("--target_dir", type=Path, default=Path("tmp"), metavar="DIR", help="where to write (tmp)")
-    add(
-        "--lora",
-        choices=["merged", "adapter", "both"],
-        default="merged",
-        help="what to write for a LoRA adapter: base and adapter merged (merged), the adapter in peft's layout "
-        "(adapter), or both, the adapter in lora_adapter/ (merged)",
+    lora = (
+        "what to write for a LoRA adapter: base and adapter merged (merged), the adapter in peft's layout (adapter), "
     )
+    lora += "or both, the adapter in lora_adapter/ (merged)"
+    add("--lora", choices=["merged", "adapter", "both"], default="merged", help=lora)
     dtypes = ["float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, help="type of the weights (the one that the run computed in)")
-    add(
-        "--verify",
-        choices=["tensors", "transformers", "vllm"],
-        default="tensors",
-        help="check each tensor bit for bit (tensors), and also outputs of the loaded model in transformers or vLLM",
-    )
+    verify = "check each tensor bit for bit (tensors), and also outputs of the loaded model in transformers or vLLM"
+    add("--verify", choices=["tensors", "transformers", "vllm"], default="tensors", help=verify)
     add("--hf_upload_path", metavar="REPO", help="upload to this Hugging Face repository, with the token in HF_TOKEN")
     add("--private", action="store_true", help="create that repository as a private one")
     test = operations.add_parser("test", help="compare the shards with a Hugging Face directory", **options)

@@ -62,15 +62,8 @@ class TerminalSink(Sink):
         self._console, self._clock = console, clock
         self._total_steps, self._step = total_steps, start_step
         self._step_ends: list[float] = []
-        self._progress = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            refresh_per_second=2,
-        )
+        done, left = (BarColumn(), MofNCompleteColumn(), TextColumn("steps")), TextColumn("{task.fields[left]}")
+        self._progress = Progress(*done, TimeElapsedColumn(), left, console=console, refresh_per_second=2)
         self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="")
         self._last_line = float("-inf")
         self._progress.start()
