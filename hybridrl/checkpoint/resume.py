@@ -115,10 +115,8 @@ def check_compatible(
     for key, base in (bases or {}).items():
         if checkpoint.state.get("bases", {}).get(key, base) != base:
             path = reduce(lambda section, name: section[name], key.split("."), config)
-            raise ConfigError(
-                f"{key}={path}: the adapter saved in {checkpoint.path} was trained on a model with other weights",
-                fix="name that model, or start from scratch: trainer.resume_mode=disable",
-            )
+            cause = f"{key}={path}: the adapter saved in {checkpoint.path} was trained on a model with other weights"
+            raise ConfigError(cause, fix="name that model, or start from scratch: trainer.resume_mode=disable")
     before = config
     if is_intact(checkpoint.path, CONFIG):
         before = yaml.safe_load((checkpoint.path / CONFIG).read_text(encoding="utf-8"))
@@ -190,10 +188,8 @@ def check_changes(changes: list[Change], allow: list[str], reset_optimizer: bool
     lines += [f"  {change}" for change in (*impossible, *forbidden)]
     if forbidden:
         names = dict.fromkeys([*allow, *(change.key for change in forbidden)])
-        lines.append(
-            f"if {'the other changes are' if impossible else 'this is'} intended: "
-            f"trainer.resume_allow=[{','.join(names)}]"
-        )
+        intended = "the other changes are" if impossible else "this is"
+        lines.append(f"if {intended} intended: trainer.resume_allow=[{','.join(names)}]")
     lines.append("otherwise restore the old values, or start from scratch: trainer.resume_mode=disable")
     raise ConfigError("\n".join(lines))
 

@@ -175,10 +175,8 @@ def _publishing(target: Path, meta: dict[str, Tensor]) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     free, size = shutil.disk_usage(target.parent).free, sum(tensor.nbytes for tensor in meta.values())
     if free < size:
-        raise ConfigError(
-            f"{target.parent} has {free / 1e9:.1f} GB free, and the model takes {size / 1e9:.1f}",
-            fix="free some space, name another --target_dir, or write a smaller --dtype",
-        )
+        cause = f"{target.parent} has {free / 1e9:.1f} GB free, and the model takes {size / 1e9:.1f}"
+        raise ConfigError(cause, fix="free some space, name another --target_dir, or write a smaller --dtype")
     shutil.rmtree(writing, ignore_errors=True)
     try:
         yield writing
