@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import KLWeight, penalized
+from hybridrl.algorithms.objective import KLWeight, penalized
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.batch import Batch
 from hybridrl.config.catalog import Estimator

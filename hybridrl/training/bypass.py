@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import Totals
+from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch, spans
 from hybridrl.training.fsdp import reshard
 from hybridrl.training.learner import Learner, MiniBatch, Prepare, RunInputs, unchanged

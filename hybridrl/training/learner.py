@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl import device as devices
-from hybridrl.algorithms.aggregation import Totals
+from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
 from hybridrl.training.fsdp import full_tensor, host_parameters, move_parameters, reshard, shard_and_fill

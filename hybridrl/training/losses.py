@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import Totals, token_weights, value_loss
-from hybridrl.algorithms.kl import kl_estimate
 from hybridrl.algorithms.lookup import bind, find_policy_loss
+from hybridrl.algorithms.objective import Totals, kl_estimate, token_weights, value_loss
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.batch import Batch
 from hybridrl.training.token_outputs import LossGradient, TokenOutputs

@@ -48,10 +48,7 @@ class TokenModel(nn.Module):
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
         hidden = self.model.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            packed=inputs.packed,
-            use_cache=False,
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
         ).last_hidden_state
         return hidden.flatten(0, 1)[inputs.predictors]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl import device as devices
-from hybridrl.algorithms.aggregation import Totals
+from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch
 from hybridrl.checkpoint.published import parts as parts_of
 from hybridrl.checkpoint.write import export_model, export_settings

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.aggregation import Totals
-from hybridrl.algorithms.agreement import Agreement
+from hybridrl.algorithms.batch_metrics import Agreement
 from hybridrl.algorithms.lookup import bind, find_policy_loss, imported
+from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group, Pending

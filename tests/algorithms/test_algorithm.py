@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.kl import KLWeight
+from hybridrl.algorithms.objective import KLWeight
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.config.catalog import Estimator
 from tests.algorithms.parameters import estimator
