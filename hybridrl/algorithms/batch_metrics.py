@@ -14,11 +14,9 @@ LIMITS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}
 
 
 def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, float]:
-    """Scores, rewards, advantages, values, lengths and groups of a step; metrics of empty fields are left out.
-
-    The entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all other metrics are
-    of those in the present one.
-    """
+    """Scores, rewards, advantages, values, lengths and groups of a step; metrics of empty fields are left out. The
+    entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all other metrics are of
+    those in the present one."""
     written = batch.response_mask
     sampled = written if sampled is None else sampled
     metrics = (
@@ -51,10 +49,8 @@ def value_metrics(batch: Batch) -> dict[str, float]:
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """Difference between rollout log-probs and training log-probs of the sampled tokens, given the same weights.
-
-    Over the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored.
-    """
+    """Difference between rollout log-probs and training log-probs of the sampled tokens, given the same weights. Over
+    the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored."""
     if batch.old_log_probs is None or batch.rollout_log_probs is None or not batch.response_mask.any():
         return {}
     # In double precision: in single, k3 and chi-squared of a mean log-ratio of 1e-4 are rounding error.

@@ -71,11 +71,9 @@ def imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], values: Mapping[str, Any], rows: int = 1) -> Callable[..., Any]:
-    """The function with its parameters bound; its first `rows` arguments are left to the caller.
-
-    A parameter is bound to the value of its name. Custom functions may have one further positional parameter, of any
-    other name: it is bound to a namespace of all values.
-    """
+    """The function with its parameters bound; its first `rows` arguments are left to the caller. A parameter is bound
+    to the value of its name. Custom functions may have one further positional parameter, of any other name: it is bound
+    to a namespace of all values."""
     parameters = list(signature(function).parameters.values())
     keywords = {item.name: values[item.name] for item in parameters if item.name in values}
     further = [item.name for item in parameters[rows:] if item.kind is Parameter.POSITIONAL_OR_KEYWORD]

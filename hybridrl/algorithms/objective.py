@@ -60,9 +60,7 @@ def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -
 
 def value_loss(values: Tensor, batch: Batch, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss per token: PPO's clipped value loss (as in Schulman et al.'s code, 2017); statistics per token.
-
-    0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2): R are the batch's `returns`, v_old its `values`.
-    """
+    0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2): R are the batch's `returns`, v_old its `values`."""
     near = values.clamp(batch.values - clip, batch.values + clip)
     free, clipped = (values - batch.returns).square(), (near - batch.returns).square()
     loss = 0.5 * torch.maximum(free, clipped)
@@ -108,10 +106,8 @@ class KLWeight:
 
 
 def penalized(batch: Batch, form: str, weight: float) -> tuple[Tensor, float]:
-    """Token rewards less the weighted KL of each token, and the KL as verl logs it: the mean of the rows' means.
-
-    `form` is one of `kl_estimate`'s, or "full": the sum over the vocabulary, which the model computed.
-    """
+    """Token rewards less the weighted KL of each token, and the KL as verl logs it: the mean of the rows' means. `form`
+    is one of `kl_estimate`'s, or "full": the sum over the vocabulary, which the model computed."""
     full = form == "full"
     kl = batch.reference_kl if full else kl_estimate(batch.old_log_probs, batch.reference_log_probs, form)
     kl = torch.where(batch.response_mask, kl, 0.0)

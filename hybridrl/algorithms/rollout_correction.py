@@ -24,11 +24,9 @@ SAFE = 20.0  # log-ratios are clamped to [-20, 20] before they are exponentiated
 
 @dataclass(frozen=True)
 class Rejection:
-    """Tokens (token_*) or complete rows (seq_*) are rejected if an estimate of the divergence is out of bounds.
-
-    k1, k2 and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). The bounds of k1 are
-    those of exp(k1), as in verl: of the engine's probability over the trainer's. k2 and k3 have no `lower`.
-    """
+    """Tokens (token_*) or complete rows (seq_*) are rejected if an estimate of the divergence is out of bounds. k1, k2
+    and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). The bounds of k1 are those of
+    exp(k1), as in verl: of the engine's probability over the trainer's. k2 and k3 have no `lower`."""
 
     option: str
     lower: float | None
@@ -102,9 +100,7 @@ class RolloutCorrection:
 
     def weights(self, log_ratio: Tensor, batch: Batch) -> Tensor | None:
         """The weight of each token, without gradient [response tokens]; 0 where the policy did not write it.
-
-        `batch_normalize` applies in `apply` only: here the rows may be a micro-batch, whose mean is not the batch's.
-        """
+        `batch_normalize` applies in `apply` only: here the rows may be a micro-batch, whose mean is not the batch's."""
         if self.level is None:
             return None
         ratios = self._ratios(log_ratio, batch)
@@ -122,22 +118,25 @@ class RolloutCorrection:
         return kept
 
     def apply(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Fill the weights and remove rejected tokens from the response mask; metrics of both.
-
-        With `batch_normalize` the weights are divided by their mean, over tokens or over rows depending on `level`.
-        Metrics describe the rows before that; there are none if the policy wrote nothing.
-        """
+        """Fill the weights and remove rejected tokens from the response mask; metrics of both. With `batch_normalize`
+        the weights are divided by their mean, over tokens or over rows depending on `level`. Metrics describe the rows
+        before that; there are none if the policy wrote nothing."""
         log_ratio = batch.old_log_probs - batch.rollout_log_probs
         weights, kept = self.weights(log_ratio, batch), self.kept(log_ratio, batch)
-        metrics: dict[str, float] = {}
-        if batch.response_mask.any():
-            metrics = self._metrics(log_ratio, weights, kept, batch)
-            if weights is not None and self.batch_normalize:
+        groups: dict[str, dict[str, float]] = {}
+        written = bool(batch.response_mask.any())
+        if written and weights is not None:
+            groups["is"] = self._weight_metrics(self._ratios(log_ratio, batch), weights, batch)
+            if self.batch_normalize:
                 mean = float(of_written(weights, batch, self._by_row).mean())
-                # Every weight may be 0.
-                factor = mean if mean > 1e-8 else 1.0
-                weights, metrics["rollout_corr/rollout_is_batch_norm_factor"] = weights / factor, factor
-        return replace(batch, importance_weights=weights, response_mask=kept), metrics
+                factor = mean if mean > 1e-8 else 1.0  # every weight may be 0
+                weights, groups["is"]["batch_norm_factor"] = weights / factor, factor
+        if written and self.rejections:
+            groups |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
+            groups["rs"] = masked_fractions(kept, batch)
+        metrics = {f"rollout_{group}_{name}": groups[group][name] for group in groups for name in groups[group]}
+        corrected = replace(batch, importance_weights=weights, response_mask=kept)
+        return corrected, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
     @property
     def by_token(self) -> bool:
@@ -156,23 +155,10 @@ class RolloutCorrection:
             log_ratio = rows[batch.response_row]
         return log_ratio.clamp(-SAFE, SAFE).exp()
 
-    def _metrics(self, log_ratio: Tensor, weights: Tensor | None, kept: Tensor, batch: Batch) -> dict[str, float]:
-        groups = {}
-        if weights is not None:
-            groups["is"] = self._weight_metrics(self._ratios(log_ratio, batch), weights, batch)
-        if self.rejections:
-            groups |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
-            groups["rs"] = masked_fractions(kept, batch)
-        return {
-            f"rollout_corr/rollout_{group}_{name}": value for group in groups for name, value in groups[group].items()
-        }
-
     def _weight_metrics(self, ratios: Tensor, weights: Tensor, batch: Batch) -> dict[str, float]:
-        """Metrics of the weights, and the shares of the underlying ratios that are out of bounds.
-
-        As in verl, extremes of row ratios are taken before truncation, those of token ratios after. The effective
-        sample size is a share of all tokens.
-        """
+        """Metrics of the weights, and the shares of the underlying ratios that are out of bounds. As in verl, extremes
+        of row ratios are taken before truncation, those of token ratios after. The effective sample size is a share of
+        all tokens."""
         bounds = 1 / self.upper if self.lower is None else self.lower, self.upper
         tokens, rows = of_written(weights, batch, by_row=False), of_written(weights, batch, by_row=True)
         bounded, of_rows = of_written(ratios, batch, self._by_row), of_written(ratios, batch, by_row=True)
@@ -230,10 +216,8 @@ def _row_metrics(rows: Tensor, ideal: float) -> dict[str, float]:
 def parse_rejections(
     options: str | list[str] | None, thresholds: str | float | list[str] | list[float] | None
 ) -> tuple[Rejection, ...]:
-    """Rejections from names and bounds, each a list or text with commas; one bound may apply to all.
-
-    Raises ValueError, with a message for the user.
-    """
+    """Rejections from names and bounds, each a list or text with commas; one bound may apply to all. Raises ValueError,
+    with a message for the user."""
     names, bounds = list(dict.fromkeys(_parts(options))), _parts(thresholds)
     if not names:
         return ()
@@ -248,15 +232,24 @@ def parse_rejections(
         )
     if len(bounds) == 1:
         bounds *= len(names)
-    return tuple(_rejection(name, bound) for name, bound in zip(names, bounds, strict=True))
+    rejections = []
+    for name, bound in zip(names, bounds, strict=True):
+        if name.endswith("k1"):
+            try:
+                lower, upper = parse_threshold(bound)
+            except ValueError as error:
+                raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
+            rejections.append(Rejection(name, 1 / upper if lower is None else lower, upper))
+        elif 0 < _number(bound) < math.inf:
+            rejections.append(Rejection(name, None, _number(bound)))
+        else:
+            raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
+    return tuple(rejections)
 
 
 def parse_threshold(text: str | float) -> tuple[float | None, float]:
-    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper).
-
-    Raises ValueError, with a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out
-    of bounds.
-    """
+    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper). Raises ValueError, with
+    a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out of bounds."""
     *lower, upper = (_number(part) for part in str(text).split("_"))
     if len(lower) > 1 or not all(0 < bound <= 1 for bound in lower) or not 1 <= upper < math.inf:
         raise ValueError(
@@ -264,18 +257,6 @@ def parse_threshold(text: str | float) -> tuple[float | None, float]:
             f"lower and an upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
         )
     return (lower[0] if lower else None), upper
-
-
-def _rejection(name: str, bound: str) -> Rejection:
-    if name.endswith("k1"):
-        try:
-            lower, upper = parse_threshold(bound)
-        except ValueError as error:
-            raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
-        return Rejection(name, 1 / upper if lower is None else lower, upper)
-    if not 0 < _number(bound) < math.inf:
-        raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
-    return Rejection(name, None, _number(bound))
 
 
 def _parts(value: str | float | list[str] | list[float] | None) -> list[str]:

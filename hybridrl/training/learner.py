@@ -7,8 +7,7 @@ rows that caused it are written to a file.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -47,8 +46,7 @@ class LearnerConfig:
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Return the type of the model's own parameters: with an adapter they never change and need no higher
-        precision than the computation."""
+        """Return the type of the model's own parameters: with an adapter they never change, so the computation's."""
         return self.compute_dtype if self.model.lora_rank else getattr(torch, self.fsdp.model_dtype)
 
 
@@ -66,35 +64,25 @@ Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
 # Rows and mini-batch as they are trained on, and shares of metrics measured before the gradient.
-RunInputs = tuple[Batch, MiniBatch, dict[str, Tensor]]
-Prepare = Callable[[Batch, MiniBatch], RunInputs]
+Prepared = tuple[Batch, MiniBatch, dict[str, Tensor]]
+Prepare = Callable[[Batch, MiniBatch], Prepared]
 
 
-def unchanged(batch: Batch, mini_batch: MiniBatch) -> RunInputs:
-    return batch, mini_batch, {}
-
-
+@dataclass(eq=False)
 class Learner:
     """One rank's part of a model in training. `dump_prefix` is the path prefix of the files with a skipped update's
     rows. The ranks of a sequence-parallel `group` have the same rows: each returns the same shares, which count once.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        fsdp: FSDPConfig,
-        device: torch.device,
-        *,
-        padded: bool,
-        dump_prefix: Path,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        self.model, self.optimizers, self.device = model, optimizers, device
-        self.padded, self.dump_prefix, self.group = padded, dump_prefix, group
-        self.offloads = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
-        self.host_parameters: dict[nn.Parameter, Tensor] = {}  # filled when the parameters are first offloaded
-        self.on_host = False
+    model: nn.Module
+    optimizers: Optimizers
+    fsdp: FSDPConfig
+    device: torch.device
+    padded: bool
+    dump_prefix: Path
+    group: ProcessGroup | None = None
+    host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
+    on_host: bool = False
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""
@@ -108,14 +96,15 @@ class Learner:
         clip: float,
         step: int,
         on_retry: Callable[[], object] = bool,
-        prepare: Prepare = unchanged,
+        prepare: Prepare | None = None,
     ) -> list[Shares]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each metric (shares add up over ranks,
         counting one per group). `on_retry` is called before a mini-batch is repeated."""
         self.model.train()
         metrics, scale = [], self.optimizers.loss_scale
         ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up
-        for number, (part, mini_batch, more) in enumerate(map(partial(prepare, batch), mini_batches), 1):
+        for number, mini_batch in enumerate(mini_batches, 1):
+            part, mini_batch, more = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
             factor = scale.factor
             shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
             # A finite loss with an infinite gradient is what float16 makes of a loss scale that is too large: no row is
@@ -172,12 +161,13 @@ class Learner:
                 shares[name] = shares.get(name, 0.0) + value.detach()
         return total.detach()
 
-    def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare) -> dict[str, Tensor]:
+    def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare | None = None) -> dict:
         """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
         self.model.train()
-        part, mini_batch, _ = prepare(batch, mini_batch)
+        if prepare:
+            batch, mini_batch, _ = prepare(batch, mini_batch)
         for rows in mini_batch.micro_batches:
-            self.backward(part, rows, mini_batch.totals, loss)
+            self.backward(batch, rows, mini_batch.totals, loss)
         self.optimizers.loss_scale.undo(self.model)
         named = self.model.named_parameters()
         gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
@@ -186,9 +176,7 @@ class Learner:
 
     def _write_rows(self, batch: Batch, mini_batch: MiniBatch, finite: Tensor, all_finite: bool, name: str) -> None:
         """Write the micro-batches whose loss is not finite to a file, for diagnosis: `torch.load` gives a dictionary.
-
-        If the losses of all ranks are finite, any row may be the cause: then all rows are written, with only tokens.
-        """
+        If the losses of all ranks are finite, any row may be the cause: then all rows are written, with only tokens."""
         if self.group is not None and self.group.rank():
             return  # another rank writes the same
         suspects = torch.ones_like(finite) if all_finite else ~finite
@@ -204,7 +192,8 @@ class Learner:
 
     def offload(self, *, to_host: bool) -> None:
         """Move the parameters to or from host memory, if the configuration allows them to leave the device."""
-        if not self.offloads or self.on_host == to_host:
+        offloads = self.fsdp.param_offload and not self.fsdp.offload_policy and self.device.type != "cpu"
+        if not offloads or self.on_host == to_host:
             return
         if to_host:
             self.host_parameters = self.host_parameters or host_parameters(self.model)
@@ -225,8 +214,7 @@ def build_learner(
     collective_timeout: float,
     dump_prefix: Path,
 ) -> Learner:
-    """Shard a model without weights, with an adapter if one is configured, load it and create its optimizers;
-    collective."""
+    """Shard a model without weights, with its adapter if it has one, load it and create its optimizers; collective."""
     model, fsdp = config.model, config.fsdp
     if model.lora_rank:
         add_adapter(blank.model, model, getattr(torch, fsdp.model_dtype), seed, f"the {dump_prefix.name}'s model")

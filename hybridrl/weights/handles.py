@@ -13,6 +13,8 @@ import torch
 from hybridrl import device as devices
 
 Handle = dict[str, Any]
+# What torch.multiprocessing would pickle for a storage after its device, by name.
+CUDA_STORAGE = ("memory", "storage_bytes", "offset", "counter", "counter_offset", "event", "synchronise")
 
 
 class SharedBuffer:
@@ -21,7 +23,8 @@ class SharedBuffer:
     def __init__(self, size: int, device: torch.device) -> None:
         if device.type == "cuda":
             self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
-            self.handle: Handle = _cuda_handle(self.tensor)
+            _, *shared = self.tensor.untyped_storage()._share_cuda_()
+            self.handle: Handle = dict(zip(CUDA_STORAGE, shared, strict=True)) | {"size": size}
         else:
             descriptor = os.memfd_create("hybridrl-weights", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
@@ -42,7 +45,15 @@ class SharedBuffer:
 def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
     """Return the sender's memory as a uint8 tensor of this process; RuntimeError if it cannot be opened."""
     try:
-        return _open_cuda(handle, device) if device.type == "cuda" else _open_file(handle)
+        if device.type == "cuda":
+            shared = (handle[name] for name in CUDA_STORAGE)
+            storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *shared)
+            return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (handle["size"],))
+        descriptor = os.open(f"/proc/{handle['pid']}/fd/{handle['descriptor']}", os.O_RDWR)
+        try:
+            return torch.frombuffer(mmap.mmap(descriptor, handle["size"]), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError, RuntimeError) as error:
         raise RuntimeError(
             f"the engine cannot open the trainer's memory ({error}): both must run on one machine and share its "
@@ -53,41 +64,3 @@ def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
 def digest(buffer: torch.Tensor) -> int:
     """Return a checksum of a uint8 buffer whose size is a multiple of 8: the sum of its 64-bit words, modulo 2**64."""
     return int(buffer.view(torch.int64).sum())
-
-
-def _open_file(handle: Handle) -> torch.Tensor:
-    path = f"/proc/{handle['pid']}/fd/{handle['descriptor']}"
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, handle["size"]), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
-
-
-def _cuda_handle(tensor: torch.Tensor) -> Handle:
-    """Return what torch.multiprocessing would pickle for this storage, as plain data."""
-    _, memory, size, offset, counter, counter_offset, event, synchronise = tensor.untyped_storage()._share_cuda_()
-    return {
-        "memory": memory,
-        "storage_bytes": size,
-        "offset": offset,
-        "counter": counter,
-        "counter_offset": counter_offset,
-        "event": event,
-        "synchronise": synchronise,
-        "size": tensor.numel(),
-    }
-
-
-def _open_cuda(handle: Handle, device: torch.device) -> torch.Tensor:
-    storage = torch.UntypedStorage._new_shared_cuda(
-        device.index or 0,
-        handle["memory"],
-        handle["storage_bytes"],
-        handle["offset"],
-        handle["counter"],
-        handle["counter_offset"],
-        handle["event"],
-        handle["synchronise"],
-    )
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (handle["size"],))

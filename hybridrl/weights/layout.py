@@ -1,12 +1,15 @@
 """Layout of a model's tensors in buckets, computed once from names, shapes and types."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 ALIGNMENT = 64
+LAYER = re.compile(r"(.*?\.)??\d+(?=\.|$)")  # the name of a layer: that of its tensors up to the first number
 
 
 @dataclass(frozen=True)
@@ -56,21 +59,28 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
     separate bucket. Parameters outside the layers (embedding, last norm, head) come last and together whatever their
     size, as an engine that pads the vocabulary reads them only at the end.
     """
-    limit //= 2
-    layers: dict[str, list[tuple[str, torch.Size, torch.dtype]]] = {}
-    for item in parameters:
-        layers.setdefault(_layer(item[0]), []).append(item)
+    layers: dict[str, list[Tensor]] = {}
+    for name, shape, dtype in parameters:
+        layer = LAYER.match(name)
+        size = math.prod(shape) * dtype.itemsize
+        tensor = Tensor(name, list(shape), str(dtype).removeprefix("torch."), 0, size)
+        layers.setdefault(layer[0] if layer else "", []).append(tensor)
     rest = layers.pop("", [])
-    groups: list[list[tuple[str, torch.Size, torch.dtype]]] = []
-    size = limit + 1
+    groups: list[list[Tensor]] = []
+    taken = limit + 1  # bytes of the last group: the first layer begins one
     for layer in layers.values():
-        more = sum(_aligned(_bytes(shape, dtype)) for _, shape, dtype in layer)
-        if size + more > limit:
+        more = sum(map(_aligned, layer))
+        if taken + more > limit // 2:
             groups.append([])
-            size = 0
+            taken = 0
         groups[-1].extend(layer)
-        size += more
-    buckets = [_place(group) for group in [*groups, rest] if group]
+        taken += more
+    buckets = []
+    for group in filter(None, [*groups, rest]):
+        ends = list(accumulate(map(_aligned, group), initial=0))
+        buckets.append(
+            Bucket([replace(tensor, offset=end) for tensor, end in zip(group, ends, strict=False)], ends[-1])
+        )
     second = max((bucket.bytes for bucket in buckets[::2]), default=0)
     return [replace(bucket, start=number % 2 * second) for number, bucket in enumerate(buckets)]
 
@@ -80,27 +90,5 @@ def buffer_bytes(buckets: Sequence[Bucket]) -> int:
     return max((bucket.start + bucket.bytes for bucket in buckets), default=0)
 
 
-def _layer(name: str) -> str:
-    """Return the name up to its first number: one string per layer, empty for parameters outside the layers."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return ""
-
-
-def _bytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def _aligned(size: int) -> int:
-    return math.ceil(size / ALIGNMENT) * ALIGNMENT
-
-
-def _place(group: list[tuple[str, torch.Size, torch.dtype]]) -> Bucket:
-    tensors, offset = [], 0
-    for name, shape, dtype in group:
-        size = _bytes(shape, dtype)
-        tensors.append(Tensor(name, list(shape), str(dtype).removeprefix("torch."), offset, size))
-        offset += _aligned(size)
-    return Bucket(tensors, offset)
+def _aligned(tensor: Tensor) -> int:
+    return math.ceil(tensor.bytes / ALIGNMENT) * ALIGNMENT
