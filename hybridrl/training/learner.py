@@ -59,7 +59,7 @@ class MiniBatch:
 
 
 # Maps the rows of a micro-batch and the totals of its mini-batch to this micro-batch's share of the loss and of each
-# metric. Totals are None for a dummy row (see `Learner.backward`): the loss is then 0 times the model's outputs.
+# metric. Totals are None for a dummy row (see `Learner._gradient`): the loss is then 0 times the model's outputs.
 Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
@@ -137,7 +137,17 @@ class Learner:
         """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics, which micro-batches
         have a finite loss, whether those of all ranks do, and the norm before clipping, the same on every rank."""
         shares: dict[str, Tensor] = {}
-        losses = [self.backward(batch, rows, mini_batch.totals, loss, shares) for rows in mini_batch.micro_batches]
+        losses = []
+        for rows in mini_batch.micro_batches:
+            # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is
+            # empty therefore runs one dummy row with a loss of 0: otherwise the others' collectives would wait forever.
+            total, metrics = loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
+            # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks
+            # of a group share a loss, each has the gradient of its own slice.
+            (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
+            losses.append(total.detach())
+            for name, value in ({"loss": total} | metrics).items() if rows else ():
+                shares[name] = shares.get(name, 0.0) + value.detach()
         self.optimizers.loss_scale.undo(self.model)
         finite = torch.stack(losses).isfinite()
         # An infinite loss may leave the gradient finite, so the ranks exchange it.
@@ -146,29 +156,12 @@ class Learner:
         norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)))
         return shares, finite, not broken, norm
 
-    def backward(
-        self, batch: Batch, rows: list[int], totals: Totals, loss: Loss, shares: dict[str, Tensor] | None = None
-    ) -> Tensor:
-        """Run forward and backward of one micro-batch. Returns the loss."""
-        # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is empty
-        # therefore runs one dummy row with a loss of 0; without it the others' collectives would wait forever.
-        total, metrics = loss(batch.select(rows or [0]), totals if rows else None)
-        # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks of a
-        # group share a loss, each has the gradient of its own slice.
-        (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
-        if rows and shares is not None:
-            for name, value in ({"loss": total} | metrics).items():
-                shares[name] = shares.get(name, 0.0) + value.detach()
-        return total.detach()
-
     def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare | None = None) -> dict:
         """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
         self.model.train()
         if prepare:
             batch, mini_batch, _ = prepare(batch, mini_batch)
-        for rows in mini_batch.micro_batches:
-            self.backward(batch, rows, mini_batch.totals, loss)
-        self.optimizers.loss_scale.undo(self.model)
+        self._gradient(batch, mini_batch, loss, math.inf)
         named = self.model.named_parameters()
         gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
         self.optimizers.zero_grad()

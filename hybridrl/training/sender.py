@@ -10,8 +10,7 @@ from hybridrl.checkpoint.published import parts
 from hybridrl.training.fsdp import full_tensor, full_tensors, reshard
 from hybridrl.training.lora import merged
 from hybridrl.training.model import LanguageModel, adapter_parameters, pairs, without_pairs
-from hybridrl.weights.handles import Handle, SharedBuffer, digest
-from hybridrl.weights.layout import Bucket, SyncPlan, buffer_bytes, plan_buckets
+from hybridrl.weights.buckets import Bucket, Handle, SharedBuffer, SyncPlan, buffer_bytes, digest, plan_buckets
 
 
 class Sender:

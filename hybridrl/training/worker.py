@@ -34,8 +34,7 @@ from hybridrl.training.packing import MicroBatches, ModelInputs
 from hybridrl.training.sender import Sender
 from hybridrl.training.state import StateWriter, load_state, state_of
 from hybridrl.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
-from hybridrl.weights.handles import Handle
-from hybridrl.weights.layout import Bucket, SyncPlan
+from hybridrl.weights.buckets import Bucket, Handle, SyncPlan
 
 # A model's outputs for all rows of a rank, one array per kind; empty if the rank has no rows. Ray does not copy arrays.
 Columns = list[np.ndarray | None]

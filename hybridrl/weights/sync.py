@@ -8,8 +8,7 @@ import torch
 
 from hybridrl.batch import Batch, token_rows
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.weights.handles import Handle
-from hybridrl.weights.layout import Bucket, SyncPlan
+from hybridrl.weights.buckets import Bucket, Handle, SyncPlan
 
 # Largest allowed differences between the probe's log-probs of engine and trainer after a weight sync: mean and maximum.
 # In float32 1e-6 to 1e-5 were measured, and one update at the quickstart's learning rate causes more than 0.1. In

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.batch import token_rows
-from hybridrl.weights.layout import Bucket, SyncPlan
+from hybridrl.weights.buckets import Bucket, SyncPlan
 from hybridrl.weights.sync import ColocatedSync, StaleWeights
 
 MODEL, ADAPTER = [Bucket([], 64), Bucket([], 128, start=64)], [Bucket([], 8)]
