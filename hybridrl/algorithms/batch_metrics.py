@@ -124,11 +124,7 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
     if not len(values):
         return {}
     values = values.float()
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
 
 
 class Disagreement(RuntimeError):

@@ -14,18 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl import device as devices
 from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
-from hybridrl.training.fsdp import full_tensor, host_parameters, move_parameters, reshard, shard_and_fill
-from hybridrl.training.lora import add_adapter, load_adapter
-from hybridrl.training.model import LanguageModel, ValueModel, packed_rows_interact
+from hybridrl.training.fsdp import full_tensor, host_parameters, move_parameters
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, lay_out
-from hybridrl.training.sequence_parallel import sequence_group, slice_of
+from hybridrl.training.sequence_parallel import slice_of
 
 MOST_FILES = 100  # of skipped updates that a rank writes per model
 
@@ -197,42 +194,9 @@ class Learner:
         self.on_host = to_host
 
 
-def build_learner(
-    blank: LanguageModel | ValueModel,
-    config: LearnerConfig,
-    grid: DeviceMesh,
-    device: torch.device,
-    *,
-    seed: int,
-    collective_timeout: float,
-    dump_prefix: Path,
-) -> Learner:
-    """Shard a model without weights, with its adapter if it has one, load it and create its optimizers; collective."""
-    model, fsdp = config.model, config.fsdp
-    if model.lora_rank:
-        add_adapter(blank.model, model, getattr(torch, fsdp.model_dtype), seed, f"the {dump_prefix.name}'s model")
-    sharded = shard_and_fill(blank, model.path, fsdp, grid, device, offloaded=fsdp.offload_policy)
-    if model.lora_rank and model.lora_adapter_path:
-        load_adapter(sharded.model, Path(model.lora_adapter_path))
-    optimizers = Optimizers(
-        sharded,
-        config.optimizer,
-        config.total_updates,
-        dtype=config.compute_dtype,
-        updates_per_step=config.updates_per_step,
-        # Under offload_policy the optimizer steps in host memory, where parameters and moments already are.
-        offloaded=fsdp.optimizer_offload and not fsdp.offload_policy and device.type == "cuda",
-    )
-    group = sequence_group(fsdp.ulysses_sequence_parallel_size, collective_timeout)
-    padded = not model.use_remove_padding or (group is None and packed_rows_interact(sharded, device))
-    reshard(sharded)
-    return Learner(sharded, optimizers, fsdp, device, padded=padded, dump_prefix=dump_prefix, group=group)
-
-
-def on_device(learner: Learner, *others: Learner | None) -> Learner:
-    """Return this learner with its parameters on the device; others that may be offloaded are offloaded first."""
-    for other in others:
-        if other is not None:
-            other.offload(to_host=True)
+def on_device(learner: Learner, other: Learner | None) -> Learner:
+    """Return this learner with its parameters on the device; the other is offloaded first, if it may be."""
+    if other is not None:
+        other.offload(to_host=True)
     learner.offload(to_host=False)
     return learner

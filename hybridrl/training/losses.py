@@ -1,6 +1,7 @@
 """From a model's outputs for a micro-batch to its share of the mini-batch's loss and of each metric; and bypass mode's
 rejection of tokens before each update."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,8 +15,9 @@ from hybridrl.algorithms.objective import Totals, kl_estimate, token_weights, va
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.batch import Batch, spans
 from hybridrl.training.fsdp import reshard
-from hybridrl.training.learner import Learner, MiniBatch, Prepare, Prepared
-from hybridrl.training.token_outputs import LossGradient, TokenOutputs
+from hybridrl.training.learner import Learner, Loss, MiniBatch, Prepare, Prepared
+from hybridrl.training.packing import ModelInputs
+from hybridrl.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -100,17 +102,53 @@ def gradient_function(part: Batch, totals: Totals, loss: LossConfig) -> LossGrad
     return gradient
 
 
-def critic_loss(values: Tensor, part: Batch, totals: Totals, loss: ValueLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped value loss."""
-    per_token, statistics = value_loss(values, part, loss.clip)
-    total = (per_token * token_weights(part, loss.aggregation, totals, loss.scale)).sum()
-    return total, {"vf_loss": total} | _token_means(statistics, part, totals)
-
-
 def _token_means(statistics: dict[str, Tensor], part: Batch, totals: Totals) -> dict[str, Tensor]:
     """This micro-batch's share of each statistic's mean over the tokens that the policy wrote."""
     written = part.response_mask
     return {name: torch.where(written, value, 0.0).sum() / max(totals.tokens, 1) for name, value in statistics.items()}
+
+
+# -- as functions of rows ----------------------------------------------------------------------------------------------
+
+
+def policy_objective(
+    learner: Learner,
+    loss: LossConfig,
+    reference: Callable[[ModelInputs], ReferenceOutputs],
+    outputs: list[TokenOutputs],
+) -> Loss:
+    """The policy's loss. Appends the model's outputs to `outputs` where they are used as the old policy's."""
+    options = {
+        "entropies": loss.entropy_coeff != 0 or loss.own_old_log_probs or loss.log_entropy,
+        "entropy_gradient": loss.entropy_coeff != 0,
+    }
+
+    def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = learner.inputs(part)
+        against = reference(inputs) if loss.kl_form == "full" else None
+        part = part.to(learner.device)
+        early = None if totals is None else gradient_function(part, totals, loss)
+        output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
+        if loss.own_old_log_probs:
+            outputs.append(output.map(torch.detach))
+        return (0 * output.log_probs.sum(), {}) if totals is None else policy_loss(output, part, totals, loss)
+
+    return compute
+
+
+def critic_objective(learner: Learner, loss: ValueLossConfig) -> Loss:
+    """The critic's loss: the clipped value loss."""
+
+    def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+        values = learner.model(learner.inputs(part))
+        if totals is None:
+            return 0 * values.sum(), {}
+        part = part.to(learner.device)
+        per_token, statistics = value_loss(values, part, loss.clip)
+        total = (per_token * token_weights(part, loss.aggregation, totals, loss.scale)).sum()
+        return total, {"vf_loss": total} | _token_means(statistics, part, totals)
+
+    return compute
 
 
 # -- bypass mode -------------------------------------------------------------------------------------------------------

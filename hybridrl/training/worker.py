@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridrl import device as devices
-from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch
 from hybridrl.checkpoint.published import parts as parts_of
 from hybridrl.checkpoint.write import export_model, export_settings
@@ -26,12 +25,14 @@ from hybridrl.runtime.guard import begin_actor
 from hybridrl.training import losses
 from hybridrl.training import model as models
 from hybridrl.training.fsdp import full_tensors, mesh, reshard, shard_and_fill
-from hybridrl.training.learner import Learner, LearnerConfig, Loss, MiniBatch, Shares, build_learner, on_device
-from hybridrl.training.lora import export_adapter, export_adapter_settings
+from hybridrl.training.learner import Learner, LearnerConfig, MiniBatch, Shares, on_device
+from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.model import LanguageModel
+from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import MicroBatches, ModelInputs
 from hybridrl.training.sender import Sender
+from hybridrl.training.sequence_parallel import sequence_group
 from hybridrl.training.state import StateWriter, load_state, state_of
 from hybridrl.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
 from hybridrl.weights.buckets import Bucket, Handle, SyncPlan
@@ -97,10 +98,23 @@ class TrainWorker:
         self.critic = self._learner(models.blank_value_model, config.critic, "critic") if config.critic else None
 
     def _learner(self, blank: Any, config: LearnerConfig, name: str) -> Learner:
-        grid = mesh(self.config.device, self.ranks, config.fsdp.fsdp_size)
-        options = {"seed": self.config.seed, "collective_timeout": self.config.collective_timeout}
-        dumps, model = Path(self.config.skipped_updates, name), blank(config.model, config.storage_dtype)
-        return build_learner(model, config, grid, self.device, dump_prefix=dumps, **options)
+        """Shard a model without weights, with its adapter if it has one, load it and create its optimizers."""
+        section, fsdp, seconds = config.model, config.fsdp, self.config.collective_timeout
+        model, grid = blank(section, config.storage_dtype), mesh(self.config.device, self.ranks, fsdp.fsdp_size)
+        if section.lora_rank:
+            dtype = getattr(torch, fsdp.model_dtype)
+            add_adapter(model.model, section, dtype, self.config.seed, f"the {name}'s model")
+        model = shard_and_fill(model, section.path, fsdp, grid, self.device, offloaded=fsdp.offload_policy)
+        if section.lora_rank and section.lora_adapter_path:
+            load_adapter(model.model, Path(section.lora_adapter_path))
+        # Under offload_policy the optimizer steps in host memory, where parameters and moments already are.
+        offloaded = fsdp.optimizer_offload and not fsdp.offload_policy and self.device.type == "cuda"
+        updates = config.total_updates, config.compute_dtype, config.updates_per_step
+        optimizers = Optimizers(model, config.optimizer, *updates, offloaded=offloaded)
+        group = sequence_group(fsdp.ulysses_sequence_parallel_size, seconds)
+        padded = not section.use_remove_padding or (group is None and models.packed_rows_interact(model, self.device))
+        reshard(model)
+        return Learner(model, optimizers, fsdp, self.device, padded, Path(self.config.skipped_updates, name), group)
 
     def _frozen(self, config: FrozenConfig) -> LanguageModel:
         """Build the reference. It is stored in the type that it computes in, as it is never trained."""
@@ -142,31 +156,26 @@ class TrainWorker:
             against = self._reference_outputs(inputs) if reference_kl else None
             return model(inputs, temperature, entropies=True, against=against, **more)
 
-        columns = forward(compute, batch, micro_batches)
-        reshard(model)
-        return columns
+        return columns_of(model, compute, batch, micro_batches)
 
     @torch.no_grad()
     def reference_log_probs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Columns:
         """Return the reference's log-probs for these rows, as TokenOutputs."""
         with self._as_reference() as model:
-            return forward(lambda part: model(self.policy.inputs(part), temperature), batch, micro_batches)
+            return columns_of(model, lambda part: model(self.policy.inputs(part), temperature), batch, micro_batches)
 
     @torch.no_grad()
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Columns:
         """Return the critic's values for these rows, as one column."""
         model = on_device(self.critic, self.policy).model.eval()
-        columns = forward(lambda part: (model(self.critic.inputs(part)),), batch, micro_batches)
-        reshard(model)
-        return columns
+        return columns_of(model, lambda part: (model(self.critic.inputs(part)),), batch, micro_batches)
 
     def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """Return the reference's hidden states and head; collective."""
         with torch.no_grad(), self._as_reference() as model:
             hidden = model.hidden_states(inputs)
-            head = model.head  # unsharded until the model is resharded
-            bias = None if head.bias is None else head.bias.clone()
-            return ReferenceOutputs(hidden, Head(head.weight.clone(), bias, head.rule))
+            weight, bias, rule = model.head  # unsharded until the model is resharded
+            return ReferenceOutputs(hidden, Head(weight.clone(), None if bias is None else bias.clone(), rule))
 
     @contextmanager
     def _as_reference(self) -> Iterator[LanguageModel]:
@@ -189,7 +198,7 @@ class TrainWorker:
         on_device(self.policy, self.critic)
         outputs: list[TokenOutputs] = []
         reject, loss = losses.prepare_rejection(self.policy, loss)
-        compute = self._policy_loss(loss, outputs)
+        compute = losses.policy_objective(self.policy, loss, self._reference_outputs, outputs)
         # The outputs are used only if there is a single mini-batch: a retry repeats all of them.
         options = {"on_retry": outputs.clear, "prepare": reject}
         shares = self.policy.update(batch, mini_batches, compute, loss.grad_clip, step, **options)
@@ -201,53 +210,21 @@ class TrainWorker:
         """Run one optimizer update per mini-batch. Returns this rank's share of each update's metrics."""
         self._seed(step)
         learner = on_device(self.critic, self.policy)
-        return learner.update(batch, mini_batches, self._critic_loss(loss), loss.grad_clip, step)
+        return learner.update(batch, mini_batches, losses.critic_objective(learner, loss), loss.grad_clip, step)
 
     def _seed(self, step: int) -> None:
         """Derive dropout's random numbers from the step alone, so that a resumed run repeats them."""
         torch.manual_seed(hash((self.config.seed, step, self.rank)) & 0x7FFFFFFF)
 
-    def _policy_loss(self, loss: LossConfig, outputs: list[TokenOutputs]) -> Loss:
-        """Return the policy's loss as a function of rows. Appends the model's outputs to `outputs` where they are used
-        as the old policy's."""
-        options = {
-            "entropies": loss.entropy_coeff != 0 or loss.own_old_log_probs or loss.log_entropy,
-            "entropy_gradient": loss.entropy_coeff != 0,
-        }
-
-        def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-            inputs = self.policy.inputs(part)
-            against = self._reference_outputs(inputs) if loss.kl_form == "full" else None
-            part = part.to(self.device)
-            early = None if totals is None else losses.gradient_function(part, totals, loss)
-            output = self.policy.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
-            if loss.own_old_log_probs:
-                outputs.append(output.map(torch.detach))
-            if totals is None:
-                return 0 * output.log_probs.sum(), {}
-            return losses.policy_loss(output, part, totals, loss)
-
-        return compute
-
-    def _critic_loss(self, loss: ValueLossConfig) -> Loss:
-        """Return the critic's loss as a function of rows."""
-
-        def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-            values = self.critic.model(self.critic.inputs(part))
-            if totals is None:
-                return 0 * values.sum(), {}
-            return losses.critic_loss(values, part.to(self.device), totals, loss)
-
-        return compute
-
     def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
         """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
         if isinstance(loss, ValueLossConfig):
-            learner, reject, function = on_device(self.critic, self.policy), None, self._critic_loss(loss)
+            learner, reject = on_device(self.critic, self.policy), None
+            function = losses.critic_objective(learner, loss)
         else:
             learner = on_device(self.policy, self.critic)
             reject, loss = losses.prepare_rejection(learner, loss)
-            function = self._policy_loss(loss, [])
+            function = losses.policy_objective(learner, loss, self._reference_outputs, [])
         learner.padded = padded
         return learner.full_gradient(batch, mini_batch, function, reject)
 
@@ -341,9 +318,11 @@ class TrainWorker:
         return learner.model, learner.optimizers
 
 
-def forward(compute: Callable[[Batch], Outputs], batch: Batch, micro_batches: MicroBatches) -> Columns:
-    """Return the outputs for all rows; an empty micro-batch runs one dummy row, so that collectives stay aligned."""
-    return concatenated([compute(batch.select(rows or [0])) for rows in micro_batches], micro_batches)
+def columns_of(model: nn.Module, compute: Callable[[Batch], Outputs], batch: Batch, rows: MicroBatches) -> Columns:
+    """Return the outputs for these rows; an empty micro-batch runs one dummy row, so that collectives stay aligned."""
+    columns = concatenated([compute(batch.select(each or [0])) for each in rows], rows)
+    reshard(model)
+    return columns
 
 
 def concatenated(outputs: Sequence[Outputs], micro_batches: MicroBatches) -> Columns:
