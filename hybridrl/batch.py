@@ -89,8 +89,7 @@ class Batch:
 
     def only(self, *names: str) -> "Batch":
         """Return the same rows with only the required fields and those named, so that the rest is not sent."""
-        dropped = {name: None for name in OPTIONAL if name not in names}
-        return replace(self, **dropped)
+        return replace(self, **{name: None for name in OPTIONAL if name not in names})
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same rows on a device."""
@@ -98,9 +97,8 @@ class Batch:
 
     def padded(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Return response-axis values padded on the right [B, T]."""
-        return torch.nn.utils.rnn.pad_sequence(
-            values.split(self.response_lengths.tolist()), batch_first=True, padding_value=fill
-        )
+        rows = values.split(self.response_lengths.tolist())
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
     def per_row(self, values: Tensor) -> Tensor:
         """Return the sum of response-axis values per row [B]."""
@@ -120,8 +118,7 @@ class Batch:
 
     def _filled(self) -> Iterable[tuple[str, str, Tensor]]:
         for item in fields(self):
-            value = vars(self)[item.name]
-            if value is not None:
+            if (value := vars(self)[item.name]) is not None:
                 yield item.name, item.metadata["axis"], value
 
 

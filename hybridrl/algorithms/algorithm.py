@@ -32,10 +32,6 @@ class Algorithm:
     bypass: bool = False
 
     @property
-    def reads_greedy_rewards(self) -> bool:
-        return self.entry.reads_greedy_rewards
-
-    @property
     def uses_reference(self) -> bool:
         return self.kl_in_reward is not None or self.kl_in_loss is not None
 

@@ -33,11 +33,9 @@ def grpo(batch: Batch, *, norm_adv_by_std_in_grpo: bool) -> Advantages:
 
 
 def grpo_passk(batch: Batch, *, norm_adv_by_std_in_grpo: bool) -> Advantages:
-    """Advantages for the best of k responses (Tang et al. 2025).
-
-    The best row of a group gets its lead over the second best, all others get 0, as do two that are equally good. With
-    `norm_adv_by_std_in_grpo` the lead is divided by the group's standard deviation + 1e-6.
-    """
+    """Advantages for the best of k responses (Tang et al. 2025). The best row of a group gets its lead over the second
+    best, all others get 0, as do two that are equally good. With `norm_adv_by_std_in_grpo` the lead is divided by the
+    group's standard deviation + 1e-6."""
     score = scores(batch)
     best_first = score.argsort(descending=True)
     by_group = best_first[batch.group[best_first].argsort(stable=True)]
@@ -77,11 +75,9 @@ def opo(batch: Batch) -> Advantages:
 
 
 def gpg(batch: Batch) -> Advantages:
-    """Score less the group's mean, times alpha, on every written token (group policy gradient, Chu et al. 2025).
-
-    As in verl alpha is the number of the step's rows over that of its rows with a score other than 0; in the paper it
-    counts the rows of groups whose scores differ.
-    """
+    """Score less the group's mean, times alpha, on every written token (group policy gradient, Chu et al. 2025). As in
+    verl alpha is the number of the step's rows over that of its rows with a score other than 0; in the paper it counts
+    the rows of groups whose scores differ."""
     score = scores(batch)
     alpha = len(batch) / score.count_nonzero().clamp(min=1)
     advantages = spread(batch, alpha * centred(score, batch.group))
@@ -89,11 +85,9 @@ def gpg(batch: Batch) -> Advantages:
 
 
 def gdpo(batch: Batch, *, norm_adv_by_std_in_grpo: bool, gdpo_reward_weights: Sequence[float]) -> Advantages:
-    """Reward components normalized as GRPO does, weighted and added, then whitened (GDPO, Liu et al. 2026).
-
-    Reads `reward_parts` [B, K] only: `token_rewards`, and so a KL penalty in them, are ignored. Whitening is over all
-    written tokens of the step. `gdpo_reward_weights` has K values, or none for equal weights.
-    """
+    """Reward components normalized as GRPO does, weighted and added, then whitened (GDPO, Liu et al. 2026). Reads
+    `reward_parts` [B, K] only: `token_rewards`, and so a KL penalty in them, are ignored. Whitening is over all written
+    tokens of the step. `gdpo_reward_weights` has K values, or none for equal weights."""
     parts = batch.reward_parts.double().unbind(1)
     weights = gdpo_reward_weights or (1.0,) * len(parts)
     weighted = (
@@ -156,21 +150,16 @@ def gae(batch: Batch, *, gamma: float, lam: float) -> Advantages:
 
 
 def reinforce_plus_plus(batch: Batch, *, gamma: float) -> Advantages:
-    """Rewards to come, discounted by gamma per token; advantages are these returns whitened (Hu et al. 2025).
-
-    As in verl, tokens that the policy did not write are skipped: they are not discounted, and rewards on them are
-    ignored.
-    """
+    """Rewards to come, discounted by gamma per token; advantages are these returns whitened (Hu et al. 2025). As in
+    verl, tokens that the policy did not write are skipped: they are not discounted, and rewards on them are ignored."""
     written, lengths = written_tokens(batch)
     returns = discounted_sums(batch.token_rewards[written], lengths, gamma)
     return placed(batch, whitened(returns)), placed(batch, returns)
 
 
 def remax(batch: Batch) -> Advantages:
-    """Rewards to come, undiscounted, less the total reward of the prompt's greedy response (ReMax, Li et al. 2023).
-
-    A reward on a token that the policy did not write is ignored.
-    """
+    """Rewards to come, undiscounted, less the total reward of the prompt's greedy response (ReMax, Li et al. 2023). A
+    reward on a token that the policy did not write is ignored."""
     written, lengths = written_tokens(batch)
     returns = discounted_sums(batch.token_rewards[written], lengths, 1.0)
     baselines = batch.greedy_rewards.repeat_interleave(lengths)
@@ -221,10 +210,8 @@ def _positions(lengths: Tensor) -> Tensor:
 
 
 def written_tokens(batch: Batch) -> tuple[Tensor | slice, Tensor]:
-    """An index that picks the written tokens out of response-axis values, and their number in each row [B].
-
-    Without tools the policy writes every token: then nothing is picked out, and large steps take half the time.
-    """
+    """An index that picks the written tokens out of response-axis values, and their number in each row [B]. Without
+    tools the policy writes every token: then nothing is picked out, and large steps take half the time."""
     if batch.response_mask.all():
         return slice(None), batch.response_lengths
     written = batch.response_mask.nonzero().squeeze(1)
@@ -255,10 +242,8 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """For each element, the sum of it and the later ones of its row, each times factor ** its distance.
-
-    Rows are packed; `lengths` are theirs [B]. `factor` is in [0, 1].
-    """
+    """For each element, the sum of it and the later ones of its row, each times factor ** its distance. Rows are
+    packed; `lengths` are theirs [B]. `factor` is in [0, 1]."""
     lengths = lengths[lengths > 0]
     parts = (lengths.cumsum(0) - 1) // PART  # the part that each row ends in
     rows = lengths.split(parts.unique_consecutive(return_counts=True)[1].tolist())

@@ -90,10 +90,8 @@ def geo_mean(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_rat
 
 def cispo(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_ratio_high: float) -> Loss:
     """CISPO (MiniMax-M1, 2025): -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) log p, the clipped ratio constant.
-
     Every token keeps its gradient. The paper leaves the lower side open; verl clips on both sides, and so does this.
-    `clip_ratio_low=1` is the paper's.
-    """
+    `clip_ratio_low=1` is the paper's."""
     change = log_ratio(log_probs.detach(), batch)
     ratio = change.exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -188,10 +186,8 @@ def _masked_loss(log_probs: Tensor, batch: Batch, clip_ratio_c: float, kept: Ten
 
 
 def clip_cov(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_ratio_high: float) -> Loss:
-    """Clip-Cov: PPO's clipped loss, without a dual clip, and 0 for the selected tokens.
-
-    As in verl `pg_clipfrac` is the share of the selected tokens.
-    """
+    """Clip-Cov: PPO's clipped loss, without a dual clip, and 0 for the selected tokens. As in verl `pg_clipfrac` is the
+    share of the selected tokens."""
     change = log_probs - batch.old_log_probs
     loss, _ = clipped_loss(change.exp(), batch, clip_ratio_low, clip_ratio_high)
     return torch.where(batch.chosen, 0.0, loss), {"pg_clipfrac": batch.chosen.float(), "ppo_kl": -change.detach()}
@@ -226,9 +222,7 @@ def select_penalized(batch: Batch, generator: torch.Generator, *, kl_cov_ratio: 
 
 def covariance(batch: Batch) -> Tensor:
     """(A - mean A)(log p - mean log p) per token, means over all written tokens; -inf where the policy did not write.
-
-    The log-probs are those before the step's updates.
-    """
+    The log-probs are those before the step's updates."""
     written = batch.response_mask
     advantages, log_probs = (values - values[written].mean() for values in (batch.advantages, batch.old_log_probs))
     return torch.where(written, advantages * log_probs, -torch.inf)

@@ -7,7 +7,7 @@ rows that caused it are written to a file.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -177,7 +177,7 @@ class Learner:
             return
         part = batch.select(rows)
         part = part.only() if all_finite else part
-        values = {item.name: vars(part)[item.name] for item in fields(part) if vars(part)[item.name] is not None}
+        values = {name: value for name, value in vars(part).items() if value is not None}
         torch.save(values, directory / f"{self.dump_prefix.name}-{name}-{rank}")
 
     def offload(self, *, to_host: bool) -> None:

@@ -23,13 +23,13 @@ from hybridrl import device as devices
 from hybridrl.checkpoint.published import own_tensors
 from hybridrl.checkpoint.read import PlainPlanner, saved_shapes, state_reader
 from hybridrl.training.fsdp import host_copies, local, reshard
-from hybridrl.training.model import LanguageModel, ValueModel, pairs
+from hybridrl.training.model import TokenModel, pairs
 from hybridrl.training.optimizer import Optimizers
 
 State = dict[str, Any]
 
 
-def state_of(model: LanguageModel | ValueModel, optimizers: Optimizers | None, contents: Collection[str]) -> State:
+def state_of(model: TokenModel, optimizers: Optimizers | None, contents: Collection[str]) -> State:
     """Return the requested parts (model, optimizer, extra) with all trained tensors, by Hugging Face's names; for a
     model with an adapter only the adapter's. Learning rates and the like come from the configuration instead."""
     reshard(model)
@@ -49,11 +49,7 @@ def state_of(model: LanguageModel | ValueModel, optimizers: Optimizers | None, c
 
 
 def load_state(
-    model: LanguageModel | ValueModel,
-    optimizers: Optimizers | None,
-    contents: Collection[str],
-    directory: Path,
-    group: ProcessGroup,
+    model: TokenModel, optimizers: Optimizers | None, contents: Collection[str], directory: Path, group: ProcessGroup
 ) -> None:
     """Read the requested parts into a model and its optimizers, on whatever device their tensors are; collective.
     Raises ConfigError if files cannot be read, ValueError if the directory lacks a part, or holds another model or

@@ -132,9 +132,7 @@ class ColocatedSync:
         for bucket in buckets:
             filled = self.trainers.broadcast(WeightSource.fill_bucket, bucket, timeout=self.timeout)
             shares = [filled[index * self.tp_size : (index + 1) * self.tp_size] for index in indices]
-            parts = [
-                (bucket, [handle for handle, _ in share], [sum_ for _, sum_ in share], adapter) for share in shares
-            ]
+            parts = [(bucket, *map(list, zip(*share, strict=True)), adapter) for share in shares]
             servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout)
             reading = servers.start_each(WeightTarget.load_bucket, parts)
         servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout)
