@@ -24,10 +24,8 @@ ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"
 @dataclass
 class Batch:
     """Packed rows. `position` is the prompt's index in the run's seeded order, `sample` the number within its group.
-
     Rows of the same prompt have the same `group`. `rewards` is the scorer's scalar (a response without one is not in
-    the batch), and `token_rewards` the estimator's input: the score on the last token, less any KL penalty.
-    """
+    the batch), and `token_rewards` the estimator's input: the score on the last token, less any KL penalty."""
 
     prompt_lengths: Tensor = field(metadata=ROW)  # [B] int64
     response_lengths: Tensor = field(metadata=ROW)  # [B] int64
@@ -47,9 +45,8 @@ class Batch:
     reference_kl: Tensor | None = field(default=None, metadata=RESPONSE)  # KL(policy || reference), all tokens
     entropies: Tensor | None = field(default=None, metadata=RESPONSE)
     sum_pi_squared: Tensor | None = field(default=None, metadata=RESPONSE)  # sum of squared probabilities, all tokens
-    importance_weights: Tensor | None = field(
-        default=None, metadata=RESPONSE
-    )  # training over rollout probability, truncated
+    # The training over the rollout probability of each token, truncated.
+    importance_weights: Tensor | None = field(default=None, metadata=RESPONSE)
     chosen: Tensor | None = field(default=None, metadata=RESPONSE)  # bool: tokens that the loss treats separately
     values: Tensor | None = field(default=None, metadata=RESPONSE)
     token_rewards: Tensor | None = field(default=None, metadata=RESPONSE)
@@ -92,8 +89,7 @@ class Batch:
 
     def only(self, *names: str) -> "Batch":
         """Return the same rows with only the required fields and those named, so that the rest is not sent."""
-        dropped = {name: None for name in OPTIONAL if name not in names}
-        return replace(self, **dropped)
+        return replace(self, **{name: None for name in OPTIONAL if name not in names})
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same rows on a device."""
@@ -101,9 +97,8 @@ class Batch:
 
     def padded(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Return response-axis values padded on the right [B, T]."""
-        return torch.nn.utils.rnn.pad_sequence(
-            values.split(self.response_lengths.tolist()), batch_first=True, padding_value=fill
-        )
+        rows = values.split(self.response_lengths.tolist())
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
     def per_row(self, values: Tensor) -> Tensor:
         """Return the sum of response-axis values per row [B]."""
@@ -123,15 +118,8 @@ class Batch:
 
     def _filled(self) -> Iterable[tuple[str, str, Tensor]]:
         for item in fields(self):
-            value = vars(self)[item.name]
-            if value is not None:
+            if (value := vars(self)[item.name]) is not None:
                 yield item.name, item.metadata["axis"], value
-
-    @staticmethod
-    def concat(batches: Sequence["Batch"]) -> "Batch":
-        """Concatenate the rows of several batches; all must have the same fields filled."""
-        names = [name for name, _, _ in batches[0]._filled()]
-        return replace(batches[0], **{name: torch.cat([vars(batch)[name] for batch in batches]) for name in names})
 
 
 OPTIONAL = tuple(item.name for item in fields(Batch) if item.default is None)
@@ -167,3 +155,11 @@ def pack(rows: Sequence[Sequence[int]] | Sequence[np.ndarray], dtype: torch.dtyp
     """Return rows as packed values and lengths [B]."""
     flat = torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0)
     return flat.to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64)
+
+
+def token_rows(rows: Sequence[Sequence[int]]) -> Batch:
+    """Return rows of token ids as a batch; the first token of each is its prompt, the rest its response."""
+    prompt_ids, prompt_lengths = pack([row[:1] for row in rows], torch.int64)
+    response_ids, response_lengths = pack([row[1:] for row in rows], torch.int64)
+    numbers = torch.arange(len(rows))
+    return Batch(prompt_lengths, response_lengths, prompt_ids, response_ids, numbers, numbers, numbers)

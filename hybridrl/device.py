@@ -46,10 +46,8 @@ def without_expandable_segments() -> dict[str, str]:
 
 def _allocator() -> dict[str, str]:
     """Return the variables that preload jemalloc, which comes with Ray, unless another allocator is preloaded already.
-
     glibc frees blocks above 32 MiB at once, and the system clears every page before it is used again: writing such a
-    tensor takes five times as long as in memory that was kept, and a weight sync twice as long.
-    """
+    tensor takes five times as long as in memory that was kept, and a weight sync twice as long."""
     preloaded, package = os.environ.get("LD_PRELOAD", ""), find_spec("ray")
     library = Path(package.origin).parent / "core" / "libjemalloc.so" if package and package.origin else None
     if "malloc" in preloaded or library is None or not library.exists() or set(" :") & set(str(library)):
@@ -93,10 +91,6 @@ def join_group(
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 def enable_determinism(device: str) -> None:
     """Use only deterministic kernels, and fail where there is none."""
     if device == "cuda":
@@ -125,9 +119,8 @@ def allocated_bytes() -> int:
 
 def host_buffer(size: int, device: str) -> torch.Tensor:
     """Allocate this many bytes of host memory, uninitialised; page-locked on CUDA, for fast and asynchronous copies.
-
-    Memory that torch page-locks itself is rounded up to a power of two per tensor: nearly twice as much for a 7B model.
-    """
+    Memory that torch page-locks itself is rounded up to a power of two per tensor: nearly twice as much for a 7B
+    model."""
     buffer = torch.empty(size, dtype=torch.uint8)
     if device == "cuda" and size:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)))

@@ -48,13 +48,6 @@ def test_selecting_no_row_gives_an_empty_batch(three_rows):
     assert (len(empty), empty.response_ids.numel(), empty.rewards.numel()) == (0, 0, 0)
 
 
-def test_concat_packs_the_rows_of_all_batches(three_rows):
-    merged = Batch.concat([three_rows.select([1]), three_rows.select([0, 2])])
-    assert merged.response_ids.tolist() == [2, 0, 1, 3, 4, 5]
-    assert merged.response_lengths.tolist() == [1, 2, 3]
-    assert merged.rewards.tolist() == [1.0, 0.0, 0.5]
-
-
 def test_only_keeps_required_fields_and_those_named(three_rows):
     kept = three_rows.only("rewards")
     assert kept.rewards.tolist() == [0.0, 1.0, 0.5]
@@ -108,14 +101,6 @@ def test_a_permutation_and_its_inverse_give_the_same_batch(make_batch, lengths, 
     order = random.sample(range(len(batch)), len(batch))
     inverse = [order.index(row) for row in range(len(batch))]
     assert same(batch.select(order).select(inverse), batch)
-
-
-@given(LENGTHS, st.data())
-def test_concatenated_parts_give_the_batch(make_batch, lengths, data):
-    batch = make_batch([response for _, response in lengths], prompts=[prompt for prompt, _ in lengths])
-    cut = data.draw(st.integers(0, len(batch)))
-    parts = [batch.select(range(cut)), batch.select(range(cut, len(batch)))]
-    assert same(Batch.concat(parts), batch)
 
 
 @given(LENGTHS, st.data())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import KLWeight, penalized
+from hybridrl.algorithms.objective import KLWeight, penalized
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.batch import Batch
 from hybridrl.config.catalog import Estimator
@@ -30,10 +30,6 @@ class Algorithm:
     kl_in_loss: str | None = None
     correction: RolloutCorrection | None = None
     bypass: bool = False
-
-    @property
-    def reads_greedy_rewards(self) -> bool:
-        return self.entry.reads_greedy_rewards
 
     @property
     def uses_reference(self) -> bool:

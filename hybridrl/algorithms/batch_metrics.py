@@ -1,17 +1,22 @@
-"""Metrics of a step's rows, under verl's names."""
+"""Metrics of a step's rows, under verl's names, and whether engine and trainer agree about the sampled tokens: both
+compute the same log-probs from the same weights."""
+
+from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
 from hybridrl.batch import Batch
 
+# The largest accepted mean difference of a token's log-prob, by the coarser type of engine and trainer.
+LIMITS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}
+
 
 def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, float]:
-    """Scores, rewards, advantages, values, lengths and groups of a step; metrics of empty fields are left out.
-
-    The entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all other metrics are
-    of those in the present one.
-    """
+    """Scores, rewards, advantages, values, lengths and groups of a step; metrics of empty fields are left out. The
+    entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all other metrics are of
+    those in the present one."""
     written = batch.response_mask
     sampled = written if sampled is None else sampled
     metrics = (
@@ -44,17 +49,46 @@ def value_metrics(batch: Batch) -> dict[str, float]:
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """Difference between rollout log-probs and training log-probs of the sampled tokens, given the same weights.
-
-    Over the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored.
-    """
+    """Difference between rollout log-probs and training log-probs of the sampled tokens, given the same weights. Over
+    the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored."""
     if batch.old_log_probs is None or batch.rollout_log_probs is None or not batch.response_mask.any():
         return {}
     # In double precision: in single, k3 and chi-squared of a mean log-ratio of 1e-4 are rounding error.
-    rollout = torch.where(batch.response_mask, batch.rollout_log_probs, 0.0).double()
-    trainer = torch.where(batch.response_mask, batch.old_log_probs, 0.0).double()
-    written = batch.response_mask
-    return _probability_metrics(rollout[written], trainer[written]) | _divergence_metrics(rollout, trainer, batch)
+    tokens, rows = batch.response_mask, batch.per_row(batch.response_mask.long()) > 0
+    rollout = torch.where(tokens, batch.rollout_log_probs, 0.0).double()
+    trainer = torch.where(tokens, batch.old_log_probs, 0.0).double()
+    log_ratio = trainer - rollout
+    probs = torch.stack([rollout[tokens].exp(), trainer[tokens].exp()])
+    difference = (probs[0] - probs[1]).abs()
+    varied = (probs.amax(dim=1) > probs.amin(dim=1)).all()
+    probabilities = {
+        "rollout_probs_diff_valid": 1.0,
+        "rollout_probs_diff_max": difference.max(),
+        "rollout_probs_diff_mean": difference.mean(),
+        "rollout_probs_diff_std": difference.std(unbiased=False),
+        "rollout_actor_probs_pearson_corr": torch.corrcoef(probs)[0, 1] if varied else 1.0,
+        "log_probs_diff_max": log_ratio[tokens].abs().max(),
+    }
+    rollout_log_ppl, training_log_ppl = -batch.written_mean(rollout)[rows], -batch.written_mean(trainer)[rows]
+    difference = training_log_ppl - rollout_log_ppl
+    divergences = {
+        "kl": -log_ratio[tokens].mean(),  # KL(engine || trainer)
+        "k3_kl": (log_ratio.exp() - log_ratio - 1)[tokens].mean(),
+        "training_ppl": training_log_ppl.exp().mean(),
+        "training_log_ppl": training_log_ppl.mean(),
+        "rollout_ppl": rollout_log_ppl.exp().mean(),
+        "rollout_log_ppl": rollout_log_ppl.mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": _mean_square_ratio(log_ratio[tokens]) - 1,  # of the trainer from the engine
+        "chi2_seq": _mean_square_ratio(batch.per_row(log_ratio)[rows]) - 1,
+    }
+    return {f"training/{name}": float(value) for name, value in probabilities.items()} | {
+        f"rollout_corr/{name}": float(value) for name, value in divergences.items()
+    }
 
 
 def throughput_metrics(metrics: dict[str, float], devices: int) -> dict[str, float]:
@@ -77,45 +111,6 @@ def zero_signal_groups(batch: Batch) -> int:
     return int((largest == smallest).sum())
 
 
-def _probability_metrics(rollout: Tensor, trainer: Tensor) -> dict[str, float]:
-    """Per-token probability differences between engine and trainer."""
-    probs = torch.stack([rollout.exp(), trainer.exp()])
-    difference = (probs[0] - probs[1]).abs()
-    varied = (probs.amax(dim=1) > probs.amin(dim=1)).all()
-    return {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_max": float(difference.max()),
-        "training/rollout_probs_diff_mean": float(difference.mean()),
-        "training/rollout_probs_diff_std": float(difference.std(unbiased=False)),
-        "training/rollout_actor_probs_pearson_corr": float(torch.corrcoef(probs)[0, 1]) if varied else 1.0,
-        "training/log_probs_diff_max": float((trainer - rollout).abs().max()),
-    }
-
-
-def _divergence_metrics(rollout: Tensor, trainer: Tensor, batch: Batch) -> dict[str, float]:
-    """KL(engine || trainer), chi-squared of trainer from engine, and the rows' perplexities."""
-    log_ratio = trainer - rollout
-    tokens, rows = batch.response_mask, batch.per_row(batch.response_mask.long()) > 0
-    rollout_log_ppl, training_log_ppl = -batch.written_mean(rollout)[rows], -batch.written_mean(trainer)[rows]
-    difference = training_log_ppl - rollout_log_ppl
-    metrics = {
-        "kl": -log_ratio[tokens].mean(),
-        "k3_kl": (log_ratio.exp() - log_ratio - 1)[tokens].mean(),
-        "training_ppl": training_log_ppl.exp().mean(),
-        "training_log_ppl": training_log_ppl.mean(),
-        "rollout_ppl": rollout_log_ppl.exp().mean(),
-        "rollout_log_ppl": rollout_log_ppl.mean(),
-        "log_ppl_diff": difference.mean(),
-        "log_ppl_abs_diff": difference.abs().mean(),
-        "log_ppl_diff_max": difference.max(),
-        "log_ppl_diff_min": difference.min(),
-        "ppl_ratio": difference.exp().mean(),
-        "chi2_token": _mean_square_ratio(log_ratio[tokens]) - 1,
-        "chi2_seq": _mean_square_ratio(batch.per_row(log_ratio)[rows]) - 1,
-    }
-    return {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
-
-
 def _mean_square_ratio(log_ratio: Tensor) -> Tensor:
     return (2 * log_ratio.clamp(-20, 20)).exp().mean()
 
@@ -129,8 +124,34 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
     if not len(values):
         return {}
     values = values.float()
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
+
+
+class Disagreement(RuntimeError):
+    """The training log-probs of the sampled tokens are not those that they were sampled with."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """At most this mean difference of a sampled token's log-prob, both computed in `dtype`."""
+
+    limit: float
+    dtype: str
+
+    def check(self, batch: Batch) -> None:
+        """Raise Disagreement if rows differ by more. A log-prob that is not finite is left to the updates, which skip
+        it."""
+        trainer, engine, written = batch.old_log_probs, batch.rollout_log_probs, batch.response_mask
+        if trainer is None or engine is None or not written.any():
+            return
+        gap = float((trainer - engine)[written].double().abs().mean())
+        if self.limit < gap < inf:
+            raise Disagreement(
+                f"the trainer's log-probs of the sampled tokens differ from the engine's by {gap:.2g} on average, with "
+                f"equal weights in {self.dtype} (at most {self.limit:g}): the loss would correct for a policy that did "
+                "not sample. Likely causes: dropout or another random operation in a model's own code, model code that "
+                "engine and trainer read differently, a dtype of engine or trainer that the model does not support "
+                "(rollout.dtype, fsdp_config.dtype), or a quantized engine or one with logits processors "
+                "(rollout.engine_kwargs). Set actor_rollout_ref.rollout.max_log_prob_gap higher if the difference is "
+                "intended"
+            )

@@ -39,10 +39,7 @@ SETTINGS = {
 def find_estimator(name: str) -> tuple[Estimator, Callable[..., Any]]:
     """The entry and the function of an advantage estimator; ConfigError if there is none."""
     key = "algorithm.adv_estimator"
-    if name in ESTIMATORS:
-        return ESTIMATORS[name], imported(ESTIMATORS[name].function)
-    function = load_function(name, key)
-    entry = Estimator(name, name, **_facts(function, Estimator))
+    entry, function = _find(name, key, ESTIMATORS, Estimator)
     for item in entry.reads:
         _check(item, get_args(catalog.Field), f"{key}={name}: its attribute reads")
     return entry, function
@@ -52,12 +49,17 @@ def find_estimator(name: str) -> tuple[Estimator, Callable[..., Any]]:
 def find_policy_loss(name: str) -> tuple[PolicyLoss, Callable[..., Any]]:
     """The entry and the function of a policy loss; ConfigError if there is none."""
     key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name], imported(POLICY_LOSSES[name].function)
-    function = load_function(name, key)
-    entry = PolicyLoss(name, name, **_facts(function, PolicyLoss))
+    entry, function = _find(name, key, POLICY_LOSSES, PolicyLoss)
     _check(entry.aggregation, (None, *get_args(Aggregation)), f"{key}={name}: its attribute aggregation")
     return entry, function
+
+
+def _find(name: str, key: str, entries: Mapping[str, Any], kind: type) -> tuple[Any, Callable[..., Any]]:
+    if name in entries:
+        return entries[name], imported(entries[name].function)
+    function = load_function(name, key)
+    facts = {item.name: getattr(function, item.name) for item in fields(kind)[2:] if hasattr(function, item.name)}
+    return kind(name, name, **facts), function
 
 
 def imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -69,11 +71,9 @@ def imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], values: Mapping[str, Any], rows: int = 1) -> Callable[..., Any]:
-    """The function with its parameters bound; its first `rows` arguments are left to the caller.
-
-    A parameter is bound to the value of its name. Custom functions may have one further positional parameter, of any
-    other name: it is bound to a namespace of all values.
-    """
+    """The function with its parameters bound; its first `rows` arguments are left to the caller. A parameter is bound
+    to the value of its name. Custom functions may have one further positional parameter, of any other name: it is bound
+    to a namespace of all values."""
     parameters = list(signature(function).parameters.values())
     keywords = {item.name: values[item.name] for item in parameters if item.name in values}
     further = [item.name for item in parameters[rows:] if item.kind is Parameter.POSITIONAL_OR_KEYWORD]
@@ -81,11 +81,6 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any], rows: int = 1)
         present = {name: values[key] for name, key in SETTINGS.items() if key in values}
         keywords[further[0]] = SimpleNamespace(**values, **present)
     return partial(function, **keywords)
-
-
-def _facts(function: Callable[..., Any], kind: type) -> dict[str, Any]:
-    """What a custom function states about itself."""
-    return {item.name: getattr(function, item.name) for item in fields(kind)[2:] if hasattr(function, item.name)}
 
 
 def _check(value: Any, known: tuple[Any, ...], subject: str) -> None:

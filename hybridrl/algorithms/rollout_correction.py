@@ -1,7 +1,8 @@
 """Tokens weighted or rejected by how far the trainer's probabilities are from those of the engine that sampled them.
 
-A log-ratio is the trainer's log-prob less the engine's, of a sampled token. Where the log-probs come from, and
-which loss uses the weights, is not known here. Options and bounds are verl's.
+A log-ratio is the trainer's log-prob less the engine's, of a sampled token. Where the log-probs come from, and which
+loss uses the weights, is not known here. Options, bounds and metrics are verl's (August 2026), except that metrics
+ignore rows in which the policy wrote nothing.
 """
 
 import math
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.rollout_metrics import masked_fractions, of_written, rejection_metrics, weight_metrics
 from hybridrl.batch import Batch
 
 OPTIONS = (
@@ -20,6 +20,66 @@ OPTIONS = (
     *("seq_max_k2", "seq_max_k3"),
 )
 SAFE = 20.0  # log-ratios are clamped to [-20, 20] before they are exponentiated
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Tokens (token_*) or complete rows (seq_*) are rejected if an estimate of the divergence is out of bounds. k1, k2
+    and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). The bounds of k1 are those of
+    exp(k1), as in verl: of the engine's probability over the trainer's. k2 and k3 have no `lower`."""
+
+    option: str
+    lower: float | None
+    upper: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """What the estimate must lie between."""
+        return (-math.inf, self.upper) if self.lower is None else (math.log(self.lower), math.log(self.upper))
+
+    def divergence(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """The estimate [response tokens]; for rows, each token has the estimate of its row."""
+        pool, form = self.option.rsplit("_", 1)
+        log_ratio = written_only(log_ratio, batch).clamp(-SAFE, SAFE)
+        match form:
+            case "k1":
+                tokens = -log_ratio
+            case "k2":
+                tokens = 0.5 * log_ratio.square()
+            case _:
+                tokens = log_ratio.expm1() - log_ratio
+        match pool:
+            case "token":
+                return tokens
+            case "seq_sum":
+                rows = batch.per_row(tokens)
+            case "seq_mean":
+                rows = batch.written_mean(tokens)
+            case _:
+                rows = tokens.new_zeros(len(batch)).scatter_reduce(0, batch.response_row, tokens, "amax")
+        return rows[batch.response_row]
+
+    def passes(self, divergence: Tensor) -> Tensor:
+        """Whether estimates are within the bounds, which NaN never is."""
+        low, high = self.bounds
+        return (divergence >= low) & (divergence <= high)
+
+    def metrics(self, log_ratio: Tensor, batch: Batch) -> dict[str, float]:
+        """Metrics of the estimates, and of what this rejection alone would reject."""
+        divergence, (low, high) = self.divergence(log_ratio, batch), self.bounds
+        tokens, rows = of_written(divergence, batch, by_row=False), of_written(divergence, batch, by_row=True)
+        estimates = tokens if self.option.startswith("token") else rows
+        metrics = {
+            "mean": float(tokens.mean()),
+            "max": float(estimates.max()),
+            "min": float(estimates.min()),
+            "std": float(tokens.clamp(low, high).std(unbiased=False)),
+        }
+        metrics |= _fractions("fraction", estimates, low, high)
+        metrics |= _row_metrics(rows, ideal=0.0) | _fractions("seq_fraction", rows, low, high)
+        if math.isinf(low):
+            del metrics["seq_fraction_low"]
+        return metrics | masked_fractions(self.passes(divergence), batch)
 
 
 @dataclass(frozen=True)
@@ -36,13 +96,11 @@ class RolloutCorrection:
     lower: float | None
     upper: float
     batch_normalize: bool
-    rejections: "tuple[Rejection, ...]"
+    rejections: tuple[Rejection, ...]
 
     def weights(self, log_ratio: Tensor, batch: Batch) -> Tensor | None:
         """The weight of each token, without gradient [response tokens]; 0 where the policy did not write it.
-
-        `batch_normalize` applies in `apply` only: here the rows may be a micro-batch, whose mean is not the batch's.
-        """
+        `batch_normalize` applies in `apply` only: here the rows may be a micro-batch, whose mean is not the batch's."""
         if self.level is None:
             return None
         ratios = self._ratios(log_ratio, batch)
@@ -60,22 +118,25 @@ class RolloutCorrection:
         return kept
 
     def apply(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Fill the weights and remove rejected tokens from the response mask; metrics of both.
-
-        With `batch_normalize` the weights are divided by their mean, over tokens or over rows depending on `level`.
-        Metrics describe the rows before that; there are none if the policy wrote nothing.
-        """
+        """Fill the weights and remove rejected tokens from the response mask; metrics of both. With `batch_normalize`
+        the weights are divided by their mean, over tokens or over rows depending on `level`. Metrics describe the rows
+        before that; there are none if the policy wrote nothing."""
         log_ratio = batch.old_log_probs - batch.rollout_log_probs
         weights, kept = self.weights(log_ratio, batch), self.kept(log_ratio, batch)
-        metrics: dict[str, float] = {}
-        if batch.response_mask.any():
-            metrics = self._metrics(log_ratio, weights, kept, batch)
-            if weights is not None and self.batch_normalize:
+        groups: dict[str, dict[str, float]] = {}
+        written = bool(batch.response_mask.any())
+        if written and weights is not None:
+            groups["is"] = self._weight_metrics(self._ratios(log_ratio, batch), weights, batch)
+            if self.batch_normalize:
                 mean = float(of_written(weights, batch, self._by_row).mean())
-                # Every weight may be 0.
-                factor = mean if mean > 1e-8 else 1.0
-                weights, metrics["rollout_corr/rollout_is_batch_norm_factor"] = weights / factor, factor
-        return replace(batch, importance_weights=weights, response_mask=kept), metrics
+                factor = mean if mean > 1e-8 else 1.0  # every weight may be 0
+                weights, groups["is"]["batch_norm_factor"] = weights / factor, factor
+        if written and self.rejections:
+            groups |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
+            groups["rs"] = masked_fractions(kept, batch)
+        metrics = {f"rollout_{group}_{name}": groups[group][name] for group in groups for name in groups[group]}
+        corrected = replace(batch, importance_weights=weights, response_mask=kept)
+        return corrected, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
     @property
     def by_token(self) -> bool:
@@ -94,60 +155,27 @@ class RolloutCorrection:
             log_ratio = rows[batch.response_row]
         return log_ratio.clamp(-SAFE, SAFE).exp()
 
-    def _metrics(self, log_ratio: Tensor, weights: Tensor | None, kept: Tensor, batch: Batch) -> dict[str, float]:
-        groups = {}
-        if weights is not None:
-            ratios = self._ratios(log_ratio, batch)
-            groups["is"] = weight_metrics(ratios, weights, batch, self._by_row, self.lower, self.upper)
-        if self.rejections:
-            groups |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
-            groups["rs"] = masked_fractions(kept, batch)
-        return {
-            f"rollout_corr/rollout_{group}_{name}": value for group in groups for name, value in groups[group].items()
+    def _weight_metrics(self, ratios: Tensor, weights: Tensor, batch: Batch) -> dict[str, float]:
+        """Metrics of the weights, and the shares of the underlying ratios that are out of bounds. As in verl, extremes
+        of row ratios are taken before truncation, those of token ratios after. The effective sample size is a share of
+        all tokens."""
+        bounds = 1 / self.upper if self.lower is None else self.lower, self.upper
+        tokens, rows = of_written(weights, batch, by_row=False), of_written(weights, batch, by_row=True)
+        bounded, of_rows = of_written(ratios, batch, self._by_row), of_written(ratios, batch, by_row=True)
+        extremes = bounded if self._by_row else tokens
+        squares = float(tokens.square().mean())
+        metrics = {
+            "mean": float(tokens.mean()),
+            "max": float(extremes.max()),
+            "min": float(extremes.min()),
+            "std": float(tokens.std(unbiased=False)),
+            "eff_sample_size": float(tokens.mean()) ** 2 / squares if squares > 0 else 0.0,
         }
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Tokens (token_*) or complete rows (seq_*) are rejected if an estimate of the divergence is out of bounds.
-
-    k1, k2 and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). The bounds of k1 are
-    those of exp(k1), as in verl: of the engine's probability over the trainer's. k2 and k3 have no `lower`.
-    """
-
-    option: str
-    lower: float | None
-    upper: float
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """What the estimate must lie between."""
-        return (-math.inf, self.upper) if self.lower is None else (math.log(self.lower), math.log(self.upper))
-
-    def divergence(self, log_ratio: Tensor, batch: Batch) -> Tensor:
-        """The estimate [response tokens]; for rows, each token has the estimate of its row."""
-        pool, form = self.option.rsplit("_", 1)
-        tokens = _estimate(written_only(log_ratio, batch).clamp(-SAFE, SAFE), form)
-        match pool:
-            case "token":
-                return tokens
-            case "seq_sum":
-                rows = batch.per_row(tokens)
-            case "seq_mean":
-                rows = batch.written_mean(tokens)
-            case _:
-                rows = tokens.new_zeros(len(batch)).scatter_reduce(0, batch.response_row, tokens, "amax")
-        return rows[batch.response_row]
-
-    def passes(self, divergence: Tensor) -> Tensor:
-        """Whether estimates are within the bounds, which NaN never is."""
-        low, high = self.bounds
-        return (divergence >= low) & (divergence <= high)
-
-    def metrics(self, log_ratio: Tensor, batch: Batch) -> dict[str, float]:
-        """Of the estimates, and of what this rejection alone rejects."""
-        divergence, by_row = self.divergence(log_ratio, batch), not self.option.startswith("token")
-        return rejection_metrics(divergence, self.passes(divergence), batch, by_row, *self.bounds)
+        metrics |= _fractions("ratio_fraction", bounded, *bounds)
+        metrics |= _row_metrics(rows, ideal=1.0) | _fractions("seq_fraction", of_rows, *bounds)
+        if self.lower is not None:
+            metrics["oob_ratio"] = sum(_fractions("", of_written(ratios, batch, by_row=False), *bounds).values())
+        return metrics
 
 
 def written_only(log_ratio: Tensor, batch: Batch) -> Tensor:
@@ -155,13 +183,41 @@ def written_only(log_ratio: Tensor, batch: Batch) -> Tensor:
     return torch.where(batch.response_mask, log_ratio.detach(), 0.0)
 
 
+def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
+    """The values of all tokens that the policy wrote, or their mean per row, for rows in which it wrote any."""
+    if by_row:
+        return batch.written_mean(values)[batch.per_row(batch.response_mask.long()) > 0]
+    return values[batch.response_mask]
+
+
+def masked_fractions(kept: Tensor, batch: Batch) -> dict[str, float]:
+    """The share of written tokens that are not kept, and of rows that lose any."""
+    lost = (~kept).float()
+    return {
+        "masked_fraction": float(of_written(lost, batch, by_row=False).mean()),
+        "seq_masked_fraction": float((of_written(lost, batch, by_row=True) > 0).float().mean()),
+    }
+
+
+def _fractions(name: str, values: Tensor, low: float, high: float) -> dict[str, float]:
+    return {f"{name}_high": float((values > high).float().mean()), f"{name}_low": float((values < low).float().mean())}
+
+
+def _row_metrics(rows: Tensor, ideal: float) -> dict[str, float]:
+    return {
+        "seq_mean": float(rows.mean()),
+        "seq_std": float(rows.std()) if len(rows) > 1 else 0.0,
+        "seq_max": float(rows.max()),
+        "seq_min": float(rows.min()),
+        "seq_max_deviation": float((rows - ideal).abs().max()),
+    }
+
+
 def parse_rejections(
     options: str | list[str] | None, thresholds: str | float | list[str] | list[float] | None
 ) -> tuple[Rejection, ...]:
-    """Rejections from names and bounds, each a list or text with commas; one bound may apply to all.
-
-    Raises ValueError, with a message for the user.
-    """
+    """Rejections from names and bounds, each a list or text with commas; one bound may apply to all. Raises ValueError,
+    with a message for the user."""
     names, bounds = list(dict.fromkeys(_parts(options))), _parts(thresholds)
     if not names:
         return ()
@@ -176,15 +232,24 @@ def parse_rejections(
         )
     if len(bounds) == 1:
         bounds *= len(names)
-    return tuple(_rejection(name, bound) for name, bound in zip(names, bounds, strict=True))
+    rejections = []
+    for name, bound in zip(names, bounds, strict=True):
+        if name.endswith("k1"):
+            try:
+                lower, upper = parse_threshold(bound)
+            except ValueError as error:
+                raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
+            rejections.append(Rejection(name, 1 / upper if lower is None else lower, upper))
+        elif 0 < _number(bound) < math.inf:
+            rejections.append(Rejection(name, None, _number(bound)))
+        else:
+            raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
+    return tuple(rejections)
 
 
 def parse_threshold(text: str | float) -> tuple[float | None, float]:
-    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper).
-
-    Raises ValueError, with a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out
-    of bounds.
-    """
+    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper). Raises ValueError, with
+    a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out of bounds."""
     *lower, upper = (_number(part) for part in str(text).split("_"))
     if len(lower) > 1 or not all(0 < bound <= 1 for bound in lower) or not 1 <= upper < math.inf:
         raise ValueError(
@@ -192,28 +257,6 @@ def parse_threshold(text: str | float) -> tuple[float | None, float]:
             f"lower and an upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
         )
     return (lower[0] if lower else None), upper
-
-
-def _rejection(name: str, bound: str) -> Rejection:
-    if name.endswith("k1"):
-        try:
-            lower, upper = parse_threshold(bound)
-        except ValueError as error:
-            raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
-        return Rejection(name, 1 / upper if lower is None else lower, upper)
-    if not 0 < _number(bound) < math.inf:
-        raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
-    return Rejection(name, None, _number(bound))
-
-
-def _estimate(log_ratio: Tensor, form: str) -> Tensor:
-    match form:
-        case "k1":
-            return -log_ratio
-        case "k2":
-            return 0.5 * log_ratio.square()
-        case _:
-            return log_ratio.expm1() - log_ratio
 
 
 def _parts(value: str | float | list[str] | list[float] | None) -> list[str]:

@@ -93,44 +93,43 @@ class PolicyLoss:
     paper: str = ""
 
 
-_GROUPS = "hybridrl.algorithms.estimators.group_baselines"
-_RETURNS = "hybridrl.algorithms.estimators.token_returns"
+_ADVANTAGES = "hybridrl.algorithms.estimators"
 _NORMALIZE = ("norm_adv_by_std_in_grpo",)
 
 _ESTIMATORS = (
-    Estimator("gae", f"{_RETURNS}:gae", keys=("gamma", "lam"), reads=("values",), paper="1506.02438"),
-    Estimator("grpo", f"{_GROUPS}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
-    Estimator("grpo_vectorized", f"{_GROUPS}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
-    Estimator("grpo_passk", f"{_GROUPS}:grpo_passk", keys=_NORMALIZE, compares_group=True, paper="2503.19595"),
-    Estimator("rloo", f"{_GROUPS}:rloo", compares_group=True, paper="2402.14740"),
-    Estimator("rloo_vectorized", f"{_GROUPS}:rloo", compares_group=True, paper="2402.14740"),
-    Estimator("reinforce_plus_plus", f"{_RETURNS}:reinforce_plus_plus", keys=("gamma",), paper="2501.03262"),
+    Estimator("gae", f"{_ADVANTAGES}:gae", keys=("gamma", "lam"), reads=("values",), paper="1506.02438"),
+    Estimator("grpo", f"{_ADVANTAGES}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
+    Estimator("grpo_vectorized", f"{_ADVANTAGES}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
+    Estimator("grpo_passk", f"{_ADVANTAGES}:grpo_passk", keys=_NORMALIZE, compares_group=True, paper="2503.19595"),
+    Estimator("rloo", f"{_ADVANTAGES}:rloo", compares_group=True, paper="2402.14740"),
+    Estimator("rloo_vectorized", f"{_ADVANTAGES}:rloo", compares_group=True, paper="2402.14740"),
+    Estimator("reinforce_plus_plus", f"{_ADVANTAGES}:reinforce_plus_plus", keys=("gamma",), paper="2501.03262"),
     Estimator(
         "reinforce_plus_plus_baseline",
-        f"{_GROUPS}:reinforce_plus_plus_baseline",
+        f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
         compares_group=True,
         paper="2501.03262",
     ),
-    Estimator("remax", f"{_RETURNS}:remax", reads=("greedy_rewards",), paper="2310.10505"),
-    Estimator("opo", f"{_GROUPS}:opo", compares_group=True, paper="2505.23585"),
-    Estimator("gpg", f"{_GROUPS}:gpg", compares_group=True, paper="2504.02546"),
+    Estimator("remax", f"{_ADVANTAGES}:remax", reads=("greedy_rewards",), paper="2310.10505"),
+    Estimator("opo", f"{_ADVANTAGES}:opo", compares_group=True, paper="2505.23585"),
+    Estimator("gpg", f"{_ADVANTAGES}:gpg", compares_group=True, paper="2504.02546"),
     Estimator(
         "optimal_token_baseline",
-        f"{_RETURNS}:optimal_token_baseline",
+        f"{_ADVANTAGES}:optimal_token_baseline",
         reads=("old_log_probs", "sum_pi_squared"),
         compares_group=True,
         paper="2602.07078",
     ),
     Estimator(
         "tir_optimal_token_baseline",
-        f"{_RETURNS}:tir_optimal_token_baseline",
+        f"{_ADVANTAGES}:tir_optimal_token_baseline",
         reads=("old_log_probs", "sum_pi_squared"),
         compares_group=True,
         paper="2602.07078",
     ),
     Estimator(
         "gdpo",
-        f"{_GROUPS}:gdpo",
+        f"{_ADVANTAGES}:gdpo",
         keys=(*_NORMALIZE, "gdpo_reward_weights"),
         reads=("reward_parts",),
         compares_group=True,
@@ -145,7 +144,7 @@ _BY_ROW: Aggregation = "seq-mean-token-mean"
 _POLICY_LOSSES = (
     PolicyLoss(
         "vanilla",
-        f"{_LOSSES}.ratio_clipping:vanilla",
+        f"{_LOSSES}:vanilla",
         keys=(*_WINDOW, "clip_ratio_c"),
         by_token=True,
         clips_ratio="ratio",
@@ -153,16 +152,16 @@ _POLICY_LOSSES = (
     ),
     PolicyLoss(
         "gspo",
-        f"{_LOSSES}.ratio_clipping:gspo",
+        f"{_LOSSES}:gspo",
         keys=_WINDOW,
         aggregation=_BY_ROW,
         clips_ratio="ratio",
         paper="2507.18071",
     ),
-    PolicyLoss("cispo", f"{_LOSSES}.ratio_clipping:cispo", keys=_WINDOW, by_token=True, paper="2506.13585"),
+    PolicyLoss("cispo", f"{_LOSSES}:cispo", keys=_WINDOW, by_token=True, paper="2506.13585"),
     PolicyLoss(
         "sapo",
-        f"{_LOSSES}.ratio_clipping:sapo",
+        f"{_LOSSES}:sapo",
         keys=("tau_pos", "tau_neg"),
         by_token=True,
         aggregation=_BY_ROW,
@@ -170,7 +169,7 @@ _POLICY_LOSSES = (
     ),
     PolicyLoss(
         "geo_mean",
-        f"{_LOSSES}.ratio_clipping:geo_mean",
+        f"{_LOSSES}:geo_mean",
         keys=_WINDOW,
         aggregation=_BY_ROW,
         clips_ratio="log_ratio",
@@ -178,16 +177,16 @@ _POLICY_LOSSES = (
     ),
     PolicyLoss(
         "gmpo",
-        f"{_LOSSES}.ratio_clipping:geo_mean",
+        f"{_LOSSES}:geo_mean",
         keys=_WINDOW,
         aggregation=_BY_ROW,
         clips_ratio="log_ratio",
         paper="2507.20673",
     ),
-    PolicyLoss("gpg", f"{_LOSSES}.direct:gpg", by_token=True, paper="2504.02546"),
+    PolicyLoss("gpg", f"{_LOSSES}:gpg", by_token=True, paper="2504.02546"),
     PolicyLoss(
         "clip_cov",
-        f"{_LOSSES}.covariance:clip_cov",
+        f"{_LOSSES}:clip_cov",
         keys=_WINDOW,
         parameters={
             "clip_cov_ratio": Parameter(ShareAboveZero),
@@ -196,32 +195,28 @@ _POLICY_LOSSES = (
         },
         by_token=True,
         clips_ratio="ratio",
-        token_selector=f"{_LOSSES}.covariance:select_clipped",
+        token_selector=f"{_LOSSES}:select_clipped",
         paper="2505.22617",
     ),
     PolicyLoss(
         "kl_cov",
-        f"{_LOSSES}.covariance:kl_cov",
+        f"{_LOSSES}:kl_cov",
         parameters={"kl_cov_ratio": Parameter(ShareAboveZero), "ppo_kl_coef": Parameter(NonNegative)},
         by_token=True,
-        token_selector=f"{_LOSSES}.covariance:select_penalized",
+        token_selector=f"{_LOSSES}:select_penalized",
         paper="2505.22617",
     ),
-    PolicyLoss(
-        "dppo_tv", f"{_LOSSES}.dppo:dppo_tv", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"
-    ),
-    PolicyLoss(
-        "dppo_kl", f"{_LOSSES}.dppo:dppo_kl", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"
-    ),
+    PolicyLoss("dppo_tv", f"{_LOSSES}:dppo_tv", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"),
+    PolicyLoss("dppo_kl", f"{_LOSSES}:dppo_kl", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"),
     PolicyLoss(
         "dro",
-        f"{_LOSSES}.direct:dro",
+        f"{_LOSSES}:dro",
         parameters={"dro_beta": Parameter(AboveZero, suggestion=0.1)},
         by_token=True,
         paper="2405.19107",
     ),
-    PolicyLoss("reinforce", f"{_LOSSES}.direct:reinforce", by_token=True, selectable=False),
-    PolicyLoss("likelihood", f"{_LOSSES}.direct:likelihood", by_token=True, selectable=False),
+    PolicyLoss("reinforce", f"{_LOSSES}:reinforce", by_token=True, selectable=False),
+    PolicyLoss("likelihood", f"{_LOSSES}:likelihood", by_token=True, selectable=False),
 )
 
 ESTIMATORS = {entry.name: entry for entry in _ESTIMATORS}

@@ -19,7 +19,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from hybridrl.training.lora import add_adapter
 from hybridrl.training.model import blank_language_model, blank_value_model, without_pairs
-from hybridrl.weights.layout import buffer_bytes, plan_buckets
+from hybridrl.weights.buckets import buffer_bytes, plan_buckets
 
 FULL = 4  # bytes of a float32
 # Temporary memory of the log-probs of a chunk, in chunks of logits: two with entropies, and a half in half precision.

@@ -11,8 +11,7 @@ from typing import Protocol
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.types import Completion, Request
 from hybridrl.rollout.vllm.settings import vllm_environment
-from hybridrl.weights.handles import Handle
-from hybridrl.weights.layout import Bucket
+from hybridrl.weights.buckets import Bucket, Handle
 
 
 class RolloutEngine(Protocol):

@@ -31,7 +31,7 @@ from hybridrl.tracking.console import info
 from hybridrl.trainer import RLTask, Schedule, Task
 from hybridrl.training.worker import TrainWorker, WorkerConfig
 from hybridrl.training.worker_group import TrainWorkers
-from hybridrl.weights.colocated import ColocatedSync
+from hybridrl.weights.sync import ColocatedSync
 
 PROBE_LENGTH = 24
 
@@ -114,7 +114,7 @@ class PPOJob:
             samples_per_prompt=rollout.n,
             sampling=training_sampling(rollout, stop_ids),
             group_filter=group_filter,
-            greedy_baseline=self.algorithm.reads_greedy_rewards,
+            greedy_baseline=self.algorithm.entry.reads_greedy_rewards,
             reward_keys=tuple(config.algorithm.gdpo_reward_keys),
             mask_truncated=config.algorithm.mask_truncated,
             prompts_in_all=self.resume.total_prompts,

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.agreement import LIMITS, Agreement
-from hybridrl.algorithms.kl import KLWeight
+from hybridrl.algorithms.batch_metrics import LIMITS, Agreement
 from hybridrl.algorithms.lookup import bind, find_estimator, find_policy_loss
+from hybridrl.algorithms.objective import KLWeight
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections, parse_threshold
 from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.config import ConfigError, SFTConfig

@@ -13,10 +13,8 @@ FEW = 60  # a part with more numbers than this has enough choices without pairs 
 
 
 def partition(work: np.ndarray, parts: int, limit: float) -> tuple[list[np.ndarray], int]:
-    """Return the indices into `work` of each part, and the largest sum: at most `limit` where exchanges achieve it.
-
-    The numbers are integers above 0. They are assigned largest first, each to the part with the smallest sum so far.
-    """
+    """Return the indices into `work` of each part, and the largest sum: at most `limit` where exchanges achieve it. The
+    numbers are integers above 0. They are assigned largest first, each to the part with the smallest sum so far."""
     most = work.max(initial=0)
     order = np.argsort((most - work).astype(np.min_scalar_type(most)), kind="stable")  # 16 bits sort in linear time
     owner, sums = (_in_rounds if parts >= MANY else _one_by_one)(work[order], parts)

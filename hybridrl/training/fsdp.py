@@ -7,15 +7,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -42,22 +35,22 @@ Model = TypeVar("Model", LanguageModel, ValueModel)
 def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool = False) -> Model:
     """Shard in place, layer by layer and then the rest; `offloaded` expects shards and gradients in host memory."""
     dtype = getattr(torch, config.dtype or "float32")
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32 and config.model_dtype == "float32":
-        policy = MixedPrecisionPolicy()
+        policy = fsdp2.MixedPrecisionPolicy()
     # Pinned by FSDP2, each tensor would take up to twice its size; `shard_and_fill` pins them in one allocation.
-    offload = CPUOffloadPolicy(pin_memory=False) if offloaded else OffloadPolicy()
+    offload = fsdp2.CPUOffloadPolicy(pin_memory=False) if offloaded else fsdp2.OffloadPolicy()
     names = layer_classes(model.model, config.wrap_policy.transformer_layer_cls_to_wrap)
     layers = [module for module in model.modules() if type(module).__name__ in names]
     options = {"mesh": grid, "mp_policy": policy, "offload_policy": offload}
     if config.compile_layers:
         compile_layers(layers)
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
-    register_fsdp_forward_method(model, "hidden_states")  # gathers its parameters as forward() does
+        fsdp2.fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
+    fsdp2.fully_shard(model, reshard_after_forward=False, **options)
+    fsdp2.register_fsdp_forward_method(model, "hidden_states")  # gathers its parameters as forward() does
     if isinstance(model, LanguageModel):
-        register_fsdp_forward_method(model, "own_log_probs")
+        fsdp2.register_fsdp_forward_method(model, "own_log_probs")
     if config.forward_prefetch:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
@@ -88,7 +81,7 @@ def shard_and_fill(
 def reshard(model: nn.Module) -> None:
     """Free every gathered parameter: a forward without a backward pass leaves some, the root's always."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp2.FSDPModule):
             module.reshard()
 
 

@@ -7,26 +7,22 @@ rows that caused it are written to a file.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl import device as devices
-from hybridrl.algorithms.aggregation import Totals
+from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
-from hybridrl.training.fsdp import full_tensor, host_parameters, move_parameters, reshard, shard_and_fill
-from hybridrl.training.lora import add_adapter, load_adapter
-from hybridrl.training.model import LanguageModel, ValueModel, packed_rows_interact
+from hybridrl.training.fsdp import full_tensor, host_parameters, move_parameters
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import ModelInputs, lay_out
-from hybridrl.training.sequence_parallel import sequence_group, slice_of
+from hybridrl.training.sequence_parallel import slice_of
 
 MOST_FILES = 100  # of skipped updates that a rank writes per model
 
@@ -47,8 +43,7 @@ class LearnerConfig:
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Return the type of the model's own parameters: with an adapter they never change and need no higher
-        precision than the computation."""
+        """Return the type of the model's own parameters: with an adapter they never change, so the computation's."""
         return self.compute_dtype if self.model.lora_rank else getattr(torch, self.fsdp.model_dtype)
 
 
@@ -61,40 +56,30 @@ class MiniBatch:
 
 
 # Maps the rows of a micro-batch and the totals of its mini-batch to this micro-batch's share of the loss and of each
-# metric. Totals are None for a dummy row (see `Learner.backward`): the loss is then 0 times the model's outputs.
+# metric. Totals are None for a dummy row (see `Learner._gradient`): the loss is then 0 times the model's outputs.
 Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
 # Rows and mini-batch as they are trained on, and shares of metrics measured before the gradient.
-RunInputs = tuple[Batch, MiniBatch, dict[str, Tensor]]
-Prepare = Callable[[Batch, MiniBatch], RunInputs]
+Prepared = tuple[Batch, MiniBatch, dict[str, Tensor]]
+Prepare = Callable[[Batch, MiniBatch], Prepared]
 
 
-def unchanged(batch: Batch, mini_batch: MiniBatch) -> RunInputs:
-    return batch, mini_batch, {}
-
-
+@dataclass(eq=False)
 class Learner:
     """One rank's part of a model in training. `dump_prefix` is the path prefix of the files with a skipped update's
     rows. The ranks of a sequence-parallel `group` have the same rows: each returns the same shares, which count once.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        fsdp: FSDPConfig,
-        device: torch.device,
-        *,
-        padded: bool,
-        dump_prefix: Path,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        self.model, self.optimizers, self.device = model, optimizers, device
-        self.padded, self.dump_prefix, self.group = padded, dump_prefix, group
-        self.offloads = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
-        self.host_parameters: dict[nn.Parameter, Tensor] = {}  # filled when the parameters are first offloaded
-        self.on_host = False
+    model: nn.Module
+    optimizers: Optimizers
+    fsdp: FSDPConfig
+    device: torch.device
+    padded: bool
+    dump_prefix: Path
+    group: ProcessGroup | None = None
+    host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
+    on_host: bool = False
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""
@@ -108,14 +93,15 @@ class Learner:
         clip: float,
         step: int,
         on_retry: Callable[[], object] = bool,
-        prepare: Prepare = unchanged,
+        prepare: Prepare | None = None,
     ) -> list[Shares]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each metric (shares add up over ranks,
         counting one per group). `on_retry` is called before a mini-batch is repeated."""
         self.model.train()
         metrics, scale = [], self.optimizers.loss_scale
         ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up
-        for number, (part, mini_batch, more) in enumerate(map(partial(prepare, batch), mini_batches), 1):
+        for number, mini_batch in enumerate(mini_batches, 1):
+            part, mini_batch, more = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
             factor = scale.factor
             shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
             # A finite loss with an infinite gradient is what float16 makes of a loss scale that is too large: no row is
@@ -148,7 +134,17 @@ class Learner:
         """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics, which micro-batches
         have a finite loss, whether those of all ranks do, and the norm before clipping, the same on every rank."""
         shares: dict[str, Tensor] = {}
-        losses = [self.backward(batch, rows, mini_batch.totals, loss, shares) for rows in mini_batch.micro_batches]
+        losses = []
+        for rows in mini_batch.micro_batches:
+            # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is
+            # empty therefore runs one dummy row with a loss of 0: otherwise the others' collectives would wait forever.
+            total, metrics = loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
+            # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks
+            # of a group share a loss, each has the gradient of its own slice.
+            (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
+            losses.append(total.detach())
+            for name, value in ({"loss": total} | metrics).items() if rows else ():
+                shares[name] = shares.get(name, 0.0) + value.detach()
         self.optimizers.loss_scale.undo(self.model)
         finite = torch.stack(losses).isfinite()
         # An infinite loss may leave the gradient finite, so the ranks exchange it.
@@ -157,28 +153,12 @@ class Learner:
         norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)))
         return shares, finite, not broken, norm
 
-    def backward(
-        self, batch: Batch, rows: list[int], totals: Totals, loss: Loss, shares: dict[str, Tensor] | None = None
-    ) -> Tensor:
-        """Run forward and backward of one micro-batch. Returns the loss."""
-        # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is empty
-        # therefore runs one dummy row with a loss of 0; without it the others' collectives would wait forever.
-        total, metrics = loss(batch.select(rows or [0]), totals if rows else None)
-        # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks of a
-        # group share a loss, each has the gradient of its own slice.
-        (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
-        if rows and shares is not None:
-            for name, value in ({"loss": total} | metrics).items():
-                shares[name] = shares.get(name, 0.0) + value.detach()
-        return total.detach()
-
-    def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare) -> dict[str, Tensor]:
+    def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare | None = None) -> dict:
         """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
         self.model.train()
-        part, mini_batch, _ = prepare(batch, mini_batch)
-        for rows in mini_batch.micro_batches:
-            self.backward(part, rows, mini_batch.totals, loss)
-        self.optimizers.loss_scale.undo(self.model)
+        if prepare:
+            batch, mini_batch, _ = prepare(batch, mini_batch)
+        self._gradient(batch, mini_batch, loss, math.inf)
         named = self.model.named_parameters()
         gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
         self.optimizers.zero_grad()
@@ -186,9 +166,7 @@ class Learner:
 
     def _write_rows(self, batch: Batch, mini_batch: MiniBatch, finite: Tensor, all_finite: bool, name: str) -> None:
         """Write the micro-batches whose loss is not finite to a file, for diagnosis: `torch.load` gives a dictionary.
-
-        If the losses of all ranks are finite, any row may be the cause: then all rows are written, with only tokens.
-        """
+        If the losses of all ranks are finite, any row may be the cause: then all rows are written, with only tokens."""
         if self.group is not None and self.group.rank():
             return  # another rank writes the same
         suspects = torch.ones_like(finite) if all_finite else ~finite
@@ -199,12 +177,13 @@ class Learner:
             return
         part = batch.select(rows)
         part = part.only() if all_finite else part
-        values = {item.name: vars(part)[item.name] for item in fields(part) if vars(part)[item.name] is not None}
+        values = {name: value for name, value in vars(part).items() if value is not None}
         torch.save(values, directory / f"{self.dump_prefix.name}-{name}-{rank}")
 
     def offload(self, *, to_host: bool) -> None:
         """Move the parameters to or from host memory, if the configuration allows them to leave the device."""
-        if not self.offloads or self.on_host == to_host:
+        offloads = self.fsdp.param_offload and not self.fsdp.offload_policy and self.device.type != "cpu"
+        if not offloads or self.on_host == to_host:
             return
         if to_host:
             self.host_parameters = self.host_parameters or host_parameters(self.model)
@@ -215,43 +194,9 @@ class Learner:
         self.on_host = to_host
 
 
-def build_learner(
-    blank: LanguageModel | ValueModel,
-    config: LearnerConfig,
-    grid: DeviceMesh,
-    device: torch.device,
-    *,
-    seed: int,
-    collective_timeout: float,
-    dump_prefix: Path,
-) -> Learner:
-    """Shard a model without weights, with an adapter if one is configured, load it and create its optimizers;
-    collective."""
-    model, fsdp = config.model, config.fsdp
-    if model.lora_rank:
-        add_adapter(blank.model, model, getattr(torch, fsdp.model_dtype), seed, f"the {dump_prefix.name}'s model")
-    sharded = shard_and_fill(blank, model.path, fsdp, grid, device, offloaded=fsdp.offload_policy)
-    if model.lora_rank and model.lora_adapter_path:
-        load_adapter(sharded.model, Path(model.lora_adapter_path))
-    optimizers = Optimizers(
-        sharded,
-        config.optimizer,
-        config.total_updates,
-        dtype=config.compute_dtype,
-        updates_per_step=config.updates_per_step,
-        # Under offload_policy the optimizer steps in host memory, where parameters and moments already are.
-        offloaded=fsdp.optimizer_offload and not fsdp.offload_policy and device.type == "cuda",
-    )
-    group = sequence_group(fsdp.ulysses_sequence_parallel_size, collective_timeout)
-    padded = not model.use_remove_padding or (group is None and packed_rows_interact(sharded, device))
-    reshard(sharded)
-    return Learner(sharded, optimizers, fsdp, device, padded=padded, dump_prefix=dump_prefix, group=group)
-
-
-def on_device(learner: Learner, *others: Learner | None) -> Learner:
-    """Return this learner with its parameters on the device; others that may be offloaded are offloaded first."""
-    for other in others:
-        if other is not None:
-            other.offload(to_host=True)
+def on_device(learner: Learner, other: Learner | None) -> Learner:
+    """Return this learner with its parameters on the device; the other is offloaded first, if it may be."""
+    if other is not None:
+        other.offload(to_host=True)
     learner.offload(to_host=False)
     return learner

@@ -25,21 +25,10 @@ def tokens_at_once(device: str, vocabulary: int) -> int:
     return max(CHUNK_BYTES[device] // (4 * vocabulary), FEWEST_TOKENS)
 
 
-def arithmetic(device: str) -> type[LogitTables]:
-    """Return torch's own operations, or on CUDA kernels that read each logit once."""
-    if device == "cpu":
-        return LogitTables
-    from hybridrl.training.logit_kernels import LogitKernels
-
-    return LogitKernels
-
-
 def token_outputs(hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec) -> TokenOutputs:
-    """Return the outputs for these targets [N], given what the head sees, `hidden` [N, width].
-
-    The backward pass computes the logits again, with two exceptions: if one chunk holds them all, they are kept; if the
-    arriving gradient is a multiple of the early one, the gradients that were computed with the outputs are scaled.
-    """
+    """Return the outputs for these targets [N], given what the head sees, `hidden` [N, width]. The backward pass
+    computes the logits again, with two exceptions: if one chunk holds them all, they are kept; if the arriving gradient
+    is a multiple of the early one, the gradients that were computed with the outputs are scaled."""
     chunks = _Chunks(hidden, head, targets, spec)
     if torch.is_grad_enabled():
         return TokenOutputs(*_Differentiable.apply(hidden, head.weight, head.bias, chunks))
@@ -71,7 +60,12 @@ class _Chunks:
         return TokenOutputs(*(row if want else None for row, want in zip(zeros, wanted, strict=True)))
 
     def arithmetic(self) -> LogitTables:
-        return arithmetic(self.hidden.device.type)(self.head, self.spec, self.size)
+        """Return the memory of a chunk: torch's own operations, or on CUDA kernels that read each logit once."""
+        if self.hidden.device.type == "cpu":
+            return LogitTables(self.head, self.spec, self.size)
+        from hybridrl.training.logit_kernels import LogitKernels
+
+        return LogitKernels(self.head, self.spec, self.size)
 
     def fill_all(self) -> None:
         memory = self.arithmetic()

@@ -89,7 +89,12 @@ def blank_model(
         # Selective recomputation (Korthikanti et al. 2022) also keeps the results of COSTLY operations.
         options: dict[str, Any] = {"use_reentrant": False}
         if config.selective_checkpointing:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _checkpoint_policy)
+
+            def policy(_context: object, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
+                costly = operation.name().partition(".")[0] in COSTLY
+                return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         try:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         except ValueError as error:
@@ -97,20 +102,13 @@ def blank_model(
     return model
 
 
-def _checkpoint_policy(_context: object, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
-    costly = operation.name().partition(".")[0] in COSTLY
-    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @torch.no_grad()
 def fill(
     model: PreTrainedModel, path: str, device: torch.device, fresh: Mapping[str, Tensor] | None = None
 ) -> PreTrainedModel:
     """Read a model's weights to this device; for a sharded model only this rank's part. `fresh` tensors replace those
-    that the directory or hub name lacks.
-
-    Raises ValueError if a tensor has another shape or is missing, which would leave random numbers.
-    """
+    that the directory or hub name lacks. Raises ValueError if a tensor has another shape or is missing, which would
+    leave random numbers."""
     weights = dict(fresh or {}) | open_weights(path)
     plan = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
     result, _ = convert_and_load_state_dict_in_model(model, weights, plan)

@@ -27,10 +27,8 @@ PATTERN = re.compile(r"[^\w.-]")  # characters of a regular expression that no n
 
 
 def check_adapter(config: ModelConfig, key: str) -> str:
-    """Return a description of what is trained, from the configuration alone: no weights are read.
-
-    Raises ConfigError if the model lacks the layers, or if the configured adapter belongs to another model.
-    """
+    """Return a description of what is trained, from the configuration alone: no weights are read. Raises ConfigError if
+    the model lacks the layers, or if the configured adapter belongs to another model."""
     settings = load_settings(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
@@ -46,10 +44,7 @@ def check_adapter(config: ModelConfig, key: str) -> str:
 
 def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> None:
     """Freeze a model that is not sharded yet and add a new adapter of this type to it, in host memory: B is zero, A
-    follows from the seed. A value head is trained directly.
-
-    Raises ConfigError as `check_adapter` does.
-    """
+    follows from the seed. A value head is trained directly. Raises ConfigError as `check_adapter` does."""
     heads = []
     if not model.can_generate():  # a value model
         heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
@@ -68,10 +63,8 @@ def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype,
             for half in (layer.lora_A, layer.lora_B):
                 half[ADAPTER].to_empty(device=HOST).to(dtype)
             layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-    settings.inference_mode, settings.modules_to_save = (
-        True,
-        heads or None,
-    )  # as peft writes them to adapter_config.json
+    # As peft writes them to adapter_config.json.
+    settings.inference_mode, settings.modules_to_save = True, heads or None
     for name in heads:
         model.get_submodule(name).requires_grad_(True)
         model.get_submodule(name).to(dtype)
@@ -95,10 +88,8 @@ def _targets(model: PreTrainedModel, config: ModelConfig, heads: list[str], key:
 
 
 def _named(option: str, config: ModelConfig, linear: list[str], key: str) -> list[str]:
-    """Return the layers that an option selects, by the end of a name or by a regular expression for the full name.
-
-    A name without a layer is rejected. An expression may exclude nothing: one list then suits several models.
-    """
+    """Return the layers that an option selects, by the end of a name or by a regular expression for the full name. A
+    name without a layer is rejected. An expression may exclude nothing: one list then suits several models."""
     selected: dict[str, None] = {}
     for text in vars(config)[option]:
         try:

@@ -7,21 +7,17 @@ Knows neither rewards, returns nor losses, and not how adapters are created.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import (
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_MAPPING
 
-from hybridrl.batch import Batch
+from hybridrl.batch import token_rows
 from hybridrl.checkpoint.read import ADAPTER, file_name
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
@@ -29,7 +25,7 @@ from hybridrl.training.linear_log_probs import token_outputs
 from hybridrl.training.loading import blank_model, fill, load_settings
 from hybridrl.training.packing import ModelInputs, lay_out, separate_rows
 from hybridrl.training.sequence_parallel import gather_slices, slice_of
-from hybridrl.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, ReferenceOutputs, TokenOutputs
+from hybridrl.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs
 
 HOST = torch.device("cpu")
 MIXED = 0.1  # relative change of a hidden state that only another row can cause; rounding causes less
@@ -48,10 +44,7 @@ class TokenModel(nn.Module):
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
         hidden = self.model.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            packed=inputs.packed,
-            use_cache=False,
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
         ).last_hidden_state
         return hidden.flatten(0, 1)[inputs.predictors]
 
@@ -67,21 +60,13 @@ class LanguageModel(TokenModel):
         self.rule = LogitRule(scale, settings.get("final_logit_softcapping"))
 
     def forward(
-        self,
-        inputs: ModelInputs,
-        temperature: float,
-        *,
-        entropies: bool = False,
-        entropy_gradient: bool = False,
-        sum_pi_squared: bool = False,
-        against: ReferenceOutputs | None = None,
-        loss_gradient: LossGradient | None = None,
+        self, inputs: ModelInputs, temperature: float, *, loss_gradient: LossGradient | None = None, **options: Any
     ) -> TokenOutputs:
-        """Return the requested outputs (`OutputSpec`). The backward pass of the loss whose `loss_gradient` is given
-        takes less time."""
+        """Return the outputs that the options of `OutputSpec` request. The backward pass of the loss whose
+        `loss_gradient` is given takes less time."""
         if inputs.slice is not None:
             loss_gradient = None  # a loss needs the outputs of all slices
-        spec = OutputSpec(temperature, entropies, entropy_gradient, sum_pi_squared, against, loss_gradient)
+        spec = OutputSpec(temperature, loss_gradient=loss_gradient, **options)
         # The class's method: that of an FSDP2 instance would gather the parameters, as forward() has done already.
         hidden = TokenModel.hidden_states(self, inputs)
         outputs = token_outputs(hidden, self.head, inputs.targets, spec)
@@ -100,11 +85,9 @@ class LanguageModel(TokenModel):
 
 
 class ValueModel(TokenModel):
-    """Computes the values of the states in which response tokens were sampled [response tokens], in float32.
-
-    It is transformers' token classification with one label, so that a saved value model loads there as such, and can
-    start from any causal language model.
-    """
+    """Computes the values of the states in which response tokens were sampled [response tokens], in float32. It is
+    transformers' token classification with one label, so that a saved value model loads there as such, and can start
+    from any causal language model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -139,18 +122,27 @@ def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageMode
 def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     """Return the value model of a directory, or a language model with a new head, without its weights."""
     settings = load_settings(config, num_labels=1)
-    family = _token_classification(settings, config.path)
+    kind = type(settings)
+    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        family = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[kind]
+    elif kind in MODEL_MAPPING:  # transformers' generic class on the base, which knows the names of the layers to shard
+        base = MODEL_MAPPING[kind].__bases__[0]
+        name = base.__name__.removesuffix("PreTrainedModel") + "ForTokenClassification"
+        family = type(name, (GenericForTokenClassification, base), {})
+    else:
+        raise ValueError(
+            f"critic.model.path={config.path}: transformers has no base of the family {settings.model_type} for a "
+            "value head; name a model of another family"
+        )
     model = ValueModel(blank_model(family._from_config, settings, config, dtype))
     model.model.config.architectures = [family.__name__]
     return model
 
 
 def new_head(model: ValueModel) -> dict[str, Tensor]:
-    """Return zeros for the head of a directory that has none.
-
-    Values then start at 0 however large the hidden states are, and are the same on every rank whatever its seed. One
-    output has no symmetry to break: its gradient is the hidden state, so the first update already trains it.
-    """
+    """Return zeros for the head of a directory that has none. Values then start at 0 however large the hidden states
+    are, and are the same on every rank whatever its seed. One output has no symmetry to break: its gradient is the
+    hidden state, so the first update already trains it."""
     head = model.model.get_submodule(model.head_name)
     return {f"{model.head_name}.{name}": torch.zeros(p.shape) for name, p in head.named_parameters()}
 
@@ -160,20 +152,6 @@ def load_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     blank = blank_value_model(config, dtype)
     fill(blank.model, config.path, HOST, new_head(blank))
     return blank
-
-
-def _token_classification(settings: PreTrainedConfig, path: str) -> type[PreTrainedModel]:
-    """Return the family's class with a head for every token: transformers' own, or its generic one on the base."""
-    if type(settings) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        return MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(settings)]
-    if type(settings) not in MODEL_MAPPING:
-        raise ValueError(
-            f"critic.model.path={path}: transformers has no base of the family {settings.model_type} for a value head; "
-            f"name a model of another family"
-        )
-    family = MODEL_MAPPING[type(settings)].__bases__[0]  # which knows the names of the layers to shard
-    name = family.__name__.removesuffix("PreTrainedModel") + "ForTokenClassification"
-    return type(name, (GenericForTokenClassification, family), {})
 
 
 # -- LoRA adapters -----------------------------------------------------------------------------------------------------
@@ -225,7 +203,7 @@ def packed_rows_interact(model: nn.Module, device: torch.device = HOST) -> bool:
     """Return whether packed rows influence each other, as with attention that ignores boundaries; collective, for a
     sharded model. Compares hidden states, since a new value head maps everything to zero."""
     settings, training = model.model.config, model.training
-    batch = _two_rows(_some_tokens(settings))
+    batch = token_rows(_some_tokens(settings))
     model.eval()
     packed, padded = (model.hidden_states(lay_out(batch, padded).to(device)).float() for padded in (False, True))
     model.train(training)
@@ -242,44 +220,25 @@ def check_log_probs(
     group: ProcessGroup | None = None,
 ) -> None:
     """Raise ValueError if log-probs computed here in this type differ from those of the model's own forward pass, one
-    row at a time; collective, for a sharded model.
-
-    They differ for families that transform their logits in ways that `LogitRule` does not cover, and for attention that
-    needs more than masks, windows, caps and sinks.
-    """
+    row at a time; collective, for a sharded model. They differ for families that transform their logits in ways that
+    `LogitRule` does not cover, and for attention that needs more than masks, windows, caps and sinks."""
     model = language_model.model
-    ids = _some_tokens(model.config)
-    training = model.training
+    rows, training = _some_tokens(model.config), model.training
     language_model.eval()
-    ours = language_model(slice_of(lay_out(_two_rows(ids), padded), group).to(device), 1.0).log_probs
+    ours = language_model(slice_of(lay_out(token_rows(rows), padded), group).to(device), 1.0).log_probs
     model.set_attn_implementation("eager")
-    theirs = [language_model.own_log_probs(row) for row in ids.to(device).split([5, 9])]
+    theirs = [language_model.own_log_probs(torch.tensor(row, device=device)) for row in rows]
     model.set_attn_implementation(attention.NAME)
     language_model.train(training)
     gap = float((ours - torch.cat(theirs)).abs().max())
     if not gap <= TOLERANCE[dtype]:
-        together = ""
-        if group is not None:
-            together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1"
+        together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1" if group else ""
         raise ValueError(
             f"{model.config.model_type}: the training log-probs differ by {gap:.2g} from the model's own, so this "
             f"family cannot be trained here{together}"
         )
 
 
-def _some_tokens(settings: PreTrainedConfig) -> Tensor:
-    return torch.arange(14) * 37 % min(settings.get_text_config().vocab_size, 4096)
-
-
-def _two_rows(ids: Tensor) -> Batch:
-    """Return rows of 5 and 9 tokens, each with its first token as the prompt."""
-    numbers = torch.arange(2)
-    return Batch(
-        prompt_lengths=torch.ones(2, dtype=torch.int64),
-        response_lengths=torch.tensor([4, 8]),
-        prompt_ids=ids[[0, 5]],
-        response_ids=torch.cat([ids[1:5], ids[6:]]),
-        group=numbers,
-        position=numbers,
-        sample=numbers,
-    )
+def _some_tokens(settings: PreTrainedConfig) -> list[list[int]]:
+    ids = (torch.arange(14) * 37 % min(settings.get_text_config().vocab_size, 4096)).tolist()
+    return [ids[:5], ids[5:]]

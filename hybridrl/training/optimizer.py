@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.training.fsdp import full_tensor, host_copies, local, own_shard
@@ -33,35 +32,31 @@ class Optimizers:
         *,
         offloaded: bool = False,
     ) -> None:
-        self.loss_scale = LossScale(dtype)
-        self.offloaded = offloaded
+        self.loss_scale, self.offloaded = LossScale(dtype), offloaded
         self.optimizers = build_optimizers(model, config, offloaded=offloaded)
+        self.highest = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         self.factor = lambda update: schedule(update, total_updates, config, updates_per_step)
         self.resume_after(0)
 
     def resume_after(self, updates: int) -> None:
-        """Set the schedules to the state after this number of updates."""
-        self.schedules = [LambdaLR(item, self.factor, last_epoch=updates - 1) for item in self.optimizers]
-
-    @property
-    def updates(self) -> int:
-        """Return the number of updates so far, including skipped ones."""
-        return self.schedules[0].last_epoch
+        """Set the learning rates to those after this number of updates; skipped ones count."""
+        self.updates, factor = updates, self.factor(updates)
+        for optimizer, highest in zip(self.optimizers, self.highest, strict=True):
+            optimizer.param_groups[0]["lr"] = highest * factor
 
     @property
     def lr(self) -> float:
-        return self.schedules[0].get_last_lr()[0]
+        return self.optimizers[0].param_groups[0]["lr"]
 
     def step(self) -> None:
-        for optimizer, schedule_ in zip(self.optimizers, self.schedules, strict=True):
+        for optimizer in self.optimizers:
             with _moments_on_device(optimizer) if self.offloaded else nullcontext():
                 optimizer.step()
-            schedule_.step()
+        self.skip()
 
     def skip(self) -> None:
         """Skip an update: the model stays as it is, the schedule advances."""
-        for schedule_ in self.schedules:
-            schedule_.step()
+        self.resume_after(self.updates + 1)
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -70,10 +65,8 @@ class Optimizers:
 
 class LossScale:
     """Keeps float16 gradients within range (Micikevicius et al. 2018); the factor is 1, without effect, in other types.
-
     The loss is multiplied by the factor before the backward pass and the gradient divided by it afterwards, since small
-    gradients would vanish. If the gradient overflows, the factor is halved and the mini-batch repeated.
-    """
+    gradients would vanish. If the gradient overflows, the factor is halved and the mini-batch repeated."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.adapts = dtype == torch.float16
@@ -108,30 +101,26 @@ class LossScale:
 
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024): orthogonalised momentum as the update of a matrix, unsharded or sharded by FSDP2; with
-    Nesterov momentum and decoupled weight decay.
-
-    torch's own form iterates on shards, so that two ranks take another step than one (6% apart) and every product of
-    the iteration is a collective. Here a matrix is gathered once.
-    """
+    Nesterov momentum and decoupled weight decay. torch's own form iterates on shards, so that two ranks take another
+    step than one (6% apart) and every product of the iteration is a collective. Here a matrix is gathered once."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group["lr"], group["momentum"], group["weight_decay"])
-
-    def _update(self, parameter: nn.Parameter, lr: float, momentum: float, weight_decay: float) -> None:
-        state = self.state[parameter]
-        average = state.setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
-        average.lerp_(parameter.grad, 1 - momentum)
-        direction = orthogonalise(full_tensor(parameter.grad.lerp(average, momentum)))
-        # Without this scale the update of a tall matrix would be small relative to its entries.
-        scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
-        local(parameter).mul_(1 - lr * weight_decay).add_(own_shard(direction, parameter), alpha=-lr * scale)
+        (group,) = self.param_groups
+        lr, momentum = group["lr"], group["momentum"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+            average.lerp_(parameter.grad, 1 - momentum)
+            direction = orthogonalise(full_tensor(parameter.grad.lerp(average, momentum)))
+            # Without this scale the update of a tall matrix would be small relative to its entries.
+            scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
+            decayed = local(parameter).mul_(1 - lr * group["weight_decay"])
+            decayed.add_(own_shard(direction, parameter), alpha=-lr * scale)
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
@@ -182,24 +171,18 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
     optimizers: list[Optimizer] = [AdamW(rest, lr=config.lr, betas=betas, weight_decay=decay, **more)]
     if matrices:
         optimizers.append(Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=decay))
+    # The moments are created as the first step would, so that the state always has the same names and shapes.
     for optimizer in optimizers:
-        _set_moments_to_zero(optimizer, offloaded=offloaded)
+        parameters, names = optimizer.param_groups[0]["params"], MOMENTS[type(optimizer)]
+        every = [parameter for parameter in parameters for _ in names]
+        device = parameters[0].device.type if parameters else "cpu"
+        moments = iter(host_copies(every, device) if offloaded else map(torch.empty_like, every))
+        for parameter in parameters:
+            optimizer.state[parameter] = state = {name: next(moments).detach().zero_() for name in names}
+            if isinstance(optimizer, AdamW):  # the fused kernel keeps its step count on the parameters' device
+                place = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
+                state["step"] = torch.zeros((), device=place)
     return optimizers
-
-
-def _set_moments_to_zero(optimizer: Optimizer, *, offloaded: bool) -> None:
-    """Create the moments as the first step would, so that the state always has the same names and shapes."""
-    parameters, names = optimizer.param_groups[0]["params"], MOMENTS[type(optimizer)]
-    every = [parameter for parameter in parameters for _ in names]
-    device = parameters[0].device.type if parameters else "cpu"
-    moments = iter(host_copies(every, device) if offloaded else [torch.empty_like(parameter) for parameter in every])
-    for parameter in parameters:
-        state = {name: next(moments).detach().zero_() for name in names}
-        if isinstance(optimizer, AdamW):
-            # The fused kernel keeps its step count on the parameters' device.
-            device = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
-            state["step"] = torch.zeros((), device=device)
-        optimizer.state[parameter] = state
 
 
 def schedule(update: int, total_updates: int, config: OptimizerConfig, updates_per_step: int = 1) -> float:

@@ -123,9 +123,7 @@ class SequenceSlice:
 @dataclass
 class ModelInputs:
     """Rows as a model expects them: packed into one sequence of T tokens, or padded on the right to [B, T].
-
-    `predictors` are the indices, into the flattened input, whose output predicts the response tokens, in row order.
-    """
+    `predictors` are the indices, into the flattened input, whose output predicts the response tokens, in row order."""
 
     input_ids: Tensor  # [1, T] or [B, T]
     position_ids: Tensor  # the same shape

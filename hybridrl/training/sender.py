@@ -10,15 +10,12 @@ from hybridrl.checkpoint.export import parts
 from hybridrl.training.fsdp import full_tensor, full_tensors, reshard
 from hybridrl.training.lora import merged
 from hybridrl.training.model import LanguageModel, adapter_parameters, pairs, without_pairs
-from hybridrl.weights.handles import Handle, SharedBuffer, digest
-from hybridrl.weights.layout import Bucket, SyncPlan, buffer_bytes, plan_buckets
+from hybridrl.weights.buckets import Bucket, Handle, SharedBuffer, SyncPlan, buffer_bytes, digest, plan_buckets
 
 
 class Sender:
-    """Sends a sharded model in one type: a model with an adapter as base and adapter, or with `merge` merged.
-
-    Every rank creates one and makes the same calls; `plan` holds what is sent, in buckets of at most `limit` bytes.
-    """
+    """Sends a sharded model in one type: a model with an adapter as base and adapter, or with `merge` merged. Every
+    rank creates one and makes the same calls; `plan` holds what is sent, in buckets of at most `limit` bytes."""
 
     def __init__(self, model: LanguageModel, device: torch.device, dtype: torch.dtype, limit: int, merge: bool) -> None:
         self.model, self.device, self.dtype = model, device, dtype
@@ -35,7 +32,12 @@ class Sender:
     @torch.no_grad()
     def fill(self, bucket: Bucket) -> tuple[Handle, int]:
         """Gather one bucket's weights; collective. Returns the buffer's handle and the digest of the bytes."""
-        self._allocate_for(bucket)
+        # One buffer for this bucket and those sent with it: for an adapter it is smaller than for the base.
+        size = buffer_bytes(self.plan.adapter if bucket in self.plan.adapter else self.plan.model)
+        if self.buffer is None or len(self.buffer.tensor) < size:
+            self._free()
+            reshard(self.model)
+            self.buffer = SharedBuffer(size, self.device)
         target, tensors = bucket.view(self.buffer.tensor), {tensor.name: tensor for tensor in bucket.tensors}
         for name, value in adapter_parameters(self.model.model).items():
             if name in tensors:
@@ -46,16 +48,6 @@ class Sender:
                 tensors[name].view(target).copy_(value)
         devices.synchronize(self.device.type)
         return self.buffer.handle, digest(target)
-
-    def _allocate_for(self, bucket: Bucket) -> None:
-        """Allocate a buffer for this bucket and those sent with it: one for an adapter is smaller than one for the
-        base."""
-        buckets = self.plan.adapter if bucket in self.plan.adapter else self.plan.model
-        size = buffer_bytes(buckets)
-        if self.buffer is None or len(self.buffer.tensor) < size:
-            self._free()
-            reshard(self.model)
-            self.buffer = SharedBuffer(size, self.device)
 
     def release(self, *, reader_died: bool = False) -> None:
         """Free device memory; host memory is kept, as touching new pages costs more than it saves."""

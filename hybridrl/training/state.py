@@ -8,7 +8,6 @@ sharding, so the number of ranks may change in between. Knows neither steps nor 
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from hybridrl import device as devices
 from hybridrl.checkpoint.export import own_tensors
 from hybridrl.checkpoint.read import PlainPlanner, saved_shapes, state_reader
 from hybridrl.training.fsdp import host_copies, local, reshard
-from hybridrl.training.model import LanguageModel, ValueModel, pairs
+from hybridrl.training.model import TokenModel, pairs
 from hybridrl.training.optimizer import Optimizers
 
 State = dict[str, Any]
-Keys = tuple[str, ...]  # the keys that lead to a tensor of a state
 
 
-def state_of(model: LanguageModel | ValueModel, optimizers: Optimizers | None, contents: Collection[str]) -> State:
+def state_of(model: TokenModel, optimizers: Optimizers | None, contents: Collection[str]) -> State:
     """Return the requested parts (model, optimizer, extra) with all trained tensors, by Hugging Face's names; for a
     model with an adapter only the adapter's. Learning rates and the like come from the configuration instead."""
     reshard(model)
@@ -50,24 +49,19 @@ def state_of(model: LanguageModel | ValueModel, optimizers: Optimizers | None, c
 
 
 def load_state(
-    model: LanguageModel | ValueModel,
-    optimizers: Optimizers | None,
-    contents: Collection[str],
-    directory: Path,
-    group: ProcessGroup,
+    model: TokenModel, optimizers: Optimizers | None, contents: Collection[str], directory: Path, group: ProcessGroup
 ) -> None:
     """Read the requested parts into a model and its optimizers, on whatever device their tensors are; collective.
-
     Raises ConfigError if files cannot be read, ValueError if the directory lacks a part, or holds another model or
-    optimizer.
-    """
+    optimizer."""
     state = state_of(model, optimizers, contents)
     reader = state_reader(directory, moments="optimizer" in state or "extra" in state)
     saved = saved_shapes(reader, directory)
     for part, value in state.items():
         if part not in saved:
             raise ValueError(f"{directory}: no {part} was saved there, see checkpoint.save_contents")
-        _check_shapes(part, saved[part], {".".join(path): tensor.shape for path, tensor in _tensors(value)}, directory)
+        present = {name: item.shape for name, item in flatten_state_dict(value)[0].items() if isinstance(item, Tensor)}
+        _check_shapes(part, saved[part], present, directory)
     if "extra" in state:  # a loss scale is saved only where one was in use
         saved_names = reader.read_metadata().state_dict_metadata
         state["extra"] = {name: value for name, value in state["extra"].items() if f"extra.{name}" in saved_names}
@@ -105,56 +99,49 @@ def _checkpoint_errors(directory: Path) -> Iterator[None]:
         raise RuntimeError(f"{directory}: rank {rank}: {type(cause).__name__}: {cause}") from cause
 
 
-def _tensors(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Tensor]]:
-    """Yield all tensors of a state, with the keys that lead to each."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, (*path, key))
-    elif isinstance(value, Tensor):
-        yield path, value
-
-
-@dataclass(frozen=True)
-class SaveCost:
-    """The cost of a save for a rank: seconds for which training stops, and bytes of state in host memory."""
-
-    seconds: float
-    bytes: int
-
-
 class StateWriter:
     """Writes states in the background, one after another, from copies in host memory that are reused by later saves.
-
     All ranks create one together and call it in the same order. Its collectives use a separate group, since those of
-    training continue meanwhile.
-    """
+    training continue meanwhile."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state-writer")
-        self.copies: dict[str, dict[Keys, Tensor]] = {}  # by model
+        self.copies: dict[str, dict[str, Tensor]] = {}  # by model and the tensor's name
         self.writing: list[Future[None]] = []
 
     def start(self, states: Mapping[Path, State]) -> int:
-        """Copy states, which may change afterwards, and write each to its directory. Returns the bytes copied.
-
-        First waits for the previous save, which still uses the copies. Raises RuntimeError on every rank if one of them
-        could not copy, and writes nothing: the other ranks' collectives would wait for it in vain.
-        """
+        """Copy states, which may change afterwards, and write each to its directory. Returns the bytes copied. First
+        waits for the previous save, which still uses the copies. Raises RuntimeError on every rank if one of them could
+        not copy, and writes nothing: the other ranks' collectives would wait for it in vain."""
         wait(self.writing)
         every_rank = torch.zeros(())
         try:
             devices.synchronize(self.device)  # offloaded moments may still be on their way to the host
-            copied = {directory: self._copy(state, directory.name) for directory, state in states.items()}
+            copied = {}
+            for directory, state in states.items():
+                # torch's own stager finds reused memory by the original's address, which changes in every step if
+                # parameters or moments are offloaded.
+                flat, nesting = flatten_state_dict(state)
+                present = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+                if self.copies.get(directory.name, {}).keys() != present.keys():
+                    copies = host_copies(list(present.values()), self.device)
+                    self.copies[directory.name] = dict(zip(present, copies, strict=True))
+                for name, tensor in present.items():
+                    local(self.copies[directory.name][name]).copy_(local(tensor), non_blocking=True)
+                copied[directory] = unflatten_state_dict(flat | self.copies[directory.name], nesting)
             devices.synchronize(self.device)
             every_rank += 1
         finally:
             dist.all_reduce(every_rank, dist.ReduceOp.MIN, self.group)
         if not every_rank:
             raise RuntimeError("another rank could not copy its state to host memory")
-        self.writing = [self.thread.submit(_write, directory, state, self.group) for directory, state in copied.items()]
-        return sum(local(tensor).nbytes for _, tensor in _tensors(copied))
+        self.writing = [
+            self.thread.submit(_checkpoint_errors(path)(dcp.save), state, checkpoint_id=path, process_group=self.group)
+            for path, state in copied.items()
+        ]
+        return sum(local(copy).nbytes for directory in states for copy in self.copies[directory.name].values())
 
     def finished(self) -> bool:
         """Return whether everything is on disk. Raises RuntimeError, once, if something could not be written."""
@@ -164,25 +151,3 @@ class StateWriter:
         for future in done:
             future.result()
         return True
-
-    def _copy(self, state: State, name: str) -> State:
-        """Return the state with its tensors copied to reused host memory. torch's own stager finds that memory by the
-        original's address, which changes in every step if parameters or moments are offloaded."""
-        present = dict(_tensors(state))
-        if self.copies.get(name, {}).keys() != present.keys():
-            self.copies[name] = dict(zip(present, host_copies(list(present.values()), self.device), strict=True))
-        for path, tensor in present.items():
-            local(self.copies[name][path]).copy_(local(tensor), non_blocking=True)
-        return _replaced(state, self.copies[name])
-
-
-def _replaced(value: Any, by: dict[Keys, Tensor], path: Keys = ()) -> Any:
-    """Return a state with these tensors in place of its own."""
-    if isinstance(value, dict):
-        return {key: _replaced(item, by, (*path, key)) for key, item in value.items()}
-    return by.get(path, value)
-
-
-def _write(directory: Path, state: State, group: ProcessGroup) -> None:
-    with _checkpoint_errors(directory):
-        dcp.save(state, checkpoint_id=directory, process_group=group)

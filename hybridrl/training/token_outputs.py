@@ -100,11 +100,9 @@ class OutputSpec(NamedTuple):
 
 
 class LogitTables:
-    """The memory for one chunk after another, at most `tokens` each, and what is computed in it.
-
-    The tables [tokens, vocabulary] are allocated once for all chunks: on CPU fresh memory costs time. On CUDA
-    `logit_kernels.LogitKernels` has the same methods.
-    """
+    """The memory for one chunk after another, at most `tokens` each, and what is computed in it. The tables [tokens,
+    vocabulary] are allocated once for all chunks: on CPU fresh memory costs time. On CUDA `logit_kernels.LogitKernels`
+    has the same methods."""
 
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
         self.head, self.spec = head, spec
@@ -133,9 +131,16 @@ class LogitTables:
         if not keep and not any(spec.outputs[1:]):
             return TokenOutputs(log_probs)
         self.probabilities = probabilities.div_(sums)
-        self.logits = logits if spec.entropies else None
-        self.gaps = gaps.add_(others_normaliser - self.normaliser) if against is not None else None
-        self.outputs = TokenOutputs(log_probs, *self._sums())
+        entropies = squares = kl = None
+        if spec.entropies:  # logits and gaps are multiplied by the probabilities in place
+            self.logits = logits.mul_(probabilities)
+            entropies = self.normaliser.squeeze(-1) - self.logits.sum(-1)
+        if spec.sum_pi_squared:
+            squares = torch.linalg.vector_norm(probabilities, dim=-1).square()
+        if against is not None:
+            self.gaps = gaps.add_(others_normaliser - self.normaliser).mul_(probabilities)
+            kl = self.gaps.sum(-1)
+        self.outputs = TokenOutputs(log_probs, entropies, squares, kl)
         return self.outputs
 
     def _below_largest(self, logits: Tensor) -> Tensor:
@@ -143,17 +148,6 @@ class LogitTables:
         if self.spec.temperature != 1:
             logits.div_(self.spec.temperature)
         return logits.sub_(logits.amax(-1, keepdim=True))
-
-    def _sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return entropies, sums of squares and KL; logits and gaps are multiplied by the probabilities in place."""
-        probabilities, entropies, squares, kl = self.probabilities, None, None, None
-        if self.logits is not None:
-            entropies = self.normaliser.squeeze(-1) - self.logits.mul_(probabilities).sum(-1)
-        if self.spec.sum_pi_squared:
-            squares = torch.linalg.vector_norm(probabilities, dim=-1).square()
-        if self.gaps is not None:
-            kl = self.gaps.mul_(probabilities).sum(-1)
-        return entropies, squares, kl
 
     def gradient(self, by: TokenOutputs) -> Tensor:
         """Return the gradient with respect to a chunk's logits [tokens, vocabulary], in the head's type, given that

@@ -4,7 +4,6 @@ Executes what the driver planned on the rows that it receives. Knows neither tex
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,47 +13,29 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 
 from hybridrl import device as devices
-from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model, export_settings
 from hybridrl.checkpoint.export import parts as parts_of
 from hybridrl.config.files import HUGGINGFACE
-from hybridrl.config.schema import FSDPConfig, ModelConfig, WrapPolicyConfig
+from hybridrl.config.schema import ModelConfig, WrapPolicyConfig
 from hybridrl.runtime.guard import begin_actor
-from hybridrl.training.bypass import prepare_rejection
+from hybridrl.training import losses
+from hybridrl.training import model as models
 from hybridrl.training.fsdp import full_tensors, mesh, reshard, shard_and_fill
-from hybridrl.training.learner import (
-    Learner,
-    LearnerConfig,
-    Loss,
-    MiniBatch,
-    Shares,
-    build_learner,
-    on_device,
-    unchanged,
-)
-from hybridrl.training.lora import export_adapter, export_adapter_settings
-from hybridrl.training.losses import LossConfig, ValueLossConfig, critic_loss, gradient_function, policy_loss
-from hybridrl.training.model import (
-    LanguageModel,
-    ValueModel,
-    adapter_off,
-    blank_language_model,
-    blank_value_model,
-    check_log_probs,
-    pairs,
-)
+from hybridrl.training.learner import Learner, LearnerConfig, MiniBatch, Shares, on_device
+from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
+from hybridrl.training.losses import LossConfig, ValueLossConfig
+from hybridrl.training.model import LanguageModel
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import MicroBatches, ModelInputs
 from hybridrl.training.sender import Sender
-from hybridrl.training.state import SaveCost, StateWriter, load_state, state_of
+from hybridrl.training.sequence_parallel import sequence_group
+from hybridrl.training.state import StateWriter, load_state, state_of
 from hybridrl.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
-from hybridrl.weights.handles import Handle
-from hybridrl.weights.layout import Bucket, SyncPlan
+from hybridrl.weights.buckets import Bucket, Handle, SyncPlan
 
 # A model's outputs for all rows of a rank, one array per kind; empty if the rank has no rows. Ray does not copy arrays.
 Columns = list[np.ndarray | None]
@@ -104,36 +85,41 @@ class TrainWorker:
         gpus = ray.get_gpu_ids()
         if config.device == "cuda" and gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
-        devices.seed_everything(config.seed)
+        torch.manual_seed(config.seed)
         if any(learner.fsdp.full_determinism for learner in (config.policy, config.critic) if learner):
             devices.enable_determinism(config.device)
         listener = self.listener if self.rank == 0 else None
         devices.join_group(config.device, address, listener, self.rank, self.ranks, config.collective_timeout)
         self.device = devices.current(config.device)
         self.writer = StateWriter(config.device)
-        self.policy = self._learner(blank_language_model, config.policy, "actor")
+        self.policy = self._learner(models.blank_language_model, config.policy, "actor")
         self._check(self.policy.model)
         self.reference = self._frozen(config.reference) if config.reference else None
-        self.critic = self._learner(blank_value_model, config.critic, "critic") if config.critic else None
-
-    def _mesh(self, fsdp: FSDPConfig) -> DeviceMesh:
-        return mesh(self.config.device, self.ranks, fsdp.fsdp_size)
+        self.critic = self._learner(models.blank_value_model, config.critic, "critic") if config.critic else None
 
     def _learner(self, blank: Any, config: LearnerConfig, name: str) -> Learner:
-        return build_learner(
-            blank(config.model, config.storage_dtype),
-            config,
-            self._mesh(config.fsdp),
-            self.device,
-            seed=self.config.seed,
-            collective_timeout=self.config.collective_timeout,
-            dump_prefix=Path(self.config.skipped_updates, name),
-        )
+        """Shard a model without weights, with its adapter if it has one, load it and create its optimizers."""
+        section, fsdp, seconds = config.model, config.fsdp, self.config.collective_timeout
+        model, grid = blank(section, config.storage_dtype), mesh(self.config.device, self.ranks, fsdp.fsdp_size)
+        if section.lora_rank:
+            dtype = getattr(torch, fsdp.model_dtype)
+            add_adapter(model.model, section, dtype, self.config.seed, f"the {name}'s model")
+        model = shard_and_fill(model, section.path, fsdp, grid, self.device, offloaded=fsdp.offload_policy)
+        if section.lora_rank and section.lora_adapter_path:
+            load_adapter(model.model, Path(section.lora_adapter_path))
+        # Under offload_policy the optimizer steps in host memory, where parameters and moments already are.
+        offloaded = fsdp.optimizer_offload and not fsdp.offload_policy and self.device.type == "cuda"
+        updates = config.total_updates, config.compute_dtype, config.updates_per_step
+        optimizers = Optimizers(model, config.optimizer, *updates, offloaded=offloaded)
+        group = sequence_group(fsdp.ulysses_sequence_parallel_size, seconds)
+        padded = not section.use_remove_padding or (group is None and models.packed_rows_interact(model, self.device))
+        reshard(model)
+        return Learner(model, optimizers, fsdp, self.device, padded, Path(self.config.skipped_updates, name), group)
 
     def _frozen(self, config: FrozenConfig) -> LanguageModel:
         """Build the reference. It is stored in the type that it computes in, as it is never trained."""
         policy = self.config.policy
-        blank = blank_language_model(config.model, policy.compute_dtype)
+        blank = models.blank_language_model(config.model, policy.compute_dtype)
         ours, theirs = ([(n, p.shape) for n, p in m.named_parameters()] for m in (blank, self.policy.model))
         if config.refreshed and ours != theirs:
             raise ValueError(
@@ -141,15 +127,15 @@ class TrainWorker:
                 f"policy {policy.model.path}, so it cannot become a copy of it; set refresh_freq=-1"
             )
         fsdp = replace(policy.fsdp, wrap_policy=WrapPolicyConfig(list(config.layers)))
-        blank, grid = blank.requires_grad_(False), self._mesh(fsdp)
+        blank, grid = blank.requires_grad_(False), mesh(self.config.device, self.ranks, fsdp.fsdp_size)
         frozen = shard_and_fill(blank, config.model.path, fsdp, grid, self.device, offloaded=config.offload).eval()
         if config.model.path != policy.model.path:
             self._check(frozen)
         return frozen
 
     def _check(self, model: LanguageModel) -> None:
-        dtype, padded, group = self.config.policy.compute_dtype, self.policy.padded, self.policy.group
-        check_log_probs(model, dtype, self.device, padded=padded, group=group)
+        options = {"padded": self.policy.padded, "group": self.policy.group}
+        models.check_log_probs(model, self.config.policy.compute_dtype, self.device, **options)
         reshard(model)
 
     def padded(self) -> dict[str, bool]:
@@ -160,54 +146,43 @@ class TrainWorker:
 
     @torch.no_grad()
     def log_probs(
-        self,
-        batch: Batch,
-        micro_batches: MicroBatches,
-        temperature: float,
-        *,
-        sum_pi_squared: bool = False,
-        reference_kl: bool = False,
+        self, batch: Batch, micro_batches: MicroBatches, temperature: float, *, reference_kl: bool = False, **more: bool
     ) -> Columns:
-        """Return the policy's log-probs, entropies and what else is requested for these rows, as TokenOutputs."""
+        """Return the policy's log-probs, entropies and `more` (`OutputSpec`) for these rows, as TokenOutputs."""
         model = on_device(self.policy, self.critic).model.eval()
 
         def compute(part: Batch) -> TokenOutputs:
             inputs = self.policy.inputs(part)
             against = self._reference_outputs(inputs) if reference_kl else None
-            return model(inputs, temperature, entropies=True, sum_pi_squared=sum_pi_squared, against=against)
+            return model(inputs, temperature, entropies=True, against=against, **more)
 
-        columns = forward(compute, batch, micro_batches)
-        reshard(model)
-        return columns
+        return columns_of(model, compute, batch, micro_batches)
 
     @torch.no_grad()
     def reference_log_probs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Columns:
         """Return the reference's log-probs for these rows, as TokenOutputs."""
         with self._as_reference() as model:
-            return forward(lambda part: model(self.policy.inputs(part), temperature), batch, micro_batches)
+            return columns_of(model, lambda part: model(self.policy.inputs(part), temperature), batch, micro_batches)
 
     @torch.no_grad()
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Columns:
         """Return the critic's values for these rows, as one column."""
         model = on_device(self.critic, self.policy).model.eval()
-        columns = forward(lambda part: (model(self.critic.inputs(part)),), batch, micro_batches)
-        reshard(model)
-        return columns
+        return columns_of(model, lambda part: (model(self.critic.inputs(part)),), batch, micro_batches)
 
     def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """Return the reference's hidden states and head; collective."""
         with torch.no_grad(), self._as_reference() as model:
             hidden = model.hidden_states(inputs)
-            head = model.head  # unsharded until the model is resharded
-            bias = None if head.bias is None else head.bias.clone()
-            return ReferenceOutputs(hidden, Head(head.weight.clone(), bias, head.rule))
+            weight, bias, rule = model.head  # unsharded until the model is resharded
+            return ReferenceOutputs(hidden, Head(weight.clone(), None if bias is None else bias.clone(), rule))
 
     @contextmanager
     def _as_reference(self) -> Iterator[LanguageModel]:
         """Yield the reference: a separate model, or the policy with its adapter turned off."""
         model = self.reference or on_device(self.policy, self.critic).model
         training = model.training
-        with adapter_off(model.model):
+        with models.adapter_off(model.model):
             yield model.eval()
         reshard(model)
         model.train(training)
@@ -222,10 +197,10 @@ class TrainWorker:
         self._seed(step)
         on_device(self.policy, self.critic)
         outputs: list[TokenOutputs] = []
-        reject, loss = prepare_rejection(self.policy, loss)
+        reject, loss = losses.prepare_rejection(self.policy, loss)
+        compute = losses.policy_objective(self.policy, loss, self._reference_outputs, outputs)
         # The outputs are used only if there is a single mini-batch: a retry repeats all of them.
         options = {"on_retry": outputs.clear, "prepare": reject}
-        compute = self._policy_loss(loss, outputs)
         shares = self.policy.update(batch, mini_batches, compute, loss.grad_clip, step, **options)
         return shares, concatenated(outputs, [rows for part in mini_batches for rows in part.micro_batches])
 
@@ -235,50 +210,22 @@ class TrainWorker:
         """Run one optimizer update per mini-batch. Returns this rank's share of each update's metrics."""
         self._seed(step)
         learner = on_device(self.critic, self.policy)
-        return learner.update(batch, mini_batches, self._critic_loss(loss), loss.grad_clip, step)
+        return learner.update(batch, mini_batches, losses.critic_objective(learner, loss), loss.grad_clip, step)
 
     def _seed(self, step: int) -> None:
         """Derive dropout's random numbers from the step alone, so that a resumed run repeats them."""
-        devices.seed_everything(hash((self.config.seed, step, self.rank)) & 0x7FFFFFFF)
-
-    def _policy_loss(self, loss: LossConfig, outputs: list[TokenOutputs]) -> Loss:
-        """Return the policy's loss as a function of rows. Appends the model's outputs to `outputs` where they are used
-        as the old policy's."""
-        options = {
-            "entropies": loss.entropy_coeff != 0 or loss.own_old_log_probs or loss.log_entropy,
-            "entropy_gradient": loss.entropy_coeff != 0,
-        }
-
-        def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-            inputs = self.policy.inputs(part)
-            against = self._reference_outputs(inputs) if loss.kl_form == "full" else None
-            part = part.to(self.device)
-            early = None if totals is None else gradient_function(part, totals, loss)
-            output = self.policy.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
-            if loss.own_old_log_probs:
-                outputs.append(output.map(torch.detach))
-            if totals is None:
-                return 0 * output.log_probs.sum(), {}
-            return policy_loss(output, part, totals, loss)
-
-        return compute
-
-    def _critic_loss(self, loss: ValueLossConfig) -> Loss:
-        """Return the critic's loss as a function of rows."""
-
-        def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-            values = self.critic.model(self.critic.inputs(part))
-            return (0 * values.sum(), {}) if totals is None else critic_loss(values, part.to(self.device), totals, loss)
-
-        return compute
+        torch.manual_seed(hash((self.config.seed, step, self.rank)) & 0x7FFFFFFF)
 
     def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
         """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
-        policy = isinstance(loss, LossConfig)
-        learner = on_device(*((self.policy, self.critic) if policy else (self.critic, self.policy)))
+        if isinstance(loss, ValueLossConfig):
+            learner, reject = on_device(self.critic, self.policy), None
+            function = losses.critic_objective(learner, loss)
+        else:
+            learner = on_device(self.policy, self.critic)
+            reject, loss = losses.prepare_rejection(learner, loss)
+            function = losses.policy_objective(learner, loss, self._reference_outputs, [])
         learner.padded = padded
-        reject, loss = prepare_rejection(learner, loss) if policy else (unchanged, loss)
-        function = self._policy_loss(loss, []) if policy else self._critic_loss(loss)
         return learner.full_gradient(batch, mini_batch, function, reject)
 
     @torch.no_grad()
@@ -323,33 +270,33 @@ class TrainWorker:
         that it is trained in; collective, rank 0 writes."""
         model, _ = self._trained(name)
         reshard(model)
-        if pairs(model.model):
+        if models.pairs(model.model):
             return export_adapter(model.model, Path(directory), writes=self.rank == 0)
         kept = getattr(torch, dtype)
         tensors = full_tensors(model.model, parts_of(model.model, kept))
         export_model(tensors, model.model, Path(directory), kept, writes=self.rank == 0)
 
-    def start_save(self, directory: str, contents: dict[str, list[str]]) -> SaveCost:
+    def start_save(self, directory: str, contents: dict[str, list[str]]) -> int:
         """Start writing parts of the state (model, optimizer, extra) of actor, critic or reference to a folder of that
         name, in the background, with the model's configuration in huggingface/; collective. Then poll `finished_save`.
-        """
-        began, models = time.monotonic(), {Path(directory, name): self._trained(name) for name in contents}
-        states = {folder: state_of(*models[folder], contents[folder.name]) for folder in models}
+        Returns the bytes of state that were copied to host memory."""
+        folders = {Path(directory, name): self._trained(name) for name in contents}
+        states = {folder: state_of(*folders[folder], contents[folder.name]) for folder in folders}
         copied = self.writer.start({folder: state for folder, state in states.items() if state})
-        for folder, (model, _) in models.items():
+        for folder, (model, _) in folders.items():
             # After `start`, which must be reached by all ranks even if the disk is full. `export` may have written it.
             settings = folder / HUGGINGFACE
             if self.rank != 0 or settings.is_dir():
                 continue
-            if pairs(model.model):
+            if models.pairs(model.model):
                 export_adapter_settings(model.model, settings)
             else:  # merging a checkpoint gives the compute type, whatever type is stored
                 config = self.config.critic if folder.name == "critic" else self.config.policy
                 export_settings(model.model, settings, config.compute_dtype)
-        return SaveCost(time.monotonic() - began, copied)
+        return copied
 
     def finished_save(self) -> bool:
-        """Return whether everything is on disk. Raises RuntimeError, once, if something could not be written."""
+        """As `StateWriter.finished`."""
         return self.writer.finished()
 
     def load(self, directory: str, contents: dict[str, list[str]]) -> dict[str, int]:
@@ -363,16 +310,19 @@ class TrainWorker:
                 updates[name] = optimizers.updates
         return updates
 
-    def _trained(self, name: str) -> tuple[LanguageModel | ValueModel, Optimizers | None]:
+    def _trained(self, name: str) -> tuple[Any, Any]:
+        """Return a model, and its optimizers if it has any."""
         if name == "reference":
             return self.reference, None
         learner = self.critic if name == "critic" else self.policy
         return learner.model, learner.optimizers
 
 
-def forward(compute: Callable[[Batch], Outputs], batch: Batch, micro_batches: MicroBatches) -> Columns:
-    """Return the outputs for all rows; an empty micro-batch runs one dummy row, so that collectives stay aligned."""
-    return concatenated([compute(batch.select(rows or [0])) for rows in micro_batches], micro_batches)
+def columns_of(model: nn.Module, compute: Callable[[Batch], Outputs], batch: Batch, rows: MicroBatches) -> Columns:
+    """Return the outputs for these rows; an empty micro-batch runs one dummy row, so that collectives stay aligned."""
+    columns = concatenated([compute(batch.select(each or [0])) for each in rows], rows)
+    reshard(model)
+    return columns
 
 
 def concatenated(outputs: Sequence[Outputs], micro_batches: MicroBatches) -> Columns:

@@ -6,7 +6,7 @@ batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.aggregation import Totals
-from hybridrl.algorithms.agreement import Agreement
+from hybridrl.algorithms.batch_metrics import Agreement
 from hybridrl.algorithms.lookup import bind, find_policy_loss, imported
+from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group, Pending
@@ -28,13 +28,8 @@ from hybridrl.training.token_outputs import TokenOutputs
 from hybridrl.training.worker import Columns, TrainWorker
 
 POLICY_FIELDS = (
-    "response_mask",
-    "old_log_probs",
-    "reference_log_probs",
-    "rollout_log_probs",
-    "advantages",
-    "importance_weights",
-    "chosen",
+    *("response_mask", "old_log_probs", "reference_log_probs", "rollout_log_probs"),
+    *("advantages", "importance_weights", "chosen"),
 )
 CRITIC_FIELDS = ("response_mask", "values", "returns")
 
@@ -92,25 +87,6 @@ class CriticPlan:
     value_budget: MicroBatchBudget
 
 
-@dataclass
-class Updates:
-    """The results of a step's updates of one model: metrics of each, without losses if it was skipped."""
-
-    metrics: list[Metrics]
-
-    def mean(self, prefix: str) -> Metrics:
-        """The mean of each metric over the updates that have it, and how many updates were skipped."""
-        means = {}
-        for name in sorted({name for update in self.metrics for name in update}):
-            values = [update[name] for update in self.metrics if name in update]
-            means[f"{prefix}/{name}"] = sum(values) / len(values)
-        return means | {f"{prefix}/skipped_updates": sum(map(_skipped, self.metrics))}
-
-
-def _skipped(update: Metrics) -> bool:
-    return update["skipped_updates"] > 0.5
-
-
 class BrokenUpdates(RuntimeError):
     """Several updates in a row had a loss or gradient that is not finite."""
 
@@ -134,7 +110,9 @@ class TrainWorkers:
         and trainer differ. In bypass mode the rollout engine's log-probs are the old ones."""
         updates = step >= self.policy.first_update and not algorithm.bypass
         if algorithm.needs_old_log_probs or (updates and self.needs_old_log_probs(batch)):
-            batch = self._agreed(self.forward_log_probs(batch, reference_kl=algorithm.needs_reference_kl))
+            batch = self.forward_log_probs(batch, reference_kl=algorithm.needs_reference_kl)
+            if self.policy.agreement is not None:
+                self.policy.agreement.check(batch)
         return replace(batch, old_log_probs=batch.rollout_log_probs) if algorithm.bypass else batch
 
     def needs_old_log_probs(self, batch: Batch) -> bool:
@@ -175,11 +153,6 @@ class TrainWorkers:
         columns = self.group.scatter(method, parts, timeout=self.timeout, **options)
         return _in_row_order(columns, shares, batch.response_lengths, budget)
 
-    def _agreed(self, batch: Batch) -> Batch:
-        if self.policy.agreement is not None:
-            self.policy.agreement.check(batch)
-        return batch
-
     # -- updates ---------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
@@ -190,7 +163,9 @@ class TrainWorkers:
         if step < self.policy.first_update:
             return batch, metrics
         batch, policy_metrics = self.update_policy(batch, step)
-        return self._agreed(batch), metrics | policy_metrics
+        if self.policy.agreement is not None:
+            self.policy.agreement.check(batch)
+        return batch, metrics | policy_metrics
 
     def update_policy(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """The step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
@@ -199,40 +174,37 @@ class TrainWorkers:
             loss = replace(self.policy.loss, own_old_log_probs=own, log_entropy=not own and batch.entropies is None)
             mini_batches = self.policy.updates.mini_batches(batch.group, step)
             if self._token_selector is not None:
-                batch = replace(batch, chosen=self._selected_tokens(batch, mini_batches, step))
-            updates, outputs = self.update_mini_batches(batch, mini_batches, loss, step)
+                # The tokens that the loss treats differently, selected within each mini-batch of the first epoch.
+                select = bind(imported(self._token_selector), loss.parameters, rows=2)
+                generator = torch.Generator().manual_seed(hash((self.policy.updates.seed, step)) & 0x7FFFFFFF)
+                chosen = torch.zeros_like(batch.response_mask)
+                for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
+                    places = spans(batch.response_lengths, torch.as_tensor(rows))
+                    chosen[places] = select(batch.select(rows), generator)
+                batch = replace(batch, chosen=chosen)
+            metrics, outputs = self.update_mini_batches(batch, mini_batches, loss, step)
             if own:
                 batch = _with_outputs(batch, outputs)
         kl_weight = {} if loss.kl_form is None else {"actor/kl_coef": loss.kl_coef}
-        return batch, updates.mean("actor") | kl_weight | self.watch.take()
+        return batch, metrics | kl_weight | self.watch.take()
 
     @property
     def _token_selector(self) -> str | Callable[..., Tensor] | None:
         return find_policy_loss(self.policy.loss.policy_loss)[0].token_selector
 
-    def _selected_tokens(self, batch: Batch, mini_batches: Sequence[Sequence[int]], step: int) -> Tensor:
-        """The tokens that the loss treats differently, selected within each mini-batch of the first epoch."""
-        select = bind(imported(self._token_selector), self.policy.loss.parameters, rows=2)
-        generator = torch.Generator().manual_seed(hash((self.policy.updates.seed, step)) & 0x7FFFFFFF)
-        selected = torch.zeros_like(batch.response_mask)
-        for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
-            places = spans(batch.response_lengths, torch.as_tensor(rows))
-            selected[places] = select(batch.select(rows), generator)
-        return selected
-
     def update_mini_batches(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], loss: LossConfig, step: int
-    ) -> tuple[Updates, Outputs]:
-        """One update of the policy per mini-batch. Returns metrics, and the outputs if they are the old ones."""
+    ) -> tuple[Metrics, Outputs]:
+        """One update of the policy per mini-batch. Returns mean metrics, and the outputs if they are the old ones."""
         budget = self.policy.updates.budget
         shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, budget)
         parts = [(*part, loss, step) for part in parts]
         results = self.group.scatter(TrainWorker.update_policy, parts, timeout=self.timeout)
-        updates = self._counted([share for share, _ in results[:: budget.devices]], "actor")
+        metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
         if not loss.own_old_log_probs:
-            return updates, []
+            return metrics, []
         columns = [columns for _, columns in results]
-        return updates, _in_row_order(columns, shares, batch.response_lengths, budget)
+        return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """The step's updates of the critic. Returns the updates' mean metrics."""
@@ -242,7 +214,7 @@ class TrainWorkers:
             _, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, budget)
             parts = [(*part, self.critic.loss, step) for part in parts]
             shares = self.group.scatter(TrainWorker.update_critic, parts, timeout=self.timeout)
-        return self._counted(shares[:: budget.devices], "critic").mean("critic") | self.watch.take()
+        return self._mean_metrics(shares[:: budget.devices], "critic") | self.watch.take()
 
     def _mini_batches(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
@@ -252,24 +224,23 @@ class TrainWorkers:
         plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
         written = batch.per_row(batch.response_mask.long())
         totals = [Totals.counted(written[list(rows)]) for rows in mini_batches]
-        shares = [[micro_batch for of_ranks in plans for micro_batch in of_ranks[rank]] for rank in range(ranks)]
-        bounds = [0, *accumulate(len(of_ranks[0]) for of_ranks in plans)]
-        parts, shared = [], self.group.share(batch)
-        for share in shares:
-            cut = [MiniBatch(share[a:b], total) for (a, b), total in zip(pairwise(bounds), totals, strict=True)]
-            parts.append((shared, cut))
-        return shares, parts
+        shared, of_ranks = self.group.share(batch), list(zip(*plans, strict=True))
+        parts = [(shared, list(map(MiniBatch, own, totals))) for own in of_ranks]
+        return [list(chain.from_iterable(own)) for own in of_ranks], parts
 
-    def _counted(self, shares: Sequence[list[Metrics]], model: str) -> Updates:
-        """All shares of each update's metrics added up; also counts the model's updates skipped in a row."""
-        updates = [
-            {name: sum(share.get(name, 0.0) for share in of_update) for of_rank in of_update for name in of_rank}
-            for of_update in zip(*shares, strict=True)
-        ]
-        for update in updates:
-            self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if _skipped(update) else 0
+    def _mean_metrics(self, shares: Sequence[list[Metrics]], model: str) -> Metrics:
+        """The mean of each metric over the updates that have it, all shares added up, and how many updates were
+        skipped, which have no losses; counts those skipped in a row."""
+        values: dict[str, list[float]] = {}
+        for of_update in zip(*shares, strict=True):
+            for name in {name for of_rank in of_update for name in of_rank}:
+                values.setdefault(name, []).append(sum(share.get(name, 0.0) for share in of_update))
+        skipped = [share > 0.5 for share in values.get("skipped_updates", [])]
+        for each in skipped:
+            self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if each else 0
             self.most_skipped_in_a_row = max(self.most_skipped_in_a_row, self.skipped_in_a_row[model])
-        return Updates(updates)
+        means = {f"{model}/{name}": sum(values[name]) / len(values[name]) for name in sorted(values)}
+        return means | {f"{model}/skipped_updates": sum(skipped)}
 
     def stop_if_broken(self, most: int, store: Store) -> None:
         """Raise BrokenUpdates if at least `most` updates of one model were skipped in a row."""

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.estimators.group_baselines import grpo
-from hybridrl.algorithms.estimators.token_returns import gae
+from hybridrl.algorithms.estimators import gae, grpo
 from hybridrl.batch import Batch
 
 ROUNDS, TOLERANCE = 5, 1e-5

@@ -20,7 +20,7 @@ from advantages import rows as with_rewards
 from side_by_side import Row, Seconds, arguments, formatted, in_turn, report
 from torch import Tensor
 
-from hybridrl.algorithms.estimators.token_returns import gae
+from hybridrl.algorithms.estimators import gae
 from hybridrl.batch import Batch, spans
 from hybridrl.training.attention import attend
 from hybridrl.training.packing import MicroBatchBudget, PackedRows, balance, plan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.agreement import Agreement, Disagreement
+from hybridrl.algorithms.batch_metrics import Agreement, Disagreement
 from hybridrl.batch import Batch
 from hybridrl.training.worker_group import TrainWorkers
 

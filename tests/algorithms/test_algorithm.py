@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.kl import KLWeight
+from hybridrl.algorithms.objective import KLWeight
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.config.catalog import Estimator
 from tests.algorithms.parameters import estimator
@@ -179,5 +179,5 @@ def test_the_weight_of_the_kl_penalty_is_its_state(scored):
 
 
 def test_the_entry_states_what_the_rollout_has_to_provide():
-    assert Algorithm(grpo, Estimator("", "", reads=("greedy_rewards",))).reads_greedy_rewards
-    assert not Algorithm(grpo).reads_greedy_rewards
+    assert Algorithm(grpo, Estimator("", "", reads=("greedy_rewards",))).entry.reads_greedy_rewards
+    assert not Algorithm(grpo).entry.reads_greedy_rewards

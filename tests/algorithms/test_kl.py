@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.kl import KLWeight, kl_estimate, penalized
+from hybridrl.algorithms.objective import KLWeight, kl_estimate, penalized
 
 # One token with log-prob -1, reference -1.5: the difference d = -0.5. Values, and slopes in the log-prob.
 VALUES = {"k1": 0.5, "abs": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5}

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.aggregation import value_loss
+from hybridrl.algorithms.objective import value_loss
 
 TOKENS = st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=12)
 

@@ -16,7 +16,7 @@ from hybridrl.device import release_cached_memory
 from hybridrl.training import attention
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.packing import lay_out
-from hybridrl.weights.handles import SharedBuffer, open_buffer
+from hybridrl.weights.buckets import SharedBuffer, open_buffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.algorithms.aggregation import Totals
+from hybridrl.algorithms.objective import Totals
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.batch import Batch, as_tensor
 from hybridrl.checkpoint.store import Store

@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import Totals
+from hybridrl.algorithms.objective import Totals
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.batch import Batch
-from hybridrl.training.bypass import prepare_rejection
-from hybridrl.training.learner import Learner, Loss, MiniBatch, unchanged
-from hybridrl.training.losses import LossConfig, policy_loss
+from hybridrl.training.learner import Learner, Loss, MiniBatch
+from hybridrl.training.losses import LossConfig, policy_loss, prepare_rejection
 from hybridrl.training.packing import lay_out
 from tests.algorithms.parameters import LOSS_PARAMETERS
 from tests.training.families import VOCABULARY
@@ -97,7 +96,7 @@ def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tens
         weights = torch.tensor([0.1 * 2 - 2, 0.1 * 2 - 2, 0.1 * 3, 0.1 * 2]).exp()[batch.response_row]
     beforehand = replace(batch, response_mask=kept, importance_weights=weights)
     plain = loss_of(learner, replace(loss, correction=None))
-    right = learner.full_gradient(beforehand, MiniBatch(passes, Totals(9, 4)), plain, unchanged)
+    right = learner.full_gradient(beforehand, MiniBatch(passes, Totals(9, 4)), plain)
     return found, right
 
 

@@ -26,7 +26,7 @@ from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import lay_out
 from hybridrl.training.sender import Sender
 from hybridrl.training.state import state_of
-from hybridrl.weights.layout import buffer_bytes
+from hybridrl.weights.buckets import buffer_bytes
 from tests.training.families import model_config
 from tests.training.on_ranks import on_ranks
 from tests.training.test_state import fsdp_config, optimizer_config

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import Totals
+from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch
 from hybridrl.training.fsdp import mesh, shard_and_fill
 from hybridrl.training.learner import Learner, MiniBatch

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybridrl.weights.handles import SharedBuffer, digest, open_buffer
+from hybridrl.weights.buckets import SharedBuffer, digest, open_buffer
 
 CPU = torch.device("cpu")
 SIZE = 4096
 READER = """
 import json, sys
 import torch
-from hybridrl.weights.handles import digest, open_buffer
+from hybridrl.weights.buckets import digest, open_buffer
 
 buffer = open_buffer(json.loads(sys.stdin.readline()), torch.device("cpu"))
 for _ in sys.stdin:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.weights.layout import ALIGNMENT, Tensor, buffer_bytes, plan_buckets
+from hybridrl.weights.buckets import ALIGNMENT, Tensor, buffer_bytes, plan_buckets
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 

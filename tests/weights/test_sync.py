@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.weights.colocated import ColocatedSync, probe_row
-from hybridrl.weights.layout import Bucket, SyncPlan
-from hybridrl.weights.sync import StaleWeights
+from hybridrl.batch import token_rows
+from hybridrl.weights.buckets import Bucket, SyncPlan
+from hybridrl.weights.sync import ColocatedSync, StaleWeights
 
 MODEL, ADAPTER = [Bucket([], 64), Bucket([], 128, start=64)], [Bucket([], 8)]
 WHOLE_MODEL = SyncPlan(MODEL, [])
@@ -213,5 +213,5 @@ def test_after_a_failure_servers_stop_waiting_and_ranks_free_also_what_dead_serv
 
 
 def test_the_probe_is_a_prompt_of_one_token_and_its_response():
-    row = probe_row(PROBE)
+    row = token_rows([PROBE])
     assert (row.prompt_ids.tolist(), row.response_ids.tolist()) == ([5], [6, 7])

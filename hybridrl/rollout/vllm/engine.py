@@ -28,8 +28,7 @@ from hybridrl.rollout.types import Completion, Request
 from hybridrl.rollout.vllm import repairs
 from hybridrl.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
-from hybridrl.weights.handles import Handle
-from hybridrl.weights.layout import Bucket
+from hybridrl.weights.buckets import Bucket, Handle
 
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
 HEALTH_SECONDS = 1.0

@@ -34,8 +34,7 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import ADAPTER_CONFIG
 from hybridrl.rollout.vllm import repairs  # noqa: F401  repairs vLLM when it is imported
 from hybridrl.runtime.guard import end_with_parent
-from hybridrl.weights.handles import Handle, digest, open_buffer
-from hybridrl.weights.layout import Tensor
+from hybridrl.weights.buckets import Handle, Tensor, digest, open_buffer
 
 BACKEND = "hybridrl"
 LIBRARIES = "HYBRIDRL_EXTERNAL_LIB"

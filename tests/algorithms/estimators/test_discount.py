@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.tokens import BLOCK, discounted_sums, following
+from hybridrl.algorithms.estimators import BLOCK, discounted_sums, following
 
 LENGTHS = st.one_of(st.integers(0, 5), st.integers(BLOCK - 1, BLOCK + 1), st.just(3 * BLOCK))
 

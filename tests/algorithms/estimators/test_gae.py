@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.token_returns import gae
+from hybridrl.algorithms.estimators import gae
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat, whitened
 
 FACTORS = st.sampled_from([0.0, 0.5, 0.95, 1.0])

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.group_baselines import gdpo
+from hybridrl.algorithms.estimators import gdpo
 from tests.algorithms.estimators.rows import SEEDS, drawn, flat, group_mates, on_tokens, whitened
 
 PLAIN = {"norm_adv_by_std_in_grpo": True, "gdpo_reward_weights": ()}

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hybridrl.algorithms.estimators.group_baselines import gpg
+from hybridrl.algorithms.estimators import gpg
 from tests.algorithms.estimators.rows import SEEDS, drawn, flat, group_mates, on_tokens, one_group, scores
 
 

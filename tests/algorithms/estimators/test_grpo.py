@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.group_baselines import grpo
+from hybridrl.algorithms.estimators import grpo
 from tests.algorithms.estimators.rows import (
     SEEDS,
     drawn,

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.group_baselines import grpo_passk
+from hybridrl.algorithms.estimators import grpo_passk
 from tests.algorithms.estimators.rows import SEEDS, drawn, flat, group_mates, on_tokens, one_group, scores
 
 PLAIN = {"norm_adv_by_std_in_grpo": False}

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 
-from hybridrl.algorithms.estimators.group_baselines import opo
+from hybridrl.algorithms.estimators import opo
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat, group_mates, on_tokens, scores
 
 

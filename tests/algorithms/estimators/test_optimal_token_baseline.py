@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.token_returns import optimal_token_baseline, tir_optimal_token_baseline
+from hybridrl.algorithms.estimators import optimal_token_baseline, tir_optimal_token_baseline
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat, group_mates
 
 # Rewards to come and weights, by row and position; positions that are not written have none.

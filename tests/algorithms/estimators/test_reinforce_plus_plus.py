@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.estimators.group_baselines import reinforce_plus_plus_baseline
-from hybridrl.algorithms.estimators.token_returns import reinforce_plus_plus
+from hybridrl.algorithms.estimators import reinforce_plus_plus, reinforce_plus_plus_baseline
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat, group_mates, on_tokens, scores, whitened
 
 

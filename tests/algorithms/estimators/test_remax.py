@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 
-from hybridrl.algorithms.estimators.token_returns import remax
+from hybridrl.algorithms.estimators import remax
 from tests.algorithms.estimators.rows import SEEDS, by_row, drawn, flat
 
 

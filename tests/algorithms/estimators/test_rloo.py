@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hybridrl.algorithms.estimators.group_baselines import rloo
+from hybridrl.algorithms.estimators import rloo
 from tests.algorithms.estimators.rows import SEEDS, drawn, flat, group_mates, on_tokens, one_group, scores
 
 

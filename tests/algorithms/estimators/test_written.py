@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridrl.algorithms.estimators.tokens import placed, whitened, written_tokens
+from hybridrl.algorithms.estimators import placed, whitened, written_tokens
 
 
 def test_whitened_values_have_mean_0_and_sample_variance_1():

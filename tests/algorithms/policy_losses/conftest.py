@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import Totals, token_weights
+from hybridrl.algorithms.objective import Totals, token_weights
 from hybridrl.batch import Batch
 from hybridrl.config.catalog import POLICY_LOSSES
 from tests.algorithms.parameters import policy_loss

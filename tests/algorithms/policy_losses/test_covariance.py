@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.policy_losses.covariance import (
+from hybridrl.algorithms.policy_losses import (
     clip_cov,
     covariance,
     kl_cov,

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hybridrl.algorithms.policy_losses.dppo import dppo_kl, dppo_tv
+from hybridrl.algorithms.policy_losses import dppo_kl, dppo_tv
 from tests.algorithms.parameters import policy_loss
 
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from hybridrl.algorithms.policy_losses.direct import dro
+from hybridrl.algorithms.policy_losses import dro
 
 
 def test_a_log_prob_that_moved_pays_half_its_square_times_the_weight(one_row):

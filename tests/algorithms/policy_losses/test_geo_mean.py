@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from hybridrl.algorithms.policy_losses.ratio_clipping import geo_mean
+from hybridrl.algorithms.policy_losses import geo_mean
 
 SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.4)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.policy_losses.ratio_clipping import gspo
+from hybridrl.algorithms.policy_losses import gspo
 
 SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.3)
 

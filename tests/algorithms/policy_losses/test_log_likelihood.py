@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hybridrl.algorithms.policy_losses.direct import gpg, likelihood, reinforce
+from hybridrl.algorithms.policy_losses import gpg, likelihood, reinforce
 
 
 @pytest.mark.parametrize("loss", [gpg, reinforce])

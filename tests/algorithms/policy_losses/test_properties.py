@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.aggregation import Totals, token_weights
+from hybridrl.algorithms.objective import Totals, token_weights
 from hybridrl.config.catalog import POLICY_LOSSES
 from tests.algorithms.parameters import policy_loss
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from hybridrl.algorithms.policy_losses.ratio_clipping import sapo
+from hybridrl.algorithms.policy_losses import sapo
 
 SETTINGS = dict(tau_pos=1.0, tau_neg=2.0)
 

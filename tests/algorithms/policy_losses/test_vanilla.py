@@ -1,6 +1,6 @@
 import pytest
 
-from hybridrl.algorithms.policy_losses.ratio_clipping import vanilla
+from hybridrl.algorithms.policy_losses import vanilla
 
 SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
 
