@@ -1,7 +1,6 @@
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def config(command: list[str]) -> PPOConfig:
 
 def warnings(config: PPOConfig, **facts: object) -> dict[str, Finding]:
     findings = Findings()
-    check_machine(config, findings, replace(HEALTHY, **facts))
+    check_machine(config, findings, HEALTHY._replace(**facts))
     return {finding.code: finding for finding in findings.items if finding.severity != "info"}
 
 
@@ -68,7 +67,7 @@ def test_a_container_s_memory_limit_counts_if_it_is_below_the_free_memory(config
     assert "may use 1.0 GiB more" in warnings(config, limits=Limits(memory_free=GIB))["machine.memory"].cause
     assert not warnings(config, limits=Limits(memory_free=4 * GIB))  # info
     findings = Findings()
-    check_machine(config, findings, replace(HEALTHY, limits=Limits(memory_free=128 * GIB)))
+    check_machine(config, findings, HEALTHY._replace(limits=Limits(memory_free=128 * GIB)))
     assert [finding.code for finding in findings.items] == ["machine.found"]
 
 
