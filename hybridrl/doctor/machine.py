@@ -88,9 +88,8 @@ def check_versions(device: str, findings: Findings, find: Find = installed) -> N
             continue
         if ended.returncode:
             last = [f"exit status {ended.returncode}", *ended.stderr.strip().splitlines()][-1]
-            cause = (
-                f"{name} does not work with torch {installed('torch')} ({last:.160}), and models then fail to import"
-            )
+            cause = f"{name} does not work with torch {installed('torch')} ({last:.160}), and "
+            cause += "models then fail to import"
             findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
 
 
@@ -132,42 +131,27 @@ def _install(requirement: str, device: str) -> str:
 # -- memory, cores, shared memory, open files --------------------------------------------------------------------------
 
 
-class Limits(NamedTuple):
-    """Bytes and cores that the control groups of this process leave it; None: no limit."""
-
-    memory_free: int | None = None
-    cores: float | None = None
-
-
 class Facts(NamedTuple):
-    """`shared_free`: bytes free in /dev/shm, None if there is none. `open_files`: the most that Ray can request."""
+    """`shared_free`: bytes free in /dev/shm, None if there is none. `open_files`: the most that Ray can request. The
+    limits are those of the control groups: bytes that they leave, and cores; None: no limit."""
 
     cores: int
     memory_free: int
     shared_free: int | None
     open_files: int
-    limits: Limits
-
-
-def measure() -> Facts:
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Facts(
-        cores=len(os.sched_getaffinity(0)),
-        memory_free=psutil.virtual_memory().available,
-        shared_free=shutil.disk_usage(SHARED).free if SHARED.is_dir() else None,
-        open_files=1 << 20 if files == resource.RLIM_INFINITY else files,
-        limits=cgroup_limits(),
-    )
+    memory_limit: int | None = None
+    core_limit: float | None = None
 
 
 def memory_left() -> int:
     """Return the bytes that processes may still allocate on the machine or in the container."""
-    free, limit = psutil.virtual_memory().available, cgroup_limits().memory_free
+    free, (limit, _) = psutil.virtual_memory().available, cgroup_limits()
     return free if limit is None else min(free, limit)
 
 
-def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> Limits:
-    """Return the tightest limits of this process's control group and its parents (version 2)."""
+def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> tuple[int | None, float | None]:
+    """Return the bytes that this process's control group and its parents (version 2) leave it, and its cores; None: no
+    limit."""
     lines = own.read_text().splitlines() if own.is_file() else []
     group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
     memory, cores = [], []
@@ -180,49 +164,45 @@ def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> Limits:
             memory.append(int(most[0]) - int(used[0]) + cached)
         if quota and quota[0] != "max":
             cores.append(int(quota[0]) / int(quota[1]))
-    return Limits(min(memory, default=None), min(cores, default=None))
+    return min(memory, default=None), min(cores, default=None)
 
 
 def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = None) -> None:
-    """Check `facts`, which are measured if not given."""
-    facts = facts or measure()
-    summary = f"{facts.cores} cores, {facts.memory_free / GIB:.1f} GiB of memory free, open files {facts.open_files}"
-    findings.info("machine.found", summary)
-    _check_container(config, facts, findings)
-    if facts.open_files < OPEN_FILES:
-        cause = f"at most {facts.open_files} files may be open at once, and Ray and its connections need more"
-        findings.warn("machine.open-files", cause, "ulimit -n 65536 (as root, or in /etc/security/limits.conf)")
-    free = facts.shared_free
-    if joins(config.ray_kwargs.ray_init):
-        return
-    if free is None:
-        findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
-    elif free < SHARED_BYTES:
-        cause = f"{SHARED} has {free / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may run out of "
-        cause += "space in it, and Ray keeps its objects in files instead"
-        findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
-
-
-def _check_container(config: PPOConfig, facts: Facts, findings: Findings) -> None:
-    """The machine's free memory and cores, with which the configuration is checked, ignore a container's limits."""
-    memory, cores = facts.limits
-    if memory is not None and memory < facts.memory_free:
+    """Check `facts`, which are measured if not given. The machine's free memory and cores, with which the configuration
+    is checked, ignore a container's limits."""
+    if facts is None:
+        _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = 1 << 20 if files == resource.RLIM_INFINITY else files
+        shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
+        seen, free = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
+        facts = Facts(seen, free, shared, files, *cgroup_limits())
+    seen, free, shared, files, memory, cores = facts
+    findings.info("machine.found", f"{seen} cores, {free / GIB:.1f} GiB of memory free, open files {files}")
+    if memory is not None and memory < free:
         devices = (config.trainer.n_gpus_per_node or 1) if config.trainer.device == "cpu" else 1
         needed = devices * CPU_SLOT_BYTES
-        cause = f"the container may use {memory / GIB:.1f} GiB more, of the machine's "
-        cause += f"{facts.memory_free / GIB:.1f} GiB free"
+        cause = f"the container may use {memory / GIB:.1f} GiB more, of the machine's {free / GIB:.1f} GiB free"
         if memory >= needed:
             findings.info("machine.memory", cause)
         else:
-            cause += (
-                f", and the processes of {devices} device{'s' * (devices > 1)} need {needed / GIB:.1f} GiB for the "
-            )
+            cause += f", and the processes of {devices} device{'s' * (devices > 1)} need {needed / GIB:.1f} GiB for "
             fix = "raise its limit (docker run --memory=...), or lower trainer.n_gpus_per_node"
-            findings.warn("machine.memory", f"{cause}smallest model", fix, keys="trainer.n_gpus_per_node")
-    if cores is not None and cores <= facts.cores - 1:
-        cause = f"processes see {facts.cores} cores, but the container may use {cores:g}: more threads slow everything"
+            findings.warn("machine.memory", f"{cause}the smallest model", fix, keys="trainer.n_gpus_per_node")
+    if cores is not None and cores <= seen - 1:
+        cause = f"processes see {seen} cores, but the container may use {cores:g}: more threads slow everything"
         fix = f"assign entire cores: docker run --cpuset-cpus=0-{max(int(cores), 1) - 1}"
         findings.warn("machine.cores", cause, fix)
+    if files < OPEN_FILES:
+        cause = f"at most {files} files may be open at once, and Ray and its connections need more"
+        findings.warn("machine.open-files", cause, "ulimit -n 65536 (as root, or in /etc/security/limits.conf)")
+    if joins(config.ray_kwargs.ray_init):
+        return
+    if shared is None:
+        findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
+    elif shared < SHARED_BYTES:
+        cause = f"{SHARED} has {shared / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may run out "
+        cause += "of space in it, and Ray keeps its objects in files instead"
+        findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -270,11 +250,15 @@ def visible_gpus() -> list[Gpu]:
             memory, running = pynvml.nvmlDeviceGetMemoryInfo(handle), []
             with contextlib.suppress(pynvml.NVMLError):  # not permitted in some containers
                 running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            holders = tuple(
-                (process.pid, _process_name(process.pid), process.usedGpuMemory or 0) for process in running
-            )
+            holders = []
+            for process in running:
+                owner = "in another container"
+                with contextlib.suppress(psutil.Error):
+                    there = psutil.Process(process.pid)
+                    owner = f"{' '.join(there.cmdline())[:60] or there.name()}, of {there.username()}"
+                holders.append((process.pid, owner, process.usedGpuMemory or 0))
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-            gpus[uuid] = Gpu(index, name, memory.total, memory.free, holders)
+            gpus[uuid] = Gpu(index, name, memory.total, memory.free, tuple(holders))
     finally:
         pynvml.nvmlShutdown()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -282,14 +266,6 @@ def visible_gpus() -> list[Gpu]:
         return [*gpus.values()]
     names = [name.strip() for name in chosen.split(",")]
     return [gpu for name in names for uuid, gpu in gpus.items() if name and name in (str(gpu.index), uuid[: len(name)])]
-
-
-def _process_name(pid: int) -> str:
-    try:
-        process = psutil.Process(pid)
-        return f"{' '.join(process.cmdline())[:60] or process.name()}, of {process.username()}"
-    except psutil.Error:
-        return "in another container"
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

@@ -5,16 +5,17 @@ All rewards run in the scorer pool, so that an exception or a hanging call ends 
 """
 
 import argparse
+import itertools
 import shutil
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +26,7 @@ from hybridrl.config.load import resolve_config
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.rows import Faults, Row, load_rows
-from hybridrl.doctor.check import show
+from hybridrl.doctor import show
 from hybridrl.rewards.built_in import check_data_sources, scorer_of
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
@@ -38,7 +39,7 @@ TRUTH_COLUMNS = ("gts", "ground_truth")
 MAX_VALUES = 8  # more values are summarized by quantiles
 CUSTOM = "reward.custom_reward_function"
 # Keys that a configuration needs; these values are never used.
-PLACEHOLDERS = ("data.train_files=rows.jsonl", "actor_rollout_ref.model.path=model")
+PLACEHOLDERS = ("data.train_files=path/to/rows.jsonl", "actor_rollout_ref.model.path=path/to/model")
 
 ROWS = 8
 SECONDS = 20.0
@@ -56,8 +57,7 @@ UNANSWERED = ("code", "countdown")
 USUAL = ("{}", FORMS["gsm8k"], FORMS["math_dapo"], FORMS["search_qa"])
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A row's response with its place in the file, and the score stored with it."""
 
     place: str
@@ -94,15 +94,25 @@ def examine(arguments: argparse.Namespace, findings: Findings) -> None:
     bad_rows.close()
     stored = [row for row in parsed if row is not None]
     scores, seconds = _score(reward_config(arguments.reward, arguments.overrides), stored)
-    others = None
+    rewards = [("the reward", scores)]
     if arguments.against:
         others, _ = _score(reward_config(arguments.against, arguments.overrides), stored)
+        rewards.append((arguments.against, others))
     _summarize(scores, seconds, findings)
-    _report_faults(stored, scores, "the reward", findings)
-    _compare(stored, scores, "stored", [Score(row.score) for row in stored], findings)
-    if others is not None:
-        _report_faults(stored, others, arguments.against, findings)
-        _compare(stored, scores, arguments.against, others, findings)
+    for reward, given in rewards:
+        for fault, count, first in _faults(given):
+            cause = f"{count} of {len(stored)} responses have no score from {reward}: "
+            cause += f'fault "{fault}", first at {stored[first].place}'
+            findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, given[first].detail)
+        name, others = ("stored", [Score(row.score) for row in stored]) if given is scores else (reward, given)
+        _compare(stored, scores, name, others, findings)
+
+
+def _faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:
+    """Each fault, how many scores have it, and the index of the first."""
+    faults = [score and score.fault for score in scores]
+    for fault, count in Counter(filter(None, faults)).items():
+        yield fault, count, faults.index(fault)
 
 
 def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
@@ -121,11 +131,9 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
 
 
 def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
-    values = row.values
+    values, model = row.values, row.values.get("reward_model")
     response = next((values[name] for name in RESPONSE_COLUMNS if isinstance(values.get(name), str)), None)
-    model = values.get("reward_model")
-    truths = [values.get(name) for name in TRUTH_COLUMNS]
-    truths += [model.get("ground_truth")] if isinstance(model, dict) else []
+    truths = [*map(values.get, TRUTH_COLUMNS), model.get("ground_truth") if isinstance(model, dict) else None]
     truth = next((truth for truth in truths if truth is not None), None)
     if response is None or truth is None:
         missing = f"no response ({', '.join(RESPONSE_COLUMNS)})" if response is None else "no ground truth"
@@ -168,40 +176,30 @@ def _summarize(scores: list[Score], seconds: float, findings: Findings) -> None:
         findings.warn("reward.constant", cause, "look at a row and at how its response is read")
 
 
-def _report_faults(rows: list[Stored], scores: list[Score], reward: str, findings: Findings) -> None:
-    for fault, count in Counter(score.fault for score in scores if score.fault).items():
-        row, first = next((row, score) for row, score in zip(rows, scores, strict=True) if score.fault == fault)
-        cause = f'{count} of {len(rows)} responses have no score from {reward}: fault "{fault}", first at {row.place}'
-        findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, first.detail)
-
-
 def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[Score], findings: Findings) -> None:
     """Report where two scores of a response differ; responses without one of the two are not compared."""
-    both = [
-        (row, mine.value, other.value)
-        for row, mine, other in zip(rows, scores, others, strict=True)
-        if mine.value is not None and other.value is not None
-    ]
+
+    def short(value: Any) -> str:
+        text = " ".join(str(value).split())
+        return repr(text if len(text) <= 60 else "..." + text[-60:])
+
+    pairs = zip(rows, (score.value for score in scores), (score.value for score in others), strict=True)
+    both = [(row, mine, other) for row, mine, other in pairs if mine is not None and other is not None]
     if not both:
         return
-    differing = [item for item in both if abs(item[1] - item[2]) > 1e-6]
+    differing = [(row, mine, other) for row, mine, other in both if abs(mine - other) > 1e-6]
     findings.info("reward.agreement", f"{len(both) - len(differing)} of {len(both)} scores agree with {name}")
     for row, mine, other in differing[:SHOWN]:
-        cause = f"{row.place}: {mine:g} here, {other:g} {name}; ground truth {_short(row.request.ground_truth)}"
-        findings.info("reward.differs", f"{cause}; response ends {_short(row.request.solution)}")
+        cause = f"{row.place}: {mine:g} here, {other:g} {name}; ground truth {short(row.request.ground_truth)}"
+        findings.info("reward.differs", f"{cause}; response ends {short(row.request.solution)}")
     if len(differing) > SHOWN:
         findings.info("reward.differs", f"... and {len(differing) - SHOWN} more")
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return repr(text if len(text) <= 60 else "..." + text[-60:])
 
 
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
     """A row's responses: an empty one, then those that state its ground truth; None for a score not there in time."""
 
@@ -210,13 +208,12 @@ class Trial:
     scores: tuple[Score | None, ...] = ()
 
     @property
-    def empty(self) -> float | None:
-        return self.scores[0].value if self.scores[0] else None
-
-    @property
-    def right(self) -> float | None:
-        """The best score of the ground truth in any form."""
-        return max((score.value for score in self.scores[1:] if score and score.value is not None), default=None)
+    def values(self) -> tuple[float, float] | None:
+        """The score of the empty response, and the best one of the ground truth in any form; None without one of
+        both."""
+        empty, *others = [score and score.value for score in self.scores]
+        right = max((value for value in others if value is not None), default=None)
+        return None if empty is None or right is None else (empty, right)
 
 
 def try_reward(
@@ -232,8 +229,19 @@ def try_reward(
     log = directory / "reward.log"
     try:
         with findings.gathered("reward.load"):
-            trials = _score_trials(config, trials, tokenizer, log, seconds)
-            _report_trial_faults(trials, config, seconds, log, findings)
+            scores = _score_trials(config, trials, tokenizer, log, seconds)
+            if late := scores.count(None):
+                cause = f"{late} of {len(scores)} responses had no score after {seconds:g} s, and a run ends a call "
+                cause += f"only after reward.timeout={config.timeout:g} seconds"
+                fix = "if scoring takes that long, skip this check: --no-reward"
+                findings.warn("reward.slow", cause, fix, keys="reward.timeout")
+            tried = [(trial.prompt.row, text) for trial in trials for text in trial.responses]
+            for fault, count, first in _faults(scores):
+                row, text = tried[first]
+                cause = f"{count} of {len(scores)} responses have no score: {scores[first].detail}, first on row "
+                fix = f"see what it printed in {log}" if log.stat().st_size else ""
+                cause += f"{row} with the response {text!r:.60}"
+                findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, fix)
             for source in sorted({trial.prompt.data_source for trial in trials}):
                 _compare_trials(source, [trial for trial in trials if trial.prompt.data_source == source], findings)
     finally:
@@ -266,7 +274,8 @@ def _responses(prompt: Prompt, built_in: bool) -> tuple[str, ...]:
 
 def _score_trials(
     config: RewardConfig, trials: list[Trial], tokenizer: PreTrainedTokenizerBase, log: Path, seconds: float
-) -> list[Trial]:
+) -> list[Score | None]:
+    """Set the scores of the trials, and return all in order."""
     # In processes even if the run would score in the driver: there nothing ends a call.
     config = replace(config, num_workers=min(max(config.num_workers, 1), 2), retries=0)
     with ScorerPool(config, log, {trial.prompt.data_source for trial in trials}) as pool:
@@ -277,49 +286,29 @@ def _score_trials(
             requests.append(ScoringRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, ids))
         futures = pool.submit(requests)
         wait(futures, timeout=began + seconds - time.monotonic())
-        scores = iter([future.result() if future.done() else None for future in futures])
-        return [replace(trial, scores=tuple(next(scores) for _ in trial.responses)) for trial in trials]
-
-
-def _report_trial_faults(
-    trials: list[Trial], config: RewardConfig, seconds: float, log: Path, findings: Findings
-) -> None:
-    scores = [score for trial in trials for score in trial.scores]
-    if late := scores.count(None):
-        cause = f"{late} of {len(scores)} responses had no score after {seconds:g} s, and a run ends a call only after "
-        cause += f"reward.timeout={config.timeout:g} seconds"
-        fix = "if scoring takes that long, skip this check: --no-reward"
-        findings.warn("reward.slow", cause, fix, keys="reward.timeout")
-    scored = [(trial, *pair) for trial in trials for pair in zip(trial.responses, trial.scores, strict=True)]
-    failed = [item for item in scored if item[2] is not None and item[2].fault is not None]
-    for fault in dict.fromkeys(score.fault for _, _, score in failed):
-        same = [item for item in failed if item[2].fault == fault]
-        trial, text, score = same[0]
-        cause = f"{len(same)} of {len(scores)} responses have no score: {score.detail}, first on row "
-        cause += f"{trial.prompt.row} with the response {text!r:.60}"
-        fix = f"see what it printed in {log}" if log.stat().st_size else ""
-        findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, fix)
+        scores = [future.result() if future.done() else None for future in futures]
+    rest = iter(scores)
+    for trial in trials:
+        trial.scores = tuple(itertools.islice(rest, len(trial.responses)))
+    return scores
 
 
 def _compare_trials(source: str, trials: list[Trial], findings: Findings) -> None:
     """Compare the ground truth with an empty response, for one data source."""
-    comparable = [trial for trial in trials if trial.right is not None and trial.empty is not None]
-    if not comparable:
-        if all(len(trial.responses) == 1 for trial in trials):
-            cause = f"{source}: no response can be made from its ground truth, so only an empty one was tried"
-            findings.info("reward.tried", cause)
-        return
-    low = [trial for trial in comparable if trial.right <= trial.empty]
-    if not low:
-        pairs = Counter(f"{trial.right:g} against {trial.empty:g}" for trial in comparable)
+    comparable = [(trial, *trial.values) for trial in trials if trial.values]
+    low = [(trial, empty, right) for trial, empty, right in comparable if right <= empty]
+    if low:
+        one, empty, right = low[0]
+        more = ", ..." if len(one.responses) > 4 else ""
+        cause = f"{source}: on {len(low)} of {len(comparable)} rows the ground truth scores no more than an empty "
+        cause += f"response: row {one.prompt.row}, ground truth {one.prompt.ground_truth!r:.60}, {right:g} against "
+        cause += f"{empty:g} (tried as {', '.join(map(repr, one.responses[1:4]))}{more})"
+        fix = "unless it expects another form, check how it reads response and truth"
+        findings.warn("reward.ground-truth", cause, fix)
+    elif comparable:
+        pairs = Counter(f"{right:g} against {empty:g}" for _, empty, right in comparable)
         values = ", ".join(f"{pair} on {count} row{'s' * (count > 1)}" for pair, count in pairs.items())
         findings.info("reward.tried", f"{source}: the ground truth against an empty response: {values}")
-        return
-    one = low[0]
-    more = ", ..." if len(one.responses) > 4 else ""
-    cause = (
-        f"{source}: on {len(low)} of {len(comparable)} rows the ground truth scores no more than an empty response: "
-    )
-    cause += f"row {one.prompt.row}, ground truth {one.prompt.ground_truth!r:.60}, {one.right:g} against {one.empty:g} "
-    cause += f"(tried as {', '.join(map(repr, one.responses[1:4]))}{more})"
-    findings.warn("reward.ground-truth", cause, "unless it expects another form, check how it reads response and truth")
+    elif all(len(trial.responses) == 1 for trial in trials):
+        cause = f"{source}: no response can be made from its ground truth, so only an empty one was tried"
+        findings.info("reward.tried", cause)
