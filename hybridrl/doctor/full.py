@@ -34,11 +34,13 @@ RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", "logs", "latest_checkpointed_
 def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None:
     """Add the findings about a configuration that has no errors by itself. Prints of other code stay off standard
     output, and the package's log warnings become findings."""
-    log, handler = logging.getLogger("hybridrl"), _LogFindings(findings)
+    log, handler = logging.getLogger("hybridrl"), _LogFindings(logging.WARNING)
+    handler.findings = findings
     log.addHandler(handler)
     log.propagate = False
     try:
-        with contextlib.redirect_stdout(sys.stderr), Console(stderr=True).status("checking this machine ...") as status:
+        with contextlib.redirect_stdout(sys.stderr), Console(stderr=True).status("") as status:
+            status.update("checking versions, machine, devices ...")
             check_versions(config.trainer.device, findings)
             check_machine(config, findings)
             check_gpus(config, findings)
@@ -52,13 +54,15 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
             for message in inputs.messages:
                 findings.info("run.adapter", message)
             if inputs.prompts:
+                status.update("checking the prompts ...")
                 check_rows(config, inputs.prompts, inputs.validation, findings)
             status.update(f"checking {KEY}, and the checkpoint that a run would resume from ...")
             check_run_directory(config, inputs, findings)
             if inputs.tokenizer is not None and inputs.prompts:
+                status.update("checking the chat template ...")
                 check_template(config, inputs.tokenizer, inputs.prompts, findings)
                 if with_reward:
-                    status.update("trying the reward on a few rows ...")
+                    status.update("checking the reward, on a few rows ...")
                     try_reward(config.reward, inputs.tokenizer, inputs.prompts, findings)
     finally:
         log.removeHandler(handler)
@@ -66,12 +70,10 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
 
 
 class _LogFindings(logging.Handler):
-    def __init__(self, findings: Findings) -> None:
-        super().__init__(logging.WARNING)
-        self._findings = findings
+    findings: Findings
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._findings.warn("run.warning", record.getMessage())
+        self.findings.warn("run.warning", record.getMessage())
 
 
 # -- the run's directory -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,19 +93,22 @@ def examine(arguments: argparse.Namespace, findings: Findings) -> None:
     parsed = [_parse(row, arguments.data_source, bad_rows) for row in rows]
     bad_rows.close()
     stored = [row for row in parsed if row is not None]
-    scores, seconds = _score(reward_config(arguments.reward, arguments.overrides), stored)
-    rewards = [("the reward", scores)]
-    if arguments.against:
-        others, _ = _score(reward_config(arguments.against, arguments.overrides), stored)
-        rewards.append((arguments.against, others))
+    requests, compared = [row.request for row in stored], []
+    for name, file, other in (("the reward", arguments.reward, "stored"), (arguments.against,) * 3):
+        if name:
+            config = reward_config(file, arguments.overrides)
+            if uses_built_in(config):
+                check_data_sources({request.data_source for request in requests})
+            compared.append((name, other, *_score(config, requests)))
+    _, _, scores, seconds = compared[0]
     _summarize(scores, seconds, findings)
-    for reward, given in rewards:
+    for name, other, given, _ in compared:
         for fault, count, first in _faults(given):
-            cause = f"{count} of {len(stored)} responses have no score from {reward}: "
+            cause = f"{count} of {len(stored)} responses have no score from {name}: "
             cause += f'fault "{fault}", first at {stored[first].place}'
             findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, given[first].detail)
-        name, others = ("stored", [Score(row.score) for row in stored]) if given is scores else (reward, given)
-        _compare(stored, scores, name, others, findings)
+        values = [row.score for row in stored] if given is scores else [score.value for score in given]
+        _compare(stored, scores, other, values, findings)
 
 
 def _faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:
@@ -147,15 +150,23 @@ def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
     )
 
 
-def _score(config: RewardConfig, rows: list[Stored]) -> tuple[list[Score], float]:
-    """Return the scores in order, and the seconds that scoring took without the start of the processes."""
-    sources = {row.request.data_source for row in rows}
-    if uses_built_in(config):
-        check_data_sources(sources)
-    with ScorerPool(config, None, sources) as pool:
+def _score(
+    config: RewardConfig,
+    requests: list[ScoringRequest],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    log: Path | None = None,
+    limit: float | None = None,
+) -> tuple[list[Any], float]:
+    """Return the scores in order, None for those not there within `limit` seconds, and the seconds that scoring took
+    without the start of the processes. A reward that takes tokens gets those of the tokenizer."""
+    with ScorerPool(config, log, {request.data_source for request in requests}) as pool:
         began = time.monotonic()
-        scores = [future.result() for future in pool.submit([row.request for row in rows])]
-        return scores, time.monotonic() - began
+        if tokenizer and pool.takes_tokens:
+            ids = [tokenizer(request.solution, add_special_tokens=False)["input_ids"] for request in requests]
+            requests = [replace(request, response_ids=tokens) for request, tokens in zip(requests, ids, strict=True)]
+        futures = pool.submit(requests)
+        wait(futures, timeout=limit)
+        return [future.result() if future.done() else None for future in futures], time.monotonic() - began
 
 
 def _summarize(scores: list[Score], seconds: float, findings: Findings) -> None:
@@ -176,14 +187,14 @@ def _summarize(scores: list[Score], seconds: float, findings: Findings) -> None:
         findings.warn("reward.constant", cause, "look at a row and at how its response is read")
 
 
-def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[Score], findings: Findings) -> None:
+def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[Any], findings: Findings) -> None:
     """Report where two scores of a response differ; responses without one of the two are not compared."""
 
     def short(value: Any) -> str:
         text = " ".join(str(value).split())
         return repr(text if len(text) <= 60 else "..." + text[-60:])
 
-    pairs = zip(rows, (score.value for score in scores), (score.value for score in others), strict=True)
+    pairs = zip(rows, (score.value for score in scores), others, strict=True)
     both = [(row, mine, other) for row, mine, other in pairs if mine is not None and other is not None]
     if not both:
         return
@@ -199,21 +210,14 @@ def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[Sc
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Trial:
-    """A row's responses: an empty one, then those that state its ground truth; None for a score not there in time."""
+class Trial(NamedTuple):
+    """A row's responses, an empty one and those that state its ground truth; the score of the empty one, and the best
+    of the others; None for a score that is not there."""
 
     prompt: Prompt
     responses: tuple[str, ...]
-    scores: tuple[Score | None, ...] = ()
-
-    @property
-    def values(self) -> tuple[float, float] | None:
-        """The score of the empty response, and the best one of the ground truth in any form; None without one of
-        both."""
-        empty, *others = [score and score.value for score in self.scores]
-        right = max((value for value in others if value is not None), default=None)
-        return None if empty is None or right is None else (empty, right)
+    empty: float | None
+    right: float | None
 
 
 def try_reward(
@@ -224,25 +228,33 @@ def try_reward(
     seconds: float = SECONDS,
 ) -> None:
     """Score responses to a few rows. `seconds` limits all responses together; opening the pool has its own limit."""
-    trials = [Trial(prompt, _responses(prompt, uses_built_in(config))) for prompt in spread_rows(prompts, ROWS)]
+    rows = [(prompt, _responses(prompt, uses_built_in(config))) for prompt in spread_rows(prompts, ROWS)]
+    tried = [(prompt, text) for prompt, responses in rows for text in responses]
+    requests = [ScoringRequest(row.data_source, text, row.ground_truth, row.extra_info) for row, text in tried]
     directory = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"))
     log = directory / "reward.log"
     try:
         with findings.gathered("reward.load"):
-            scores = _score_trials(config, trials, tokenizer, log, seconds)
+            # In processes even if the run would score in the driver: there nothing ends a call.
+            used = replace(config, num_workers=min(max(config.num_workers, 1), 2), retries=0)
+            scores, _ = _score(used, requests, tokenizer, log, seconds)
             if late := scores.count(None):
                 cause = f"{late} of {len(scores)} responses had no score after {seconds:g} s, and a run ends a call "
                 cause += f"only after reward.timeout={config.timeout:g} seconds"
                 fix = "if scoring takes that long, skip this check: --no-reward"
                 findings.warn("reward.slow", cause, fix, keys="reward.timeout")
-            tried = [(trial.prompt.row, text) for trial in trials for text in trial.responses]
             for fault, count, first in _faults(scores):
-                row, text = tried[first]
+                prompt, text = tried[first]
                 cause = f"{count} of {len(scores)} responses have no score: {scores[first].detail}, first on row "
                 fix = f"see what it printed in {log}" if log.stat().st_size else ""
-                cause += f"{row} with the response {text!r:.60}"
+                cause += f"{prompt.row} with the response {text!r:.60}"
                 findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, fix)
-            for source in sorted({trial.prompt.data_source for trial in trials}):
+            rest, trials = iter(score and score.value for score in scores), []
+            for prompt, responses in rows:
+                empty, *others = itertools.islice(rest, len(responses))
+                right = max((value for value in others if value is not None), default=None)
+                trials.append(Trial(prompt, responses, empty, right))
+            for source in sorted({prompt.data_source for prompt, _ in rows}):
                 _compare_trials(source, [trial for trial in trials if trial.prompt.data_source == source], findings)
     finally:
         if not any(str(log) in finding.text for finding in findings.items):
@@ -272,41 +284,20 @@ def _responses(prompt: Prompt, built_in: bool) -> tuple[str, ...]:
     return ("", *dict.fromkeys(form.format(truth) for form in forms))
 
 
-def _score_trials(
-    config: RewardConfig, trials: list[Trial], tokenizer: PreTrainedTokenizerBase, log: Path, seconds: float
-) -> list[Score | None]:
-    """Set the scores of the trials, and return all in order."""
-    # In processes even if the run would score in the driver: there nothing ends a call.
-    config = replace(config, num_workers=min(max(config.num_workers, 1), 2), retries=0)
-    with ScorerPool(config, log, {trial.prompt.data_source for trial in trials}) as pool:
-        began = time.monotonic()
-        requests = []
-        for prompt, text in ((trial.prompt, text) for trial in trials for text in trial.responses):
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"] if pool.takes_tokens else None
-            requests.append(ScoringRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, ids))
-        futures = pool.submit(requests)
-        wait(futures, timeout=began + seconds - time.monotonic())
-        scores = [future.result() if future.done() else None for future in futures]
-    rest = iter(scores)
-    for trial in trials:
-        trial.scores = tuple(itertools.islice(rest, len(trial.responses)))
-    return scores
-
-
 def _compare_trials(source: str, trials: list[Trial], findings: Findings) -> None:
     """Compare the ground truth with an empty response, for one data source."""
-    comparable = [(trial, *trial.values) for trial in trials if trial.values]
-    low = [(trial, empty, right) for trial, empty, right in comparable if right <= empty]
+    comparable = [trial for trial in trials if trial.right is not None and trial.empty is not None]
+    low = [trial for trial in comparable if trial.right <= trial.empty]
     if low:
-        one, empty, right = low[0]
-        more = ", ..." if len(one.responses) > 4 else ""
+        prompt, responses, empty, right = low[0]
+        more = ", ..." if len(responses) > 4 else ""
         cause = f"{source}: on {len(low)} of {len(comparable)} rows the ground truth scores no more than an empty "
-        cause += f"response: row {one.prompt.row}, ground truth {one.prompt.ground_truth!r:.60}, {right:g} against "
-        cause += f"{empty:g} (tried as {', '.join(map(repr, one.responses[1:4]))}{more})"
+        cause += f"response: row {prompt.row}, ground truth {prompt.ground_truth!r:.60}, {right:g} against "
+        cause += f"{empty:g} (tried as {', '.join(map(repr, responses[1:4]))}{more})"
         fix = "unless it expects another form, check how it reads response and truth"
         findings.warn("reward.ground-truth", cause, fix)
     elif comparable:
-        pairs = Counter(f"{right:g} against {empty:g}" for _, empty, right in comparable)
+        pairs = Counter(f"{trial.right:g} against {trial.empty:g}" for trial in comparable)
         values = ", ".join(f"{pair} on {count} row{'s' * (count > 1)}" for pair, count in pairs.items())
         findings.info("reward.tried", f"{source}: the ground truth against an empty response: {values}")
     elif all(len(trial.responses) == 1 for trial in trials):

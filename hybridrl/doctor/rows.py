@@ -152,7 +152,7 @@ def _check_tokens(
         cause = f"the row begins with {tokenizer.bos_token} twice, which no model was trained on"
         fix = f"remove it from the template: {TEMPLATE}, or from the prompts"
         findings.warn("template.bos-twice", cause, fix, keys=TEMPLATE)
-    elif beginning is not None and ids[:1] != [beginning] == tokenizer("x")["input_ids"][:1]:
+    elif beginning is not None and ids[:1] != [beginning] and tokenizer("x")["input_ids"][:1] == [beginning]:
         cause = f"the tokenizer begins a text with {tokenizer.bos_token}, but the template does not"
         findings.warn("template.no-bos", cause, f"add it at the beginning of the template: {TEMPLATE}", keys=TEMPLATE)
     decoded = tokenizer.decode(plain, clean_up_tokenization_spaces=False)

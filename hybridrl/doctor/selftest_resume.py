@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,34 +107,22 @@ class Selftest:
 
     def run_killed(self, directory: Path, rng: random.Random, kills: int) -> list[str]:
         """Kill a run repeatedly, each time restarting it. Returns its differences and the processes left running."""
-        self.left_running: list[str] = []
         self.kills: list[str] = []
         run = self._start(directory)
         for number, kill in enumerate(draw_kills(rng, kills, self.steps, self.step_seconds), start=1):
             done = False
             while not done and not run.reach(kill):
                 done = run.finish() == 0
-                run = run if done else self._restart(run)
+                run = run if done else run.restart()
             late = "came too late: the run was done"
             self.kills.append(f"kill {number} of {kills}" + (f" {late}" if done else f": {kill}"))
             info(self.kills[-1])
             if not done:
                 run.kill(kill.victim)
         while run.finish() != 0:
-            run = self._restart(run)
-        left_running = self._left_running(run)
+            run = run.restart()
+        left_running = run.left_running()
         return differences(self.unbroken.directory, directory, self.steps) + left_running
-
-    def _restart(self, run: "Run") -> "Run":
-        if not run.processes:
-            raise run.failure()
-        self._left_running(run)
-        return self._start(run.directory)
-
-    def _left_running(self, run: "Run") -> list[str]:
-        """Return the processes that outlived this run and all before."""
-        self.left_running += [f"left running: {process}" for process in run.left_running()]
-        return self.left_running
 
     def _start(self, directory: Path) -> "Run":
         """Start the user's run in another directory, with every step saved and every sample written."""
@@ -181,12 +170,19 @@ def draw_kills(rng: random.Random, count: int, steps: int, step_seconds: float) 
 class Run:
     """A run in its own processes; its output is appended to `<directory>.log`."""
 
-    def __init__(self, command: list[str], directory: Path) -> None:
-        self.directory, self.log = directory, directory.with_suffix(".log")
+    def __init__(self, command: list[str], directory: Path, left_running: Sequence[str] = ()) -> None:
+        self.command, self.directory, self.log = command, directory, directory.with_suffix(".log")
+        self.before = left_running  # by earlier runs in the directory
         directory.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.processes: set[psutil.Process] = set()  # that existed at the last kill; empty if it was not killed
+
+    def restart(self) -> "Run":
+        """Start a run that was killed again. Raises RunFailed for one that ended by itself."""
+        if not self.processes:
+            raise self.failure()
+        return Run(self.command, self.directory, self.left_running())
 
     def finish(self) -> int:
         """Wait for the end. Returns the exit status."""
@@ -222,10 +218,11 @@ class Run:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended at this moment
                 process.kill()
 
-    def left_running(self) -> list[psutil.Process]:
-        """Return the processes that outlived the run."""
+    def left_running(self) -> list[str]:
+        """Return the processes that outlived this run and those before it."""
         _, alive = psutil.wait_procs(self.processes, timeout=EXIT_SECONDS)
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        zombie = psutil.STATUS_ZOMBIE
+        return [*self.before, *(f"left running: {process}" for process in alive if process.status() != zombie)]
 
     def last_step(self) -> int:
         """Return the last step that was logged; -1 before the start-up is complete."""
