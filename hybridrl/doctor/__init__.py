@@ -6,6 +6,7 @@ what they share.
 
 import argparse
 import json
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
-from hybridrl.config.findings import Findings, Severity
+from hybridrl.config.findings import Finding, Findings, Severity
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -34,11 +35,9 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     if as_json:
         print(json.dumps({"refused": bool(failed), "findings": list(map(asdict, findings.items))}, indent=2))
         return int(failed > 0)
-    console, groups = Console(highlight=False), {}
+    console, groups = Console(highlight=False), defaultdict[str, list[Finding]](list)
     for finding in findings.items:  # codes of configuration keys have only one part
-        groups.setdefault(finding.code.partition(".")[0] if "." in finding.code else "configuration", []).append(
-            finding
-        )
+        groups[finding.code.partition(".")[0] if "." in finding.code else "configuration"].append(finding)
     for group, members in groups.items():
         _print(console, 0, Text(group, "bold"))
         for finding in sorted(members, key=lambda finding: [*STYLES].index(finding.severity)):

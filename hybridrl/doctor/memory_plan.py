@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hybridrl.cluster.session import joins
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
+from hybridrl.config.schema import ActorConfig, CriticConfig
 from hybridrl.doctor.machine import GIB, UTILIZATION, memory_left, visible_gpus
 from hybridrl.doctor.memory_sizes import FULL, Models, Shard, read_models
 from hybridrl.rollout.vllm.settings import cpu_cache_bytes
@@ -65,13 +66,14 @@ Bytes = Counter[str]  # by kind
 
 
 class Trained(NamedTuple):
-    """A trained model; `kinds` name its parameters and moments, `saved` is what a checkpoint has of it."""
+    """A trained model; `kinds` name its parameters and moments, `budget` is that of an update's micro-batch."""
 
     name: str
     kinds: tuple[str, str]
     shard: Shard
     config: LearnerConfig
-    saved: list[str]
+    section: ActorConfig | CriticConfig
+    budget: MicroBatchBudget
 
 
 @dataclass
@@ -88,20 +90,25 @@ class Run:
         self.devices, self.on_cpu = config.trainer.n_gpus_per_node or 1, config.trainer.device == "cpu"
         self.longest, itemsize = rollout.max_model_len or 0, ITEMSIZE[rollout.dtype or "float32"]
         self.learners: list[Trained] = []
-        actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
-        for name, kinds, sizes, learner, checkpoint in (
-            ("policy", ("parameters", "optimizer"), models.policy, worker.policy, actor),
-            ("critic", ("critic", "critic"), models.critic, worker.critic, critic),
+        actor, policy_plan = config.actor_rollout_ref.actor, build_policy_plan(config)
+        critic_plan = build_critic_plan(config) if worker.critic else None
+        for name, kinds, sizes, learner, section, plan in (
+            ("policy", ("parameters", "optimizer"), models.policy, worker.policy, actor, policy_plan),
+            ("critic", ("critic", "critic"), models.critic, worker.critic, config.critic, critic_plan),
         ):
-            if sizes and learner:
+            if sizes and learner and plan:
                 fsdp, muon = learner.fsdp, learner.optimizer.optimizer == "Muon"
                 types = ITEMSIZE[fsdp.model_dtype], ITEMSIZE[fsdp.dtype or "float32"]
                 shard = Shard(sizes, *types, fsdp.fsdp_size, fsdp.reshard_after_forward, muon)
-                self.learners.append(Trained(name, kinds, shard, learner, checkpoint.save_contents))
-        self.policy = self.learners[0].shard
-        self.reference: Shard | None = None
+                self.learners.append(Trained(name, kinds, shard, learner, section, plan.updates.budget))
+        # Forward passes without gradients by phase: the model, its budget, and whether it has a head of logits.
+        policy, self.reference = self.learners[0].shard, None
+        self.forwards = {"log-probs": [(policy, policy_plan.log_prob_budget, True)]}
         if worker.reference and models.reference:  # frozen: sharded as the policy is, and stored in the computed type
-            self.reference = replace(self.policy, sizes=models.reference, stored=self.policy.computed)
+            self.reference = replace(policy, sizes=models.reference, stored=policy.computed)
+            self.forwards["log-probs"].append((self.reference, policy_plan.reference_budget, True))
+        if critic_plan:
+            self.forwards["critic update"] = [(self.learners[-1].shard, critic_plan.value_budget, False)]
         self.reference_offloaded = bool(worker.reference and worker.reference.offload and not self.on_cpu)
         # Per device, of an engine over several. On CPU the cache has the configured size; on CUDA the rest of the
         # engine's share, of which the engine's activations and graphs take a part that is not known here.
@@ -146,7 +153,7 @@ class Held:
 def phase_memory(run: Run, phase: str) -> Held:
     """Estimate the peak of a phase."""
     held, starting, syncing, cuda = Held(), phase == "start-up", phase == "weight sync", not run.on_cpu
-    for name, kinds, shard, learner, _ in run.learners:
+    for name, kinds, shard, learner, _, _ in run.learners:
         # Offloaded parameters keep their place in host memory all the time. Under `offload_policy` shards still pass
         # through the device on their way from the files.
         fsdp = learner.fsdp
@@ -173,7 +180,8 @@ def phase_memory(run: Run, phase: str) -> Held:
         if not syncing and phase != "rollout":
             held.device["sleeping engine"] = ASLEEP_BYTES
     if not starting and save_times(run.config.trainer).ever:  # the host copies that are written; they are kept
-        for _, _, shard, _, saved in run.learners:
+        for trained in run.learners:
+            shard, saved = trained.shard, trained.section.checkpoint.save_contents
             size = shard.gradients * ("model" in saved) + shard.moments * ("optimizer" in saved)
             held.host["checkpoint staging"] += size
     return held
@@ -190,40 +198,24 @@ def machine_memory(run: Run, phase: str) -> Bytes:
 
 def _working(run: Run, phase: str) -> Bytes:
     """Temporary memory of a phase's computation, at most; none in phases that only move weights or wait."""
-    config = run.config
-    if phase == "log-probs":
-        plan = build_policy_plan(config)
-        needs = [_forward(run, run.policy, plan.log_prob_budget)]
-        if run.reference:
-            needs.append(_forward(run, run.reference, plan.reference_budget))
-    elif phase == "policy update":
-        budget, prompts = build_policy_plan(config).updates.budget, config.actor_rollout_ref.actor.ppo_mini_batch_size
-        needs = _update(run, run.learners[0], budget, prompts)
-    elif phase == "critic update" and len(run.learners) > 1:
-        critic, critic_plan = run.learners[1], build_critic_plan(config)
-        needs = _update(run, critic, critic_plan.updates.budget, config.critic.ppo_mini_batch_size)
-        needs.append(_forward(run, critic.shard, critic_plan.value_budget, head=False))
-    else:
-        return Counter()
-    return max(needs, key=Counter.total)
+    needs = [need for trained in run.learners if phase == f"{trained.name} update" for need in _update(run, trained)]
+    for shard, budget, head in run.forwards.get(phase, ()):
+        tokens = run.micro_batch(budget, run.config.data.train_batch_size)
+        needs.append(Counter({"gathered": shard.gathered, "activations": shard.forward(tokens)}))
+        if head:
+            needs[-1]["logits"] = run.logits(shard, tokens)
+    return max(needs, key=Counter.total, default=Counter())
 
 
-def _forward(run: Run, shard: Shard, budget: MicroBatchBudget, *, head: bool = True) -> Bytes:
-    tokens = run.micro_batch(budget, run.config.data.train_batch_size)
-    needs = Counter({"gathered": shard.gathered, "activations": shard.forward(tokens)})
-    if head:
-        needs["logits"] = run.logits(shard, tokens)
-    return needs
-
-
-def _update(run: Run, trained: Trained, budget: MicroBatchBudget, prompts: int) -> list[Bytes]:
+def _update(run: Run, trained: Trained) -> list[Bytes]:
     """The backward pass, and the optimizer's step if it is on the device."""
-    shard, learner, tokens = trained.shard, trained.config, run.micro_batch(budget, prompts)
+    shard, learner, budget = trained.shard, trained.config, trained.budget
+    tokens, by_rows = run.micro_batch(budget, trained.section.ppo_mini_batch_size), run.on_cpu or shard.computed == FULL
     activations = shard.activations(
         tokens,
         checkpointed=learner.model.enable_gradient_checkpointing,
         selective=learner.model.selective_checkpointing,
-        by_rows=not budget.padded and (run.on_cpu or shard.computed == FULL),
+        by_rows=by_rows and not budget.padded,
     )
     backward = Counter({"gathered": shard.gathered + shard.reduced, "activations": activations})
     if trained.name == "policy":

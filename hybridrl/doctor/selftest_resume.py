@@ -46,7 +46,7 @@ MACHINE_METRICS = ("timing", "perf/", "rollout/")
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hybridrl.doctor selftest-resume", description=__doc__)
-    add_run_arguments(parser)
+    add_run_arguments(parser, "the run's keys, as for hybridrl.main_ppo")
     parser.add_argument("--steps", type=int, default=4, help="length of the run")
     parser.add_argument("--kills", type=int, default=3, help="number of kills")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and processes of the kills")
