@@ -122,8 +122,7 @@ def test_imports_stand_at_the_top() -> None:
     "module",
     [
         "hybridrl.config",
-        "hybridrl.doctor.check",
-        "hybridrl.doctor.keys",
+        "hybridrl.doctor.__main__",
         "hybridrl.doctor.migrate",
         "hybridrl.main_ppo",
         "hybridrl.main_sft",

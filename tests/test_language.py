@@ -36,7 +36,7 @@ BANNED = {
 QUOTED: dict[str, set[str]] = {
     # names in the doctor's JSON output, which programs read
     "docs/doctor.md": {"refused"},
-    "hybridrl/doctor/check.py": {"refused"},
+    "hybridrl/doctor/__init__.py": {"refused"},
     "hybridrl/doctor/full.py": {"refused"},
     "hybridrl/doctor/reward.py": {"refused"},
 }

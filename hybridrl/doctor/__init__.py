@@ -1,4 +1,62 @@
 """The doctor: checks a run without starting it, tests resuming and rewards, and explains configuration keys.
 
-One module per command (`__main__.py`); `check` without `--config-only` continues in `full.py`.
+`__main__.py` has the command line and what needs the configuration only; further commands have a module each. Here is
+what they share.
 """
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from hybridrl.config import PPOConfig
+from hybridrl.config.compose import CONF, SHIPPED
+from hybridrl.config.findings import Finding, Findings, Severity
+
+STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, overrides: str = "as for hybridrl.main_ppo") -> None:
+    """Add the keys of a run and its configuration file; `overrides` says what the keys are for."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
+    parser.add_argument("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help="as for hybridrl.main_ppo")
+    parser.add_argument("-cn", "--config-name", default=SHIPPED[PPOConfig], metavar="NAME", help="likewise")
+
+
+def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
+    """Print findings for people, by the first part of their codes, or for programs. Returns the exit status: 1 if there
+    are errors, else 0."""
+    failed = len(findings.errors)
+    if as_json:
+        print(json.dumps({"refused": bool(failed), "findings": list(map(asdict, findings.items))}, indent=2))
+        return int(failed > 0)
+    console, groups = Console(highlight=False), defaultdict[str, list[Finding]](list)
+    for finding in findings.items:  # codes of configuration keys have only one part
+        groups[finding.code.partition(".")[0] if "." in finding.code else "configuration"].append(finding)
+    for group, members in groups.items():
+        _print(console, 0, Text(group, "bold"))
+        for finding in sorted(members, key=lambda finding: [*STYLES].index(finding.severity)):
+            severity = (finding.severity, STYLES[finding.severity])
+            _print(console, 2, Text.assemble(severity, f" [{finding.code}] {finding.statement}"))
+            if finding.fix:
+                _print(console, 6, Text(f"-> {finding.fix}"))
+    if verdict:
+        warnings = sum(finding.severity == "warning" for finding in findings.items)
+        counts = [f"{failed} error{'s' * (failed > 1)}" if failed else "no errors"]
+        counts += [f"{warnings} warning{'s' * (warnings > 1)}"] if warnings else []
+        _print(console, 0, Text(", ".join(counts), "bold red" if failed else "bold green"))
+    return int(failed > 0)
+
+
+def _print(console: Console, indent: int, text: Text) -> None:
+    """Wrap and indent on a terminal; elsewhere keep one line per line."""
+    if console.is_terminal:
+        console.print(Padding.indent(text, indent))
+    else:
+        separator = Text("\n" + " " * (indent + 2))
+        console.print(Text(" " * indent) + separator.join(text.split("\n")), soft_wrap=True)

@@ -1,27 +1,181 @@
-"""`python -m hybridrl.doctor key=value ...`, or one of its commands: a function of a module here that takes argv."""
+"""`python -m hybridrl.doctor [--config-only] [--json] key=value ...`: reports what main_ppo would report at its start;
+`explain KEY` and `keys PATTERN`: what a key is set to and means, and a search for keys; and the commands of COMMANDS.
 
+Imports nothing heavy: the checks that need torch are in full.py, and other modules are imported by their commands.
+"""
+
+import argparse
 import importlib
+import shutil
 import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+from hybridrl.config import PPOConfig
+from hybridrl.config.compose import CONF, SHIPPED, shipped
+from hybridrl.config.findings import show as as_text
+from hybridrl.config.help import batch_arithmetic, key_meanings
+from hybridrl.config.keys import Entry, current_name, entry_of, nearest_keys, tree, value_keys, verl_keys
+from hybridrl.config.load import ResolvedConfig, resolve_config
+from hybridrl.config.read import MISSING, value_of
+from hybridrl.config.values import EXPECTED, Range
+from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runtime.guard import guarded
 
-COMMANDS = {
-    "explain": ("keys:explain", "KEY [key=value ...]: a key's value, what set it, its default and its meaning"),
-    "keys": ("keys:main", "PATTERN: the keys with the pattern in their name or meaning"),
+INTERRUPTED = 130
+FULL = "hybridrl.doctor.full"
+STATUS = "exit status: 0 no errors, 1 errors, 2 the command cannot be parsed"
+NAME = SHIPPED[PPOConfig]
+# Ends of names -> the unit of their values.
+UNITS = {
+    ("timeout", "_secs"): "seconds",
+    ("_length", "_len", "token_len_per_gpu", "max_model_len", "min_tokens", "num_batched_tokens"): "tokens",
+    ("train_batch_size", "mini_batch_size", "gen_batch_size"): "prompts",
+    ("micro_batch_size", "micro_batch_size_per_gpu", "max_samples"): "rows",
+    ("_megabytes",): "MB",
+    ("_freq", "total_training_steps", "critic_warmup", "fault_steps", "lr_warmup_steps"): "steps",
+    ("epochs",): "passes over the data",
+}
+KINDS = {"rejected": "is rejected", "ignored": "has no effect", "translated": "is translated"}
+
+
+def check(argv: list[str]) -> int:
+    """Check a command without starting it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.doctor",
+        usage="python -m hybridrl.doctor [--config-only] [--no-reward] [--json] key=value ...",
+        description="Check a run of hybridrl.main_ppo without starting it.",
+        epilog="\n  ".join(["commands, instead of key=value:", *USES]) + f"\n\n{STATUS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config-only", action="store_true", help="check the keys only, as if for another machine")
+    parser.add_argument("--no-reward", action="store_true", help="do not call the reward on a few rows")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    add_run_arguments(parser)
+    options, more = parser.parse_known_args(argv)
+    if unknown := [item for item in more if item.startswith("-")]:
+        parser.error(f"unknown option {unknown[0]}; configuration keys are given as key=value")
+    options.overrides += more
+    resolved = _resolve(options, offline=options.config_only)
+    findings = resolved.findings
+    if resolved.config is not None and not findings.errors:
+        findings.info("batch", batch_arithmetic(resolved.config))
+        if not options.config_only:
+            importlib.import_module(FULL).examine(resolved.config, findings, with_reward=not options.no_reward)
+    return show(findings, as_json=options.json, verdict=True)
+
+
+def _resolve(options: argparse.Namespace, *, offline: bool) -> ResolvedConfig[PPOConfig]:
+    return resolve_config(PPOConfig, options.overrides, options.config_name, options.config_path, offline=offline)
+
+
+def search(argv: list[str]) -> int:
+    """Print the keys with a pattern in their name or meaning, and verl's other keys; matches of the name come first."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.doctor keys", description="Search the keys by a part of their name or meaning."
+    )
+    parser.add_argument("pattern")
+    wanted, values = parser.parse_args(argv).pattern.lower(), shipped(NAME).values
+    keys = [
+        (f"{key} = {'(must be set)' if (value := value_of(values, key)) == MISSING else as_text(value)}", meaning)
+        for key, meaning in key_meanings(CONF / f"{NAME}.yaml").items()
+    ]
+    keys += [(old, f"is now {new}") for old, new in verl_keys().moved.items()]
+    keys += [(key, f"{entry.kind}: {_reason(entry)}") for entry in verl_keys().entries for key in entry.keys]
+    matches = [item for item in keys if wanted in item[0].lower()]
+    matches += [item for item in keys if wanted in item[1].lower() and item not in matches]
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    for head, meaning in matches:
+        print(head)
+        print(textwrap.fill(meaning, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
+    if not matches:
+        print("nothing found")
+    return 0 if matches else 1
+
+
+def _reason(entry: Entry) -> str:
+    return entry.why or " ".join(f"{name}={as_text(value)}" for name, value in entry.sets.items())
+
+
+def explain(argv: list[str]) -> int:
+    """Print a key's value, what set it, its default and its meaning."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.doctor explain", description="A key's value, what set it, its default and its meaning."
+    )
+    parser.add_argument("key")
+    add_run_arguments(parser, "a command, whose value of it is shown")
+    options = parser.parse_args(argv)
+    key = current_name(options.key.lstrip("+~"))
+    if key != options.key:
+        print(f"{options.key} is now {key}")
+    if key not in value_keys(PPOConfig):
+        entry = entry_of(key)
+        if entry is None:
+            parser.error(f"unknown key {key}; {nearest_keys(key, PPOConfig)}")
+        silent = f" (except for {', '.join(map(as_text, entry.silent))})" if entry.silent else ""
+        print(f"{key} {KINDS[entry.kind]}{silent}: {_reason(entry)}")
+        return 0
+    resolved, usual = _resolve(options, offline=True), shipped(NAME)
+    values, default, follows = resolved.values, value_of(usual.values, key), usual.follows.get(key)
+    value = value_of(values.values, key) if values else default
+    source = f"the file {options.config_name}.yaml" if value != default else "default"
+    if written := resolved.written.get(key):
+        old = written.lstrip("+~").partition("=")[0]
+        source = f"the command line: {written}" + (" (an old name)" if old != key else "")
+    elif values and value != default and (followed := values.follows.get(key)):
+        source = f"{followed}, which it follows"
+    lines = [
+        ("key", key),
+        ("value", "must be set" if value == MISSING else as_text(value)),
+        ("set by", source),
+        ("default", f"follows {follows}" if follows else "none" if default == MISSING else as_text(default)),
+        ("takes", _accepted(tree(PPOConfig)[key])),
+        ("unit", next((unit for ends, unit in UNITS.items() if key.endswith(ends)), "")),
+        ("meaning", key_meanings(CONF / f"{NAME}.yaml")[key]),
+    ]
+    findings = [finding for finding in resolved.findings.items if key in finding.keys or key in finding.text]
+    lines += [(finding.severity, f"[{finding.code}] {finding.text}") for finding in findings]
+    print("\n".join(f"{title:<9}{text}" for title, text in lines if text))
+    return 0
+
+
+def _accepted(hint: Any) -> str:
+    """Describe the values that a type accepts."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:  # a rule describes the valid range in its message about an invalid value
+        limits = [rule.requirement for rule in arguments[1:] if isinstance(rule, Range)]
+        return ", ".join([_accepted(arguments[0]), *limits])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_accepted(item) for item in arguments if item is not type(None)) + ", or null"
+    if origin is Literal:
+        return " | ".join(map(as_text, arguments))
+    if origin is list:
+        return f"a list: {_accepted(arguments[0])}"
+    return "names and values" if origin is dict else EXPECTED[hint]
+
+
+# A function here, or the module whose `main` takes argv; and its use.
+COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
+    "explain": (explain, "KEY [key=value ...]: a key's value, what set it, its default and its meaning"),
+    "keys": (search, "PATTERN: the keys with the pattern in their name or meaning"),
     "reward": (
-        "reward:main",
+        "reward",
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
     ),
     "migrate": (
-        "migrate:main",
+        "migrate",
         "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",
     ),
     "selftest-resume": (
-        "selftest_resume:main",
+        "selftest_resume",
         "key=value ...: kills a short run repeatedly and compares it with one that was not killed",
     ),
 }
-INTERRUPTED = 130
+USES = [f"{name} {use}" for name, (_, use) in COMMANDS.items()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,10 +184,11 @@ def main(argv: list[str] | None = None) -> int:
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and "=" not in first and not first.startswith(("-", "~")):
         print("expected key=value, or one of the commands:")
-        print("\n".join(f"  python -m hybridrl.doctor {name} {use}" for name, (_, use) in COMMANDS.items()))
+        print("\n".join(f"  python -m hybridrl.doctor {use}" for use in USES))
         return 2
-    module, _, function = COMMANDS[first][0].partition(":") if first in COMMANDS else ("check", "", "main")
-    command = getattr(importlib.import_module(f"hybridrl.doctor.{module}"), function)  # some import torch, most do not
+    command, _ = COMMANDS.get(first, (check, ""))
+    if isinstance(command, str):  # some import torch, most do not
+        command = importlib.import_module(f"hybridrl.doctor.{command}").main
     try:
         return command(arguments[1:] if first in COMMANDS else arguments)
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ Reads metadata and asks NVIDIA's driver; imports none of the libraries that it c
 extensions are imported in a subprocess).
 """
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -12,10 +13,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pynvml
@@ -65,10 +65,32 @@ def check_versions(device: str, findings: Findings, find: Find = installed) -> N
     unknown = "" if _requirements(PACKAGE) else f" ({PACKAGE} itself is not installed, so its ranges are not known)"
     findings.info("versions.found", f"python {platform.python_version()}, {', '.join(versions)}{unknown}")
     _check_vllm(device, findings, find)
-    _check_ranges(device, findings, find)
-    for name in EXTENSIONS:
-        if importlib.util.find_spec(name) is not None:
-            _check_extension(name, findings)
+    for needed in _requirements(PACKAGE, EXTRA[device]):
+        there, install = find(needed.name), _install(str(needed), device)
+        if there is None and needed.name not in VLLM.values():
+            findings.error("versions.missing", f"{needed.name} is not installed", install)
+        elif there and not needed.specifier.contains(there, prereleases=True):
+            cause = f"{needed.name} {there} is not among the versions that {PACKAGE} is tested with"
+            findings.warn("versions.range", f"{cause} ({needed.specifier})", install)
+    pins = [(vllm, needed) for vllm in filter(find, VLLM.values()) for needed in _requirements(vllm)]
+    for vllm, needed in pins:
+        there = find(needed.name) if needed.name in PINNED_BY_VLLM else None
+        if there and not needed.specifier.contains(there, prereleases=True):
+            cause = f"{vllm} {find(vllm)} is built for {needed.name}{needed.specifier}, and {there} is installed"
+            findings.warn("versions.pin", cause, _install(str(needed), device))
+    for name in filter(importlib.util.find_spec, EXTENSIONS):
+        fix = f"pip uninstall -y {name}"
+        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        except subprocess.TimeoutExpired:
+            findings.warn("versions.extension", f"{name} does not import within {IMPORT_SECONDS} s", fix)
+            continue
+        if ended.returncode:
+            last = [f"exit status {ended.returncode}", *ended.stderr.strip().splitlines()][-1]
+            cause = f"{name} does not work with torch {installed('torch')} ({last:.160}), and "
+            cause += "models then fail to import"
+            findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
 
 
 def _check_vllm(device: str, findings: Findings, find: Find) -> None:
@@ -87,38 +109,6 @@ def _check_vllm(device: str, findings: Findings, find: Find) -> None:
         if kind != device:
             cause = f"{name} {there} is installed, which is built for {kind}"
             findings.error("versions.vllm", cause, f"pip uninstall -y {name}, then {install}", **setting)
-
-
-def _check_ranges(device: str, findings: Findings, find: Find) -> None:
-    for needed in _requirements(PACKAGE, EXTRA[device]):
-        there, install = find(needed.name), _install(str(needed), device)
-        if there is None and needed.name not in VLLM.values():
-            findings.error("versions.missing", f"{needed.name} is not installed", install)
-        elif there and not needed.specifier.contains(there, prereleases=True):
-            cause = f"{needed.name} {there} is not among the versions that {PACKAGE} is tested with"
-            findings.warn("versions.range", f"{cause} ({needed.specifier})", install)
-    for vllm in filter(find, VLLM.values()):
-        for needed in _requirements(vllm):
-            there = find(needed.name) if needed.name in PINNED_BY_VLLM else None
-            if there and not needed.specifier.contains(there, prereleases=True):
-                cause = f"{vllm} {find(vllm)} is built for {needed.name}{needed.specifier}, and {there} is installed"
-                findings.warn("versions.pin", cause, _install(str(needed), device))
-
-
-def _check_extension(name: str, findings: Findings) -> None:
-    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]
-    fix = f"pip uninstall -y {name}"
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        findings.warn("versions.extension", f"{name} does not import within {IMPORT_SECONDS} s", fix)
-        return
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
-        cause = (
-            f"{name} does not work with torch {installed('torch')} ({lines[-1]:.160}), and models then fail to import"
-        )
-        findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
 
 
 def _requirements(name: str, extra: str = "") -> list[Requirement]:
@@ -141,112 +131,84 @@ def _install(requirement: str, device: str) -> str:
 # -- memory, cores, shared memory, open files --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bytes and cores that the control groups of this process leave it; None: no limit."""
-
-    memory_free: int | None = None
-    cores: float | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """`shared_free`: bytes free in /dev/shm, None if there is none. `open_files`: the most that Ray can request."""
+class Facts(NamedTuple):
+    """`shared_free`: bytes free in /dev/shm, None if there is none. `open_files`: the most that Ray can request. The
+    limits are those of the control groups: bytes that they leave, and cores; None: no limit."""
 
     cores: int
     memory_free: int
     shared_free: int | None
     open_files: int
-    limits: Limits
-
-
-def measure() -> Facts:
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Facts(
-        cores=len(os.sched_getaffinity(0)),
-        memory_free=psutil.virtual_memory().available,
-        shared_free=shutil.disk_usage(SHARED).free if SHARED.is_dir() else None,
-        open_files=1 << 20 if files == resource.RLIM_INFINITY else files,
-        limits=cgroup_limits(),
-    )
+    memory_limit: int | None = None
+    core_limit: float | None = None
 
 
 def memory_left() -> int:
     """Return the bytes that processes may still allocate on the machine or in the container."""
-    facts = measure()
-    limit = facts.limits.memory_free
-    return facts.memory_free if limit is None else min(facts.memory_free, limit)
+    free, (limit, _) = psutil.virtual_memory().available, cgroup_limits()
+    return free if limit is None else min(free, limit)
 
 
-def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> Limits:
-    """Return the tightest limits of this process's control group and its parents (version 2)."""
+def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> tuple[int | None, float | None]:
+    """Return the bytes that this process's control group and its parents (version 2) leave it, and its cores; None: no
+    limit."""
     lines = own.read_text().splitlines() if own.is_file() else []
     group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if group is None:
-        return Limits()
     memory, cores = [], []
-    for directory in (mount / group, *(mount / parent for parent in Path(group).parents)):
-        most, used, quota = (_words(directory / name) for name in ("memory.max", "memory.current", "cpu.max"))
+    for directory in (mount / group, *(mount / parent for parent in Path(group).parents)) if group is not None else ():
+        files = [directory / name for name in ("memory.max", "memory.current", "cpu.max", "memory.stat")]
+        most, used, quota, stat = [file.read_text().split() if file.is_file() else [] for file in files]
         if most and used and most[0] != "max":
-            words = _words(directory / "memory.stat")
-            stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-            cached = stat.get("active_file", 0) + stat.get("inactive_file", 0)  # counted as used, and reclaimable
+            sizes = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+            cached = sizes.get("active_file", 0) + sizes.get("inactive_file", 0)  # counted as used, and reclaimable
             memory.append(int(most[0]) - int(used[0]) + cached)
         if quota and quota[0] != "max":
             cores.append(int(quota[0]) / int(quota[1]))
-    return Limits(min(memory, default=None), min(cores, default=None))
-
-
-def _words(file: Path) -> list[str]:
-    return file.read_text().split() if file.is_file() else []
+    return min(memory, default=None), min(cores, default=None)
 
 
 def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = None) -> None:
-    """Check `facts`, which are measured if not given."""
-    facts = facts or measure()
-    summary = f"{facts.cores} cores, {facts.memory_free / GIB:.1f} GiB of memory free, open files {facts.open_files}"
-    findings.info("machine.found", summary)
-    _check_container_memory(config, facts, findings)
-    most = facts.limits.cores
-    if most is not None and most <= facts.cores - 1:
-        cause = f"processes see {facts.cores} cores, but the container may use {most:g}: more threads slow everything"
-        fix = f"assign entire cores: docker run --cpuset-cpus=0-{max(int(most), 1) - 1}"
+    """Check `facts`, which are measured if not given. The machine's free memory and cores, with which the configuration
+    is checked, ignore a container's limits."""
+    if facts is None:
+        _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = 1 << 20 if files == resource.RLIM_INFINITY else files
+        shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
+        seen, free = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
+        facts = Facts(seen, free, shared, files, *cgroup_limits())
+    seen, free, shared, files, memory, cores = facts
+    findings.info("machine.found", f"{seen} cores, {free / GIB:.1f} GiB of memory free, open files {files}")
+    if memory is not None and memory < free:
+        devices = (config.trainer.n_gpus_per_node or 1) if config.trainer.device == "cpu" else 1
+        needed = devices * CPU_SLOT_BYTES
+        cause = f"the container may use {memory / GIB:.1f} GiB more, of the machine's {free / GIB:.1f} GiB free"
+        if memory >= needed:
+            findings.info("machine.memory", cause)
+        else:
+            cause += f", and the processes of {devices} device{'s' * (devices > 1)} need {needed / GIB:.1f} GiB for "
+            fix = "raise its limit (docker run --memory=...), or lower trainer.n_gpus_per_node"
+            findings.warn("machine.memory", f"{cause}the smallest model", fix, keys="trainer.n_gpus_per_node")
+    if cores is not None and cores <= seen - 1:
+        cause = f"processes see {seen} cores, but the container may use {cores:g}: more threads slow everything"
+        fix = f"assign entire cores: docker run --cpuset-cpus=0-{max(int(cores), 1) - 1}"
         findings.warn("machine.cores", cause, fix)
-    if facts.open_files < OPEN_FILES:
-        cause = f"at most {facts.open_files} files may be open at once, and Ray and its connections need more"
+    if files < OPEN_FILES:
+        cause = f"at most {files} files may be open at once, and Ray and its connections need more"
         findings.warn("machine.open-files", cause, "ulimit -n 65536 (as root, or in /etc/security/limits.conf)")
     if joins(config.ray_kwargs.ray_init):
         return
-    free = facts.shared_free
-    if free is None:
+    if shared is None:
         findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
-    elif free < SHARED_BYTES:
-        cause = f"{SHARED} has {free / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may run out of "
-        cause += "space in it, and Ray keeps its objects in files instead"
+    elif shared < SHARED_BYTES:
+        cause = f"{SHARED} has {shared / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may run out "
+        cause += "of space in it, and Ray keeps its objects in files instead"
         findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
-
-
-def _check_container_memory(config: PPOConfig, facts: Facts, findings: Findings) -> None:
-    """The memory that the machine reports as free, which the configuration is checked with, ignores a container's
-    limit."""
-    most = facts.limits.memory_free
-    if most is None or most >= facts.memory_free:
-        return
-    devices = (config.trainer.n_gpus_per_node or 1) if config.trainer.device == "cpu" else 1
-    cause = f"the container may use {most / GIB:.1f} GiB more, of the machine's {facts.memory_free / GIB:.1f} GiB free"
-    if most >= devices * CPU_SLOT_BYTES:
-        findings.info("machine.memory", cause)
-        return
-    cause += f", and the processes of {devices} device{'s' * (devices > 1)} need {devices * CPU_SLOT_BYTES / GIB:.1f}"
-    fix = "raise its limit (docker run --memory=...), or lower trainer.n_gpus_per_node"
-    findings.warn("machine.memory", f"{cause} GiB for the smallest model", fix, keys="trainer.n_gpus_per_node")
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """Sizes in bytes; `holders` are processes by number, name and bytes (0: unknown), as far as they are visible."""
 
     index: int
@@ -260,60 +222,50 @@ def check_gpus(config: PPOConfig, findings: Findings, query: Callable[[], list[G
     """Report the GPUs that a run on this machine would use, and who holds their memory. `query` lists them."""
     if config.trainer.device != "cuda" or joins(config.ray_kwargs.ray_init):
         return
+    utilization = config.actor_rollout_ref.rollout.gpu_memory_utilization
     for gpu in (query or visible_gpus)()[: config.trainer.n_gpus_per_node]:
         summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
         findings.info("gpu.found", summary)
-        if gpu.total - gpu.free > IDLE_SHARE * gpu.total:
-            _report_holders(gpu, config.actor_rollout_ref.rollout.gpu_memory_utilization, findings)
-
-
-def _report_holders(gpu: Gpu, utilization: float, findings: Findings) -> None:
-    used = 1 - gpu.free / gpu.total
-    sizes = [f", {size / GIB:.1f} GiB" if size else "" for _, _, size in gpu.holders]
-    held = [f"process {pid} ({name}{size})" for (pid, name, _), size in zip(gpu.holders, sizes, strict=True)]
-    holders = ", ".join(held) or "processes that are not visible from here"
-    cause = f"GPU {gpu.index}: {used:.0%} of its memory is taken by {holders}"
-    fix = "end them" + (f" (kill {' '.join(str(pid) for pid, _, _ in gpu.holders)})" if gpu.holders else "")
-    if 1 - used < utilization:
-        cause += f", and the engine does not start if less than {UTILIZATION}={utilization:g} of it is free"
-        fix += f", or set {UTILIZATION}={int(max(1 - used - IDLE_SHARE, 0) * 100) / 100:g}"
-        findings.warn("gpu.held", cause, fix, keys=UTILIZATION)
-    else:
-        findings.warn("gpu.held", cause, f"{fix}, or choose other GPUs by CUDA_VISIBLE_DEVICES")
+        if gpu.total - gpu.free <= IDLE_SHARE * gpu.total:
+            continue
+        held = [f"process {pid} ({name}{f', {size / GIB:.1f} GiB' if size else ''})" for pid, name, size in gpu.holders]
+        used, holders = 1 - gpu.free / gpu.total, ", ".join(held) or "processes that are not visible from here"
+        cause = f"GPU {gpu.index}: {used:.0%} of its memory is taken by {holders}"
+        fix = "end them" + (f" (kill {' '.join(str(pid) for pid, _, _ in gpu.holders)})" if held else "")
+        if 1 - used < utilization:
+            cause += f", and the engine does not start if less than {UTILIZATION}={utilization:g} of it is free"
+            fix += f", or set {UTILIZATION}={int(max(1 - used - IDLE_SHARE, 0) * 100) / 100:g}"
+            findings.warn("gpu.held", cause, fix, keys=UTILIZATION)
+        else:
+            findings.warn("gpu.held", cause, f"{fix}, or choose other GPUs by CUDA_VISIBLE_DEVICES")
 
 
 def visible_gpus() -> list[Gpu]:
     """List GPUs in the order of CUDA_VISIBLE_DEVICES, which names them by number or by a prefix of their UUID."""
+    gpus: dict[str, Gpu] = {}
     pynvml.nvmlInit()
     try:
-        gpus = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory, running = pynvml.nvmlDeviceGetMemoryInfo(handle), []
+            with contextlib.suppress(pynvml.NVMLError):  # not permitted in some containers
+                running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            holders = []
+            for process in running:
+                owner = "in another container"
+                with contextlib.suppress(psutil.Error):
+                    there = psutil.Process(process.pid)
+                    owner = f"{' '.join(there.cmdline())[:60] or there.name()}, of {there.username()}"
+                holders.append((process.pid, owner, process.usedGpuMemory or 0))
+            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+            gpus[uuid] = Gpu(index, name, memory.total, memory.free, tuple(holders))
     finally:
         pynvml.nvmlShutdown()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
-        return [gpu for _, gpu in gpus]
-    wanted = [name.strip() for name in chosen.split(",")]
-    return [gpu for name in wanted for uuid, gpu in gpus if name == str(gpu.index) or (name and uuid.startswith(name))]
-
-
-def _gpu(index: int) -> tuple[str, Gpu]:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    try:
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:  # not permitted in some containers
-        running = []
-    holders = tuple((process.pid, _process_name(process.pid), process.usedGpuMemory or 0) for process in running)
-    gpu = Gpu(index, pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, holders)
-    return pynvml.nvmlDeviceGetUUID(handle), gpu
-
-
-def _process_name(pid: int) -> str:
-    try:
-        process = psutil.Process(pid)
-        return f"{' '.join(process.cmdline())[:60] or process.name()}, of {process.username()}"
-    except psutil.Error:
-        return "in another container"
+        return [*gpus.values()]
+    names = [name.strip() for name in chosen.split(",")]
+    return [gpu for name in names for uuid, gpu in gpus.items() if name and name in (str(gpu.index), uuid[: len(name)])]
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -327,33 +279,30 @@ def check_devices(
     Devices that this machine lacks have been rejected with the configuration.
     """
     trainer, width = config.trainer, config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    machines, ranks = trainer.nnodes, trainer.nnodes * (trainer.n_gpus_per_node or 1)
-    engines, kind = ranks // width, "GPU" if trainer.device == "cuda" else "CPU device"
-    each = f" over {width} of them" if width > 1 else ""
+    device, machines, per_machine = trainer.device, trainer.nnodes, trainer.n_gpus_per_node or 1
+    ranks, kind = machines * per_machine, "GPU" if device == "cuda" else "CPU device"
+    engines, each = ranks // width, f" over {width} of them" if width > 1 else ""
     findings.info(
         "devices.plan",
         f"{ranks} {kind}{'s' * (ranks > 1)} on {machines} machine{'s' * (machines > 1)}: "
         f"{ranks} training rank{'s' * (ranks > 1)}, {engines} rollout engine{'s' * (engines > 1)}{each}",
     )
-    if joins(config.ray_kwargs.ray_init):
-        with findings.gathered("devices.ray"):
-            _check_cluster(config, query(config.ray_kwargs.ray_init), findings)
-
-
-def _check_cluster(config: PPOConfig, cluster: Cluster, findings: Findings) -> None:
-    device, machines, per_machine = config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node or 1
-    wanted = {name: amount * per_machine for name, amount in bundle_of(device).items()}
-    fit = [had for had in cluster.machines if all(had.get(name, 0) >= amount for name, amount in wanted.items())]
-    request = f"{DEVICE_KEYS[0]}={machines} x {DEVICE_KEYS[1]}={per_machine} on {device}"
-    has = ", ".join(f"{had.get('GPU', 0):g} GPUs and {had.get('CPU', 0):g} CPUs" for had in cluster.machines)
-    if len(fit) < machines:
-        needs = " and ".join(f"{amount:g} {name}s" for name, amount in wanted.items())
-        cause = f"{request}: {machines} machine(s) with {needs} each are requested of Ray, which has: {has}"
-        fix = "lower trainer.nnodes or trainer.n_gpus_per_node, or add machines"
-        findings.error("devices.ray", cause, fix, keys=DEVICE_KEYS)
-    elif any(cluster.free.get(name, 0) < machines * amount for name, amount in wanted.items()):
-        cause = f"{request}: Ray has the devices ({has}), but others are using them now"
-        fix = "see ray status: the run waits trainer.startup_timeout seconds for them"
-        findings.warn("devices.ray", cause, fix, keys=DEVICE_KEYS)
-    else:
-        findings.info("devices.ray", f"joins the existing Ray cluster, which has: {has}")
+    if not joins(config.ray_kwargs.ray_init):
+        return
+    with findings.gathered("devices.ray"):
+        cluster = query(config.ray_kwargs.ray_init)
+        wanted = {name: amount * per_machine for name, amount in bundle_of(device).items()}
+        fit = [had for had in cluster.machines if all(had.get(name, 0) >= amount for name, amount in wanted.items())]
+        request = f"{DEVICE_KEYS[0]}={machines} x {DEVICE_KEYS[1]}={per_machine} on {device}"
+        has = ", ".join(f"{had.get('GPU', 0):g} GPUs and {had.get('CPU', 0):g} CPUs" for had in cluster.machines)
+        if len(fit) < machines:
+            needs = " and ".join(f"{amount:g} {name}s" for name, amount in wanted.items())
+            cause = f"{request}: {machines} machine(s) with {needs} each are requested of Ray, which has: {has}"
+            fix = "lower trainer.nnodes or trainer.n_gpus_per_node, or add machines"
+            findings.error("devices.ray", cause, fix, keys=DEVICE_KEYS)
+        elif any(cluster.free.get(name, 0) < machines * amount for name, amount in wanted.items()):
+            cause = f"{request}: Ray has the devices ({has}), but others are using them now"
+            fix = "see ray status: the run waits trainer.startup_timeout seconds for them"
+            findings.warn("devices.ray", cause, fix, keys=DEVICE_KEYS)
+        else:
+            findings.info("devices.ray", f"joins the existing Ray cluster, which has: {has}")

@@ -5,12 +5,10 @@ and measured on CPU; docs/memory.md has the measurements. On CUDA they were not 
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.export import LAYER, parts
@@ -57,7 +55,7 @@ class ModelSizes:
         return 2 * self.layers * self.key * tokens * itemsize
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shard:
     """One rank's share of a model: bytes per element as stored and as computed with, number of ranks that share it,
     and whether a layer's gathered parameters are freed after its forward pass."""
@@ -69,44 +67,24 @@ class Shard:
     resharded: bool = True
     muon: bool = False
 
-    @property
-    def parameters(self) -> float:
-        """Frozen parameters under an adapter are stored in the computed type."""
-        frozen = self.sizes.parameters - self.sizes.trained
-        return (self.sizes.trained * self.stored + frozen * self.computed) / self.ranks
-
-    @property
-    def gradients(self) -> float:
-        """Gradients are reduced in float32, then kept in the stored type."""
-        return self.sizes.trained * self.stored / self.ranks
-
-    @property
-    def moments(self) -> float:
-        """AdamW keeps two per parameter, Muon one per parameter inside the layers."""
-        sizes, adapted = self.sizes, self.sizes.trained < self.sizes.parameters
-        count = sizes.parameters + sizes.outside if self.muon and not adapted else 2 * sizes.trained
-        return count * self.stored / self.ranks
-
-    @property
-    def optimizer_step(self) -> float:
-        """Temporary memory of AdamW: at most two tensors of the largest parameter's size."""
-        return 2 * self.sizes.largest * self.stored / self.ranks
-
-    @property
-    def gathered(self) -> float:
-        """Parameters gathered from other ranks: those outside the layers, one layer, and the next; or all."""
-        sizes = self.sizes
-        return (sizes.outside + 2 * sizes.layer if self.resharded else sizes.parameters) * self.computed
-
-    @property
-    def reduced(self) -> float:
-        """Unsharded gradients of one group and their float32 copy that is reduced: either those outside the layers,
-        once the embedding has its gradient; or a layer's, while the head's gradient waits for the embedding's."""
-        sizes = self.sizes
-        if sizes.trained < sizes.parameters:
-            return 0
-        waiting = sizes.vocabulary * sizes.hidden * self.computed
-        return max(sizes.outside * (self.computed + FULL), sizes.layer * (self.computed + FULL) + waiting)
+    def __post_init__(self) -> None:
+        sizes, stored, computed, ranks = self.sizes, self.stored, self.computed, self.ranks
+        adapted = sizes.trained < sizes.parameters
+        # Frozen parameters under an adapter are stored in the computed type.
+        self.parameters = (sizes.trained * stored + (sizes.parameters - sizes.trained) * computed) / ranks
+        # Gradients are reduced in float32, then kept in the stored type.
+        self.gradients = sizes.trained * stored / ranks
+        # AdamW keeps two per parameter, Muon one per parameter inside the layers.
+        moments = sizes.parameters + sizes.outside if self.muon and not adapted else 2 * sizes.trained
+        self.moments = moments * stored / ranks
+        # Temporary memory of AdamW: at most two tensors of the largest parameter's size.
+        self.optimizer_step = 2 * sizes.largest * stored / ranks
+        # Parameters gathered from other ranks: those outside the layers, one layer, and the next; or all.
+        self.gathered = (sizes.outside + 2 * sizes.layer if self.resharded else sizes.parameters) * computed
+        # Unsharded gradients of one group and their float32 copy that is reduced: either those outside the layers,
+        # once the embedding has its gradient; or a layer's, while the head's gradient waits for the embedding's.
+        outside, layer = sizes.outside * (computed + FULL), sizes.layer * (computed + FULL)
+        self.reduced = 0 if adapted else max(outside, layer + sizes.vocabulary * sizes.hidden * computed)
 
     def activations(self, tokens: int, *, checkpointed: bool, selective: bool, by_rows: bool) -> float:
         """Activations that autograd keeps of a micro-batch, at most. Under checkpointing: every layer's input, and all
@@ -126,13 +104,6 @@ class Shard:
     def logits(self, tokens: int, at_once: int, *, on_cpu: bool) -> float:
         """A chunk of logits; on CUDA in the computed type, and the gradient is written in place."""
         return min(tokens, at_once) * self.sizes.vocabulary * (CHUNKS * FULL if on_cpu else self.computed)
-
-
-def micro_batch_tokens(budget: int, rows_at_once: int | None, rows: int, longest: int) -> int:
-    """The most tokens of a micro-batch if all `rows` of a rank have the greatest length."""
-    if rows_at_once is not None:
-        return min(rows_at_once, rows) * longest
-    return max(longest, min(budget, rows * longest))
 
 
 # -- sizes of the models -----------------------------------------------------------------------------------------------
@@ -172,12 +143,13 @@ def blank(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedM
 
 
 def model_sizes(model: PreTrainedModel) -> ModelSizes:
-    named = dict(model.named_parameters())
-    trained = [parameter.numel() for parameter in named.values() if parameter.requires_grad]
-    by_layer = _grouped(named, lambda name: LAYER.match(name)[0])
-    outside = by_layer.pop("", 0)
-    # An engine fuses a module's matrices that read the same input (query, key, value).
-    fused = _grouped(named, lambda name: (name.rsplit(".", 2)[0], named[name].shape[1:]))
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    by_layer, fused = Counter[str](), Counter[tuple[str, torch.Size]]()
+    for name, parameter in model.named_parameters():
+        by_layer[LAYER.match(name)[0]] += parameter.numel()
+        # An engine fuses a module's matrices that read the same input (query, key, value).
+        fused[name.rsplit(".", 2)[0], parameter.shape[1:]] += parameter.numel()
+    parameters, outside = by_layer.total(), by_layer.pop("", 0)
     text = model.config.get_text_config()
     values = text.to_dict()
     width = values.get("head_dim") or text.hidden_size // text.num_attention_heads
@@ -186,7 +158,7 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
         one, shared = values.get("moe_intermediate_size") or intermediate, values.get("n_shared_experts") or 0
         intermediate = (experts + shared) * one + (values.get("shared_expert_intermediate_size") or 0)
     return ModelSizes(
-        parameters=sum(parameter.numel() for parameter in named.values()),
+        parameters=parameters,
         trained=sum(trained),
         outside=outside,
         layer=max(by_layer.values()),
@@ -200,14 +172,6 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
         intermediate=intermediate,
         vocabulary=text.vocab_size,
     )
-
-
-def _grouped(named: Mapping[str, Parameter], key: Callable[[str], Hashable]) -> Counter[Hashable]:
-    """Numbers of elements by a key of the parameter's name."""
-    elements = Counter[Hashable]()
-    for name, parameter in named.items():
-        elements[key(name)] += parameter.numel()
-    return elements
 
 
 def sync_buffer(model: PreTrainedModel, dtype: str, limit: int) -> int:

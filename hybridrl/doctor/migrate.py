@@ -1,10 +1,22 @@
 """`python -m hybridrl.doctor migrate run.sh`: reads a launch script or YAML file of verl, SkyRL or AReaL, reports what
-differs in hybridrl, and prints the command."""
+differs in hybridrl, and prints the command.
+
+The commands of a script are found by executing it in a bash that cannot start programs: variables, arrays, conditions
+and arithmetic are evaluated as usual. The output of a program in SOURCES ($(date), $(hostname)) is replaced by a mark,
+which `readable` and `quoted` turn back into $(...); the output of any other program is empty, as if it were not
+installed. The shell is restricted and has an empty path: it starts no program, opens no file for writing and changes no
+directory.
+"""
 
 import argparse
 import functools
+import itertools
+import os
 import re
-from collections.abc import Iterator
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,25 +29,22 @@ from hybridrl.config.load import resolve_config
 from hybridrl.config.overrides import as_override, parse_overrides
 from hybridrl.config.read import MISSING, leaves, value_of
 from hybridrl.config.schema import SFTConfig
-from hybridrl.doctor.launch_script import commands_of, quoted, readable
 
-# Values for keys that the script does not set in a usable way.
+# Values for keys that a command does not set in a usable way.
 PLACEHOLDERS = {"data.train_files": "path/to/train.parquet", "actor_rollout_ref.model.path": "path/to/model"}
 PLACEHOLDERS |= {"model.path": "path/to/model"}
 ROUNDS = 30  # of removing rejected overrides
 
-# Ends of a module's name or of a file's path -> the system it belongs to, and the schema of its equivalent here.
+# Ends of a module's name or of a file's path -> the system it belongs to, the schema of its equivalent here, and
+# whether it adds its own code to the same settings.
 PROGRAMS = (
-    (r"verl[./]trainer[./]main_ppo\w*", "verl", PPOConfig),
-    (r"(recipe[./])?dapo[./](src[./])?main_dapo", "verl", PPOConfig),
-    (r"verl[./]trainer[./]\w*sft_trainer\w*", "verl", SFTConfig),
-    (r"skyrl\w*([./]train)?[./]entrypoints[./]main_base", "SkyRL", PPOConfig),
-    (r"areal[./]launcher[./]\w+", "AReaL", PPOConfig),
-)
-# Programs that add their own code to the same settings.
-DERIVED = (
-    (r"(recipe|verl)[./][\w./]*(?!.*(generation|eval))main\w*|[\w./]*_main", "verl", PPOConfig),
-    (r"(examples|integrations|skyrl\w*)[./][\w./]*main_(?!sft|generate)\w+", "SkyRL", PPOConfig),
+    (r"verl[./]trainer[./]main_ppo\w*", "verl", PPOConfig, False),
+    (r"(recipe[./])?dapo[./](src[./])?main_dapo", "verl", PPOConfig, False),
+    (r"verl[./]trainer[./]\w*sft_trainer\w*", "verl", SFTConfig, False),
+    (r"skyrl\w*([./]train)?[./]entrypoints[./]main_base", "SkyRL", PPOConfig, False),
+    (r"areal[./]launcher[./]\w+", "AReaL", PPOConfig, True),
+    (r"(recipe|verl)[./][\w./]*(?!.*(generation|eval))main\w*|[\w./]*_main", "verl", PPOConfig, True),
+    (r"(examples|integrations|skyrl\w*)[./][\w./]*main_(?!sft|generate)\w+", "SkyRL", PPOConfig, True),
 )
 SHIPPED_FILES = ("ppo_trainer", "sft_trainer", "dapo_trainer", "sft_trainer_engine")  # verl's, which set nothing more
 OPTIONS = {"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"}
@@ -43,16 +52,62 @@ OPTIONS |= {"--config-name": "name", "-cn": "name", "--config": "file"}
 PER_NODE = ("--nproc_per_node", "--nproc-per-node")
 
 
+SECONDS = 10  # a script that waits for something would wait indefinitely
+EMPTY_PATH = "/dev/null"  # an empty string would be the current directory
+END = "\n"  # a separate word after each command: no argument is a single newline
+# A program's output: its command in hexadecimal. It begins with a digit, so that arithmetic with it is an error.
+MARK = re.compile(r"9q([0-9a-f]+)q")
+SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat"  # whose output is part of a name or a number
+# Every program is recorded instead of run; builtins that would exit the shell or change anything do nothing.
+PRELUDE = r"""
+__mark() {
+    local text="$*" code i LC_ALL=C
+    printf 9q
+    for ((i = 0; i < ${#text}; i++)); do printf -v code %d "'${text:i:1}"; printf %02x "$((code & 255))"; done
+    printf q
+}
+command_not_found_handle() {
+    local input="" command="" called
+    printf '%s\0' "$@" >&"$RECORD"
+    printf '\n\0' >&"$RECORD"
+    [[ -p /dev/stdin ]] && IFS= read -r -d '' input
+    printf -v called '%q ' "$@"
+    if [[ $input =~ ^9q[0-9a-f]+q$ ]]; then command="$input | $called"
+    elif [[ -n $input ]]; then command="echo \"${input%$'\n'}\" | $called"
+    elif [[ $1 =~ ^($SOURCES)$ ]]; then command=$called; fi
+    [[ -n $command ]] && __mark "${command% }"
+    [[ "$*" == *main_* || "$*" == *sft_trainer* || "$*" == *areal* ]]  # all others fail, as if they were not installed
+}
+basename() { local name="${1%/}"; name="${name##*/}"; printf '%s\n' "${name%"${2-}"}"; }
+dirname() { [[ $1 == */* ]] && printf '%s\n' "${1%/*}" || printf '.\n'; }
+realpath() { printf '%s\n' "${@: -1}"; }
+readlink() { printf '%s\n' "${@: -1}"; }
+for name in python python3 python3.10 python3.11 python3.12; do
+    eval "$name() { command_not_found_handle $name \"\$@\"; }"
+done
+exec() { command_not_found_handle "$@"; }
+for name in set cd . source exit kill trap ulimit wait shopt; do eval "$name() { :; }"; done
+"""
+TO_A_FILE = re.compile(r"(?<![<>=\-\w])(?:&|[012])?>>?\s*(?![&>(])[^\s;|&]+")
+PROGRAM = re.compile(r"(?<![\w=:])[^\s=\"']*/(python[\d.]*)(?=\s)")
+
+
 @dataclass
 class Launch:
-    """A training run that a script starts."""
+    """A training run that a script starts; `derived` programs have code of their own."""
 
     system: str
     schema: type
-    overrides: list[str]
-    program: str = ""
+    program: str
+    derived: bool
     options: dict[str, str] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
+
+    def __post_init__(self) -> None:
+        if self.derived:
+            cause = f"{self.program} has code of its own (rewards, rollouts), which is not in the command below"
+            self.findings.warn("program", cause)
 
 
 def main(argv: list[str]) -> int:
@@ -69,8 +124,10 @@ def main(argv: list[str]) -> int:
         parser.error(f"there is no script {script}")
     stopped = ""
     try:
-        if script.suffix in (".yaml", ".yml"):
-            launches = [_launch_of_file(script)]
+        if script.suffix in (".yaml", ".yml"):  # settings by themselves; the sections show which system they belong to
+            values = file_values(script, []).values
+            system = "AReaL" if "gconfig" in values else "SkyRL" if "generator" in values else "verl"
+            launches = [Launch(system, PPOConfig, "the script it is for", system == "AReaL", {"file": str(script)})]
         else:
             commands, stopped = commands_of(script, arguments.arguments)
             launches = [launch for words in commands if (launch := _launch(words))]
@@ -85,89 +142,66 @@ def main(argv: list[str]) -> int:
 
 
 def _migrate(launch: Launch) -> int:
-    findings = launch.findings
-    overrides = _accepted([*_added_defaults(launch), *launch.overrides], launch.schema, findings)
+    schema, findings = launch.schema, launch.findings
+    if launch.system != "verl":
+        launch.overrides = [*_other_defaults(launch), *launch.overrides]
+    # Remove what is rejected, and put placeholders for required keys, until the command is accepted.
+    for _ in range(ROUNDS):
+        result = resolve_config(schema, launch.overrides, SHIPPED[schema], offline=True).findings
+        findings.add(*(item for item in result.items if item.severity != "info" or item.code == "own-key"))
+        remaining = launch.overrides
+        for finding in result.errors:
+            remaining = _without(remaining, finding, schema)
+        if remaining == launch.overrides:
+            break
+        launch.overrides = remaining
+    overrides = launch.overrides
     for key in (text.lstrip("+").partition("=")[0] for text in overrides if text.endswith("=")):
         if not any(key in finding.keys or key in finding.text for finding in findings.items):
             cause = f"{key} is empty: a variable that is not set here, or the output of a program, as none was run"
             findings.warn("empty-value", cause, keys=key)
     if launch.system == "verl":
-        _report_other_defaults(overrides, launch)
+        _other_defaults(launch)
     for finding in findings.items:
         print(f"# {finding.severity} [{finding.code}] {readable(finding.text)}".replace("\n", "\n# "))
-    program = "main_ppo" if launch.schema is PPOConfig else "main_sft"
-    print(" \\\n    ".join([f"python -m hybridrl.{program}", *_arguments(overrides, launch.schema)]) + "\n")
+    # The overrides with current names, quoted, without those that are ignored or rejected.
+    settings = [text.lstrip("+").partition("=") for text in parse_overrides(overrides, schema, Findings()).arguments]
+    last = {key: value for key, _, value in settings if holds(tree(schema), key.lstrip("~"))}
+    words = [quoted(key if key.startswith("~") else f"{key}={value}") for key, value in last.items()]
+    program = "main_ppo" if schema is PPOConfig else "main_sft"
+    print(" \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n")
     return int(bool(findings.errors))
 
 
-def _arguments(overrides: list[str], schema: type) -> list[str]:
-    """The overrides with current key names, quoted, without those that are ignored or rejected."""
-    known = tree(schema)
-    settings = (
-        argument.lstrip("+").partition("=") for argument in parse_overrides(overrides, schema, Findings()).arguments
-    )
-    last = {key: value for key, _, value in settings if holds(known, key.lstrip("~"))}
-    return [quoted(f"{key}={value}" if not key.startswith("~") else key) for key, value in last.items()]
-
-
-def _added_defaults(launch: Launch) -> list[str]:
-    """Overrides for the other system's defaults of keys that the script does not set."""
-    if launch.system == "verl":
-        return []
+def _other_defaults(launch: Launch) -> list[str]:
+    """Report the other system's defaults of keys that the script does not set, and return overrides for them."""
     written, overrides = parse_overrides(launch.overrides, launch.schema, Findings()).written, []
-    usual = shipped(SHIPPED[launch.schema]).values
-    for key, theirs in verl_keys().defaults[launch.system].items():
+    usual, system = shipped(SHIPPED[launch.schema]).values, launch.system
+    program = re.split(r"[./]", launch.program.removesuffix(".py"))[-1]
+    name = system if launch.schema is PPOConfig else program if "fsdp_" in program else "sft_trainer"
+    for key, theirs in verl_keys().defaults[name].items():
         if key not in written and theirs != (here := value_of(usual, key)):
-            cause = (
-                f"{key}={show(theirs)} is added: it is the default of {launch.system}, and {show(here)} the one here"
-            )
+            cause = f"{key}={show(here)} here, {show(theirs)} in verl"
+            if system != "verl":
+                cause = f"{key}={show(theirs)} is added: it is the default of {system}, and {show(here)} the one here"
             launch.findings.info("default", cause, keys=key)
             overrides.append(f"{key}={as_override(theirs)}")
-    return overrides
-
-
-def _report_other_defaults(overrides: list[str], launch: Launch) -> None:
-    """Report keys that the script leaves to verl's default, if the default here is another one."""
-    written = parse_overrides(overrides, launch.schema, Findings()).written
-    usual = shipped(SHIPPED[launch.schema]).values
-    program = "sft_trainer" if launch.schema is not PPOConfig else "verl"
-    for key, theirs in verl_keys().defaults[launch.program if "fsdp_" in launch.program else program].items():
-        if key not in written and theirs != (here := value_of(usual, key)):
-            launch.findings.info("default", f"{key}={show(here)} here, {show(theirs)} in verl", keys=key)
-
-
-# -- removing what is rejected -----------------------------------------------------------------------------------------
-
-
-def _accepted(overrides: list[str], schema: type, findings: Findings) -> list[str]:
-    """Return the overrides without those that are rejected, and with placeholders for required keys."""
-    for _ in range(ROUNDS):
-        result = resolve_config(schema, overrides, SHIPPED[schema], offline=True).findings
-        findings.add(*(item for item in result.items if item.severity != "info" or item.code == "own-key"))
-        remaining = overrides
-        for finding in result.errors:
-            remaining = _without(remaining, finding, schema)
-        if remaining == overrides:
-            break
-        overrides = remaining
     return overrides
 
 
 def _without(overrides: list[str], finding: Finding, schema: type) -> list[str]:
     """Remove the overrides that an error is about: all that are unsupported for one reason, else those of the first of
     its keys that the command sets."""
-    ranks = {}
-    for text in overrides:
-        names = [f"{name}." for name in _keys(text, schema)]  # findings may name the section that a key is in
-        ranks[text] = [
-            rank for rank, key in enumerate(finding.keys) if any(name.startswith(f"{key}.") for name in names)
-        ]
+    ranks = {  # findings may name the section that a key is in
+        text: [n for n, key in enumerate(finding.keys) if any(f"{name}.".startswith(f"{key}.") for name in names)]
+        for text, names in ((text, _keys(text, schema)) for text in overrides)
+    }
     first = finding.keys[0] if finding.keys else ""
     if first in PLACEHOLDERS:
         return [*(text for text in overrides if not ranks[text]), f"{first}={PLACEHOLDERS[first]}"]
-    least = min((rank for matches in ranks.values() for rank in matches), default=None)
+    least = min(itertools.chain(*ranks.values()), default=None)
     return [
-        text for text in overrides if not ranks[text] or not (finding.code == "unsupported" or least in ranks[text])
+        text for text in overrides if least not in ranks[text] and not (ranks[text] and finding.code == "unsupported")
     ]
 
 
@@ -182,71 +216,46 @@ def _keys(text: str, schema: type) -> list[str]:
 # -- the launches of a script ------------------------------------------------------------------------------------------
 
 
-def _launch_of_file(file: Path) -> Launch:
-    """Read a settings file by itself; its sections show which system it belongs to."""
-    values = file_values(file, []).values
-    system = "AReaL" if "gconfig" in values else "SkyRL" if "generator" in values else "verl"
-    launch = Launch(system, PPOConfig, [], options={"file": str(file)})
-    if system == "AReaL":
-        _warn_of_code("the script it is for", launch)
-    return launch
-
-
 def _launch(words: list[str]) -> Launch | None:
     """Return the training run that a command starts, if it starts one."""
-    programs = ((index, program) for index, word in enumerate(words) if (program := _program(word, words)))
-    index, program = next(programs, (0, None))
-    if program is None:
+    configured = any(word.partition("=")[0] == "--config" for word in words)
+    before, rest = [], iter(words)
+    for word in rest:
+        before.append(word)
+        programs = (program for program in PROGRAMS if re.fullmatch(f"(.*/)?{program[0]}", word.removesuffix(".py")))
+        launcher = ("", "AReaL", PPOConfig, True) if configured and word.endswith(".py") else None
+        if program := next(programs, launcher):
+            break
+    else:
         return None
-    system, schema, derived = program
-    launch = Launch(system, schema, [], re.split(r"[./]", words[index].removesuffix(".py"))[-1])
-    rest = iter(words[index + 1 :])
+    _, system, schema, derived = program
+    launch = Launch(system, schema, before[-1], derived)
+    if schema is SFTConfig:  # torchrun's devices
+        for word, following in itertools.pairwise(before):
+            option, equals, value = word.partition("=")
+            if option in PER_NODE and (count := value if equals else following).isdecimal():
+                launch.overrides.append(f"trainer.n_gpus_per_node={count}")
+    if "main_dapo" in launch.program:
+        launch.overrides.append("reward.reward_manager.name=dapo")  # the default of DAPO's settings file
     for word in rest:
         option, equals, value = word.partition("=")
         if option in OPTIONS:
             launch.options[OPTIONS[option]] = value if equals else next(rest, "")
         elif equals and not word.startswith("--"):
             launch.overrides.append(word)
-    if schema is SFTConfig:
-        launch.overrides[:0] = _torchrun_devices(words[:index])
-    if "main_dapo" in words[index]:
-        launch.overrides.insert(0, "reward.reward_manager.name=dapo")  # the default of DAPO's settings file
-    if derived or system == "AReaL":
-        _warn_of_code(words[index], launch)
     return launch
 
 
-def _program(word: str, words: list[str]) -> tuple[str, type, bool] | None:
-    """The system, schema, and whether the program has its own code; None if the word is no training program."""
-    name = word.removesuffix(".py")
-    for derived, programs in ((False, PROGRAMS), (True, DERIVED)):
-        for pattern, system, schema in programs:
-            if re.fullmatch(f"(.*/)?{pattern}", name):
-                return system, schema, derived
-    if word.endswith(".py") and "--config" in (other.partition("=")[0] for other in words):
-        return "AReaL", PPOConfig, True
-    return None
-
-
-def _warn_of_code(program: str, launch: Launch) -> None:
-    cause = f"{program} has code of its own (rewards, rollouts), which is not in the command below"
-    launch.findings.warn("program", cause)
-
-
-def _torchrun_devices(words: list[str]) -> Iterator[str]:
-    for index, word in enumerate(words):
-        option, equals, value = word.partition("=")
-        if option in PER_NODE and (count := value if equals else words[index + 1]).isdecimal():
-            yield f"trainer.n_gpus_per_node={count}"
-
-
 def _read_file(launch: Launch, script: Path) -> None:
-    """Put the values of the launch's settings file before those of its command."""
+    """Put the values of the launch's settings file, which is found as by the script's program, from this directory or
+    one above the script, before those of its command."""
     options = launch.options
-    name = options.get("file") or str(Path(options.get("path", ""), options.get("name", ""))) if options else ""
-    if not name or (options.get("name") in SHIPPED_FILES and "path" not in options):
+    if not options or (options.get("name") in SHIPPED_FILES and "path" not in options):
         return
-    file = _find(Path(name), script)
+    name = options.get("file") or str(Path(options.get("path", ""), options.get("name", "")))
+    names = (name, Path(name).with_name(f"{Path(name).name}.yaml"), Path("verl/trainer/config", f"{name}.yaml"))
+    places = (directory / path for directory in (Path.cwd(), *script.resolve().parents) for path in names)
+    file = next(filter(Path.is_file, places), None)
     if file is None:
         cause = f"{name}: this settings file was not found, so none of its values are in the command below"
         launch.findings.error("config-file", cause, f"run migrate in the directory from which {script.name} is started")
@@ -263,10 +272,51 @@ def _read_file(launch: Launch, script: Path) -> None:
     launch.overrides = [*overrides, *launch.overrides]
 
 
-def _find(name: Path, script: Path) -> Path | None:
-    """Return the file as the script's program would find it, from this directory or one above the script."""
-    for directory in (Path.cwd(), *script.resolve().parents):
-        for path in (name, name.with_name(name.name + ".yaml"), Path("verl/trainer/config", f"{name}.yaml")):
-            if (directory / path).is_file():
-                return directory / path
-    return None
+# -- the commands of a script ------------------------------------------------------------------------------------------
+
+
+def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[str]], str]:
+    """Return the words of each command that bash reaches, and why it stopped if it stopped early.
+
+    Raises ValueError if the script does not finish.
+    """
+    text = PROGRAM.sub(r"\1", TO_A_FILE.sub("", script.read_text(encoding="utf-8")))
+    with tempfile.TemporaryFile() as record:
+        try:
+            shell = subprocess.run(
+                ["/bin/bash", "-r", "-c", PRELUDE + text, str(script), *arguments],
+                env=os.environ | {"PATH": EMPTY_PATH, "RECORD": str(record.fileno()), "SOURCES": SOURCES},
+                pass_fds=[record.fileno()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"bash did not reach the end of {script} within {SECONDS} s") from None
+        record.seek(0)
+        words = record.read().decode().split("\0")
+    ends = [index for index, word in enumerate(words) if word == END]
+    commands = [words[start + 1 : end] for start, end in itertools.pairwise([-1, *ends])]
+    errors = readable(shell.stderr.decode(errors="replace")).strip().splitlines()
+    return commands, errors[-1] if shell.returncode and errors else ""
+
+
+def readable(text: str) -> str:
+    """Replace each mark in a text by the $(command) that it stands for."""
+    while (marked := MARK.search(text)) is not None:
+        text = text.replace(marked[0], f"$({_command(marked)})")
+    return text
+
+
+def _command(marked: re.Match[str]) -> str:
+    text = bytes.fromhex(marked[1]).decode(errors="replace")
+    piped = MARK.match(text)  # the command whose output goes into this one
+    return f"{_command(piped)}{text[piped.end() :]}" if piped else text
+
+
+def quoted(word: str) -> str:
+    """Quote a word for a shell, which runs the $(command) of each mark."""
+    pieces = re.split(f"({MARK.pattern})", word)  # text, mark, the mark's digits, text ...
+    texts = [shlex.quote(text) if text or len(pieces) == 1 else "" for text in pieces[::3]]
+    marks = [f'"{readable(mark)}"' for mark in pieces[1::3]]
+    return "".join(text + mark for text, mark in zip(texts, [*marks, ""], strict=True))

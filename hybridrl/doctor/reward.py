@@ -5,16 +5,17 @@ All rewards run in the scorer pool, so that an exception or a hanging call ends 
 """
 
 import argparse
+import itertools
 import shutil
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +26,7 @@ from hybridrl.config.load import resolve_config
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.rows import Faults, Row, load_rows
-from hybridrl.doctor.check import show
+from hybridrl.doctor import show
 from hybridrl.rewards.built_in import check_data_sources, scorer_of
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
@@ -38,7 +39,7 @@ TRUTH_COLUMNS = ("gts", "ground_truth")
 MAX_VALUES = 8  # more values are summarized by quantiles
 CUSTOM = "reward.custom_reward_function"
 # Keys that a configuration needs; these values are never used.
-PLACEHOLDERS = ("data.train_files=rows.jsonl", "actor_rollout_ref.model.path=model")
+PLACEHOLDERS = ("data.train_files=path/to/rows.jsonl", "actor_rollout_ref.model.path=path/to/model")
 
 ROWS = 8
 SECONDS = 20.0
@@ -56,8 +57,7 @@ UNANSWERED = ("code", "countdown")
 USUAL = ("{}", FORMS["gsm8k"], FORMS["math_dapo"], FORMS["search_qa"])
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A row's response with its place in the file, and the score stored with it."""
 
     place: str
@@ -93,16 +93,29 @@ def examine(arguments: argparse.Namespace, findings: Findings) -> None:
     parsed = [_parse(row, arguments.data_source, bad_rows) for row in rows]
     bad_rows.close()
     stored = [row for row in parsed if row is not None]
-    scores, seconds = _score(reward_config(arguments.reward, arguments.overrides), stored)
-    others = None
-    if arguments.against:
-        others, _ = _score(reward_config(arguments.against, arguments.overrides), stored)
+    requests, compared = [row.request for row in stored], []
+    for name, file, other in (("the reward", arguments.reward, "stored"), (arguments.against,) * 3):
+        if name:
+            config = reward_config(file, arguments.overrides)
+            if uses_built_in(config):
+                check_data_sources({request.data_source for request in requests})
+            compared.append((name, other, *_score(config, requests)))
+    _, _, scores, seconds = compared[0]
     _summarize(scores, seconds, findings)
-    _report_faults(stored, scores, "the reward", findings)
-    _compare(stored, scores, "stored", [Score(row.score) for row in stored], findings)
-    if others is not None:
-        _report_faults(stored, others, arguments.against, findings)
-        _compare(stored, scores, arguments.against, others, findings)
+    for name, other, given, _ in compared:
+        for fault, count, first in _faults(given):
+            cause = f"{count} of {len(stored)} responses have no score from {name}: "
+            cause += f'fault "{fault}", first at {stored[first].place}'
+            findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, given[first].detail)
+        values = [row.score for row in stored] if given is scores else [score.value for score in given]
+        _compare(stored, scores, other, values, findings)
+
+
+def _faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:
+    """Each fault, how many scores have it, and the index of the first."""
+    faults = [score and score.fault for score in scores]
+    for fault, count in Counter(filter(None, faults)).items():
+        yield fault, count, faults.index(fault)
 
 
 def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
@@ -121,11 +134,9 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
 
 
 def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
-    values = row.values
+    values, model = row.values, row.values.get("reward_model")
     response = next((values[name] for name in RESPONSE_COLUMNS if isinstance(values.get(name), str)), None)
-    model = values.get("reward_model")
-    truths = [values.get(name) for name in TRUTH_COLUMNS]
-    truths += [model.get("ground_truth")] if isinstance(model, dict) else []
+    truths = [*map(values.get, TRUTH_COLUMNS), model.get("ground_truth") if isinstance(model, dict) else None]
     truth = next((truth for truth in truths if truth is not None), None)
     if response is None or truth is None:
         missing = f"no response ({', '.join(RESPONSE_COLUMNS)})" if response is None else "no ground truth"
@@ -139,15 +150,23 @@ def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
     )
 
 
-def _score(config: RewardConfig, rows: list[Stored]) -> tuple[list[Score], float]:
-    """Return the scores in order, and the seconds that scoring took without the start of the processes."""
-    sources = {row.request.data_source for row in rows}
-    if uses_built_in(config):
-        check_data_sources(sources)
-    with ScorerPool(config, None, sources) as pool:
+def _score(
+    config: RewardConfig,
+    requests: list[ScoringRequest],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    log: Path | None = None,
+    limit: float | None = None,
+) -> tuple[list[Any], float]:
+    """Return the scores in order, None for those not there within `limit` seconds, and the seconds that scoring took
+    without the start of the processes. A reward that takes tokens gets those of the tokenizer."""
+    with ScorerPool(config, log, {request.data_source for request in requests}) as pool:
         began = time.monotonic()
-        scores = [future.result() for future in pool.submit([row.request for row in rows])]
-        return scores, time.monotonic() - began
+        if tokenizer and pool.takes_tokens:
+            ids = [tokenizer(request.solution, add_special_tokens=False)["input_ids"] for request in requests]
+            requests = [replace(request, response_ids=tokens) for request, tokens in zip(requests, ids, strict=True)]
+        futures = pool.submit(requests)
+        wait(futures, timeout=limit)
+        return [future.result() if future.done() else None for future in futures], time.monotonic() - began
 
 
 def _summarize(scores: list[Score], seconds: float, findings: Findings) -> None:
@@ -168,55 +187,37 @@ def _summarize(scores: list[Score], seconds: float, findings: Findings) -> None:
         findings.warn("reward.constant", cause, "look at a row and at how its response is read")
 
 
-def _report_faults(rows: list[Stored], scores: list[Score], reward: str, findings: Findings) -> None:
-    for fault, count in Counter(score.fault for score in scores if score.fault).items():
-        row, first = next((row, score) for row, score in zip(rows, scores, strict=True) if score.fault == fault)
-        cause = f'{count} of {len(rows)} responses have no score from {reward}: fault "{fault}", first at {row.place}'
-        findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, first.detail)
-
-
-def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[Score], findings: Findings) -> None:
+def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[Any], findings: Findings) -> None:
     """Report where two scores of a response differ; responses without one of the two are not compared."""
-    both = [
-        (row, mine.value, other.value)
-        for row, mine, other in zip(rows, scores, others, strict=True)
-        if mine.value is not None and other.value is not None
-    ]
+
+    def short(value: Any) -> str:
+        text = " ".join(str(value).split())
+        return repr(text if len(text) <= 60 else "..." + text[-60:])
+
+    pairs = zip(rows, (score.value for score in scores), others, strict=True)
+    both = [(row, mine, other) for row, mine, other in pairs if mine is not None and other is not None]
     if not both:
         return
-    differing = [item for item in both if abs(item[1] - item[2]) > 1e-6]
+    differing = [(row, mine, other) for row, mine, other in both if abs(mine - other) > 1e-6]
     findings.info("reward.agreement", f"{len(both) - len(differing)} of {len(both)} scores agree with {name}")
     for row, mine, other in differing[:SHOWN]:
-        cause = f"{row.place}: {mine:g} here, {other:g} {name}; ground truth {_short(row.request.ground_truth)}"
-        findings.info("reward.differs", f"{cause}; response ends {_short(row.request.solution)}")
+        cause = f"{row.place}: {mine:g} here, {other:g} {name}; ground truth {short(row.request.ground_truth)}"
+        findings.info("reward.differs", f"{cause}; response ends {short(row.request.solution)}")
     if len(differing) > SHOWN:
         findings.info("reward.differs", f"... and {len(differing) - SHOWN} more")
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return repr(text if len(text) <= 60 else "..." + text[-60:])
 
 
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A row's responses: an empty one, then those that state its ground truth; None for a score not there in time."""
+class Trial(NamedTuple):
+    """A row's responses, an empty one and those that state its ground truth; the score of the empty one, and the best
+    of the others; None for a score that is not there."""
 
     prompt: Prompt
     responses: tuple[str, ...]
-    scores: tuple[Score | None, ...] = ()
-
-    @property
-    def empty(self) -> float | None:
-        return self.scores[0].value if self.scores[0] else None
-
-    @property
-    def right(self) -> float | None:
-        """The best score of the ground truth in any form."""
-        return max((score.value for score in self.scores[1:] if score and score.value is not None), default=None)
+    empty: float | None
+    right: float | None
 
 
 def try_reward(
@@ -227,14 +228,33 @@ def try_reward(
     seconds: float = SECONDS,
 ) -> None:
     """Score responses to a few rows. `seconds` limits all responses together; opening the pool has its own limit."""
-    trials = [Trial(prompt, _responses(prompt, uses_built_in(config))) for prompt in spread_rows(prompts, ROWS)]
+    rows = [(prompt, _responses(prompt, uses_built_in(config))) for prompt in spread_rows(prompts, ROWS)]
+    tried = [(prompt, text) for prompt, responses in rows for text in responses]
+    requests = [ScoringRequest(row.data_source, text, row.ground_truth, row.extra_info) for row, text in tried]
     directory = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"))
     log = directory / "reward.log"
     try:
         with findings.gathered("reward.load"):
-            trials = _score_trials(config, trials, tokenizer, log, seconds)
-            _report_trial_faults(trials, config, seconds, log, findings)
-            for source in sorted({trial.prompt.data_source for trial in trials}):
+            # In processes even if the run would score in the driver: there nothing ends a call.
+            used = replace(config, num_workers=min(max(config.num_workers, 1), 2), retries=0)
+            scores, _ = _score(used, requests, tokenizer, log, seconds)
+            if late := scores.count(None):
+                cause = f"{late} of {len(scores)} responses had no score after {seconds:g} s, and a run ends a call "
+                cause += f"only after reward.timeout={config.timeout:g} seconds"
+                fix = "if scoring takes that long, skip this check: --no-reward"
+                findings.warn("reward.slow", cause, fix, keys="reward.timeout")
+            for fault, count, first in _faults(scores):
+                prompt, text = tried[first]
+                cause = f"{count} of {len(scores)} responses have no score: {scores[first].detail}, first on row "
+                fix = f"see what it printed in {log}" if log.stat().st_size else ""
+                cause += f"{prompt.row} with the response {text!r:.60}"
+                findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, fix)
+            rest, trials = iter(score and score.value for score in scores), []
+            for prompt, responses in rows:
+                empty, *others = itertools.islice(rest, len(responses))
+                right = max((value for value in others if value is not None), default=None)
+                trials.append(Trial(prompt, responses, empty, right))
+            for source in sorted({prompt.data_source for prompt, _ in rows}):
                 _compare_trials(source, [trial for trial in trials if trial.prompt.data_source == source], findings)
     finally:
         if not any(str(log) in finding.text for finding in findings.items):
@@ -264,62 +284,22 @@ def _responses(prompt: Prompt, built_in: bool) -> tuple[str, ...]:
     return ("", *dict.fromkeys(form.format(truth) for form in forms))
 
 
-def _score_trials(
-    config: RewardConfig, trials: list[Trial], tokenizer: PreTrainedTokenizerBase, log: Path, seconds: float
-) -> list[Trial]:
-    # In processes even if the run would score in the driver: there nothing ends a call.
-    config = replace(config, num_workers=min(max(config.num_workers, 1), 2), retries=0)
-    with ScorerPool(config, log, {trial.prompt.data_source for trial in trials}) as pool:
-        began = time.monotonic()
-        requests = []
-        for prompt, text in ((trial.prompt, text) for trial in trials for text in trial.responses):
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"] if pool.takes_tokens else None
-            requests.append(ScoringRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, ids))
-        futures = pool.submit(requests)
-        wait(futures, timeout=began + seconds - time.monotonic())
-        scores = iter([future.result() if future.done() else None for future in futures])
-        return [replace(trial, scores=tuple(next(scores) for _ in trial.responses)) for trial in trials]
-
-
-def _report_trial_faults(
-    trials: list[Trial], config: RewardConfig, seconds: float, log: Path, findings: Findings
-) -> None:
-    scores = [score for trial in trials for score in trial.scores]
-    if late := scores.count(None):
-        cause = f"{late} of {len(scores)} responses had no score after {seconds:g} s, and a run ends a call only after "
-        cause += f"reward.timeout={config.timeout:g} seconds"
-        fix = "if scoring takes that long, skip this check: --no-reward"
-        findings.warn("reward.slow", cause, fix, keys="reward.timeout")
-    scored = [(trial, *pair) for trial in trials for pair in zip(trial.responses, trial.scores, strict=True)]
-    failed = [item for item in scored if item[2] is not None and item[2].fault is not None]
-    for fault in dict.fromkeys(score.fault for _, _, score in failed):
-        same = [item for item in failed if item[2].fault == fault]
-        trial, text, score = same[0]
-        cause = f"{len(same)} of {len(scores)} responses have no score: {score.detail}, first on row "
-        cause += f"{trial.prompt.row} with the response {text!r:.60}"
-        fix = f"see what it printed in {log}" if log.stat().st_size else ""
-        findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, fix)
-
-
 def _compare_trials(source: str, trials: list[Trial], findings: Findings) -> None:
     """Compare the ground truth with an empty response, for one data source."""
     comparable = [trial for trial in trials if trial.right is not None and trial.empty is not None]
-    if not comparable:
-        if all(len(trial.responses) == 1 for trial in trials):
-            cause = f"{source}: no response can be made from its ground truth, so only an empty one was tried"
-            findings.info("reward.tried", cause)
-        return
     low = [trial for trial in comparable if trial.right <= trial.empty]
-    if not low:
+    if low:
+        prompt, responses, empty, right = low[0]
+        more = ", ..." if len(responses) > 4 else ""
+        cause = f"{source}: on {len(low)} of {len(comparable)} rows the ground truth scores no more than an empty "
+        cause += f"response: row {prompt.row}, ground truth {prompt.ground_truth!r:.60}, {right:g} against "
+        cause += f"{empty:g} (tried as {', '.join(map(repr, responses[1:4]))}{more})"
+        fix = "unless it expects another form, check how it reads response and truth"
+        findings.warn("reward.ground-truth", cause, fix)
+    elif comparable:
         pairs = Counter(f"{trial.right:g} against {trial.empty:g}" for trial in comparable)
         values = ", ".join(f"{pair} on {count} row{'s' * (count > 1)}" for pair, count in pairs.items())
         findings.info("reward.tried", f"{source}: the ground truth against an empty response: {values}")
-        return
-    one = low[0]
-    more = ", ..." if len(one.responses) > 4 else ""
-    cause = (
-        f"{source}: on {len(low)} of {len(comparable)} rows the ground truth scores no more than an empty response: "
-    )
-    cause += f"row {one.prompt.row}, ground truth {one.prompt.ground_truth!r:.60}, {one.right:g} against {one.empty:g} "
-    cause += f"(tried as {', '.join(map(repr, one.responses[1:4]))}{more})"
-    findings.warn("reward.ground-truth", cause, "unless it expects another form, check how it reads response and truth")
+    elif all(len(trial.responses) == 1 for trial in trials):
+        cause = f"{source}: no response can be made from its ground truth, so only an empty one was tried"
+        findings.info("reward.tried", cause)

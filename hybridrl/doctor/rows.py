@@ -4,6 +4,7 @@ renders them.
 Unusable rows have been rejected by the loader, all together, with file and line.
 """
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
-from hybridrl.data.chat import Message, as_chat
+from hybridrl.data.chat import as_chat
 from hybridrl.data.prompts import Prompt, PromptDataset
 from hybridrl.runs.ppo import end_tokens
 
@@ -55,7 +56,12 @@ def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findi
     empty, marked = [], []
     sample = min(len(prompts), SAMPLE)
     for index in (number * len(prompts) // sample for number in range(sample)):
-        texts = _texts(prompts[index].messages)
+        texts: Texts = ()
+        for message in as_chat(prompts[index].messages):
+            content: Any = message["content"]
+            if not isinstance(content, str):  # the text of all parts
+                content = "".join(part.get("text") or "" if isinstance(part, dict) else str(part) for part in content)
+            texts += ((message["role"], content),)
         counts[texts] += 1
         text = "".join(content for role, content in texts if role != "system")
         if not text.strip():
@@ -83,11 +89,8 @@ def _report_lengths(prompts: PromptDataset, key: str, limit: int, findings: Find
     summary = f"{key}: {len(prompts)} prompts, in tokens {lengths} (data.max_prompt_length={limit})"
     findings.info("data.lengths", summary, keys=key)
     if prompts.over:
-        config = prompts.config
-        dropped = config.filter_overlong_prompts
-        kept = (
-            "dropped (data.filter_overlong_prompts=true)" if dropped else f"cut (data.truncation={config.truncation})"
-        )
+        dropped, truncation = prompts.config.filter_overlong_prompts, prompts.config.truncation
+        kept = "dropped (data.filter_overlong_prompts=true)" if dropped else f"cut (data.truncation={truncation})"
         total = len(prompts) + (prompts.over if dropped else 0)
         cause = f"{key}: {prompts.over} of {total} prompts ({prompts.over / total:.1%}) are longer than "
         cause += f"data.max_prompt_length={limit} and are {kept}"
@@ -96,19 +99,6 @@ def _report_lengths(prompts: PromptDataset, key: str, limit: int, findings: Find
 
 def _sampled(*datasets: PromptDataset) -> str:
     return f" (of {SAMPLE} that were checked)" if any(len(dataset) > SAMPLE for dataset in datasets) else ""
-
-
-def _texts(messages: list[Message] | str) -> Texts:
-    """Roles and texts; for a message in parts, the text of all parts."""
-    if isinstance(messages, str):
-        return (("user", messages),)
-    return tuple((message["role"], _content(message["content"])) for message in messages)
-
-
-def _content(content: str | list[Any]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" if isinstance(part, dict) else str(part) for part in content)
 
 
 def _beginning(texts: Texts) -> str:
@@ -122,64 +112,23 @@ def _beginning(texts: Texts) -> str:
 def check_template(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], findings: Findings
 ) -> None:
-    """Show how a row is rendered, and check that responses begin and end as generation expects. Needs prompts."""
-    prompt = _row_with_most_roles(prompts)
-    chat = as_chat(prompt.messages)
+    """Show how the row with the most roles is rendered, and check that responses begin and end as generation expects.
+    Needs prompts."""
+    some = [prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
+    prompt = max(some, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))
+    chat, templated = as_chat(prompt.messages), bool(tokenizer.chat_template)
     render: Callable[..., str] = partial(
         tokenizer.apply_chat_template, tokenize=False, **config.data.apply_chat_template_kwargs
     )
-    if tokenizer.chat_template:
-        text = render(chat, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        text = str(prompt.messages)
-        ids = tokenizer(text)["input_ids"]
+    text = render(chat, add_generation_prompt=True) if templated else str(prompt.messages)
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = plain if templated else tokenizer(text)["input_ids"]
     shown = repr(text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}")
-    how = "as the chat template renders it" if tokenizer.chat_template else "as it is, as there is no chat template"
+    how = "as the chat template renders it" if templated else "as it is, as there is no chat template"
     findings.info("template.row", f"row {prompt.row}, {how}: {len(ids)} tokens, {shown}")
-    _check_beginning(tokenizer, ids, findings)
-    _check_round_trip(tokenizer, text, findings)
-    if tokenizer.chat_template:
-        _check_roles(chat, text, findings)
-        try:
-            complete = render([*chat, {"role": "assistant", "content": RESPONSE}], add_generation_prompt=False)
-            unopened = render(chat, add_generation_prompt=False)
-        except TemplateError:
-            return  # a template for prompts only
-        _check_response(config, tokenizer, text, complete, unopened, findings)
-
-
-def _row_with_most_roles(prompts: Sequence[Prompt]) -> Prompt:
-    some = [prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
-    return max(some, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))
-
-
-def _check_beginning(tokenizer: PreTrainedTokenizerBase, ids: list[int], findings: Findings) -> None:
-    beginning = tokenizer.bos_token_id
-    if beginning is None:
+    _check_tokens(tokenizer, text, ids, plain, findings)
+    if not templated:
         return
-    if ids[:2] == [beginning, beginning]:
-        cause = f"the row begins with {tokenizer.bos_token} twice, which no model was trained on"
-        fix = f"remove it from the template: {TEMPLATE}, or from the prompts"
-        findings.warn("template.bos-twice", cause, fix, keys=TEMPLATE)
-    elif ids[:1] != [beginning] and tokenizer("x")["input_ids"][:1] == [beginning]:
-        cause = f"the tokenizer begins a text with {tokenizer.bos_token}, but the template does not"
-        findings.warn("template.no-bos", cause, f"add it at the beginning of the template: {TEMPLATE}", keys=TEMPLATE)
-
-
-def _check_round_trip(tokenizer: PreTrainedTokenizerBase, text: str, findings: Findings) -> None:
-    """Check that the tokens decode to the text, except for spaces, which some tokenizers add."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    wanted, back = ("".join(text.split()) for text in (text, decoded))
-    if wanted != back:
-        at = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(wanted, back, strict=False))))
-        cause = f"the row's tokens do not decode to its text: {wanted[at : at + 20]!r} becomes {back[at : at + 20]!r}"
-        fix = "check that it is the model's own tokenizer; data.tokenizer names another"
-        findings.warn("template.lossy", cause, fix, keys="data.tokenizer")
-
-
-def _check_roles(chat: list[Message], text: str, findings: Findings) -> None:
     flat = "".join(text.split())
     for role in dict.fromkeys(message["role"] for message in chat):
         contents = [m["content"] for m in chat if m["role"] == role and isinstance(m["content"], str)]
@@ -187,15 +136,36 @@ def _check_roles(chat: list[Message], text: str, findings: Findings) -> None:
             cause = f"the chat template leaves out the messages of the role {role}, or a part of them"
             fix = f"put them into the user's message, or set {TEMPLATE}"
             findings.warn("template.drops", cause, fix, keys=TEMPLATE)
+    with contextlib.suppress(TemplateError):  # a template for prompts only
+        complete = render([*chat, {"role": "assistant", "content": RESPONSE}], add_generation_prompt=False)
+        unopened = render(chat, add_generation_prompt=False)
+        _check_response(config, tokenizer, text, complete, unopened, findings)
+
+
+def _check_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], plain: list[int], findings: Findings
+) -> None:
+    """Check how the row's tokens begin, and that the `plain` ones, without special tokens, decode to the text, except
+    for spaces, which some tokenizers add."""
+    beginning = tokenizer.bos_token_id
+    if beginning is not None and ids[:2] == [beginning, beginning]:
+        cause = f"the row begins with {tokenizer.bos_token} twice, which no model was trained on"
+        fix = f"remove it from the template: {TEMPLATE}, or from the prompts"
+        findings.warn("template.bos-twice", cause, fix, keys=TEMPLATE)
+    elif beginning is not None and ids[:1] != [beginning] and tokenizer("x")["input_ids"][:1] == [beginning]:
+        cause = f"the tokenizer begins a text with {tokenizer.bos_token}, but the template does not"
+        findings.warn("template.no-bos", cause, f"add it at the beginning of the template: {TEMPLATE}", keys=TEMPLATE)
+    decoded = tokenizer.decode(plain, clean_up_tokenization_spaces=False)
+    wanted, back = ("".join(text.split()) for text in (text, decoded))
+    if wanted != back:
+        at = len([*takewhile(lambda pair: pair[0] == pair[1], zip(wanted, back, strict=False))])
+        cause = f"the row's tokens do not decode to its text: {wanted[at : at + 20]!r} becomes {back[at : at + 20]!r}"
+        fix = "check that it is the model's own tokenizer; data.tokenizer names another"
+        findings.warn("template.lossy", cause, fix, keys="data.tokenizer")
 
 
 def _check_response(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    complete: str,
-    unopened: str,
-    findings: Findings,
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, text: str, complete: str, unopened: str, findings: Findings
 ) -> None:
     """Check how the template opens and closes a response: `complete` is the rendered chat with one, `unopened` without
     a generation prompt."""

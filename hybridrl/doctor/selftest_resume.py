@@ -12,9 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -22,8 +21,8 @@ import torch
 
 from hybridrl.checkpoint.read import read_shards
 from hybridrl.config import ConfigError, load_ppo_config
-from hybridrl.config.compose import CONF
 from hybridrl.config.files import SHARDS
+from hybridrl.doctor import add_run_arguments
 from hybridrl.runtime.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.tracking.console import info
 
@@ -46,17 +45,24 @@ MACHINE_METRICS = ("timing", "perf/", "rollout/")
 
 
 def main(argv: list[str]) -> int:
-    arguments = _parse(argv)
+    parser = argparse.ArgumentParser(prog="python -m hybridrl.doctor selftest-resume", description=__doc__)
+    add_run_arguments(parser, "the run's keys, as for hybridrl.main_ppo")
+    parser.add_argument("--steps", type=int, default=4, help="length of the run")
+    parser.add_argument("--kills", type=int, default=3, help="number of kills")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and processes of the kills")
+    kept = "where both runs are kept; default: a temporary directory, deleted if the test passes"
+    parser.add_argument("--dir", help=kept)
+    arguments = parser.parse_intermixed_args(argv)
+    path, name = arguments.config_path, arguments.config_name
     try:
-        source = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
-        config = load_ppo_config(arguments.overrides, report=info, **source)
+        config = load_ppo_config(arguments.overrides, config_name=name, config_dir=path, report=info)
     except ConfigError as error:
         info(f"error: {error}")
         return EXIT_REJECTED
     directory = Path(arguments.dir or tempfile.mkdtemp(prefix="selftest-resume-")).absolute()
     info(f"a run of {arguments.steps} steps, and the same with {arguments.kills} kills, in {directory}")
-    file = ["--config-path", str(arguments.config_path), "--config-name", arguments.config_name]
-    test = Selftest([*file, *arguments.overrides], config.critic.enable, arguments.steps, directory)
+    words = ["--config-path", str(path), "--config-name", name, *arguments.overrides]
+    test = Selftest(words, config.critic.enable, arguments.steps, directory)
     try:
         test.run_unbroken()
         problems = test.run_killed(directory / "killed", random.Random(arguments.seed), arguments.kills)
@@ -75,20 +81,6 @@ def main(argv: list[str]) -> int:
     if not arguments.dir:
         shutil.rmtree(directory)
     return 0
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m hybridrl.doctor selftest-resume", description=__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the run's keys, as for main_ppo")
-    parser.add_argument("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help="as for main_ppo")
-    parser.add_argument("-cn", "--config-name", default="ppo_trainer", metavar="NAME", help="as for main_ppo")
-    parser.add_argument("--steps", type=int, default=4, help="length of the run")
-    parser.add_argument("--kills", type=int, default=3, help="number of kills")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and processes of the kills")
-    parser.add_argument(
-        "--dir", help="where both runs are kept; default: a temporary directory, deleted if the test passes"
-    )
-    return parser.parse_intermixed_args(argv)
 
 
 class RunFailed(RuntimeError):
@@ -115,39 +107,26 @@ class Selftest:
 
     def run_killed(self, directory: Path, rng: random.Random, kills: int) -> list[str]:
         """Kill a run repeatedly, each time restarting it. Returns its differences and the processes left running."""
-        self.left_running: list[str] = []
         self.kills: list[str] = []
         run = self._start(directory)
         for number, kill in enumerate(draw_kills(rng, kills, self.steps, self.step_seconds), start=1):
-            run = self._kill(run, kill, f"kill {number} of {kills}")
+            done = False
+            while not done and not run.reach(kill):
+                done = run.finish() == 0
+                run = run if done else run.restart()
+            late = "came too late: the run was done"
+            self.kills.append(f"kill {number} of {kills}" + (f" {late}" if done else f": {kill}"))
+            info(self.kills[-1])
+            if not done:
+                run.kill(kill.victim)
         while run.finish() != 0:
-            run = self._restart(run)
-        self._record_left_running(run)
-        return differences(self.unbroken.directory, directory, self.steps) + self.left_running
-
-    def _kill(self, run: "Run", kill: "Kill", number: str) -> "Run":
-        done = False
-        while not done and not run.reach(kill):
-            done = run.finish() == 0
-            run = run if done else self._restart(run)
-        self.kills.append(f"{number} came too late: the run was done" if done else f"{number}: {kill}")
-        info(self.kills[-1])
-        if not done:
-            run.kill(kill.victim)
-        return run
-
-    def _restart(self, run: "Run") -> "Run":
-        if not run.processes:
-            raise run.failure()
-        self._record_left_running(run)
-        return self._start(run.directory)
-
-    def _record_left_running(self, run: "Run") -> None:
-        self.left_running += [f"left running: {process}" for process in run.left_running()]
+            run = run.restart()
+        left_running = run.left_running()
+        return differences(self.unbroken.directory, directory, self.steps) + left_running
 
     def _start(self, directory: Path) -> "Run":
         """Start the user's run in another directory, with every step saved and every sample written."""
-        contents = "[model,optimizer,extra]"
+        contents, models = "[model,optimizer,extra]", ["actor_rollout_ref.actor", *["critic"] * self.critic]
         values = {
             "trainer.default_local_dir": directory,
             "trainer.total_training_steps": self.steps,
@@ -157,10 +136,7 @@ class Selftest:
             "trainer.logger": "[console]",
             "trainer.rollout_data_dir": directory / "samples",
             "trainer.val_before_train": False,
-            "actor_rollout_ref.actor.checkpoint.save_contents": contents,
-        }
-        if self.critic:
-            values["critic.checkpoint.save_contents"] = contents
+        } | {f"{model}.checkpoint.save_contents": contents for model in models}
         overrides = [f"{key}={value}" for key, value in values.items()]
         return Run([sys.executable, "-m", "hybridrl.main_ppo", *self.arguments, *overrides], directory)
 
@@ -194,12 +170,19 @@ def draw_kills(rng: random.Random, count: int, steps: int, step_seconds: float) 
 class Run:
     """A run in its own processes; its output is appended to `<directory>.log`."""
 
-    def __init__(self, command: list[str], directory: Path) -> None:
-        self.directory, self.log = directory, directory.with_suffix(".log")
+    def __init__(self, command: list[str], directory: Path, left_running: Sequence[str] = ()) -> None:
+        self.command, self.directory, self.log = command, directory, directory.with_suffix(".log")
+        self.before = left_running  # by earlier runs in the directory
         directory.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.processes: set[psutil.Process] = set()  # that existed at the last kill; empty if it was not killed
+
+    def restart(self) -> "Run":
+        """Start a run that was killed again. Raises RunFailed for one that ended by itself."""
+        if not self.processes:
+            raise self.failure()
+        return Run(self.command, self.directory, self.left_running())
 
     def finish(self) -> int:
         """Wait for the end. Returns the exit status."""
@@ -224,20 +207,22 @@ class Run:
         """Kill the process; the driver if there is none of its kind."""
         guard = psutil.Process(self.process.pid)
         self.processes |= {guard, *guard.children(recursive=True)}
-        if victim == "everything":
-            targets = [guard, *self.processes]
-        else:
-            name = VICTIMS[victim]
-            targets = [process for process in self.processes if name and name in _command_line(process)][:1]
+        targets = [guard, *self.processes] if victim == "everything" else []
+        if name := VICTIMS[victim]:
+            for process in self.processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    targets += [process] * (name in " ".join(process.cmdline()))
+            targets = targets[:1]
         # The driver is the guard's first child; keepers start later.
         for process in targets or sorted(guard.children(), key=psutil.Process.create_time)[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended at this moment
                 process.kill()
 
-    def left_running(self) -> list[psutil.Process]:
-        """Return the processes that outlived the run."""
+    def left_running(self) -> list[str]:
+        """Return the processes that outlived this run and those before it."""
         _, alive = psutil.wait_procs(self.processes, timeout=EXIT_SECONDS)
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        zombie = psutil.STATUS_ZOMBIE
+        return [*self.before, *(f"left running: {process}" for process in alive if process.status() != zombie)]
 
     def last_step(self) -> int:
         """Return the last step that was logged; -1 before the start-up is complete."""
@@ -247,13 +232,6 @@ class Run:
         file = self.directory / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be incomplete
-
-
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 # -- comparing runs ----------------------------------------------------------------------------------------------------
@@ -267,34 +245,34 @@ def differences(expected: Path, actual: Path, last_step: int) -> list[str]:
         for step, name in sorted(left.keys() | right.keys())
         if left.get((step, name)) != right.get((step, name))
     ]
-    files = ({file.name: file.read_bytes() for file in run.glob("samples/*.jsonl")} for run in (expected, actual))
-    left_files, right_files = files
-    names = sorted(left_files.keys() | right_files.keys())
-    lines += [f"{name}: other samples" for name in names if left_files.get(name) != right_files.get(name)]
+    samples = [{file.name: file.read_bytes() for file in run.glob("samples/*.jsonl")} for run in (expected, actual)]
+    names = sorted(samples[0].keys() | samples[1].keys())
+    lines += [f"{name}: other samples" for name in names if samples[0].get(name) != samples[1].get(name)]
     checkpoint = f"global_step_{last_step}"
     models = sorted(path.parent.name for path in expected.glob(f"{checkpoint}/*/{SHARDS}"))
     assert models, f"{expected / checkpoint} holds no model"
     for model in models:
-        lines += _model_differences(expected / checkpoint / model, actual / checkpoint / model)
+        there = actual / checkpoint / model
+        if not (there / SHARDS).is_file():
+            lines.append(f"{there}: nothing was saved")
+            continue
+        one, other = (read_shards(run / checkpoint / model, section="") for run in (expected, actual))
+        for name in sorted(one.meta.keys() | other.meta.keys()):
+            both = name in one.meta and name in other.meta
+            if not both or not torch.equal(_bits(one.read(name)), _bits(other.read(name))):
+                lines.append(f"{model}: {name} differs")
     return lines
 
 
 def _metrics(directory: Path) -> dict[tuple[int, str], float]:
     """Every value by step and name; a step that was logged twice has its last values."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    named = chain.from_iterable(((record["step"], name, value) for name, value in record.items()) for record in records)
-    return {(step, name): value for step, name, value in named if not name.startswith(MACHINE_METRICS)}
-
-
-def _model_differences(expected: Path, actual: Path) -> Iterator[str]:
-    if not (actual / SHARDS).is_file():
-        yield f"{actual}: nothing was saved"
-        return
-    left, right = read_shards(expected, section=""), read_shards(actual, section="")
-    for name in sorted(left.meta.keys() | right.meta.keys()):
-        same = name in left.meta and name in right.meta and torch.equal(_bits(left.read(name)), _bits(right.read(name)))
-        if not same:
-            yield f"{expected.name}: {name} differs"
+    records = map(json.loads, (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {
+        (record["step"], name): value
+        for record in records
+        for name, value in record.items()
+        if not name.startswith(MACHINE_METRICS)
+    }
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

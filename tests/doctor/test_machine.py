@@ -1,7 +1,6 @@
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from hybridrl.config.findings import Finding, Findings
 from hybridrl.doctor.machine import (
     Facts,
     Gpu,
-    Limits,
     cgroup_limits,
     check_devices,
     check_gpus,
@@ -22,7 +20,7 @@ from hybridrl.doctor.machine import (
 )
 
 GIB = 1 << 30
-HEALTHY = Facts(cores=8, memory_free=64 * GIB, shared_free=8 * GIB, open_files=65536, limits=Limits())
+HEALTHY = Facts(cores=8, memory_free=64 * GIB, shared_free=8 * GIB, open_files=65536)
 Install = Callable[..., None]
 
 
@@ -36,7 +34,7 @@ def config(command: list[str]) -> PPOConfig:
 
 def warnings(config: PPOConfig, **facts: object) -> dict[str, Finding]:
     findings = Findings()
-    check_machine(config, findings, replace(HEALTHY, **facts))
+    check_machine(config, findings, HEALTHY._replace(**facts))
     return {finding.code: finding for finding in findings.items if finding.severity != "info"}
 
 
@@ -59,16 +57,16 @@ def test_few_open_files_are_a_warning(config: PPOConfig):
 
 
 def test_a_container_that_may_use_fewer_cores_than_are_seen_is_a_warning(config: PPOConfig):
-    warning = warnings(config, limits=Limits(cores=2.5))["machine.cores"]
+    warning = warnings(config, core_limit=2.5)["machine.cores"]
     assert "see 8 cores, but the container may use 2.5" in warning.cause and warning.fix.endswith("--cpuset-cpus=0-1")
-    assert not warnings(config, limits=Limits(cores=8.0))
+    assert not warnings(config, core_limit=8.0)
 
 
 def test_a_container_s_memory_limit_counts_if_it_is_below_the_free_memory(config: PPOConfig):
-    assert "may use 1.0 GiB more" in warnings(config, limits=Limits(memory_free=GIB))["machine.memory"].cause
-    assert not warnings(config, limits=Limits(memory_free=4 * GIB))  # info
+    assert "may use 1.0 GiB more" in warnings(config, memory_limit=GIB)["machine.memory"].cause
+    assert not warnings(config, memory_limit=4 * GIB)  # info
     findings = Findings()
-    check_machine(config, findings, replace(HEALTHY, limits=Limits(memory_free=128 * GIB)))
+    check_machine(config, findings, HEALTHY._replace(memory_limit=128 * GIB))
     assert [finding.code for finding in findings.items] == ["machine.found"]
 
 
@@ -83,13 +81,13 @@ def test_the_tightest_control_group_counts(tmp_path: Path):
     (tmp_path / "a" / "cpu.max").write_text("150000 100000\n")
     own = tmp_path / "own"
     own.write_text("1:name=systemd:/x\n0::/a/b\n")
-    assert cgroup_limits(own, tmp_path) == Limits(700, 1.5)
+    assert cgroup_limits(own, tmp_path) == (700, 1.5)
 
 
 @pytest.mark.parametrize("text", ["", "1:memory:/docker/x\n", "0::/\n"])
 def test_without_limits_there_are_none(tmp_path: Path, text: str):
     (tmp_path / "own").write_text(text)
-    assert cgroup_limits(tmp_path / "own", tmp_path) == Limits()
+    assert cgroup_limits(tmp_path / "own", tmp_path) == (None, None)
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from hybridrl.doctor.memory_plan import (
     DEVICE_BYTES,
     MACHINE_BYTES,
     Run,
-    describe_run,
     machine_memory,
     make_plans,
     memory_plan,
@@ -30,12 +29,12 @@ from hybridrl.doctor.memory_sizes import (
     ModelSizes,
     Shard,
     blank,
-    micro_batch_tokens,
     model_sizes,
     read_models,
     sync_buffer,
 )
 from hybridrl.runs.settings import build_policy_plan
+from hybridrl.training.packing import MicroBatchBudget
 
 # -- the formulas: two layers of 100 elements and 50 outside of them, 4 wide -------------------------------------------
 
@@ -126,14 +125,6 @@ def test_a_forward_pass_without_gradients_holds_the_largest_tensors_of_one_layer
 def test_logits_are_those_of_the_tokens_and_at_most_a_chunk(tokens: int, size: int) -> None:
     assert FULL.logits(tokens, at_once=20, on_cpu=True) == size
     assert MIXED.logits(tokens, at_once=20, on_cpu=False) == min(tokens, 20) * 12 * 2
-
-
-def test_a_micro_batch_takes_rows_up_to_the_budget_or_a_single_longer_one() -> None:
-    assert micro_batch_tokens(1000, None, rows=8, longest=100) == 800
-    assert micro_batch_tokens(500, None, rows=8, longest=100) == 500
-    assert micro_batch_tokens(50, None, rows=8, longest=100) == 100
-    assert micro_batch_tokens(50, 3, rows=8, longest=100) == 300
-    assert micro_batch_tokens(50, 9, rows=8, longest=100) == 800
 
 
 def test_an_engine_keeps_further_copies_on_cpu() -> None:
@@ -227,7 +218,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def run_of(config: PPOConfig, gpu: int = 0) -> Run:
-    return describe_run(config, read_models(config), gpu)
+    return Run(config, read_models(config), gpu)
 
 
 def report(config: PPOConfig) -> Findings:
@@ -242,6 +233,13 @@ def test_devices_that_share_rows_hold_their_part_of_a_micro_batch(load: Load) ->
     for size, tokens in ((1, 256), (2, 128)):
         run = run_of(load(*keys, f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}"))
         assert run.micro_batch(build_policy_plan(run.config).updates.budget, prompts=8) == tokens
+
+
+def test_a_micro_batch_takes_rows_up_to_the_budget_or_a_single_longer_one(load: Load) -> None:
+    run = run_of(load())  # 2 prompts are 8 rows, of up to 256 tokens
+    sizes = {(5000, None): 2048, (1000, None): 1000, (50, None): 256, (50, 3): 768, (50, 9): 2048}
+    for (tokens, rows), size in sizes.items():
+        assert run.micro_batch(MicroBatchBudget(tokens, rows), prompts=2) == size
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

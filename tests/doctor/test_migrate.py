@@ -8,8 +8,7 @@ import pytest
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
-from hybridrl.doctor import launch_script
-from hybridrl.doctor.launch_script import commands_of
+from hybridrl.doctor import migrate
 
 from .conftest import Doctor
 
@@ -104,16 +103,16 @@ def test_no_program_is_started_and_no_file_is_written(
         "printf x >| made\n: >> made\ncat <<< x &> made\nPATH=/bin:/usr/bin touch made\nrm -rf .\nkill -9 $PPID\n"
         "last word\n"
     )
-    commands, _ = commands_of(script)
+    commands, _ = migrate.commands_of(script)
     assert commands[-1] == ["last", "word"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.sh", "tool"]
 
 
 def test_a_script_that_does_not_finish_is_stopped(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_script, "SECONDS", 0.5)
+    monkeypatch.setattr(migrate, "SECONDS", 0.5)
     script.write_text("while true; do :; done\n")
     with pytest.raises(ValueError, match=r"did not reach the end of .*run\.sh within 0\.5 s"):
-        commands_of(script)
+        migrate.commands_of(script)
 
 
 def printed(output: str, module: str = "main_ppo") -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.config import load_ppo_config
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.doctor.run_directory import check_run_directory
+from hybridrl.doctor.full import check_run_directory
 from hybridrl.runs.prepare import prepare
 
 
