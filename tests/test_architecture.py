@@ -127,7 +127,7 @@ def test_imports_stand_at_the_top() -> None:
         "hybridrl.doctor.migrate",
         "hybridrl.main_ppo",
         "hybridrl.main_sft",
-        "hybridrl.rewards.worker",
+        "hybridrl.rewards.process",
     ],
 )
 def test_what_starts_quickly_imports_nothing_heavy(module: str) -> None:

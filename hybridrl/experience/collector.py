@@ -12,8 +12,7 @@ from hybridrl.data.prompts import PromptDataset
 from hybridrl.experience.batching import PromptGroup, group_by_prompt, to_batch
 from hybridrl.experience.dynamic_sampling import Draws, GroupFilter
 from hybridrl.experience.episodes import Episode, EpisodeRunner
-from hybridrl.rewards.postprocess import FaultGuard
-from hybridrl.rewards.score import Score, component_means
+from hybridrl.rewards.score import FaultGuard, Score, component_means
 from hybridrl.rollout import Sampling
 
 

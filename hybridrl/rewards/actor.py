@@ -15,14 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.cluster import RaySession, gather, kill, spawn
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.rewards.load import processes, seconds_between_calls
-from hybridrl.rewards.pool import CallerScorer, Scorer, ScorerPool
-from hybridrl.rewards.process import LOAD_TIMEOUT, Launch, ScoringProcess
+from hybridrl.rewards.pool import Scorer, ScorerPool
+from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScoringProcess
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runtime.guard import begin_actor
 
@@ -70,17 +71,17 @@ class DecodingScorer:
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
         if self._takes_tokens is None:  # in an actor that Ray has restarted
             self.start()
-        encoded = [request.response_ids for request in requests if request.solution is None]
+        encoded = [one.response_ids for one in requests if one.solution is None]
         decoded = iter(self._tokenizer.batch_decode(encoded, skip_special_tokens=True) if encoded else ())
-        texts = [next(decoded) if request.solution is None else None for request in requests]
-        ready = [self._ready(request, text) for request, text in zip(requests, texts, strict=True)]
+        texts, ready = [], []
+        for one in requests:
+            texts.append(next(decoded) if one.solution is None else None)
+            text = one.solution if texts[-1] is None else texts[-1]
+            ids = one.response_ids if self._takes_tokens else None
+            ids = None if ids is None else list(map(int, ids))
+            ready.append(ScoringRequest(one.data_source, text, one.ground_truth, one.extra_info, ids))
         for text, score in zip(texts, self._scorer.score(ready), strict=True):
             yield score if text is None else replace(score, text=text)
-
-    def _ready(self, request: ScoringRequest, text: str | None) -> ScoringRequest:
-        """Return the request with its text, and with token ids only if the reward reads them."""
-        ids = list(map(int, request.response_ids)) if self._takes_tokens and request.response_ids is not None else None
-        return replace(request, solution=request.solution if text is None else text, response_ids=ids)
 
 
 class ScoringActor:
@@ -120,12 +121,12 @@ class ScoringActor:
         except ConfigError as error:
             return str(error)
 
-    def score(self, index: int, pickled: bytes) -> bytes:
-        """Score pickled requests with one process; return the pickled scores, and why they end early if they do."""
+    def score(self, index: int, content: bytes) -> bytes:
+        """Score packed requests with one process; return the pickled scores, and why they end early if they do."""
         scores: list[Score] = []
         reason = None
         try:
-            scores.extend(self._scorers[index].score(pickle.loads(pickled)))
+            scores.extend(self._scorers[index].score(unpacked(content)))
         except ConfigError as error:
             reason = str(error)
         return pickle.dumps((scores, reason), pickle.HIGHEST_PROTOCOL)
@@ -134,6 +135,24 @@ class ScoringActor:
         """Kill the processes with all that they have started."""
         for scorer in self._scorers:
             scorer.stop()
+
+
+def packed(requests: Sequence[ScoringRequest]) -> bytes:
+    """Return requests as bytes, which Ray passes through: its own pickling visits every dataclass in Python. Pickling
+    an array takes several times as long as the rest of its request, so that token ids become bytes first."""
+    rows = []
+    for one in requests:
+        ids = None if one.response_ids is None else np.asarray(one.response_ids, np.int32).tobytes()
+        rows.append((one.data_source, one.solution, one.ground_truth, one.extra_info, ids))
+    return pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(content: bytes) -> list[ScoringRequest]:
+    """Return the requests of `packed`."""
+    return [
+        ScoringRequest(*fields, None if ids is None else np.frombuffer(ids, np.int32))
+        for *fields, ids in pickle.loads(content)
+    ]
 
 
 class _Actor:
@@ -181,9 +200,7 @@ class _RemoteScorer:
         return reply
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
-        # Ray's own pickling visits every dataclass in Python; bytes are passed through.
-        pickled = pickle.dumps(list(requests), pickle.HIGHEST_PROTOCOL)
-        call = self._actor.handle.score.remote(self._index, pickled)
+        call = self._actor.handle.score.remote(self._index, packed(requests))
         (reply,) = gather([call], "scorer.score", self._seconds * (1 + len(requests)), [self._actor.log])
         scores, reason = pickle.loads(reply)
         yield from scores

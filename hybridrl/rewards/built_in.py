@@ -52,8 +52,10 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """Score by the scorer of `data_source`, with those options that it takes; ConfigError if there is none."""
-    check_data_sources([data_source])
-    scorer, taken = _load(scorer_of(data_source))
+    name = scorer_of(data_source)
+    if name is None:
+        check_data_sources([data_source])
+    scorer, taken = _load(name)
     return scorer(solution_str, ground_truth, **{name: value for name, value in options.items() if name in taken})
 
 
@@ -83,6 +85,7 @@ def check_data_sources(names: Iterable[str]) -> None:
         )
 
 
+@functools.cache
 def scorer_of(data_source: str) -> str | None:
     """Return the name of the scorer for rows of this data, or None."""
     families = (scorer for beginning, scorer in FAMILIES.items() if str(data_source).startswith(beginning))

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.rewards.load import in_one_call, load_reward, processes
-from hybridrl.rewards.process import ScoringProcess
+from hybridrl.rewards.load import in_one_call, processes
+from hybridrl.rewards.process import CallerScorer, ScoringProcess
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.rewards.worker import Scoring
 
 _MOST_AT_ONCE = 256  # requests sent to a scorer together: enough that sending is cheap compared with scoring
 
@@ -35,25 +34,6 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """Release the connection; from the thread that called the other methods."""
-
-
-class CallerScorer:
-    """Scores in the caller's thread, without a time limit."""
-
-    def __init__(self, config: RewardConfig, data_sources: Collection[str]) -> None:
-        self._config, self._data_sources = config, data_sources
-
-    def start(self) -> bool:
-        reward = load_reward(self._config, self._data_sources)
-        self._scoring = Scoring(reward, self._config)
-        return reward.takes_tokens
-
-    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
-        return self._scoring.scores(list(requests))
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass

@@ -1,7 +1,6 @@
 import pytest
 
-from hybridrl.rewards.postprocess import FaultGuard, RewardFaults
-from hybridrl.rewards.score import Score
+from hybridrl.rewards.score import FaultGuard, RewardFaults, Score
 
 GOOD = Score(1.0)
 
