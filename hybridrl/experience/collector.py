@@ -103,7 +103,7 @@ class SynchronousExperience:
             scores += greedy_scores
         self.engine.to_training()
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
-        reported = draws.metrics() | self.guard.check(scores).metrics() | component_means(scores)
+        reported = draws.metrics() | self.guard.check(scores) | component_means(scores)
         if self.mask_truncated:
             reported["sampling/masked_truncated"] = _masked_rows(batch)
         self.position += draws.prompts

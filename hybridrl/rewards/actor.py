@@ -4,21 +4,20 @@ The actors take no CPU from Ray's accounting. Limits and faults are those of `pr
 """
 
 import contextlib
+import functools
 import gc
 import os
 import pickle
 import socket
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.cluster import RaySession, gather, kill, spawn
+from hybridrl.cluster import Actor, RaySession, gather, kill, spawn
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.rewards.load import processes, seconds_between_calls
@@ -31,14 +30,11 @@ _RESTARTS = 3  # of an actor that dies; Ray repeats the calls that were in progr
 _STOP_TIMEOUT = 10.0
 
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
+Setup = tuple[RewardConfig, frozenset[str], LoadTokenizer, Launch, str]  # the last two: the driver's, and its host
 
 
 def open_scorer_pool(
-    session: RaySession,
-    config: RewardConfig,
-    logs: Path,
-    data_sources: Collection[str],
-    load_tokenizer: LoadTokenizer,
+    session: RaySession, config: RewardConfig, logs: Path, data_sources: Collection[str], load_tokenizer: LoadTokenizer
 ) -> ScorerPool:
     """Return a pool whose `reward.num_workers` processes are spread over the machines of the session.
 
@@ -51,9 +47,34 @@ def open_scorer_pool(
     total, machines = processes(config), len(session.groups)
     shares = [total // machines + (machine < total % machines) for machine in range(machines)]
     setup = config, frozenset(data_sources), load_tokenizer, Launch.here(), socket.gethostname()
-    actors = [_Actor(session, machine, share, logs, setup) for machine, share in enumerate(shares) if share]
-    scorers = [_RemoteScorer(actor, index) for actor in actors for index in range(actor.share)]
+    scorers: list[Scorer] = []
+    for machine, share in enumerate(shares):
+        scorers += _start_actor(session, machine, share, logs, setup) if share else []
     return ScorerPool(config, scorers=scorers, wait=False)
+
+
+def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setup: Setup) -> list["_RemoteScorer"]:
+    """Start the ScoringActor of a machine; return a scorer for each of its processes."""
+    log, reward_log = f"{logs}/scoring-{machine}.log", f"{logs}/reward{f'-{machine}' * bool(machine)}.log"
+    handle = spawn(
+        ScoringActor,
+        session,
+        machine * session.per_machine,
+        {},
+        *(log, reward_log, share, setup),
+        max_concurrency=share + 1,  # one call per process, and `stop`
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
+    )
+
+    @functools.cache  # each of the scorers is stopped
+    def stop() -> None:
+        with contextlib.suppress(Exception):  # it or Ray may be gone already
+            gather([handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
+        with contextlib.suppress(Exception):
+            kill(handle)
+
+    return [_RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
 
 
 class DecodingScorer:
@@ -78,7 +99,7 @@ class DecodingScorer:
             texts.append(next(decoded) if one.solution is None else None)
             text = one.solution if texts[-1] is None else texts[-1]
             ids = one.response_ids if self._takes_tokens else None
-            ids = None if ids is None else list(map(int, ids))
+            ids = None if ids is None else np.asarray(ids).tolist()
             ready.append(ScoringRequest(one.data_source, text, one.ground_truth, one.extra_info, ids))
         for text, score in zip(texts, self._scorer.score(ready), strict=True):
             yield score if text is None else replace(score, text=text)
@@ -87,19 +108,10 @@ class DecodingScorer:
 class ScoringActor:
     """The Ray actor of one machine: `share` scoring processes and a tokenizer, with a thread per process."""
 
-    def __init__(
-        self,
-        log: str,
-        reward_log: str,
-        share: int,
-        config: RewardConfig,
-        data_sources: frozenset[str],
-        load_tokenizer: LoadTokenizer,
-        driver: Launch,
-        driver_host: str,
-    ) -> None:
+    def __init__(self, log: str, reward_log: str, share: int, setup: Setup) -> None:
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         begin_actor(log)
+        config, data_sources, load_tokenizer, driver, driver_host = setup
         # Rewards see what they would see as children of the driver; a further machine adds what is its own.
         if socket.gethostname() == driver_host:
             environment = driver.environment
@@ -155,53 +167,24 @@ def unpacked(content: bytes) -> list[ScoringRequest]:
     ]
 
 
-class _Actor:
-    """The driver's handle of a ScoringActor, shared by the scorers that stand for its processes."""
-
-    def __init__(self, session: RaySession, machine: int, share: int, logs: Path, setup: tuple[Any, ...]) -> None:
-        self.share, self.log, self.config = share, str(logs / f"scoring-{machine}.log"), setup[0]
-        reward_log = str(logs / (f"reward-{machine}.log" if machine else "reward.log"))
-        self.handle = spawn(
-            ScoringActor,
-            session,
-            machine * session.per_machine,
-            {},
-            *(self.log, reward_log, share, *setup),
-            max_concurrency=share + 1,  # one call per process, and `stop`
-            max_restarts=_RESTARTS,
-            max_task_retries=_RESTARTS,
-        )
-        self._lock, self._stopped = threading.Lock(), False
-
-    def stop(self) -> None:
-        with self._lock:
-            if not self._stopped:
-                self._stopped = True
-                with contextlib.suppress(Exception):  # it or Ray may be gone already
-                    gather([self.handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
-                with contextlib.suppress(Exception):
-                    kill(self.handle)
-
-
 class _RemoteScorer:
-    """One process of a ScoringActor, as the pool sees it."""
+    """One process of a ScoringActor, as the pool sees it; `stop` ends the actor."""
 
-    def __init__(self, actor: _Actor, index: int) -> None:
-        self._actor, self._index = actor, index
-        self.stop = actor.stop
+    def __init__(self, handle: Actor, index: int, log: str, config: RewardConfig, stop: Callable[[], None]) -> None:
+        self._handle, self._index, self._log, self.stop = handle, index, log, stop
         # Bounds a call: the limits within the actor end it long before.
-        self._seconds = LOAD_TIMEOUT + 2 * (actor.config.timeout + seconds_between_calls(actor.config))
+        self._seconds = LOAD_TIMEOUT + 2 * (config.timeout + seconds_between_calls(config))
 
     def start(self) -> bool:
-        call = self._actor.handle.start.remote(self._index)
-        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._actor.log])
+        call = self._handle.start.remote(self._index)
+        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._log])
         if isinstance(reply, str):
             raise ConfigError(reply)
         return reply
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
-        call = self._actor.handle.score.remote(self._index, packed(requests))
-        (reply,) = gather([call], "scorer.score", self._seconds * (1 + len(requests)), [self._actor.log])
+        call = self._handle.score.remote(self._index, packed(requests))
+        (reply,) = gather([call], "scorer.score", self._seconds * (1 + len(requests)), [self._log])
         scores, reason = pickle.loads(reply)
         yield from scores
         if reason is not None:

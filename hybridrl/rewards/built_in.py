@@ -18,27 +18,16 @@ _FUNCTIONS = {
     "math_dapo": "math:compute_dapo_score",
     "code": "code:compute_score",
 }
-# Scorers by data source.
-SCORERS = {
-    "openai/gsm8k": "gsm8k",
-    "gsm8k": "gsm8k",
-    "lighteval/MATH": "math",
-    "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math",
-    "areal/math": "math",
-    "math": "math_dapo",
-    "math_dapo": "math_dapo",
-    "math_dapo_reasoning": "math_dapo",
-    "countdown": "countdown",
-    "multiple_choice": "multiple_choice",
-    "codecontests": "code",
-    "apps": "code",
-    "codeforces": "code",
-    "taco": "code",
-    "mbpp": "code",
-    "openai_humaneval": "code",
-    "areal/code": "code",
+# The data sources of each scorer.
+_SOURCES = {
+    "gsm8k": ["openai/gsm8k", "gsm8k"],
+    "math": ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "areal/math"],
+    "math_dapo": ["math", "math_dapo", "math_dapo_reasoning"],
+    "countdown": ["countdown"],
+    "multiple_choice": ["multiple_choice"],
+    "code": ["codecontests", "apps", "codeforces", "taco", "mbpp", "openai_humaneval", "areal/code"],
 }
+SCORERS = {source: scorer for scorer, sources in _SOURCES.items() for source in sources}
 # Scorers by the beginning of a data source that is not above.
 FAMILIES = {"numina_": "math", "amc": "math", "aime": "math_dapo", "searchR1_": "search_qa"}
 # CPU seconds per response, beyond which it counts as wrong; the slowest correct response takes half a second.

@@ -10,7 +10,7 @@ import functools
 import inspect
 import signal
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -69,7 +69,14 @@ class Bound:
         returned = self.function(**{name: values[ours] for name, ours in self.keywords.items()} | self.fixed)
         if not inspect.iscoroutine(returned):
             return returned
-        call = asyncio.run_coroutine_threadsafe(_ended(returned), _event_loop())
+
+        async def ended() -> tuple[Any, SystemExit | None]:  # a SystemExit would end the event loop
+            try:
+                return await returned, None
+            except SystemExit as exited:
+                return None, exited
+
+        call = asyncio.run_coroutine_threadsafe(ended(), _event_loop())
         try:
             value, exited = call.result(self.timeout)
         except NotDone:
@@ -80,14 +87,6 @@ class Bound:
         if exited is not None:
             raise exited
         return value
-
-
-async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, SystemExit | None]:
-    """Return what a coroutine returns, or its SystemExit, which would end the event loop."""
-    try:
-        return await coroutine, None
-    except SystemExit as exited:
-        return None, exited
 
 
 @functools.cache

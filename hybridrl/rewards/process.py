@@ -174,7 +174,7 @@ class ScoringProcess:
             fault, detail = "timeout", f"no score within {self._config.timeout:g} s (reward.timeout)"
         except _MemoryExceeded as error:
             fault, detail = "memory", f"the scoring process used {error}"
-        except NoMessage:
+        except (NoMessage, TypeError):
             fault, detail = "died", "what the scoring process sent is not a score: the reward wrote to its connection"
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
@@ -215,18 +215,12 @@ class ScoringProcess:
         launch = self._launch or Launch.here()
         code = f"import sys; sys.path[:] = {list(launch.path)}; from hybridrl.rewards.process import main; "
         code += f"main({descriptor}, {os.getpid()})"
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context(open(self._log_path, "ab")) if self._log_path is not None else None
-            return subprocess.Popen(
-                [sys.executable, "-u", "-c", code],
-                pass_fds=[descriptor],
-                process_group=0,  # not reached by the terminal's Ctrl-C, and killed with its own children
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=launch.directory,
-                env=launch.environment,
-            )
+        with contextlib.nullcontext() if self._log_path is None else open(self._log_path, "ab") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            place = {"cwd": launch.directory, "env": launch.environment}
+            # In a group of its own: not reached by the terminal's Ctrl-C, and killed with its own children.
+            command = [sys.executable, "-u", "-c", code]
+            return subprocess.Popen(command, pass_fds=[descriptor], process_group=0, **streams, **place)
 
 
 def _max_memory(process: int) -> int:

@@ -53,10 +53,7 @@ class OutOfTime(Exception):
     """A call of a reward function was cancelled at its time limit."""
 
 
-RewardFunction = Callable[[ScoringRequest], Score]
-
-
-def score_request(reward: RewardFunction, request: ScoringRequest) -> Score:
+def score_request(reward: Callable[[ScoringRequest], Score], request: ScoringRequest) -> Score:
     """Call the reward; an exception becomes a fault, and its traceback goes to the log."""
     try:
         return reward(request)
@@ -81,18 +78,30 @@ def fault_of(error: Exception | SystemExit, context: str) -> Score:
 def to_score(returned: Any, *, needs_score: bool = True) -> Score:
     """Convert a returned number, dict with "score" or "token_rewards", or sequence that starts with a number.
 
-    Without `needs_score` a dict may have neither, and its value is 0.
+    Without `needs_score` a dict may have neither, and its value is 0. A "score" next to "token_rewards" must be their
+    sum.
     """
     if not isinstance(returned, dict):
         score = _as_score(returned[0] if isinstance(returned, list | tuple) and returned else returned, {})
         score.extras = {"acc": score.value} if score.fault is None else {}
         return score
     extras = {str(key): plain(value) for key, value in returned.items() if key != "token_rewards"}
-    if returned.get("token_rewards") is not None:
-        return _from_tokens(returned["token_rewards"], returned.get("score"), extras)
-    if "score" not in returned and needs_score:
-        return Score(None, fault="type", detail=f'returned a dict without "score"; its keys: {list(returned)}')
-    return _as_score(returned.get("score", 0.0), extras)
+    if returned.get("token_rewards") is None:
+        if "score" not in returned and needs_score:
+            return Score(None, fault="type", detail=f'returned a dict without "score"; its keys: {list(returned)}')
+        return _as_score(returned.get("score", 0.0), extras)
+
+    tokens, total = returned["token_rewards"], returned.get("score")
+    numbers = [_as_float(number) for number in list(tokens)]
+    if not numbers or None in numbers:
+        return Score(None, fault="type", detail=f"token_rewards is not a list of numbers: {tokens!r:.80}")
+    value = math.fsum(numbers)
+    if not math.isfinite(value):
+        return Score(None, fault="nan", detail=f"token_rewards add up to {value}")
+    if total is not None and not math.isclose(_as_float(total) or 0.0, value, rel_tol=1e-4, abs_tol=1e-6):
+        detail = f"token_rewards sum to {value:g}, but score is {total!r:.40}; leave score out, or make them agree"
+        return Score(None, fault="type", detail=detail)
+    return Score(value, extras | {"score": value}, token_rewards=numbers)
 
 
 def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
@@ -155,20 +164,6 @@ def _as_score(number: Any, extras: dict[str, Any]) -> Score:
     return Score(value, extras)
 
 
-def _from_tokens(tokens: Any, total: Any, extras: dict[str, Any]) -> Score:
-    """Convert rewards per token; a "score" next to them must be their sum."""
-    numbers = [_as_float(number) for number in list(tokens)]
-    if not numbers or None in numbers:
-        return Score(None, fault="type", detail=f"token_rewards is not a list of numbers: {tokens!r:.80}")
-    value = math.fsum(numbers)
-    if not math.isfinite(value):
-        return Score(None, fault="nan", detail=f"token_rewards add up to {value}")
-    if total is not None and not math.isclose(_as_float(total) or 0.0, value, rel_tol=1e-4, abs_tol=1e-6):
-        detail = f"token_rewards sum to {value:g}, but score is {total!r:.40}; leave score out, or make them agree"
-        return Score(None, fault="type", detail=detail)
-    return Score(value, extras | {"score": value}, token_rewards=numbers)
-
-
 def _as_float(number: Any) -> float | None:
     """Convert anything with __float__ (numpy and torch scalars too), but not a text that looks like a number."""
     if not hasattr(number, "__float__"):  # ten times as fast as isinstance(number, SupportsFloat)
@@ -209,41 +204,24 @@ class Shaping:
         """Return the shaped score of a response of `length` tokens; a fault is unchanged."""
         if score.value is None:
             return score
-        if score.token_rewards is not None:
-            score = replace(score, token_rewards=[self.scale * reward for reward in score.token_rewards])
-        value = self.scale * score.value
-        score, extras = replace(score, value=value), {}
+        value, rewards, extras = self.scale * score.value, score.token_rewards, dict(score.extras)
+        scaled = value
         if self.clip is not None:
-            clipped = min(max(value, self.clip[0]), self.clip[1])
-            extras["clipped"], value = clipped != value, clipped
+            value = min(max(scaled, self.clip[0]), self.clip[1])
+            extras["clipped"] = value != scaled
         if self.overlong is not None:
             penalty = self.overlong.of(length)
             value += penalty
             if self.overlong.log:
                 extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        return replace(score.with_value(value), extras=score.extras | extras)
+        if rewards is not None:  # the difference goes to the last token
+            *others, last = (self.scale * reward for reward in rewards)
+            rewards = [*others, last + value - scaled]
+        return replace(score, value=value, token_rewards=rewards, extras=extras)
 
 
 class RewardFaults(RuntimeError):
     """The reward function failed too often to continue."""
-
-
-@dataclass
-class FaultCounts:
-    """One step's faults by class, e.g. `FaultCounts(256, {"timeout": 2, "raised:KeyError": 1})`."""
-
-    responses: int
-    by_class: Counter[str]
-
-    @property
-    def rate(self) -> float:
-        """The share of responses without a score."""
-        return self.by_class.total() / max(self.responses, 1)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the counts as metrics, in total and by class."""
-        by_class = {f"reward/faults/{fault}": count for fault, count in self.by_class.items()}
-        return {"reward/faults": self.by_class.total(), **by_class}
 
 
 @dataclass
@@ -259,31 +237,31 @@ class FaultGuard:
         """Under "zero" set the value of faults to 0.0 in place; under "stop" raise RewardFaults at the first fault."""
         failed = [score for score in scores if score.fault is not None]
         if failed and self.on_error == "stop":
-            raise RewardFaults(f"{_diagnosis(_counts(scores), failed)}; reward.on_error=stop ends the run at the first")
+            raise RewardFaults(f"{_diagnosis(scores)}; reward.on_error=stop ends the run at the first")
         if self.on_error == "zero":
             for score in failed:
                 score.value = 0.0
 
-    def check(self, scores: list[Score]) -> FaultCounts:
-        """Count the faults of a complete step; RewardFaults after too many steps with too many of them."""
-        counts, failed = _counts(scores), [score for score in scores if score.fault is not None]
-        self.steps_above = self.steps_above + 1 if counts.rate > self.max_fault_rate else 0
-        if failed and self.steps_above >= self.max_fault_steps:
+    def check(self, scores: list[Score]) -> dict[str, float]:
+        """Return the number of a complete step's faults and that of each class as metrics; RewardFaults after too many
+        steps with too many of them."""
+        faults = Counter(score.fault for score in scores if score.fault is not None)
+        above = faults.total() / max(len(scores), 1) > self.max_fault_rate
+        self.steps_above = self.steps_above + 1 if above else 0
+        if faults and self.steps_above >= self.max_fault_steps:
             raise RewardFaults(
-                f"{_diagnosis(counts, failed)}, and more than reward.max_fault_rate={self.max_fault_rate:g} "
+                f"{_diagnosis(scores)}, and more than reward.max_fault_rate={self.max_fault_rate:g} "
                 f"failed in {self.steps_above} steps in a row (reward.max_fault_steps)"
             )
-        return counts
+        by_class = {f"reward/faults/{fault}": count for fault, count in faults.items()}
+        return {"reward/faults": faults.total(), **by_class}
 
 
-def _counts(scores: list[Score]) -> FaultCounts:
-    return FaultCounts(len(scores), Counter(score.fault for score in scores if score.fault is not None))
-
-
-def _diagnosis(counts: FaultCounts, failed: list[Score]) -> str:
-    fault, count = counts.by_class.most_common(1)[0]
+def _diagnosis(scores: list[Score]) -> str:
+    failed = [score for score in scores if score.fault is not None]
+    fault, count = Counter(score.fault for score in failed).most_common(1)[0]
     example = next(score.detail for score in failed if score.fault == fault)
     return (
-        f"the reward function failed on {len(failed)} of {counts.responses} responses, "
+        f"the reward function failed on {len(failed)} of {len(scores)} responses, "
         f'mostly ({count / len(failed):.0%}) with fault "{fault}": {example}'
     )
