@@ -21,8 +21,8 @@ from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.checkpoint.verl.reader import data_position
 from hybridrl.checkpoint.verl.tensors import verl_faults
 from hybridrl.config import ConfigError
-from hybridrl.data.chat import render
 from hybridrl.data.rows import Faults, load_rows
+from hybridrl.data.tokenizer import render
 from hybridrl.model_merger.__main__ import main as merge
 from hybridrl.training.loading import open_weights
 from tests.checkpoint.verl_files import qwen2
