@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,6 +47,17 @@ def compute_score(
         check_data_sources([data_source])
     scorer, taken = _load(name)
     return scorer(solution_str, ground_truth, **{name: value for name, value in options.items() if name in taken})
+
+
+def cpu_limited_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """`compute_score`; the kernel ends this process (SIGPROF) when it needs more than CPU_SECONDS."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        return compute_score(data_source, solution_str, ground_truth, extra_info, **options)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def prepare(data_sources: Iterable[str], options: dict[str, Any]) -> None:

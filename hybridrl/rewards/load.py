@@ -8,7 +8,6 @@ here, since every function runs in processes with a time limit.
 import asyncio
 import functools
 import inspect
-import signal
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import TimeoutError as NotDone
@@ -200,7 +199,7 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
         if "code" in map(built_in.scorer_of, data_sources):
             fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
         built_in.prepare(data_sources, fixed)
-        function = _cpu_limited(built_in.compute_score) if cpu_limited else built_in.compute_score
+        function = built_in.cpu_limited_score if cpu_limited else built_in.compute_score
     if manager.source == "importlib":
         fixed = {"compute_score": functools.partial(function, **fixed)}
         name = manager.module.name if manager.name in REWARD_MANAGERS else manager.name
@@ -251,18 +250,6 @@ def seconds_between_calls(config: RewardConfig) -> float:
     by_tokens = config.max_tpm / config.estimated_tokens_per_request if config.max_tpm else None
     rates = [rate for rate in (config.max_rpm, by_tokens) if rate]
     return max(processes(config), 1) * 60 / min(rates) if rates else 0.0
-
-
-def _cpu_limited(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        signal.setitimer(signal.ITIMER_PROF, built_in.CPU_SECONDS)
-        try:
-            return function(*arguments, **keywords)
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-    return call
 
 
 def _member(path: str, key: str, name: str, description: str) -> Callable[..., Any]:

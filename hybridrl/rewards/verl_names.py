@@ -162,17 +162,17 @@ class _Replacements(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__getattr__ = functools.partial(self._member, module.__name__)  # type: ignore[method-assign]
+        def member(name: str) -> Any:
+            full, names = f"{module.__name__}.{name}", NAMES.get(module.__name__, {})
+            if name in names:
+                return names[name] or placeholder(full)
+            if full in _MODULES:
+                return importlib.import_module(full)
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__} has no attribute {name}")
+            raise ImportError(self._missing(full), name=full)
 
-    def _member(self, module: str, name: str) -> Any:
-        full, names = f"{module}.{name}", NAMES.get(module, {})
-        if name in names:
-            return names[name] or placeholder(full)
-        if full in _MODULES:
-            return importlib.import_module(full)
-        if name.startswith("__"):
-            raise AttributeError(f"module {module} has no attribute {name}")
-        raise ImportError(self._missing(full), name=full)
+        module.__getattr__ = member  # type: ignore[method-assign]
 
     def _missing(self, name: str) -> str:
         parts = name.split(".")

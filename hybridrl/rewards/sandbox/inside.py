@@ -100,6 +100,10 @@ def _run_child(
     kept: int | None,
 ) -> NoReturn:
     """Confine this child, do the work, and exit."""
+
+    def open_own(file: Any, *arguments: Any, **named: Any) -> Any:  # its own descriptors, and the first one by name
+        return _REAL_OPEN(os.dup(0) if file == "/dev/stdin" else file, *arguments, **named)
+
     status = 1
     try:
         os.write(stdin, given.encode(errors="replace"))
@@ -107,7 +111,7 @@ def _run_child(
         for source, target in ((stdin, 0), (stdout, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
             os.dup2(source, target)
         sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-        builtins.open, builtins.exit, builtins.quit = _open, sys.exit, sys.exit
+        builtins.open, builtins.exit, builtins.quit = open_own, sys.exit, sys.exit
         for name in [name for name in sys.modules if name.startswith("hybridrl")]:
             del sys.modules[name]
         first = 3
@@ -131,11 +135,6 @@ def _run_child(
         except BaseException:
             status = 1
         os._exit(status)
-
-
-def _open(file: Any, *arguments: Any, **named: Any) -> Any:
-    """Replace `open` for a program: its own descriptors can be opened, and the first one by name."""
-    return _REAL_OPEN(os.dup(0) if file == "/dev/stdin" else file, *arguments, **named)
 
 
 def execute(job: dict[str, Any]) -> dict[str, Any]:
