@@ -40,7 +40,7 @@ KNOWN_TO = {
 
 # What is imported late, inside a function, and why.
 LATE = {
-    "data/files.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
+    "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
@@ -126,7 +126,7 @@ def test_imports_stand_at_the_top() -> None:
         "hybridrl.doctor.migrate",
         "hybridrl.main_ppo",
         "hybridrl.main_sft",
-        "hybridrl.rewards.worker",
+        "hybridrl.rewards.process",
     ],
 )
 def test_what_starts_quickly_imports_nothing_heavy(module: str) -> None:

@@ -3,23 +3,18 @@
 Knows neither models nor batches; the order of the conversations is in order.py.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-import numpy as np
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import Batch, pack
-from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import SFTDataConfig
-from hybridrl.data.chat import Message, TokenRows, as_chat, as_messages, encode, multimodal_fault, render, truncate
-from hybridrl.data.rows import Faults, Row, Rows, describe_overlong, load_rows, with_progress
-
-logger = logging.getLogger(__name__)
+from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
+from hybridrl.data.tokenizer import Message, TokenRows, as_chat, as_messages, encode, multimodal_fault, render, truncate
 
 BROKEN_PREFIX = (
     "the chat template renders the beginning of this conversation differently from the full conversation, so the "
@@ -52,10 +47,6 @@ class ConversationDataset(Sequence[Conversation]):
     def largest_id(self) -> int:
         return self.ids.largest
 
-    @property
-    def lengths(self) -> np.ndarray:  # [conversations], tokens
-        return self.ids.lengths
-
 
 def load_conversations(
     files: list[str],
@@ -73,9 +64,11 @@ def load_conversations(
     """
     faults = Faults(key)
     rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed)
-    tokenize = _tokenize_chats if tokenizer.chat_template else _tokenize_texts
+    parse, tokenize = (_chat, _tokenize_chats) if tokenizer.chat_template else (_texts, _tokenize_texts)
+    parsed = [parse(row, config, faults) for row in rows]
+    faults.close()
     dataset, overlong, dropped = ConversationDataset(), [], 0
-    tokenized = zip(rows, tokenize(rows, config, tokenizer, faults), strict=True)
+    tokenized = zip(rows, tokenize(rows, parsed, config, tokenizer, faults), strict=True)
     for row, conversation in with_progress(tokenized, len(rows)):
         if conversation is None:
             continue
@@ -91,25 +84,17 @@ def load_conversations(
         else:
             dropped += 1
     faults.close()
-    if overlong:
-        message = f"{key}: {describe_overlong(overlong, len(rows), f'data.max_length={config.max_length}')}"
-        if config.truncation == "error" or dropped == len(rows):
-            fix = "raise data.max_length, or truncate them with data.truncation=left|right"
-            raise ConfigError(message, fix=fix)
-        details = (
-            f"truncated (data.truncation={config.truncation}), {dropped} dropped because no response token is left"
-        )
-        logger.warning("%s; %s", message, details)
+    outcome = f"truncated (data.truncation={config.truncation}), {dropped} dropped because no response token is left"
+    outcome = "" if config.truncation == "error" or dropped == len(rows) else outcome
+    fix = "raise data.max_length, or truncate them with data.truncation=left|right"
+    report_overlong(overlong, len(rows), f"data.max_length={config.max_length}", key=key, outcome=outcome, fix=fix)
     return dataset
 
 
 def _tokenize_chats(
-    rows: Rows, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
+    rows: Rows, chats: list[list[Message]], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
 ) -> Iterator[Conversation | None]:
     """Locate each response by rendering the conversation up to its beginning and up to its end."""
-    parsed = [_chat(row, config, faults) for row in rows]
-    faults.close()
-    chats = [chat for chat in parsed if chat is not None]
     turns = [[i for i, message in enumerate(chat) if message["role"] == "assistant"] for chat in chats]
     arguments = config.apply_chat_template_kwargs
     before = [chat[:i] for chat, places in zip(chats, turns, strict=True) for i in places]
@@ -120,39 +105,24 @@ def _tokenize_chats(
     for row, places in zip(rows, turns, strict=True):
         starts, ends = list(islice(opened, len(places))), list(islice(closed, len(places)))
         error = next((item for item in starts + ends if isinstance(item, TemplateError)), None)
-        if error is not None:
-            faults.add(row.place, f"the chat template rejects it: {error}")
-            yield None
-        elif any(prefix != ends[-1][: len(prefix)] for prefix in starts + ends):
-            faults.add(row.place, BROKEN_PREFIX)
-            yield None
-        else:
-            yield _with_loss_mask(starts, ends, tokenizer, special)
-
-
-def _with_loss_mask(
-    starts: list[list[int]], ends: list[list[int]], tokenizer: PreTrainedTokenizerBase, special: set[int]
-) -> Conversation:
-    """Return the full conversation (`ends[-1]`) with a loss mask from the end of each start to its end."""
-    ids = ends[-1]
-    loss_mask = [0] * len(ids)
-    for start, end in zip(starts, ends, strict=True):
-        first, stop = len(start), len(end)
-        after_special = max((i + 1 for i in range(first, stop) if ids[i] in special), default=stop)
-        # The model does not generate the line break that a template adds after the end of a turn.
-        if not tokenizer.decode(ids[after_special:stop]).strip():
-            stop = after_special
-        loss_mask[first:stop] = [1] * (stop - first)
-    return Conversation(ids, loss_mask)
+        if error is not None or any(prefix != ends[-1][: len(prefix)] for prefix in starts + ends):
+            yield faults.add(row.place, f"the chat template rejects it: {error}" if error else BROKEN_PREFIX)
+            continue
+        ids, loss_mask = ends[-1], [0] * len(ends[-1])
+        for start, end in zip(starts, ends, strict=True):
+            first, stop = len(start), len(end)
+            after_special = max((i + 1 for i in range(first, stop) if ids[i] in special), default=stop)
+            # The model does not generate the line break that a template adds after the end of a turn.
+            if not tokenizer.decode(ids[after_special:stop]).strip():
+                stop = after_special
+            loss_mask[first:stop] = [1] * (stop - first)
+        yield Conversation(ids, loss_mask)
 
 
 def _tokenize_texts(
-    rows: Rows, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
-) -> Iterator[Conversation | None]:
+    _: Rows, pairs: list[tuple[str, str]], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
+) -> Iterator[Conversation]:
     """Without a chat template: the prompt as it is, the response, and the end-of-sequence token."""
-    parsed = [_texts(row, config, faults) for row in rows]
-    faults.close()
-    pairs = [pair for pair in parsed if pair is not None]
     prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
     responses = encode(tokenizer, [response for _, response in pairs], add_special_tokens=False)
     for prompt, response in zip(prompts, responses, strict=True):
@@ -169,11 +139,8 @@ def _chat(row: Row, config: SFTDataConfig, faults: Faults) -> list[Message] | No
         chat = as_messages(values[config.messages_key])
         if chat is not None and chat[-1]["role"] == "assistant":
             return chat
-        return faults.add(
-            row.place,
-            f"data.messages_key={config.messages_key} must hold chat messages ([{{role, content}}, "
-            "...]), the last of them from the assistant",
-        )
+        needed = f"data.messages_key={config.messages_key} must hold chat messages ([{{role, content}}, ...]), "
+        return faults.add(row.place, f"{needed}the last of them from the assistant")
     prompt, response = values.get(config.prompt_key), values.get(config.response_key)
     chat = as_messages(as_chat(prompt))
     if chat and isinstance(response, str):

@@ -1,28 +1,31 @@
-"""Prompts for reinforcement learning: rows -> token ids, and the columns that the reward needs.
+"""Prompts for reinforcement learning: rows of files or of a custom dataset class (data.custom_cls, constructed as in
+verl) -> token ids, and the columns that the reward needs.
 
 Knows neither models nor scorers; the order of the prompts is in order.py.
 """
 
 import difflib
+import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.config.compose import as_section
+from hybridrl.config.custom_code import load_class, where
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.chat import Message, TokenRows, as_chat, as_messages, encode, multimodal_fault, render, truncate
-from hybridrl.data.custom_dataset import custom_rows
-from hybridrl.data.rows import Faults, Row, Rows, describe_overlong, load_rows, with_progress
+from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
+from hybridrl.data.tokenizer import Message, TokenRows, as_chat, as_messages, encode, multimodal_fault, render, truncate
 
 logger = logging.getLogger(__name__)
 
+CUSTOM = "data.custom_cls.path"
 # A row needs no data_source if the reward function is custom; there is no built-in scorer for this name.
 UNKNOWN_SOURCE = "unknown"
 PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
@@ -65,10 +68,6 @@ class PromptDataset(Sequence[Prompt]):
         return replace(prompt, ids=self.ids[index])
 
     @property
-    def lengths(self) -> np.ndarray:  # [prompts], tokens
-        return self.ids.lengths
-
-    @property
     def largest_id(self) -> int:
         return self.ids.largest
 
@@ -89,16 +88,23 @@ def load_prompts(
     custom class. A prompt beyond `config.max_prompt_length` is dropped, truncated or rejected as configured. Raises
     ConfigError that lists all bad rows together.
     """
-    faults, selection = Faults(key), {"max_samples": max_samples, "shuffle": shuffle, "seed": config.seed or 0}
+    faults, selection = Faults(key), {"shuffle": shuffle, "seed": config.seed or 0}
     if config.custom_cls.path:
-        rows = custom_rows(config, files, tokenizer, faults, custom_keys=custom_keys or {}, **selection)
+        section = as_section(asdict(config) | (custom_keys or {}))
+        arguments = {"data_files": files, "tokenizer": tokenizer, "processor": None, "config": section}
+        rows = _custom_rows(config, arguments | {"max_samples": max_samples}, faults).sample(max_samples, **selection)
     else:
-        rows = load_rows(files, faults, key=key, **selection)
+        rows = load_rows(files, faults, key=key, max_samples=max_samples, **selection)
     sources = _check(rows, config, faults, key, has_template=bool(tokenizer.chat_template))
 
+    prompts = (prompt.messages for row in rows if isinstance(prompt := _parse(row, config), Prompt))
+    if tokenizer.chat_template:
+        options = config.apply_chat_template_kwargs
+        tokenized = render(tokenizer, map(as_chat, prompts), options, add_generation_prompt=True)
+    else:
+        tokenized = encode(tokenizer, prompts)
     kept, ids, overlong = [], TokenRows(), []
-    tokenized = zip(rows, _tokenize(rows, config, tokenizer), strict=True)
-    for number, (row, tokens) in enumerate(with_progress(tokenized, len(rows))):
+    for index, (row, tokens) in enumerate(with_progress(zip(rows, tokenized, strict=True), len(rows))):
         if isinstance(tokens, TemplateError):
             faults.add(row.place, f"the chat template rejects it: {tokens}")
             continue
@@ -107,12 +113,17 @@ def load_prompts(
             if config.filter_overlong_prompts or config.truncation == "error":
                 continue
             tokens = truncate(tokens, config.max_prompt_length, config.truncation)
-        kept.append(number)
+        kept.append(index)
         ids.append(tokens)
     faults.close()
-    if overlong:
-        _report_overlong(overlong, len(rows), config, key)
-    return PromptDataset(Rows(rows.packed, rows.numbers[kept]), ids, config, sources, len(overlong))
+    outcome = f"truncated (data.truncation={config.truncation})" if config.truncation != "error" else ""
+    if config.filter_overlong_prompts:
+        outcome = "dropped" if kept else ""
+    limit = f"data.max_prompt_length={config.max_prompt_length}"
+    fix = "raise data.max_prompt_length, drop them with data.filter_overlong_prompts=true or truncate them with "
+    fix += "data.truncation=left|right|middle"
+    report_overlong(overlong, len(rows), limit, key=key, outcome=outcome, fix=fix)
+    return PromptDataset(rows.of(kept), ids, config, sources, len(overlong))
 
 
 def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, *, has_template: bool) -> set[str]:
@@ -146,7 +157,13 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     form, values = to_verl_format(row.values, config.reward_fn_key)
     prompt = values.get(config.prompt_key if form != AREAL else "prompt")
     messages = prompt if isinstance(prompt, str) else as_messages(prompt)
-    faults = [] if messages else [_missing_prompt(row.values, config.prompt_key)]
+    faults = []
+    if not messages:
+        key, names = config.prompt_key, row.values
+        near = difflib.get_close_matches(key, names, n=1) or [name for name in PROMPT_NAMES if name in names]
+        hint = f"; set data.prompt_key={near[0]}?" if near and key not in names else ""
+        needed = f"no prompt: data.prompt_key={key} must hold chat messages ([{{role, content}}, ...]) or a text; "
+        faults.append(f"{needed}the row has {', '.join(names) or 'no columns'}{hint}")
     reward = values.get("reward_model")
     ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
     if ground_truth is None:
@@ -161,15 +178,6 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     source = values.get(config.reward_fn_key)
     data_source = UNKNOWN_SOURCE if source is None else str(source)
     return Prompt(row.number, [], messages, data_source, ground_truth, extra_info)
-
-
-def _missing_prompt(values: dict[str, Any], key: str) -> str:
-    near = difflib.get_close_matches(key, values, n=1) or [name for name in PROMPT_NAMES if name in values]
-    hint = f"; set data.prompt_key={near[0]}?" if near and key not in values else ""
-    return (
-        f"no prompt: data.prompt_key={key} must hold chat messages ([{{role, content}}, ...]) or a text; "
-        f"the row has {', '.join(values) or 'no columns'}{hint}"
-    )
 
 
 def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[str, Any]]:
@@ -202,21 +210,41 @@ def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[s
     }
 
 
-def _tokenize(
-    rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[list[int] | TemplateError]:
-    prompts = (prompt.messages for row in rows if isinstance(prompt := _parse(row, config), Prompt))
-    if not tokenizer.chat_template:
-        return encode(tokenizer, prompts)
-    return render(tokenizer, map(as_chat, prompts), config.apply_chat_template_kwargs, add_generation_prompt=True)
+def _custom_rows(config: DataConfig, arguments: dict[str, Any], faults: Faults) -> Rows:
+    """Read every item of the dataset once, each a mapping of the columns that a file would have.
+
+    The class gets those of the arguments that it accepts.
+    """
+    path, name = str(config.custom_cls.path), str(config.custom_cls.name)
+    setting, dataset = f"{CUSTOM}={path}", construct(load_class(path, name, CUSTOM), arguments, CUSTOM, path)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigError(f"{setting}: {name} has no __len__ and __getitem__", fix="rows are read by index: add both")
+    rows = Rows()
+    for number in with_progress(range(len(dataset)), len(dataset), "reading"):
+        try:
+            values = dataset[number]
+        except Exception as error:  # custom code can raise anything
+            raise ConfigError(f"{setting}: {name}[{number}] fails: {where(error, path)}") from error
+        if not isinstance(values, Mapping):
+            faults.add(f"{name}, row {number}", f"a {type(values).__name__}, not a mapping of columns")
+            continue
+        columns = dict(values)
+        if config.prompt_key not in columns and "raw_prompt" in columns:  # the name in verl's own dataset class
+            columns[config.prompt_key] = columns["raw_prompt"]
+        rows.append(f"{name}, row {number}", columns)
+    if not rows:
+        faults.close()
+        raise ConfigError(f"{setting}: {name} has no rows")
+    return rows
 
 
-def _report_overlong(overlong: list[tuple[int, str]], count: int, config: DataConfig, key: str) -> None:
-    message = f"{key}: {describe_overlong(overlong, count, f'data.max_prompt_length={config.max_prompt_length}')}"
-    if config.filter_overlong_prompts and len(overlong) < count:
-        logger.warning("%s; dropped", message)
-    elif not config.filter_overlong_prompts and config.truncation != "error":
-        logger.warning("%s; truncated (data.truncation=%s)", message, config.truncation)
-    else:
-        fix = "raise data.max_prompt_length, drop them with data.filter_overlong_prompts=true or truncate them with "
-        raise ConfigError(message, fix=fix + "data.truncation=left|right|middle")
+def construct(cls: type, arguments: dict[str, Any], key: str, path: str) -> Any:
+    """Create an instance with those of the arguments that the class accepts; ConfigError names the failing line."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+        accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        names = {parameter.name for parameter in parameters}
+        return cls(**{name: value for name, value in arguments.items() if accepts_all or name in names})
+    except Exception as error:  # custom code can raise anything
+        call = f"{cls.__name__}({', '.join(arguments)})"
+        raise ConfigError(f"{key}={path}: {call} fails: {where(error, path)}") from error

@@ -1,15 +1,21 @@
-"""Rows of files as plain Python values. Does not know the meaning of columns.
+"""Entries of data.train_files -> files on this machine -> rows as plain Python values. Knows no meaning of columns.
+
+Directories and Hugging Face datasets are resolved by the library `datasets`: splits by file names or by the README, the
+files that `save_to_disk` wrote, the hub's cache. It is slow to import and therefore imported only for these.
 
 JSON is read by the standard library on purpose: a reader that builds columns gives every row the fields of
 all others, and turns the text "1" into the number 1 if another row of the column holds a list.
 """
 
+import difflib
+import functools
 import gzip
 import json
+import logging
 import pickle
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,17 +26,22 @@ import pyarrow.ipc
 import pyarrow.parquet
 from rich.progress import track
 
+from hybridrl.config.files import WRITTEN, DatasetName, is_row_file, matches, parse_dataset_name
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.files import row_files
+from hybridrl.config.schema import DataConfig
 
 T = TypeVar("T")
 
+TRAINING = "data.train_files"
+SAVED = ("dataset_info.json", "dataset_dict.json")  # save_to_disk writes one of these
 SHOWN_FAULTS = 5
 MAX_FAULTS = 1000
 PROGRESS_BAR_ROWS = 20_000  # from this number of rows on, a progress bar is shown
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PLACE = re.compile(r"(.*?(?:line|row)) (\d+): ")
 BATCH = 1000  # rows of a columnar file converted to Python values at a time
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,50 +55,33 @@ class Row:
     entry: int = 0
 
 
-class PackedRows:
-    """Rows serialized into one byte array; as Python values they take several times the memory."""
-
-    def __init__(self) -> None:
-        self._bytes, self._ends = bytearray(), array("q", [0])
-        self._places: list[str] = []
-        self._place_of, self._line_of = array("i"), array("q")
-        self.entry_of = array("i")
-
-    def append(self, values: dict[str, Any], place: str, line: int, entry: int) -> None:
-        """Add a row; `place` and `line` together locate it: "train.jsonl, line" and 3."""
-        self._bytes += pickle.dumps(values, protocol=pickle.HIGHEST_PROTOCOL)
-        self._ends.append(len(self._bytes))
-        if not self._places or self._places[-1] != place:
-            self._places.append(place)
-        self._place_of.append(len(self._places) - 1)
-        self._line_of.append(line)
-        self.entry_of.append(entry)
-
-    def __len__(self) -> int:
-        return len(self._line_of)
-
-    def row(self, number: int) -> Row:
-        values = pickle.loads(memoryview(self._bytes)[self._ends[number] : self._ends[number + 1]])
-        place = f"{self._places[self._place_of[number]]} {self._line_of[number]}"
-        return Row(number, place, values, self.entry_of[number])
-
-
-@dataclass(frozen=True)
 class Rows(Sequence[Row]):
-    """A selection of packed rows, each converted to Python values on access."""
+    """Rows, each serialized until it is read: as Python values they take several times the memory."""
 
-    packed: PackedRows
-    numbers: np.ndarray  # [rows]
+    def __init__(self, packed: Iterable[bytes] = ()) -> None:
+        self._packed = list(packed)
+
+    def append(self, place: str, values: dict[str, Any], entry: int = 0) -> None:
+        row = len(self._packed), place, values, entry
+        self._packed.append(pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL))
 
     def __len__(self) -> int:
-        return len(self.numbers)
-
-    @property
-    def entries(self) -> np.ndarray:  # [rows], the index of each row's entry in the list of files
-        return np.array(self.packed.entry_of)[self.numbers]
+        return len(self._packed)
 
     def __getitem__(self, index: int) -> Row:
-        return self.packed.row(int(self.numbers[index]))
+        return Row(*pickle.loads(self._packed[index]))
+
+    def of(self, indices: Iterable[int]) -> "Rows":
+        """Return some of the rows; they are shared."""
+        return Rows(self._packed[index] for index in indices)
+
+    def sample(self, count: int, *, shuffle: bool, seed: int) -> "Rows":
+        """Return `count` rows, the first or in a seeded random order; all if it is below 1."""
+        indices = np.arange(len(self))
+        if shuffle:
+            # The spawn key separates this permutation from those of the epochs (order.py).
+            indices = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,))).permutation(len(self))
+        return self.of(indices[:count] if count > 0 else indices)
 
 
 class Faults:
@@ -104,19 +98,18 @@ class Faults:
 
     def close(self) -> None:
         """Raise ConfigError if any fault was added."""
+
+        def position(line: str) -> tuple[str, int]:  # file and line: rows may be checked in a shuffled order
+            place = PLACE.match(line)
+            return (place[1], int(place[2])) if place else (line, 0)
+
         if not self._lines:
             return
         count, more = len(self._lines), len(self._lines) - SHOWN_FAULTS
         lines = [f"{self._key}: {count}{' or more' * (count == MAX_FAULTS)} bad row{'s' * (count > 1)}"]
-        lines += sorted(self._lines, key=_file_position)[:SHOWN_FAULTS]
+        lines += sorted(self._lines, key=position)[:SHOWN_FAULTS]
         lines += [f"... and {more} more"] if more > 0 else []
         raise ConfigError("\n  ".join(lines))
-
-
-def _file_position(line: str) -> tuple[str, int]:
-    """A fault's file and line number, to sort by: rows may be checked in a shuffled order."""
-    place = PLACE.match(line)
-    return (place[1], int(place[2])) if place else (line, 0)
 
 
 def load_rows(entries: list[str], faults: Faults, *, key: str, max_samples: int, shuffle: bool, seed: int) -> Rows:
@@ -126,37 +119,34 @@ def load_rows(entries: list[str], faults: Faults, *, key: str, max_samples: int,
     setting of the files (data.train_files, data.val_files). Raises ConfigError if there are no rows, and for a file
     that is missing, of an unknown type or unreadable.
     """
-    rows = PackedRows()
+    rows = Rows()
     for entry, files in enumerate(row_files(entries, key)):
-        for file in files:
-            for place, line, values in _read(file, faults, key):
-                if isinstance(values, dict):
-                    rows.append(values, place, line, entry)
-                else:
-                    faults.add(f"{place} {line}", "not an object of columns ({...})")
+        for place, values in (row for file in files for row in _read(file, faults, key)):
+            if isinstance(values, dict):
+                rows.append(place, values, entry)
+            else:
+                faults.add(place, "not an object of columns ({...})")
     if not rows:
         faults.close()
         raise ConfigError(f"{key}={','.join(entries)}: there are no rows", fix="name a file that holds some")
-    return select(rows, max_samples, shuffle=shuffle, seed=seed)
+    return rows.sample(max_samples, shuffle=shuffle, seed=seed)
 
 
-def select(rows: PackedRows, max_samples: int, *, shuffle: bool, seed: int) -> Rows:
-    """Select `max_samples` rows, or all if that is below 1."""
-    numbers = np.arange(len(rows))
-    if shuffle:
-        # The spawn key separates this permutation from those of the epochs (order.py).
-        numbers = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,))).permutation(len(rows))
-    return Rows(rows, numbers[:max_samples] if max_samples > 0 else numbers)
-
-
-def describe_overlong(overlong: list[tuple[int, str]], count: int, limit: str) -> str:
-    """Describe which of `count` rows exceed `limit` ("data.max_length=1024"), given their lengths and places."""
+def report_overlong(
+    overlong: list[tuple[int, str]], count: int, limit: str, *, key: str, outcome: str, fix: str
+) -> None:
+    """Log which of `count` rows exceed `limit` ("data.max_length=1024"), given their lengths and places, and what
+    became of them; ConfigError with `fix` if that is empty."""
+    if not overlong:
+        return
     length, first = overlong[0]
-    longest = max(length for length, _ in overlong)
-    return (
-        f"{len(overlong)} of {count} rows are longer than {limit}; "
-        f"the first is {first} with {length} tokens, the longest has {longest}"
+    message = (
+        f"{key}: {len(overlong)} of {count} rows are longer than {limit}; "
+        f"the first is {first} with {length} tokens, the longest has {max(overlong)[0]}"
     )
+    if not outcome:
+        raise ConfigError(message, fix=fix)
+    logger.warning("%s; %s", message, outcome)
 
 
 def with_progress(items: Iterable[T], count: int, description: str = "tokenizing") -> Iterator[T]:
@@ -164,39 +154,36 @@ def with_progress(items: Iterable[T], count: int, description: str = "tokenizing
     yield from track(items, description, total=count, disable=count <= PROGRESS_BAR_ROWS, transient=True)
 
 
-def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, int, Any]]:
-    """Yield every row as its place, its number there and its values."""
+def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield every row as its place and its values."""
     try:
         if ".json" in (suffix.lower() for suffix in path.suffixes[-2:]) or ".jsonl" in path.name.lower():
             yield from _read_json(path, faults)
         else:
-            rows = (values for batch in _batches(path) for values in batch.to_pylist(maps_as_pydicts="strict"))
-            for number, values in enumerate(rows, 1):
-                yield f"{path}, row", number, values
+            with ExitStack() as stack:  # memory-mapped instead of read at once
+                if path.suffix.lower() == ".arrow":
+                    mapped = stack.enter_context(pyarrow.memory_map(str(path)))
+                    batches = stack.enter_context(pyarrow.ipc.open_stream(mapped))
+                else:
+                    file = stack.enter_context(pyarrow.parquet.ParquetFile(path, memory_map=True))
+                    batches = file.iter_batches(BATCH)
+                rows = (values for batch in batches for values in batch.to_pylist(maps_as_pydicts="strict"))
+                for number, values in enumerate(rows, 1):
+                    yield f"{path}, row {number}", values
     except ConfigError:  # a ValueError too, raised by too many faults
         raise
     except (pyarrow.ArrowException, OSError, EOFError, ValueError, RecursionError) as error:
         raise ConfigError(f"{key}={path}: not a readable {path.suffix} file ({error})", fix="write it again") from error
 
 
-def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the batches of a columnar file, which is memory-mapped instead of read at once."""
-    if path.suffix.lower() == ".arrow":
-        with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
-            yield from stream
-        return
-    with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
-        yield from file.iter_batches(BATCH)
-
-
-def _read_json(path: Path, faults: Faults) -> Iterator[tuple[str, int, Any]]:
+def _read_json(path: Path, faults: Faults) -> Iterator[tuple[str, Any]]:
     """Read one object per line, or one list of objects; both occur under both suffixes. Lines end with a line feed
     only, since JSON strings may hold the other line ends of Unicode."""
     with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
         if file.read(1024).lstrip(BYTE_ORDER_MARK + b" \t\r\n").startswith(b"["):
             file.seek(0)
             for number, values in enumerate(_parse(file.read().removeprefix(BYTE_ORDER_MARK)), 1):
-                yield f"{path}, row", number, values
+                yield f"{path}, row {number}", values
             return
         file.seek(0)
         for number, line in enumerate(file, 1):
@@ -205,7 +192,7 @@ def _read_json(path: Path, faults: Faults) -> Iterator[tuple[str, int, Any]]:
                 return faults.add(place, "an object over several lines; write one object per line, or a list of them")
             try:
                 if line.strip():
-                    yield f"{path}, line", number, _parse(line.removeprefix(BYTE_ORDER_MARK))
+                    yield place, _parse(line.removeprefix(BYTE_ORDER_MARK))
             except json.JSONDecodeError as error:
                 faults.add(place, f"not JSON ({error.msg} at column {error.colno})")
             except UnicodeDecodeError as error:
@@ -223,3 +210,110 @@ def _parse(text: bytes) -> Any:
             code = ord(error.object[error.start])
             raise ValueError(f"half a character: the surrogate \\u{code:x} is unpaired") from error
     return values
+
+
+# -- entries -> files -------------------------------------------------------------------------------------------------
+
+
+def row_files(entries: Iterable[str], key: str = TRAINING) -> list[list[Path]]:
+    """Return the files of each entry. Raises ConfigError for an entry without files, or with an ambiguous split."""
+    return [_files_of(entry, key) for entry in entries]
+
+
+def fingerprinted_files(data: DataConfig) -> list[Path]:
+    """Return the files that determine which rows a run draws: row files and the files of custom classes."""
+    custom = [path.removeprefix("file://") for path in (data.custom_cls.path, data.sampler.class_path) if path]
+    if data.custom_cls.path:
+        files = [Path(entry) for entry in data.train_files]
+    else:
+        files = [file for files in row_files(data.train_files) for file in files]
+    return [file for file in [*files, *map(Path, custom)] if file.expanduser().is_file()]
+
+
+def _files_of(entry: str, key: str) -> list[Path]:
+    path, named = Path(entry).expanduser(), parse_dataset_name(entry)
+    directory = Path(named.name).expanduser()
+    if path.is_file():
+        return _checked([path], key)
+    if files := matches(str(path)):
+        return _checked(map(Path, files), key)
+    if directory.is_dir():
+        return _checked(_files_of_directory(directory, named, key), key)
+    if named.name.count("/") == 1 and not is_row_file(path) and not path.is_absolute():
+        return files_of_hub(named, key)
+    if path.suffix:
+        _checked([path], key)
+    names = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    raise ConfigError(f"{key}={entry}: there is no such file", fix=f"did you mean {near[0]}?" if near else "")
+
+
+def _checked(files: Iterable[Path], key: str) -> list[Path]:
+    files = list(files)
+    for file in files:
+        if not is_row_file(file):
+            cause = f"{key}={file}: files of rows end in {', '.join(WRITTEN)}"
+            raise ConfigError(cause, fix="convert it to one of these")
+    return files
+
+
+def _files_of_directory(directory: Path, named: DatasetName, key: str) -> list[Path]:
+    """Return the files of the named split in a directory. Raises ConfigError."""
+    import datasets
+
+    with _library_errors(f"{key}={directory}: not a directory of rows"):
+        if any((directory / name).is_file() for name in SAVED):
+            saved = datasets.load_from_disk(str(directory))
+            tables = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+            return _cached(tables[_split(tables, named, key)])
+        builder = datasets.load_dataset_builder(str(directory), named.configuration)
+        splits = {str(split): [*map(Path, files)] for split, files in (builder.config.data_files or {}).items()}
+        # The library reads only one type of the files in a directory.
+        read = {file.suffix for files in splits.values() for file in files}
+        skipped = {file.suffix for file in directory.rglob("*") if is_row_file(file)} - read
+        if skipped - {".json"}:  # JSON files are often not rows
+            logger.warning("%s=%s: files that end in %s are not read", key, directory, ", ".join(sorted(skipped)))
+        return splits[_split(splits, named, key)]
+
+
+@functools.cache  # an unreachable hub takes half a minute to fail
+def files_of_hub(named: DatasetName, key: str) -> list[Path]:
+    """Return the cached files of a hub dataset, which is downloaded if needed. Raises ConfigError."""
+    import datasets
+
+    with _library_errors(f"{key}={named.name}: neither a file here nor a dataset that can be loaded from the hub"):
+        builder = datasets.load_dataset_builder(named.name, named.configuration)
+        split = _split(map(str, builder.info.splits or builder.config.data_files or {}), named, key)
+        return _cached(datasets.load_dataset(named.name, named.configuration, split=split))
+
+
+@contextmanager
+def _library_errors(cause: str) -> Iterator[None]:
+    """Turn an exception of the library `datasets` into a ConfigError with its reason."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f"{cause} ({reason})", fix="name files") from error
+
+
+def _cached(table: Any) -> list[Path]:
+    return [Path(file["filename"]) for file in table.cache_files]
+
+
+def _split(splits: Iterable[str], named: DatasetName, key: str) -> str:
+    """Return the named split; if none is named, the only one, or for training the one called train."""
+    names = list(splits)
+    if named.split in names:
+        return named.split
+    if named.split is None and len(names) == 1:
+        return names[0]
+    if named.split is None and key == TRAINING and "train" in names:
+        return "train"
+    cause = "has several splits" if named.split is None else f"has no split {named.split}"
+    choices = ", ".join(f"{named.name}:{name}" for name in names) or "none"
+    raise ConfigError(f"{key}={named.name}: {cause}", fix=f"name one: {choices}")

@@ -1,14 +1,23 @@
-"""Loading the tokenizer. Knows nothing about rows."""
+"""The tokenizer: loading it, chat messages and texts -> token ids, and compact storage of these. Knows no rows."""
 
 import logging
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError
 
+Message = dict[str, Any]
+
+CHUNK = 1000  # rows per call of the tokenizer: enough for its threads, few enough for memory
+MEDIA = ("images", "videos", "audios")  # verl's columns for content that is not text
 # Templates by name, for models that have none; these are the turn tokens of most other models.
 TEMPLATES = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -34,9 +43,22 @@ def load_tokenizer(
     key = "data.tokenizer" if tokenizer_path else model_key
     path = Path(tokenizer_path or resolve_model(model_path)).expanduser()
     tokenizer = _read(path, key, trust_remote_code)
-    if custom_chat_template:
-        template_key = f"{model_key.rpartition('.')[0]}.custom_chat_template={custom_chat_template}"
-        _set_template(tokenizer, custom_chat_template, template_key)
+    if template := custom_chat_template:  # Jinja text, a file, or a name of the tokenizer's templates or of TEMPLATES
+        template_key = f"{model_key.rpartition('.')[0]}.custom_chat_template={template}"
+        known = TEMPLATES | (tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {})
+        if "{" in template or template in known:
+            tokenizer.chat_template = known.get(template, template)
+        elif (file := Path(template).expanduser()).is_file():
+            tokenizer.chat_template = file.read_text(encoding="utf-8")
+        else:
+            raise ConfigError(f"{template_key}: neither a file nor Jinja text nor one of the names {', '.join(known)}")
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            cause = f"{template_key[:80]}: line {error.lineno} of the template is not Jinja: {error.message}"
+            raise ConfigError(cause) from error
+        except TemplateError:
+            pass  # it may require more than this conversation has; the rows decide
     if tokenizer.eos_token_id is None:
         cause = f"{key}={path}: the tokenizer has no end-of-sequence token"
         raise ConfigError(cause, fix="set eos_token in its tokenizer_config.json")
@@ -64,18 +86,109 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def _set_template(tokenizer: PreTrainedTokenizerBase, template: str, key: str) -> None:
-    """Set the chat template: Jinja text, a file, or a name from the tokenizer's templates or from TEMPLATES."""
-    known = TEMPLATES | (tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {})
-    if "{" in template or template in known:
-        tokenizer.chat_template = known.get(template, template)
-    elif (file := Path(template).expanduser()).is_file():
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
-    else:
-        raise ConfigError(f"{key}: neither a file nor Jinja text nor one of the names {', '.join(known)}")
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"{key[:80]}: line {error.lineno} of the template is not Jinja: {error.message}") from error
-    except TemplateError:
-        return  # it may require more than this conversation has; the rows decide
+def as_messages(value: Any) -> list[Message] | None:
+    """Return the value as chat messages without the null fields that parquet adds, or None if it is not a chat."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(value, list) or not value:
+        return None
+    for item in value:
+        if not isinstance(item, dict) or not item.get("role") or not isinstance(item.get("content"), str | list):
+            return None
+    return [{name: field for name, field in item.items() if field is not None} for item in value]
+
+
+def as_chat(prompt: list[Message] | str) -> list[Message]:
+    """Return the prompt as chat messages; a plain text becomes one user message."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def multimodal_fault(values: dict[str, Any], messages: Any) -> str:
+    """Describe the content of a row that is not text, or return "" if there is none.
+
+    This is a non-empty column of images, videos or audios, or a message part of such a type. The characters "<image>"
+    alone are text, as in verl, which replaces them only if such a column is non-empty.
+    """
+    filled = {name: value for name in MEDIA if (value := values.get(name)) is not None}
+    content = [f"the column {name}" for name, value in filled.items() if not hasattr(value, "__len__") or len(value)]
+    contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
+    parts = [part for parts in contents if isinstance(parts, list) for part in parts if isinstance(part, dict)]
+    kinds = sorted({str(part.get("type")) for part in parts})
+    content += [f"a part of type {kind}" for kind in kinds if any(name[:-1] in kind for name in MEDIA)]
+    return f"more than text: {', '.join(content)}; leave such rows out: only text is supported" if content else ""
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Iterable[list[Message]],
+    arguments: dict[str, Any],
+    *,
+    add_generation_prompt: bool,
+) -> Iterator[list[int] | TemplateError]:
+    """Yield the token ids of each conversation, or the template's error for it."""
+
+    def apply(chats: Any) -> Any:
+        options = {"add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": False}
+        return tokenizer.apply_chat_template(chats, **options, **arguments)
+
+    def apply_alone(chat: list[Message]) -> list[int] | TemplateError:
+        try:
+            return apply(chat)
+        except TemplateError as error:
+            return error
+
+    for chunk in _chunks(chats):
+        try:
+            rendered = apply(chunk)
+        except TemplateError:
+            rendered = map(apply_alone, chunk)
+        yield from rendered
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, add_special_tokens: bool = True
+) -> Iterator[list[int]]:
+    """Yield the token ids of plain texts; special tokens are those that the tokenizer adds, such as a leading bos."""
+    for chunk in _chunks(texts):
+        yield from tokenizer(chunk, add_special_tokens=add_special_tokens)["input_ids"]
+
+
+def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while chunk := list(islice(rest, CHUNK)):
+        yield chunk
+
+
+class TokenRows:
+    """Rows of token ids, concatenated in one array; lists of Python integers take about nine times the memory."""
+
+    def __init__(self) -> None:
+        self._values = array("i")
+        self._ends = array("q", [0])
+
+    def append(self, row: Sequence[int]) -> None:
+        self._values.extend(row)
+        self._ends.append(len(self._values))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        index = range(len(self))[index]
+        return self._values[self._ends[index] : self._ends[index + 1]].tolist()
+
+    @property
+    def largest(self) -> int:
+        """The largest id of all rows; -1 if there are no tokens."""
+        return max(self._values, default=-1)
+
+    @property
+    def lengths(self) -> np.ndarray:  # [rows], int64
+        return np.diff(np.array(self._ends))
+
+
+def truncate(row: list[int], limit: int, side: str) -> list[int]:
+    """Cut the row to `limit` tokens by removing tokens on the left, on the right or in the middle."""
+    if len(row) <= limit:
+        return row
+    kept_left = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    return row[:kept_left] + row[len(row) - (limit - kept_left) :]

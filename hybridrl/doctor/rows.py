@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
-from hybridrl.data.chat import as_chat
 from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.data.tokenizer import as_chat
 from hybridrl.runs.ppo import end_tokens
 
 SAMPLE = 50_000  # prompts that are checked one by one; of a larger set as many, evenly spaced
@@ -84,7 +84,7 @@ def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findi
 
 
 def _report_lengths(prompts: PromptDataset, key: str, limit: int, findings: Findings) -> None:
-    values = np.percentile(prompts.lengths, PERCENTILES, method="higher").astype(int)
+    values = np.percentile(prompts.ids.lengths, PERCENTILES, method="higher").astype(int)
     lengths = ", ".join(f"{rank}% up to {value}" for rank, value in zip(PERCENTILES, values, strict=True))
     summary = f"{key}: {len(prompts)} prompts, in tokens {lengths} (data.max_prompt_length={limit})"
     findings.info("data.lengths", summary, keys=key)

@@ -37,7 +37,7 @@ VICTIMS = {
     "a train worker": "ray::TrainWorker",
     "a rollout server": "ray::RolloutServer",
     "an engine": "EngineCore",
-    "a scorer": "hybridrl.rewards.worker",
+    "a scorer": "hybridrl.rewards.process",
     "everything": "",
 }
 # Metrics of clocks, memory and lost engines, which may differ.

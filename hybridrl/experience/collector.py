@@ -12,8 +12,7 @@ from hybridrl.data.prompts import PromptDataset
 from hybridrl.experience.batching import PromptGroup, group_by_prompt, to_batch
 from hybridrl.experience.dynamic_sampling import Draws, GroupFilter
 from hybridrl.experience.episodes import Episode, EpisodeRunner
-from hybridrl.rewards.postprocess import FaultGuard
-from hybridrl.rewards.score import Score, component_means
+from hybridrl.rewards.score import FaultGuard, Score, component_means
 from hybridrl.rollout import Sampling
 
 
@@ -104,7 +103,7 @@ class SynchronousExperience:
             scores += greedy_scores
         self.engine.to_training()
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
-        reported = draws.metrics() | self.guard.check(scores).metrics() | component_means(scores)
+        reported = draws.metrics() | self.guard.check(scores) | component_means(scores)
         if self.mask_truncated:
             if batch.truncated.all():
                 raise NothingToLearnFrom(

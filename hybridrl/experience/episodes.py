@@ -14,8 +14,7 @@ import numpy as np
 
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.postprocess import Shaping
-from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.rewards.score import Score, ScoringRequest, Shaping
 from hybridrl.rollout import Completion, Request, RolloutClient, Sampling, request_seed
 
 

@@ -4,25 +4,25 @@ The actors take no CPU from Ray's accounting. Limits and faults are those of `pr
 """
 
 import contextlib
+import functools
 import gc
 import os
 import pickle
 import socket
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.cluster import RaySession, gather, kill, spawn
+from hybridrl.cluster import Actor, RaySession, gather, kill, spawn
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.rewards.load import processes, seconds_between_calls
-from hybridrl.rewards.pool import CallerScorer, Scorer, ScorerPool
-from hybridrl.rewards.process import LOAD_TIMEOUT, Launch, ScoringProcess
+from hybridrl.rewards.pool import Scorer, ScorerPool
+from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScoringProcess
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runtime.guard import begin_actor
 
@@ -30,14 +30,11 @@ _RESTARTS = 3  # of an actor that dies; Ray repeats the calls that were in progr
 _STOP_TIMEOUT = 10.0
 
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
+Setup = tuple[RewardConfig, frozenset[str], LoadTokenizer, Launch, str]  # the last two: the driver's, and its host
 
 
 def open_scorer_pool(
-    session: RaySession,
-    config: RewardConfig,
-    logs: Path,
-    data_sources: Collection[str],
-    load_tokenizer: LoadTokenizer,
+    session: RaySession, config: RewardConfig, logs: Path, data_sources: Collection[str], load_tokenizer: LoadTokenizer
 ) -> ScorerPool:
     """Return a pool whose `reward.num_workers` processes are spread over the machines of the session.
 
@@ -50,9 +47,34 @@ def open_scorer_pool(
     total, machines = processes(config), len(session.groups)
     shares = [total // machines + (machine < total % machines) for machine in range(machines)]
     setup = config, frozenset(data_sources), load_tokenizer, Launch.here(), socket.gethostname()
-    actors = [_Actor(session, machine, share, logs, setup) for machine, share in enumerate(shares) if share]
-    scorers = [_RemoteScorer(actor, index) for actor in actors for index in range(actor.share)]
+    scorers: list[Scorer] = []
+    for machine, share in enumerate(shares):
+        scorers += _start_actor(session, machine, share, logs, setup) if share else []
     return ScorerPool(config, scorers=scorers, wait=False)
+
+
+def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setup: Setup) -> list["_RemoteScorer"]:
+    """Start the ScoringActor of a machine; return a scorer for each of its processes."""
+    log, reward_log = f"{logs}/scoring-{machine}.log", f"{logs}/reward{f'-{machine}' * bool(machine)}.log"
+    handle = spawn(
+        ScoringActor,
+        session,
+        machine * session.per_machine,
+        {},
+        *(log, reward_log, share, setup),
+        max_concurrency=share + 1,  # one call per process, and `stop`
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
+    )
+
+    @functools.cache  # each of the scorers is stopped
+    def stop() -> None:
+        with contextlib.suppress(Exception):  # it or Ray may be gone already
+            gather([handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
+        with contextlib.suppress(Exception):
+            kill(handle)
+
+    return [_RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
 
 
 class DecodingScorer:
@@ -70,35 +92,26 @@ class DecodingScorer:
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
         if self._takes_tokens is None:  # in an actor that Ray has restarted
             self.start()
-        encoded = [request.response_ids for request in requests if request.solution is None]
+        encoded = [one.response_ids for one in requests if one.solution is None]
         decoded = iter(self._tokenizer.batch_decode(encoded, skip_special_tokens=True) if encoded else ())
-        texts = [next(decoded) if request.solution is None else None for request in requests]
-        ready = [self._ready(request, text) for request, text in zip(requests, texts, strict=True)]
+        texts, ready = [], []
+        for one in requests:
+            texts.append(next(decoded) if one.solution is None else None)
+            text = one.solution if texts[-1] is None else texts[-1]
+            ids = one.response_ids if self._takes_tokens else None
+            ids = None if ids is None else np.asarray(ids).tolist()
+            ready.append(ScoringRequest(one.data_source, text, one.ground_truth, one.extra_info, ids))
         for text, score in zip(texts, self._scorer.score(ready), strict=True):
             yield score if text is None else replace(score, text=text)
-
-    def _ready(self, request: ScoringRequest, text: str | None) -> ScoringRequest:
-        """Return the request with its text, and with token ids only if the reward reads them."""
-        ids = list(map(int, request.response_ids)) if self._takes_tokens and request.response_ids is not None else None
-        return replace(request, solution=request.solution if text is None else text, response_ids=ids)
 
 
 class ScoringActor:
     """The Ray actor of one machine: `share` scoring processes and a tokenizer, with a thread per process."""
 
-    def __init__(
-        self,
-        log: str,
-        reward_log: str,
-        share: int,
-        config: RewardConfig,
-        data_sources: frozenset[str],
-        load_tokenizer: LoadTokenizer,
-        driver: Launch,
-        driver_host: str,
-    ) -> None:
+    def __init__(self, log: str, reward_log: str, share: int, setup: Setup) -> None:
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         begin_actor(log)
+        config, data_sources, load_tokenizer, driver, driver_host = setup
         # Rewards see what they would see as children of the driver; a further machine adds what is its own.
         if socket.gethostname() == driver_host:
             environment = driver.environment
@@ -120,12 +133,12 @@ class ScoringActor:
         except ConfigError as error:
             return str(error)
 
-    def score(self, index: int, pickled: bytes) -> bytes:
-        """Score pickled requests with one process; return the pickled scores, and why they end early if they do."""
+    def score(self, index: int, content: bytes) -> bytes:
+        """Score packed requests with one process; return the pickled scores, and why they end early if they do."""
         scores: list[Score] = []
         reason = None
         try:
-            scores.extend(self._scorers[index].score(pickle.loads(pickled)))
+            scores.extend(self._scorers[index].score(unpacked(content)))
         except ConfigError as error:
             reason = str(error)
         return pickle.dumps((scores, reason), pickle.HIGHEST_PROTOCOL)
@@ -136,55 +149,42 @@ class ScoringActor:
             scorer.stop()
 
 
-class _Actor:
-    """The driver's handle of a ScoringActor, shared by the scorers that stand for its processes."""
+def packed(requests: Sequence[ScoringRequest]) -> bytes:
+    """Return requests as bytes, which Ray passes through: its own pickling visits every dataclass in Python. Pickling
+    an array takes several times as long as the rest of its request, so that token ids become bytes first."""
+    rows = []
+    for one in requests:
+        ids = None if one.response_ids is None else np.asarray(one.response_ids, np.int32).tobytes()
+        rows.append((one.data_source, one.solution, one.ground_truth, one.extra_info, ids))
+    return pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
 
-    def __init__(self, session: RaySession, machine: int, share: int, logs: Path, setup: tuple[Any, ...]) -> None:
-        self.share, self.log, self.config = share, str(logs / f"scoring-{machine}.log"), setup[0]
-        reward_log = str(logs / (f"reward-{machine}.log" if machine else "reward.log"))
-        self.handle = spawn(
-            ScoringActor,
-            session,
-            machine * session.per_machine,
-            {},
-            *(self.log, reward_log, share, *setup),
-            max_concurrency=share + 1,  # one call per process, and `stop`
-            max_restarts=_RESTARTS,
-            max_task_retries=_RESTARTS,
-        )
-        self._lock, self._stopped = threading.Lock(), False
 
-    def stop(self) -> None:
-        with self._lock:
-            if not self._stopped:
-                self._stopped = True
-                with contextlib.suppress(Exception):  # it or Ray may be gone already
-                    gather([self.handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
-                with contextlib.suppress(Exception):
-                    kill(self.handle)
+def unpacked(content: bytes) -> list[ScoringRequest]:
+    """Return the requests of `packed`."""
+    return [
+        ScoringRequest(*fields, None if ids is None else np.frombuffer(ids, np.int32))
+        for *fields, ids in pickle.loads(content)
+    ]
 
 
 class _RemoteScorer:
-    """One process of a ScoringActor, as the pool sees it."""
+    """One process of a ScoringActor, as the pool sees it; `stop` ends the actor."""
 
-    def __init__(self, actor: _Actor, index: int) -> None:
-        self._actor, self._index = actor, index
-        self.stop = actor.stop
+    def __init__(self, handle: Actor, index: int, log: str, config: RewardConfig, stop: Callable[[], None]) -> None:
+        self._handle, self._index, self._log, self.stop = handle, index, log, stop
         # Bounds a call: the limits within the actor end it long before.
-        self._seconds = LOAD_TIMEOUT + 2 * (actor.config.timeout + seconds_between_calls(actor.config))
+        self._seconds = LOAD_TIMEOUT + 2 * (config.timeout + seconds_between_calls(config))
 
     def start(self) -> bool:
-        call = self._actor.handle.start.remote(self._index)
-        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._actor.log])
+        call = self._handle.start.remote(self._index)
+        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._log])
         if isinstance(reply, str):
             raise ConfigError(reply)
         return reply
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
-        # Ray's own pickling visits every dataclass in Python; bytes are passed through.
-        pickled = pickle.dumps(list(requests), pickle.HIGHEST_PROTOCOL)
-        call = self._actor.handle.score.remote(self._index, pickled)
-        (reply,) = gather([call], "scorer.score", self._seconds * (1 + len(requests)), [self._actor.log])
+        call = self._handle.score.remote(self._index, packed(requests))
+        (reply,) = gather([call], "scorer.score", self._seconds * (1 + len(requests)), [self._log])
         scores, reason = pickle.loads(reply)
         yield from scores
         if reason is not None:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,27 +19,16 @@ _FUNCTIONS = {
     "math_dapo": "math:compute_dapo_score",
     "code": "code:compute_score",
 }
-# Scorers by data source.
-SCORERS = {
-    "openai/gsm8k": "gsm8k",
-    "gsm8k": "gsm8k",
-    "lighteval/MATH": "math",
-    "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math",
-    "areal/math": "math",
-    "math": "math_dapo",
-    "math_dapo": "math_dapo",
-    "math_dapo_reasoning": "math_dapo",
-    "countdown": "countdown",
-    "multiple_choice": "multiple_choice",
-    "codecontests": "code",
-    "apps": "code",
-    "codeforces": "code",
-    "taco": "code",
-    "mbpp": "code",
-    "openai_humaneval": "code",
-    "areal/code": "code",
+# The data sources of each scorer.
+_SOURCES = {
+    "gsm8k": ["openai/gsm8k", "gsm8k"],
+    "math": ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "areal/math"],
+    "math_dapo": ["math", "math_dapo", "math_dapo_reasoning"],
+    "countdown": ["countdown"],
+    "multiple_choice": ["multiple_choice"],
+    "code": ["codecontests", "apps", "codeforces", "taco", "mbpp", "openai_humaneval", "areal/code"],
 }
+SCORERS = {source: scorer for scorer, sources in _SOURCES.items() for source in sources}
 # Scorers by the beginning of a data source that is not above.
 FAMILIES = {"numina_": "math", "amc": "math", "aime": "math_dapo", "searchR1_": "search_qa"}
 # CPU seconds per response, beyond which it counts as wrong; the slowest correct response takes half a second.
@@ -52,9 +42,22 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """Score by the scorer of `data_source`, with those options that it takes; ConfigError if there is none."""
-    check_data_sources([data_source])
-    scorer, taken = _load(scorer_of(data_source))
+    name = scorer_of(data_source)
+    if name is None:
+        check_data_sources([data_source])
+    scorer, taken = _load(name)
     return scorer(solution_str, ground_truth, **{name: value for name, value in options.items() if name in taken})
+
+
+def cpu_limited_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """`compute_score`; the kernel ends this process (SIGPROF) when it needs more than CPU_SECONDS."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        return compute_score(data_source, solution_str, ground_truth, extra_info, **options)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def prepare(data_sources: Iterable[str], options: dict[str, Any]) -> None:
@@ -83,6 +86,7 @@ def check_data_sources(names: Iterable[str]) -> None:
         )
 
 
+@functools.cache
 def scorer_of(data_source: str) -> str | None:
     """Return the name of the scorer for rows of this data, or None."""
     families = (scorer for beginning, scorer in FAMILIES.items() if str(data_source).startswith(beginning))

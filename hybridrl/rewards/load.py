@@ -1,16 +1,19 @@
 """Turn the reward configuration into a function from requests to scores, rejecting what cannot work before a run.
 
-Nothing of the user's is called here except the import of the file. verl's reward managers come down to how the function
-is called: naive, prime, remote and gdpo are the same here, since every function runs in processes with a time limit.
+Nothing of the user's is called here except the import of the file: a function's signature is checked once, and then it
+is called by keyword. verl's reward managers come down to how it is called: naive, prime, remote and gdpo are the same
+here, since every function runs in processes with a time limit.
 """
 
+import asyncio
 import functools
 import inspect
-import signal
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from types import ModuleType
+from inspect import Parameter
 from typing import Any
 
 from hybridrl.config import ConfigError
@@ -18,14 +21,121 @@ from hybridrl.config.custom_code import load_module
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards import built_in
-from hybridrl.rewards.binding import BATCH_KEYWORDS, REQUEST_KEYWORDS, Bound, bind
-from hybridrl.rewards.score import Score, ScoringRequest, combined, to_score
+from hybridrl.rewards.score import OutOfTime, Score, ScoringRequest, combined, to_score
 from hybridrl.rewards.verl_names import provide_verl_imports
+
+REQUEST_KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+# Passed only to a function that names it: sending tokens to the scoring processes costs as much as the text.
+TOKENS = "response_ids"
+# verl adds these to every response's extra_info; here a response is the one turn after the prompt's.
+_ROLLOUT_FACTS = {"num_turns": 2, "rollout_reward_scores": {}}
 
 _CUSTOM = "reward.custom_reward_function"
 _MANAGER = "reward.reward_manager"
 # Coroutines that one process runs concurrently. Other functions are called one at a time.
 COROUTINES = 64
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`function` with the request keywords it takes (its name of each -> ours) and fixed ones, which take precedence.
+
+    A coroutine is cancelled after `timeout` seconds: OutOfTime. Any other call must be ended from outside.
+    """
+
+    function: Callable[..., Any]
+    keywords: dict[str, str]
+    fixed: dict[str, Any]
+    timeout: float
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a function, a partial one or a callable object is a coroutine function, whose calls may overlap."""
+        inner = self.function.func if isinstance(self.function, functools.partial) else self.function
+        return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+    def __call__(self, request: ScoringRequest) -> Any:
+        return self._call(_values(request))
+
+    def call_batch(self, requests: list[ScoringRequest]) -> Any:
+        """Call the function once for all requests, by the plural keywords."""
+        rows = [_values(request) for request in requests]
+        names = zip(REQUEST_KEYWORDS, BATCH_KEYWORDS, strict=True)
+        return self._call({plural: [row[name] for row in rows] for name, plural in names})
+
+    def _call(self, values: Mapping[str, Any]) -> Any:
+        returned = self.function(**{name: values[ours] for name, ours in self.keywords.items()} | self.fixed)
+        if not inspect.iscoroutine(returned):
+            return returned
+
+        async def ended() -> tuple[Any, SystemExit | None]:  # a SystemExit would end the event loop
+            try:
+                return await returned, None
+            except SystemExit as exited:
+                return None, exited
+
+        call = asyncio.run_coroutine_threadsafe(ended(), _event_loop())
+        try:
+            value, exited = call.result(self.timeout)
+        except NotDone:
+            if call.done():  # the function's own exception
+                raise
+            call.cancel()
+            raise OutOfTime(f"no score within {self.timeout:g} s (reward.timeout)") from None
+        if exited is not None:
+            raise exited
+        return value
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the one event loop of the process: clients that the user's file keeps stay bound to it.
+
+    It runs in its own thread, since the caller's may be running a loop already.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward-event-loop", daemon=True).start()
+    return loop
+
+
+def _values(request: ScoringRequest) -> dict[str, Any]:
+    return {
+        "data_source": request.data_source,
+        "solution_str": request.solution,
+        "ground_truth": request.ground_truth,
+        "extra_info": request.extra_info | _ROLLOUT_FACTS,
+        TOKENS: request.response_ids,
+    }
+
+
+def _bind(
+    function: Callable[..., Any], fixed: dict[str, Any], timeout: float, key: str, keywords: tuple[str, ...]
+) -> Bound:
+    """Bind `function` to those of `keywords` that it takes; ConfigError if it cannot be called so.
+
+    Required parameters with other names are bound by position, as in (data_source, response, ground_truth), only if at
+    least two known names are in their own positions: verl's manager prime and its evaluation call so.
+    """
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    bound = {name: name for name in keywords if takes_any or name in parameters}
+    names, known = list(parameters), [name for name in parameters if name in keywords]
+    if len(known) >= 2 and all(names.index(name) == keywords.index(name) for name in known):
+        pairs = [pair for pair in zip(names, keywords, strict=False) if pair[0] not in {*known, *fixed}]
+        bound |= {name: ours for name, ours in pairs if parameters[name].default is Parameter.empty}
+    bound |= {TOKENS: TOKENS} if TOKENS in parameters and keywords is REQUEST_KEYWORDS else {}
+    try:
+        signature.bind(**dict.fromkeys(bound) | fixed)
+    except TypeError as error:
+        options = {name: value for name, value in fixed.items() if name != "compute_score"}
+        raise ConfigError(
+            f"{key}: a function{signature} cannot be called with {', '.join(keywords)} and "
+            f"reward_kwargs={options} as keywords: {error}",
+            fix="name its parameters like these, or give the others a default or a value in reward_kwargs",
+        ) from error
+    return Bound(function, bound, fixed, timeout)
 
 
 @dataclass(frozen=True)
@@ -37,14 +147,13 @@ class Reward:
     weights: dict[str, float]
 
     @property
-    def is_async(self) -> bool:
-        """Whether calls may overlap: at least one function is a coroutine function."""
-        return any(function.is_async for function in self._functions())
+    def functions(self) -> list[Bound]:
+        return [*self.further.values(), *([self.main] if self.main else [])]
 
     @property
     def takes_tokens(self) -> bool:
         """Whether a function reads the token ids of the response."""
-        return any("response_ids" in function.keywords for function in self._functions())
+        return any(TOKENS in function.keywords for function in self.functions)
 
     def score(self, request: ScoringRequest) -> Score:
         """Score one response; raises what the functions raise."""
@@ -66,9 +175,6 @@ class Reward:
         further = {name: to_score(function(request)) for name, function in self.further.items()}
         return combined(score, further, self.weights)
 
-    def _functions(self) -> list[Bound]:
-        return [*self.further.values(), *([self.main] if self.main else [])]
-
 
 def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu_limited: bool = False) -> Reward:
     """Load the custom function if a path is set, else the built-in scorers of `data_sources`.
@@ -76,18 +182,33 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
     `cpu_limited`: the kernel ends this process (SIGPROF) when a built-in scorer needs more than `built_in.CPU_SECONDS`
     for one response.
     """
-    further = {
-        name: bind(custom_function(str(path), f"reward.functions.{name}"), {}, config.timeout, name, REQUEST_KEYWORDS)
-        for name, path in config.functions.items()
-    }
-    main = None
-    if uses_main(config):
-        function, fixed = _main_function(config, data_sources, cpu_limited)
-        if config.reward_manager.source == "importlib":
-            function, fixed = _custom_manager(config), {"compute_score": functools.partial(function, **fixed)}
-        keywords = BATCH_KEYWORDS if in_one_call(config) else REQUEST_KEYWORDS
-        main = bind(function, fixed, config.timeout, _CUSTOM, keywords)
-    return Reward(main, further, config.weights)
+    further = {}
+    for key, place in config.functions.items():
+        path, colon, name = str(place).rpartition(":")  # path/to/file.py:function, or a file alone
+        path, name = (path, name) if colon and not name.startswith("//") else (str(place), "compute_score")
+        function = _member(path, f"reward.functions.{key}", name, f"reward.functions.{key}={place}")
+        further[key] = _bind(function, {}, config.timeout, key, REQUEST_KEYWORDS)
+    if not uses_main(config):
+        return Reward(None, further, config.weights)
+
+    custom, manager = config.custom_reward_function, config.reward_manager
+    fixed = dict(custom.reward_kwargs)
+    if custom.path is not None:
+        function = _member(custom.path, f"{_CUSTOM}.path", str(custom.name), f"{_CUSTOM}.name={custom.name}")
+    else:
+        if "code" in map(built_in.scorer_of, data_sources):
+            fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
+        built_in.prepare(data_sources, fixed)
+        function = built_in.cpu_limited_score if cpu_limited else built_in.compute_score
+    if manager.source == "importlib":
+        fixed = {"compute_score": functools.partial(function, **fixed)}
+        name = manager.module.name if manager.name in REWARD_MANAGERS else manager.name
+        function = _member(str(manager.module.path), f"{_MANAGER}.module.path", name, f"{_MANAGER}.name={name}")
+        if inspect.isclass(function):
+            fix = "write a function: it is called like a reward function, with the reward function itself as the "
+            raise ConfigError(f"{_MANAGER}.name={name} is a class", fix=f"{fix}further keyword compute_score")
+    keywords = BATCH_KEYWORDS if in_one_call(config) else REQUEST_KEYWORDS
+    return Reward(_bind(function, fixed, config.timeout, _CUSTOM, keywords), further, config.weights)
 
 
 def uses_main(config: RewardConfig) -> bool:
@@ -100,16 +221,13 @@ def uses_built_in(config: RewardConfig) -> bool:
     return uses_main(config) and config.custom_reward_function.path is None
 
 
-def custom_function(name: str, key: str) -> Callable[..., Any]:
-    """Return the function at `path/to/file.py:function`; without a colon, the one called compute_score."""
-    path, colon, function = name.rpartition(":")
-    path, function = (path, function) if colon and not function.startswith("//") else (name, "compute_score")
-    return _member(path, key, function, f"{key}={name}")
-
-
 def in_one_call(config: RewardConfig) -> bool:
     """Whether the function takes all responses of a step in one call (verl's manager "batch")."""
     return config.reward_manager.source == "register" and config.reward_manager.name == "batch"
+
+
+def _is_limited(config: RewardConfig) -> bool:
+    return config.reward_manager.source == "register" and config.reward_manager.name == "rate_limited"
 
 
 def processes(config: RewardConfig) -> int:
@@ -134,52 +252,10 @@ def seconds_between_calls(config: RewardConfig) -> float:
     return max(processes(config), 1) * 60 / min(rates) if rates else 0.0
 
 
-def _is_limited(config: RewardConfig) -> bool:
-    return config.reward_manager.source == "register" and config.reward_manager.name == "rate_limited"
-
-
-def _main_function(config: RewardConfig, data_sources: Collection[str], cpu_limited: bool) -> tuple[Callable, dict]:
-    """Return the custom or built-in function and its fixed keywords."""
-    custom = config.custom_reward_function
-    if custom.path is not None:
-        name = f"{_CUSTOM}.name={custom.name}"
-        return _member(custom.path, f"{_CUSTOM}.path", custom.name, name), custom.reward_kwargs
-    options = dict(custom.reward_kwargs)
-    if "code" in map(built_in.scorer_of, data_sources):
-        options.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
-    built_in.prepare(data_sources, options)
-    return _cpu_limited(built_in.compute_score) if cpu_limited else built_in.compute_score, options
-
-
-def _cpu_limited(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        signal.setitimer(signal.ITIMER_PROF, built_in.CPU_SECONDS)
-        try:
-            return function(*arguments, **keywords)
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-    return call
-
-
-def _custom_manager(config: RewardConfig) -> Callable[..., Any]:
-    manager = config.reward_manager
-    name = manager.module.name if manager.name in REWARD_MANAGERS else manager.name
-    function = _member(str(manager.module.path), f"{_MANAGER}.module.path", name, f"{_MANAGER}.name={name}")
-    if inspect.isclass(function):
-        raise ConfigError(
-            f"{_MANAGER}.name={name} is a class",
-            fix="write a function: it is called like a reward function, with the reward function itself as the further "
-            "keyword compute_score",
-        )
-    return function
-
-
 def _member(path: str, key: str, name: str, description: str) -> Callable[..., Any]:
     """Return the function `name` of the user's file; `description` is the key and value in messages."""
     provide_verl_imports()
-    module: ModuleType = load_module(path, key)
+    module = load_module(path, key)
     members = vars(module)
     if name not in members:
         functions = [other for other, member in members.items() if inspect.isfunction(member)]

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.rewards.load import in_one_call, load_reward, processes
-from hybridrl.rewards.process import ScoringProcess
+from hybridrl.rewards.load import in_one_call, processes
+from hybridrl.rewards.process import CallerScorer, ScoringProcess
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.rewards.worker import Scoring
 
 _MOST_AT_ONCE = 256  # requests sent to a scorer together: enough that sending is cheap compared with scoring
 
@@ -35,25 +34,6 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """Release the connection; from the thread that called the other methods."""
-
-
-class CallerScorer:
-    """Scores in the caller's thread, without a time limit."""
-
-    def __init__(self, config: RewardConfig, data_sources: Collection[str]) -> None:
-        self._config, self._data_sources = config, data_sources
-
-    def start(self) -> bool:
-        reward = load_reward(self._config, self._data_sources)
-        self._scoring = Scoring(reward, self._config)
-        return reward.takes_tokens
-
-    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
-        return self._scoring.scores(list(requests))
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -151,21 +131,20 @@ class ScorerPool:
             with self._changed:
                 self._loaded.append(takes_tokens)
                 self._changed.notify_all()
-            while jobs := self._take():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._end is not None)
+                    # Fewer as the queue runs dry, so that all scorers finish together; none at the end.
+                    fair_share = -(-len(self._waiting) // (2 * len(self._scorers)))
+                    count = len(self._waiting) if self.in_one_call else min(fair_share, _MOST_AT_ONCE)
+                    jobs = deque(self._waiting.popleft() for _ in range(count))
+                if not jobs:
+                    break
                 self._score(scorer, jobs)
         except Exception as error:
-            self._stop(error)
-            _give_up(jobs, error)
+            self._stop(error, jobs)
         finally:
             scorer.close()
-
-    def _take(self) -> deque[_Job]:
-        """Return a scorer's next jobs, fewer as the queue runs dry so that all finish together; none at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._end is not None)
-            fair_share = -(-len(self._waiting) // (2 * len(self._scorers)))
-            count = len(self._waiting) if self.in_one_call else min(fair_share, _MOST_AT_ONCE)
-            return deque(self._waiting.popleft() for _ in range(count))
 
     def _score(self, scorer: Scorer, jobs: deque[_Job]) -> None:
         """Resolve the jobs in order; a faulty one goes back to the queue while it has tries left."""
@@ -180,14 +159,16 @@ class ScorerPool:
                         continue
             job.future.set_result(score)
 
-    def _stop(self, reason: Exception) -> None:
+    def _stop(self, reason: Exception, jobs: Sequence[_Job] = ()) -> None:
+        """Give up these jobs and all that wait, and end the scorers."""
         with self._changed:
             self._end = self._end or reason
-            unscored, self._waiting = self._waiting, deque()
+            unscored, self._waiting = [*jobs, *self._waiting], deque()
             self._changed.notify_all()
         for scorer in self._scorers:
             scorer.stop()
-        _give_up(unscored, reason)
+        for job in unscored:
+            job.future.set_result(Score(None, fault="died", detail=f"not scored: {reason}"))
 
 
 def check_loads(config: RewardConfig, log_path: Path | None = None, data_sources: Collection[str] = ()) -> None:
@@ -199,8 +180,3 @@ def check_loads(config: RewardConfig, log_path: Path | None = None, data_sources
         finally:
             scorer.stop()
             scorer.close()
-
-
-def _give_up(jobs: deque[_Job], reason: Exception) -> None:
-    for job in jobs:
-        job.future.set_result(Score(None, fault="died", detail=f"not scored: {reason}"))

@@ -1,10 +1,13 @@
-"""One scoring process and its supervisor: start, send requests, receive each score within its limits, kill.
+"""One scoring process: its supervisor, which starts, sends, receives within limits and kills, and its program, `main`.
 
-The supervisor runs in the driver or in a scoring actor. The program of the process is `worker.py`.
+The supervisor runs in the driver or in a scoring actor. The program imports nothing heavy, loads the reward once and
+scores until the supervisor closes the socket; it does not interrupt a plain function that hangs.
 """
 
 import contextlib
+import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -13,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +26,9 @@ import psutil
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.rewards.built_in import CPU_SECONDS
-from hybridrl.rewards.load import in_one_call, seconds_between_calls
-from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.rewards.worker import Messages, NoMessage
+from hybridrl.rewards.load import calls_at_once, in_one_call, load_reward, seconds_between_calls
+from hybridrl.rewards.score import Score, ScoringRequest, fault_of, score_request
+from hybridrl.runtime.guard import end_with_parent
 
 LOAD_TIMEOUT = 300  # seconds to import the user's file: a large library on a busy machine takes tens
 # Seconds that a process has to cancel a coroutine by itself, which does not disturb the other calls in progress.
@@ -34,6 +38,11 @@ _END_TIMEOUT = 2.0
 _SECONDS_BETWEEN_CHECKS = 0.1  # of a process's memory
 _MIB = 1 << 20
 _MIN_DEFAULT_MEMORY, _DEFAULT_SHARE = 4096, 8
+# Starts each message, so that anything else written to the socket is recognised as not being one.
+_MAGIC = b"\x00hybridrl"
+_LENGTH = 8
+_HEADER = len(_MAGIC) + _LENGTH
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,10 @@ class _MemoryExceeded(Exception):
     """A scoring process is above reward.memory_mb."""
 
 
+class NoMessage(Exception):
+    """Something other than a message arrived on the socket."""
+
+
 class ScoringProcess:
     """A scorer in a process of its own. Only `stop` may be called from another thread than the other methods.
 
@@ -60,12 +73,8 @@ class ScoringProcess:
     """
 
     def __init__(
-        self,
-        config: RewardConfig,
-        data_sources: Collection[str],
-        log_path: Path | None,
-        launch: Launch | None = None,
-    ):
+        self, config: RewardConfig, data_sources: Collection[str], log_path: Path | None, launch: Launch | None = None
+    ) -> None:
         self._config, self._data_sources = config, frozenset(data_sources)
         self._limit = config.timeout + _GRACE + seconds_between_calls(config)
         self._lost = True  # there is no process until the next start
@@ -160,12 +169,12 @@ class ScoringProcess:
         The fault "overran": a built-in scorer reached its limit of CPU time.
         """
         try:
-            return self._reply(self._limit)
+            return Score(*self._reply(self._limit))
         except TimeoutError:
             fault, detail = "timeout", f"no score within {self._config.timeout:g} s (reward.timeout)"
         except _MemoryExceeded as error:
             fault, detail = "memory", f"the scoring process used {error}"
-        except NoMessage:
+        except (NoMessage, TypeError):
             fault, detail = "died", "what the scoring process sent is not a score: the reward wrote to its connection"
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
@@ -204,20 +213,14 @@ class ScoringProcess:
     def _popen(self, descriptor: int) -> subprocess.Popen[bytes]:
         """Start a bare interpreter with the driver's `sys.path`, which does not import the driver's main module."""
         launch = self._launch or Launch.here()
-        code = f"import sys; sys.path[:] = {list(launch.path)}; from hybridrl.rewards.worker import main; "
+        code = f"import sys; sys.path[:] = {list(launch.path)}; from hybridrl.rewards.process import main; "
         code += f"main({descriptor}, {os.getpid()})"
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context(open(self._log_path, "ab")) if self._log_path is not None else None
-            return subprocess.Popen(
-                [sys.executable, "-u", "-c", code],
-                pass_fds=[descriptor],
-                process_group=0,  # not reached by the terminal's Ctrl-C, and killed with its own children
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=launch.directory,
-                env=launch.environment,
-            )
+        with contextlib.nullcontext() if self._log_path is None else open(self._log_path, "ab") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            place = {"cwd": launch.directory, "env": launch.environment}
+            # In a group of its own: not reached by the terminal's Ctrl-C, and killed with its own children.
+            command = [sys.executable, "-u", "-c", code]
+            return subprocess.Popen(command, pass_fds=[descriptor], process_group=0, **streams, **place)
 
 
 def _max_memory(process: int) -> int:
@@ -231,3 +234,102 @@ def _max_memory(process: int) -> int:
         for task in Path(f"/proc/{process}/task").iterdir():
             children += [int(child) for child in (task / "children").read_text().split()]
     return max([own, *map(_max_memory, children)])
+
+
+class Messages:
+    """Pickled messages over one end of a socket. A partly received message is kept across a timeout."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._received = end, bytearray()
+        self.close = end.close
+
+    def send(self, message: Any, seconds: float | None = None) -> None:
+        """Send a message. OSError: the other side has ended; TimeoutError: it does not read."""
+        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._end.settimeout(seconds)
+        self._end.sendall(_MAGIC + len(content).to_bytes(_LENGTH) + content)
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """Return the next message. TimeoutError: none in time; EOFError or OSError: the other side has ended."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        self._fill(_HEADER, deadline)
+        if not self._received.startswith(_MAGIC):
+            raise NoMessage
+        length = int.from_bytes(self._received[len(_MAGIC) : _HEADER])
+        self._fill(_HEADER + length, deadline)
+        content = bytes(self._received[_HEADER : _HEADER + length])
+        del self._received[: _HEADER + length]
+        try:
+            return pickle.loads(content)
+        except Exception as error:  # foreign bytes in the middle of a message can raise anything
+            raise NoMessage from error
+
+    def _fill(self, count: int, deadline: float | None) -> None:
+        """Wait until `count` bytes have been received."""
+        while len(self._received) < count:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self._end.settimeout(left)
+            if not (received := self._end.recv(_CHUNK)):
+                raise EOFError
+            self._received += received
+
+
+def main(descriptor: int, supervisor: int) -> None:
+    """Receive a RewardConfig and data sources; send whether token ids are required, or why loading failed as a string.
+
+    Then receive lists of ScoringRequest, and send the fields of one Score per request, in their order.
+    """
+    end_with_parent(supervisor, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    os.set_inheritable(descriptor, False)  # processes that the reward starts must not keep the socket open
+    messages = Messages(socket.socket(fileno=descriptor))
+    config, data_sources = messages.receive()
+    scorer = CallerScorer(config, data_sources, cpu_limited=True)
+    try:
+        messages.send(scorer.start())
+    except ConfigError as error:
+        messages.send(str(error))
+        return
+    with contextlib.suppress(EOFError):
+        while True:
+            for score in scorer.score(messages.receive()):
+                messages.send(tuple(vars(score).values()))  # a class would be looked up by name for each one
+
+
+class CallerScorer:
+    """Scores in the caller's thread without a time limit, as the reward manager requires: in turn, concurrently,
+    rate-limited or in one call."""
+
+    def __init__(self, config: RewardConfig, data_sources: Collection[str], *, cpu_limited: bool = False) -> None:
+        self._config, self._data_sources, self._cpu_limited = config, data_sources, cpu_limited
+        self._seconds, self._next_call, self._lock = seconds_between_calls(config), 0.0, threading.Lock()
+
+    def start(self) -> bool:
+        self._reward = load_reward(self._config, self._data_sources, cpu_limited=self._cpu_limited)
+        at_once = calls_at_once(self._config, any(one.is_async for one in self._reward.functions))
+        self._map = ThreadPoolExecutor(at_once).map if at_once > 1 else map
+        return self._reward.takes_tokens
+
+    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
+        """Yield one Score per request, in order, each as soon as it is known."""
+        if not in_one_call(self._config):
+            yield from self._map(self._score, requests)
+            return
+        try:
+            yield from self._reward.score_all(requests)
+        except (Exception, SystemExit) as error:
+            yield from [fault_of(error, f"{len(requests)} responses at once")] * len(requests)
+
+    def _score(self, request: ScoringRequest) -> Score:
+        if self._seconds:
+            with self._lock:
+                time.sleep(max(self._next_call - time.monotonic(), 0))
+                self._next_call = time.monotonic() + self._seconds
+        return score_request(self._reward.score, request)
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...

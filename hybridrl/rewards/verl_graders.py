@@ -36,17 +36,14 @@ def default_compute_score(
     scorer = "geo3k" if data_source == "hiyouga/geometry3k" else built_in.scorer_of(data_source)
     if scorer is None:
         raise NotImplementedError(f"no reward is built in for data_source {data_source}")
-    if scorer == "gsm8k":
-        return gsm8k_score(solution_str, ground_truth)
-    if scorer == "math_dapo":
-        return dapo_score(solution_str, ground_truth)
+    own = {"gsm8k": gsm8k_score, "math_dapo": dapo_score, "geo3k": geo3k_score}
+    if scorer in own:
+        return own[scorer](solution_str, ground_truth)
     if scorer == "math":
         symbolic = data_source.startswith(tuple(built_in.FAMILIES))
         return float((symbolic_score if symbolic else math_score)(solution_str, ground_truth))
     if scorer == "code":
         return float(code_score(solution_str, ground_truth, True, memory_mb=options.get("memory_limit_mb"))[0])
-    if scorer == "geo3k":
-        return geo3k_score(solution_str, ground_truth)
     returned = built_in.compute_score(data_source, solution_str, ground_truth)
     return returned if isinstance(returned, dict) else float(returned)
 

@@ -20,7 +20,7 @@ from hybridrl.experience.sample_log import SampleLog
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.pool import check_loads
-from hybridrl.rewards.postprocess import FaultGuard, OverlongPenalty, Shaping
+from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.rollout.fleet import RolloutFleet
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume

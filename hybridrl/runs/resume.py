@@ -15,7 +15,7 @@ from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_ver
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict
 from hybridrl.config.schema import ModelConfig
-from hybridrl.data.files import fingerprinted_files
+from hybridrl.data.rows import fingerprinted_files
 from hybridrl.tracking.console import info
 from hybridrl.training.worker_group import TrainWorkers
 

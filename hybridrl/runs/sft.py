@@ -11,8 +11,8 @@ from hybridrl.checkpoint.saver import Stateful
 from hybridrl.cluster import RaySession
 from hybridrl.config import SFTConfig
 from hybridrl.data.conversations import ConversationDataset, to_batch
-from hybridrl.data.files import row_files
 from hybridrl.data.order import PromptOrder
+from hybridrl.data.rows import row_files
 from hybridrl.runs.prepare import load_sft_inputs
 from hybridrl.runs.resume import Identity, ResumePlan, contents_to_load, find_checkpoint
 from hybridrl.runs.settings import sft_policy_plan, sft_worker_config

@@ -143,6 +143,6 @@ def test_a_truncated_conversation_keeps_its_mask_and_is_dropped_without_response
     right = load(file, replace(sft_config, max_length=3, truncation="right"), plain_tokenizer)
     assert [plain_tokenizer.decode(item.ids) for item in right] == ["abc"]
     assert right[0].loss_mask == [0, 0, 1]
-    assert right.lengths.tolist() == [3]
+    assert right.ids.lengths.tolist() == [3]
     assert "2 of 2 rows are longer than data.max_length=3" in caplog.text
     assert "1 dropped because no response token is left" in caplog.text

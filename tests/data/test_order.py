@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.order import EpochOrder, PromptOrder, WeightedOrder
+from hybridrl.data.order import Order, PromptOrder, WeightedOrder
 
 sizes = st.integers(1, 50)
 seeds = st.integers(0, 2**32)
@@ -26,7 +26,7 @@ def test_the_order_is_the_same_in_batches_of_any_size(size: int, seed: int, batc
 
 @given(size=sizes, seed=seeds, position=st.integers(0, 1000))
 def test_without_shuffle_every_epoch_is_in_file_order(size: int, seed: int, position: int) -> None:
-    assert PromptOrder(size, seed, shuffle=False).row(position) == position % size
+    assert PromptOrder(size, seed, shuffle=False).rows(position, 1) == [position % size]
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -91,13 +91,13 @@ def test_without_shuffle_weighted_groups_follow_one_another_and_continue_in_the_
 
 
 def test_custom_epochs_follow_one_another() -> None:
-    order = EpochOrder(lambda epoch: np.array([2, 0]) + epoch)
+    order = Order(lambda epoch: np.array([2, 0]) + epoch)
     assert order.size == 2
     assert order.rows(1, 4) == [0, 3, 1, 4]
 
 
 def test_an_epoch_of_another_length_is_rejected() -> None:
-    order = EpochOrder(lambda epoch: np.arange(3 - epoch))
+    order = Order(lambda epoch: np.arange(3 - epoch))
     with pytest.raises(ConfigError, match="epoch 1 has 2 prompts, the first has 3"):
         order.rows(0, 4)
 

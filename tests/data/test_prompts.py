@@ -203,7 +203,7 @@ def test_a_dataset_is_a_sequence_with_lengths(
     write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
 ) -> None:
     dataset = load(write(row("1"), row("12"), row("123")), config, plain_tokenizer)
-    assert dataset.lengths.tolist() == [1, 2, 3]
+    assert dataset.ids.lengths.tolist() == [1, 2, 3]
     assert plain_tokenizer.decode(dataset[-1].ids) == "123"
     assert [prompt.row for prompt in dataset] == [0, 1, 2]
     with pytest.raises(IndexError):

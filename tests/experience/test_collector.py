@@ -13,8 +13,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.experience.collector import Collected, NothingToLearnFrom, SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.experience.episodes import EpisodeRunner
-from hybridrl.rewards.postprocess import FaultGuard, OverlongPenalty, Shaping
-from hybridrl.rewards.score import Score
+from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Score, Shaping
 from hybridrl.rollout import Completion, Sampling, request_seed
 
 SEED = 7

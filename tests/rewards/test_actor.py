@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from hybridrl.cluster import RaySession
 from hybridrl.config import ConfigError
 from hybridrl.rewards.actor import DecodingScorer, open_scorer_pool
-from hybridrl.rewards.pool import CallerScorer, check_loads
+from hybridrl.rewards.pool import check_loads
+from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import Score, ScoringRequest
 from tests.rewards.test_pool import OBEDIENT, exists, results, values, wait_until
 

@@ -165,7 +165,7 @@ def test_unknown_data_sources_are_rejected_with_the_known_ones_and_the_way_out()
 
 def test_the_rewards_import_no_heavy_library():
     code = (
-        "import sys, hybridrl.rewards.pool, hybridrl.rewards.worker, hybridrl.rewards.postprocess;"
+        "import sys, hybridrl.rewards.pool, hybridrl.rewards.process, hybridrl.rewards.score;"
         "print({'torch', 'transformers', 'ray', 'vllm', 'numpy'} & set(sys.modules))"
     )
     root = Path(__file__).parents[2]

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.rewards.postprocess import OverlongPenalty, Shaping
-from hybridrl.rewards.score import Score
+from hybridrl.rewards.score import OverlongPenalty, Score, Shaping
 
 PENALTY = Shaping(overlong=OverlongPenalty(max_length=20, buffer=8, factor=0.5, log=True))
 RIGHT = Score(1.0, {"score": 1.0, "acc": True})

@@ -1,6 +1,5 @@
 """Reward files that import from verl, in separate processes: an import lasts as long as its process."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -131,10 +130,9 @@ def test_a_directory_called_verl_that_is_not_a_package_is_not_taken_for_it(rewar
     assert scored(reward_config(f"from verl.utils.reward_score import math_reward{USES}")).value == 1.0
 
 
-def test_every_counterpart_exists():
-    for target in filter(None, (target for names in NAMES.values() for target in names.values())):
-        module, _, name = target.rpartition(".")
-        assert callable(vars(importlib.import_module(module))[name]), target
+def test_every_counterpart_is_a_function_or_a_placeholder():
+    targets = [target for names in NAMES.values() for target in names.values()]
+    assert all(target is None or callable(target) for target in targets)
 
 
 def test_parameters_under_other_names_are_bound_by_place_as_verls_prime_manager_calls(reward_config):

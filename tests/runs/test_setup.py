@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import WorkerDied
 from hybridrl.config import ConfigError, load_sft_config
-from hybridrl.data.chat import TokenRows
+from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs.prepare import reject_unknown_tokens
 from hybridrl.runs.setup import open_store, padded_plans, with_restarts
 from hybridrl.training.packing import MicroBatchBudget

@@ -64,15 +64,11 @@ def main(library: int, tests: int) -> None:
     with open(tests, encoding="utf-8") as file:
         texts = json.load(file)
     for text in texts:
-        print(json.dumps(_passes(job, text, ours)), flush=True)
-
-
-def _passes(job: dict[str, Any], text: str, programs: socket.socket) -> str | None:
-    programs.send(b"r")
-    (connection,) = socket.recv_fds(programs, 1, 1)[1]
-    run = start(job, lambda: try_test(text, connection), kept=connection)
-    os.close(connection)
-    return None if finish(run, job["wall_seconds"]) is None else ""
+        ours.send(b"r")
+        (connection,) = socket.recv_fds(ours, 1, 1)[1]
+        run = start(job, functools.partial(try_test, text, connection), kept=connection)
+        os.close(connection)
+        print(json.dumps(None if finish(run, job["wall_seconds"]) is None else ""), flush=True)
 
 
 def _serve_programs(job: dict[str, Any], control: socket.socket) -> NoReturn:
@@ -139,7 +135,11 @@ class _Test:
         reply = _decoded(self._channel.ask(request, self._call), self._object)
         value = _value(reply)
         for given, after in zip(arguments, reply["after"], strict=True):
-            _become(given, after)
+            if isinstance(given, list | bytearray) and type(given) is type(after):
+                given[:] = after
+            elif isinstance(given, dict | set) and type(given) is type(after):
+                given.clear()
+                given.update(after)
         return value
 
     def _call(self, number: int, *sent: Any) -> Any:
@@ -283,12 +283,3 @@ def _decoded(data: Any, object_of: Callable[[str, int], Any]) -> Any:
     kind, _, spread = _KINDS[name]
     parts = _decoded(content, object_of)
     return kind(*parts) if spread else kind(parts)
-
-
-def _become(given: Any, after: Any) -> None:
-    """Change a mutable value in place, as the program has changed its own copy."""
-    if isinstance(given, list | bytearray) and type(given) is type(after):
-        given[:] = after
-    elif isinstance(given, dict | set) and type(given) is type(after):
-        given.clear()
-        given.update(after)

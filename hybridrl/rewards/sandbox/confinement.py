@@ -1,15 +1,24 @@
 """Confine this process for good: resource limits, no files, no capabilities, and only the system calls of computing.
+It opens no file, and so imports the standard library's modules from memory.
 
 Imports the standard library only: it is loaded into the process that runs a model's program. The filter for system
 calls (seccomp) holds every guarantee of docs/rewards.md by itself; Landlock and the rest are a second barrier.
 """
 
+import contextlib
 import ctypes
 import errno
+import functools
+import json
+import marshal
+import mmap
 import os
 import platform
 import resource
 import struct
+import sys
+from importlib import machinery
+from types import ModuleType
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES = 4, 38
@@ -51,6 +60,16 @@ _ASYNC = 0x2000  # O_ASYNC: a signal whenever the descriptor is ready
 _OTHER_ABI = 0x40000000  # x86_64's 32-bit numbers
 _SET_SECCOMP, _FILTER = 22, 2
 
+# The standard library in memory.
+_DIRECTORY = os.path.dirname(os.__file__)
+_LENGTH = 8  # bytes of the number in front of the index
+_EXTENSIONS = os.path.join(_DIRECTORY, "lib-dynload")
+_OMITTED_EXTENSIONS = ("_test", "_ctypes_test", "xx", "_xx", "_tkinter", "_curses", "_dbm", "_gdbm", "nis", "readline")
+_OMITTED = {
+    *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "distutils", "venv"),
+    *("tkinter", "turtledemo", "turtle.py", "pydoc_data", "sitecustomize.py", "usercustomize.py", "__pycache__"),
+}
+
 
 def hide() -> None:
     """Make the memory of this process and its children unreadable to the user's other processes; no core dumps."""
@@ -90,28 +109,30 @@ def supported() -> bool:
 
 
 def filter_system_calls() -> None:
-    """Install the filter in a process with no_new_privs. OSError: the kernel has no such filters."""
-    instructions = _instructions()
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
-    buffer = ctypes.create_string_buffer(code)
-    program = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(buffer))
-    if _LIBC.prctl(_SET_SECCOMP, _FILTER, program, 0, 0):
-        raise OSError(ctypes.get_errno(), "no filter for system calls (seccomp)")
+    """Install the filter in a process with no_new_privs. OSError: the kernel has no such filters.
 
-
-def _instructions() -> list[tuple[int, int, int, int]]:
-    """Return the filter's instructions: (operation, instructions to skip if true, if false, operand)."""
+    An instruction: operation, instructions to skip if true, if false, operand.
+    """
     column, architecture = _MACHINES[platform.machine()]
     filter_ = [(_LOAD, 0, 0, _ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
     filter_ += [(_LOAD, 0, 0, _NUMBER), (_JUMP_LEAST, 0, 1, _OTHER_ABI), (_RETURN, 0, 0, _DENY)]
-    words = _ALLOWED.split()
-    for number in words[1 + column :: 3]:
+    for number in _ALLOWED.split()[1 + column :: 3]:
         filter_ += _where(None if number == "-" else int(number), (_RETURN, 0, 0, _ALLOW))
     filter_ += _where(_NEWFSTATAT[column], *_if_any_bit(3, _EMPTY_PATH, _ALLOW, _DENY))
-    filter_ += _where(_FCNTL[column], *_fcntl())
+    # Copies of descriptors and their flags; other commands of fcntl name a process and the signal that it gets.
+    fcntl = [(_LOAD, 0, 0, _ARGUMENTS + 8)]
+    for command in (_DUP, _GETFD, _SETFD, _GETFL, _DUP_CLOEXEC):
+        fcntl += _where(command, (_RETURN, 0, 0, _ALLOW))
+    fcntl += [*_where(_SETFL, *_if_any_bit(2, _ASYNC, _DENY, _ALLOW)), (_RETURN, 0, 0, _DENY)]
+    filter_ += _where(_FCNTL[column], *fcntl)
     filter_ += _where(_CLONE[column], *_if_any_bit(0, _NO_THREAD, _DENY), *_if_any_bit(0, _THREAD, _ALLOW, _DENY))
     filter_ += _where(_CLONE3[column], (_RETURN, 0, 0, _ABSENT))  # the C library then falls back to clone
-    return [*filter_, (_RETURN, 0, 0, _DENY)]
+    filter_ += [(_RETURN, 0, 0, _DENY)]
+
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in filter_))
+    program = struct.pack("HxxxxxxP", len(filter_), ctypes.addressof(code))
+    if _LIBC.prctl(_SET_SECCOMP, _FILTER, program, 0, 0):
+        raise OSError(ctypes.get_errno(), "no filter for system calls (seccomp)")
 
 
 def _where(number: int | None, *then: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
@@ -125,9 +146,63 @@ def _if_any_bit(argument: int, bits: int, then: int, otherwise: int | None = Non
     return test if otherwise is None else [*test, (_RETURN, 0, 0, otherwise)]
 
 
-def _fcntl() -> list[tuple[int, int, int, int]]:
-    """Allow copies of descriptors and their flags; other commands name a process and the signal that it gets."""
-    filter_ = [(_LOAD, 0, 0, _ARGUMENTS + 8)]
-    for command in (_DUP, _GETFD, _SETFD, _GETFL, _DUP_CLOEXEC):
-        filter_ += _where(command, (_RETURN, 0, 0, _ALLOW))
-    return [*filter_, *_where(_SETFL, *_if_any_bit(2, _ASYNC, _DENY, _ALLOW)), (_RETURN, 0, 0, _DENY)]
+@functools.cache
+def pack() -> int:
+    """Return the descriptor of a file in memory with the code of every module, compiled once per calling process."""
+    modules: dict[str, tuple[str, bool, int, int]] = {}
+    codes: list[bytes] = []
+    end = 0
+    for directory, directories, files in os.walk(_DIRECTORY):
+        directories[:] = sorted(name for name in directories if name not in _OMITTED and name.isidentifier())
+        package = os.path.relpath(directory, _DIRECTORY).replace(os.sep, ".").lstrip(".")
+        for file in sorted(file for file in files if file.endswith(".py") and file not in _OMITTED):
+            is_package, path = file == "__init__.py", os.path.join(directory, file)
+            name = package if is_package else f"{package}.{file[:-3]}".lstrip(".")
+            codes.append(marshal.dumps(machinery.SourceFileLoader(name, path).get_code(name)))
+            modules[name] = (path, is_package, end, end + len(codes[-1]))
+            end += len(codes[-1])
+    index = json.dumps(modules).encode()
+    descriptor = os.memfd_create("library")
+    with open(descriptor, "wb", closefd=False) as packed:
+        packed.writelines([len(index).to_bytes(_LENGTH), index, *codes])
+    return descriptor
+
+
+class Library:
+    """Finds and loads the modules in a descriptor from `pack`, and extension modules, which it maps in advance."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._data = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        self._start = _LENGTH + int.from_bytes(self._data[:_LENGTH])
+        self._modules = json.loads(self._data[_LENGTH : self._start])
+        suffix = machinery.EXTENSION_SUFFIXES[0]
+        files = os.listdir(_EXTENSIONS) if os.path.isdir(_EXTENSIONS) else []
+        names = [name for name in files if name.endswith(suffix) and not name.startswith(_OMITTED_EXTENSIONS)]
+        self._extensions = {name.removesuffix(suffix): os.path.join(_EXTENSIONS, name) for name in names}
+        for path in self._extensions.values():
+            with contextlib.suppress(OSError):  # a dependency of it is not installed: its import fails, as elsewhere
+                ctypes.CDLL(path)
+
+    def install(self) -> None:
+        """Import only from here from now on."""
+        sys.meta_path[:] = [machinery.BuiltinImporter, machinery.FrozenImporter, self]
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> machinery.ModuleSpec | None:
+        if name in self._extensions:
+            path = self._extensions[name]
+            return machinery.ModuleSpec(name, machinery.ExtensionFileLoader(name, path), origin=path)
+        if name not in self._modules:
+            return None
+        origin, is_package, _, _ = self._modules[name]
+        spec = machinery.ModuleSpec(name, self, origin=origin, is_package=is_package)
+        spec.has_location = True
+        if is_package:
+            spec.submodule_search_locations.append(os.path.dirname(origin))
+        return spec
+
+    def create_module(self, spec: machinery.ModuleSpec) -> None:
+        """Use the default."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        _, _, begin, end = self._modules[module.__name__]
+        exec(marshal.loads(self._data[self._start + begin : self._start + end]), vars(module))

@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hybridrl.rewards.sandbox.confinement import confine, hide
-from hybridrl.rewards.sandbox.library import Library
+from hybridrl.rewards.sandbox.confinement import Library, confine, hide
 
 _PARENT_DEATH_SIGNAL = 1
 _READY = b"r"
@@ -32,11 +31,18 @@ Run = tuple[int, int, int]  # process id; descriptors of its output and of the m
 
 def main(library: int) -> None:
     job = prepare(library)
+
+    def call(given: Any) -> None:
+        """Print the job's mark, a random text that no other output holds, and what the program's function returns."""
+        space, name = execute(job), job["function"]
+        function = space[name] if name in space else operator.attrgetter(name)(space["Solution"]())
+        print(f"\n{job['mark']}{json.dumps(function(*given))}")
+
     for given in job["inputs"]:
         if job["kind"] == "stdin":
             run = start(job, lambda: execute(job), given)
         else:
-            run = start(job, lambda given=given: _call(job, given))
+            run = start(job, lambda given=given: call(given))
         print(json.dumps(finish(run, job["wall_seconds"])), flush=True)
 
 
@@ -48,13 +54,6 @@ def prepare(library: int) -> dict[str, Any]:
     return json.load(sys.stdin)
 
 
-def _call(job: dict[str, Any], given: Any) -> None:
-    """Print the job's mark, a random text that no other output contains, and what the program's function returns."""
-    space, name = execute(job), job["function"]
-    function = space[name] if name in space else operator.attrgetter(name)(space["Solution"]())
-    print(f"\n{job['mark']}{json.dumps(function(*given))}")
-
-
 def start(job: dict[str, Any], work: Callable[[], object], given: str = "", kept: int | None = None) -> Run:
     """Start a confined process that does `work`, with `given` as its input and one more descriptor if `kept` is set."""
     stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
@@ -62,51 +61,67 @@ def start(job: dict[str, Any], work: Callable[[], object], given: str = "", kept
     parent, child = os.getpid(), os.fork()
     if child == 0:
         end_with_parent(parent)
-        _run_child(job, work, given, (stdin, stdout, confined, kept))
+        _run_child(job, work, given, stdin, stdout, confined, kept)
     os.close(confined)
     os.close(stdin)
     return child, stdout, ready
 
 
 def finish(run: Run, seconds: float, until: int | None = None) -> str | None:
-    """Return what the run printed; None if it failed. It is killed when `until` becomes readable."""
+    """Return what the run printed; None if it did not end by itself, in time and with status 0. It is killed when
+    `until` becomes readable."""
     child, stdout, ready = run
+    ending, deadline = os.pidfd_open(child), time.monotonic() + seconds
+    watched = [ending] if until is None else [ending, until]
     try:
-        succeeded = _wait(child, seconds, [] if until is None else [until])
+        while not (ended := select.select(watched, [], [], _SECONDS_BETWEEN_COUNTS)[0]):
+            with open(f"/proc/{child}/stat", encoding="utf-8", errors="replace") as file:
+                threads = int(file.read().rpartition(")")[2].split()[17])
+            if time.monotonic() > deadline or threads > _MOST_THREADS:
+                break
+        if ending not in ended:
+            os.kill(child, signal.SIGKILL)
+        succeeded = os.waitpid(child, 0)[1] == 0
         if os.read(ready, 1) != _READY:
             raise RuntimeError("a run could not be confined")
         return os.pread(stdout, os.fstat(stdout).st_size, 0).decode(errors="replace") if succeeded else None
     finally:
-        os.close(stdout)
-        os.close(ready)
-
-
-def _wait(child: int, seconds: float, until: list[int]) -> bool:
-    """Whether the child ended by itself, in time and with status 0."""
-    descriptor, deadline = os.pidfd_open(child), time.monotonic() + seconds
-    try:
-        while not (ended := select.select([descriptor, *until], [], [], _SECONDS_BETWEEN_COUNTS)[0]):
-            if time.monotonic() > deadline or _threads(child) > _MOST_THREADS:
-                break
-        if descriptor not in ended:
-            os.kill(child, signal.SIGKILL)
-        return os.waitpid(child, 0)[1] == 0
-    finally:
-        os.close(descriptor)
-
-
-def _threads(process: int) -> int:
-    with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
-        return int(file.read().rpartition(")")[2].split()[17])
+        for descriptor in (ending, stdout, ready):
+            os.close(descriptor)
 
 
 def _run_child(
-    job: dict[str, Any], work: Callable[[], object], given: str, descriptors: tuple[int, int, int, int | None]
+    job: dict[str, Any],
+    work: Callable[[], object],
+    given: str,
+    stdin: int,
+    stdout: int,
+    confined: int,
+    kept: int | None,
 ) -> NoReturn:
     """Confine this child, do the work, and exit."""
+
+    def open_own(file: Any, *arguments: Any, **named: Any) -> Any:  # its own descriptors, and the first one by name
+        return _REAL_OPEN(os.dup(0) if file == "/dev/stdin" else file, *arguments, **named)
+
     status = 1
     try:
-        _confine(job, given, *descriptors)
+        os.write(stdin, given.encode(errors="replace"))
+        os.lseek(stdin, 0, os.SEEK_SET)
+        for source, target in ((stdin, 0), (stdout, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
+            os.dup2(source, target)
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        builtins.open, builtins.exit, builtins.quit = open_own, sys.exit, sys.exit
+        for name in [name for name in sys.modules if name.startswith("hybridrl")]:
+            del sys.modules[name]
+        first = 3
+        for spared in sorted({confined, kept or confined, _MOST_DESCRIPTORS}):
+            os.closerange(first, spared)
+            first = spared + 1
+        confine(job["limits"])
+        os.write(confined, _READY)
+        os.close(confined)
+
         work()
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
@@ -120,29 +135,6 @@ def _run_child(
         except BaseException:
             status = 1
         os._exit(status)
-
-
-def _confine(job: dict[str, Any], given: str, stdin: int, stdout: int, confined: int, kept: int | None) -> None:
-    os.write(stdin, given.encode(errors="replace"))
-    os.lseek(stdin, 0, os.SEEK_SET)
-    for source, target in ((stdin, 0), (stdout, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
-        os.dup2(source, target)
-    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-    builtins.open, builtins.exit, builtins.quit = _open, sys.exit, sys.exit
-    for name in [name for name in sys.modules if name.startswith("hybridrl")]:
-        del sys.modules[name]
-    first = 3
-    for spared in sorted({confined, kept or confined, _MOST_DESCRIPTORS}):
-        os.closerange(first, spared)
-        first = spared + 1
-    confine(job["limits"])
-    os.write(confined, _READY)
-    os.close(confined)
-
-
-def _open(file: Any, *arguments: Any, **named: Any) -> Any:
-    """Replace `open` for a program: its own descriptors can be opened, and the first one by name."""
-    return _REAL_OPEN(os.dup(0) if file == "/dev/stdin" else file, *arguments, **named)
 
 
 def execute(job: dict[str, Any]) -> dict[str, Any]:

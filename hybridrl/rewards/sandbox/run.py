@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.config import ConfigError
-from hybridrl.rewards.sandbox.confinement import supported
-from hybridrl.rewards.sandbox.library import pack
+from hybridrl.rewards.sandbox.confinement import pack, supported
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 # Neither the environment nor installed packages: only the standard library can be imported.
@@ -79,7 +78,10 @@ def run(
         tests.seek(0)
         module, descriptors = ("asserts", (pack(), tests.fileno())) if kind == "asserts" else ("inside", (pack(),))
         lines = _lines(module, descriptors, json.dumps(job), limits.total_seconds)
-    outputs = [_after(mark, json.loads(line)) for line in lines[: len(inputs)]]
+    outputs = [json.loads(line) for line in lines[: len(inputs)]]
+    if mark:  # only a run that was completed has printed it
+        parts = [(output or "").rpartition(mark) for output in outputs]
+        outputs = [after.strip() if marked else None for _, marked, after in parts]
     return outputs + [None] * (len(inputs) - len(outputs))
 
 
@@ -95,11 +97,3 @@ def _lines(module: str, descriptors: tuple[int, ...], job: str, seconds: float) 
     if done.returncode:
         raise SandboxError(f"the sandbox ended with {done.returncode}: {done.stderr.decode(errors='replace')[-500:]}")
     return done.stdout.splitlines()
-
-
-def _after(mark: str, output: str | None) -> str | None:
-    """Return what follows the mark, which only a run that was completed has printed."""
-    if output is None or not mark:
-        return output
-    _, marked, after = output.rpartition(mark)
-    return after.strip() if marked else None

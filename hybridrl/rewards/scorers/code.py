@@ -44,8 +44,17 @@ def last_program(text: str) -> str:
 
 def same_output(printed: str, expected: str) -> bool:
     """Whether outputs are equal word by word; numbers with a decimal point may differ by one millionth."""
+
+    def same(word: str, wanted: str) -> bool:
+        if word == wanted:
+            return True
+        try:
+            return "." in word + wanted and math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+        except ValueError:
+            return False
+
     words, wanted = printed.split(), expected.split()
-    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+    return len(words) == len(wanted) and all(map(same, words, wanted))
 
 
 def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
@@ -112,12 +121,3 @@ def _from_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _same_word(word: str, wanted: str) -> bool:
-    if word == wanted:
-        return True
-    try:
-        return "." in word + wanted and math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
-    except ValueError:
-        return False

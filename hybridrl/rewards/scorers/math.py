@@ -96,12 +96,10 @@ def is_equal(result: str, truth: str) -> bool:
         return int(result) == int(truth)
     if notations_differ(_EQUALS.split(result)[-1], _EQUALS.split(truth)[-1]):
         return False
-    return verify(_truth(truth), _boxed(result), timeout_seconds=None) or _right_side_is(result, truth)
-
-
-def _right_side_is(equation: str, truth: str) -> bool:
-    """Whether the right side of an equation is the truth; math-verify checks that only for equations it can parse."""
-    sides = _EQUALS.split(equation)
+    if verify(_truth(truth), _boxed(result), timeout_seconds=None):
+        return True
+    # The right side of an equation may be the truth; math-verify checks that only for equations it can parse.
+    sides = _EQUALS.split(result)
     return len(sides) > 1 and not _EQUALS.search(truth) and is_equal(sides[-1], truth)
 
 
@@ -138,7 +136,13 @@ def plain(result: str) -> str:
     result = result.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
     if len(_DOLLAR.findall(result)) == 1:  # currency, since delimiters come in pairs
         result = _DOLLAR.sub("", result).strip()
-    result = _without_unit(result).removesuffix(".").strip()
+    for unit in (_UNIT_TEXT, _UNIT_WORDS):
+        match = unit.search(result)
+        if match and not _NO_UNIT.search(match[1]) and r"\text" not in result[: match.start()]:
+            power = _POWERS.get(match[1].strip())
+            result = result[: match.start()].strip() + (rf" \cdot 10^{{{power}}}" if power else "")
+            break
+    result = result.removesuffix(".").strip()
     return result.replace(",", "") if _THOUSANDS.fullmatch(result) else result
 
 
@@ -150,12 +154,3 @@ def notations_differ(result: str, truth: str) -> bool:
         if first and second:
             return first.groups() != second.groups()
     return False
-
-
-def _without_unit(result: str) -> str:
-    for unit in (_UNIT_TEXT, _UNIT_WORDS):
-        match = unit.search(result)
-        if match and not _NO_UNIT.search(match[1]) and r"\text" not in result[: match.start()]:
-            power = _POWERS.get(match[1].strip())
-            return result[: match.start()].strip() + (rf" \cdot 10^{{{power}}}" if power else "")
-    return result

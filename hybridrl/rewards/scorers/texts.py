@@ -39,9 +39,22 @@ def last_boxed(text: str) -> str | None:
 
     Boxes with at most a comma or an "and" between them are one result: their contents, separated by commas.
     """
+    open_braces: list[tuple[int, int] | None] = []  # None: a brace without a box command
+    boxes: list[tuple[int, int, int]] = []  # start, the content's start and end of each, except boxes inside a box
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match[0] == "{":
+            open_braces.append(None)
+        elif match[0] == "}" and open_braces:
+            box = open_braces.pop()
+            if box is not None:
+                while boxes and boxes[-1][0] > box[0]:
+                    boxes.pop()
+                boxes.append((*box, match.end()))
+        elif match[0].endswith("{") and len(match[0]) > 2:
+            open_braces.append((match.start(), match.end()))
     contents: list[str] = []
     before = len(text)
-    for start, opening, end in reversed(_boxes(text)):
+    for start, opening, end in reversed(boxes):
         between = text[end:before]
         if contents and (len(between) > _MAX_BETWEEN or not _BETWEEN.fullmatch(between)):
             break
@@ -72,24 +85,6 @@ def last_tagged(text: str) -> str | None:
     before, closing, _ = text.rpartition("</answer>")
     _, opening, content = before.rpartition("<answer>")
     return content.strip() if closing and opening else None
-
-
-def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Return the start, the content's start and the end of each box that closes, except boxes inside a box."""
-    open_braces: list[tuple[int, int] | None] = []  # None: a brace without a box command
-    boxes: list[tuple[int, int, int]] = []
-    for match in _BOX_OR_BRACE.finditer(text):
-        if match[0] == "{":
-            open_braces.append(None)
-        elif match[0] == "}" and open_braces:
-            box = open_braces.pop()
-            if box is not None:
-                while boxes and boxes[-1][0] > box[0]:
-                    boxes.pop()
-                boxes.append((*box, match.end()))
-        elif match[0].endswith("{") and len(match[0]) > 2:
-            open_braces.append((match.start(), match.end()))
-    return boxes
 
 
 def last_box(text: str, commands: tuple[str, ...] = (r"\boxed{",)) -> str | None:
