@@ -58,7 +58,7 @@ def load(file: str, tokenizer_path: str) -> None:
     gc.collect()
     peak, left = memory("VmHWM"), memory("VmRSS")
     print(
-        f"{Path(file).suffix}: {len(prompts)} prompts of {prompts.lengths.mean():.0f} tokens in {seconds:.1f} s "
+        f"{Path(file).suffix}: {len(prompts)} prompts of {prompts.ids.lengths.mean():.0f} tokens in {seconds:.1f} s "
         f"({cpu:.1f} s of CPU time); memory: {peak - before} MiB at the peak, {left - before} MiB at the end; "
         f"the file has {Path(file).stat().st_size >> 20} MiB"
     )
