@@ -13,8 +13,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from hybridrl.config.findings import ConfigError, Finding, show
-from hybridrl.config.read import MISSING, Plain
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.values import MISSING, Plain
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # In a wheel conf/ is inside the package, in a checkout next to it.

@@ -11,8 +11,8 @@ import yaml
 from hybridrl.config.compose import CONF, SHIPPED, shipped
 from hybridrl.config.findings import show
 from hybridrl.config.keys import value_keys
-from hybridrl.config.read import MISSING, value_of
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.values import MISSING, value_of
 
 COLUMN = 46  # where meanings begin
 

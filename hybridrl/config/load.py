@@ -15,8 +15,8 @@ from hybridrl.config.compose import CONF, SHIPPED, composed, existing, plain_val
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
 from hybridrl.config.keys import Entry, current_name, entry_of, hints, holds, nearest_keys, tree
 from hybridrl.config.overrides import as_override, parse_overrides
-from hybridrl.config.read import MISSING, Plain, Reading, leaves, read, value_of
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.values import MISSING, Plain, Reading, leaves, value_of
 
 SHOWN = 4  # keys that are named if more share a reason
 
@@ -78,7 +78,7 @@ def resolve_config(
         result.values = _composed(file, schema, parsed.arguments, findings)
     if (plain := result.values) is None:
         return result
-    reading = read(schema, plain, lambda key: value_of(shipped(SHIPPED[schema]).values, key), offline=offline)
+    reading = Reading(schema, plain, lambda key: value_of(shipped(SHIPPED[schema]).values, key), offline=offline)
     findings.add(*reading.findings.items)
     _check_foreign(reading.foreign, plain, schema, str(file), findings)
     result.config = reading.config

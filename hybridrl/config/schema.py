@@ -17,7 +17,6 @@ from hybridrl.config.values import (
     DType,
     Frequency,
     KLForm,
-    Length,
     Natural,
     NonNegative,
     Positive,
@@ -27,6 +26,7 @@ from hybridrl.config.values import (
     Share,
     ShareAboveZero,
     TopK,
+    pair,
 )
 
 
@@ -108,7 +108,7 @@ class ModelConfig(LoRAConfig):
 class OptimizerConfig:
     optimizer: Literal["AdamW", "Muon"]
     lr: NonNegative
-    betas: Annotated[list[Decay], Length(2)]
+    betas: Annotated[list[Decay], pair]
     weight_decay: NonNegative
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     lr_warmup_steps: float | None

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 
 from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_NAMES, parameter_types
 from hybridrl.config.files import Script
-from hybridrl.config.values import AboveZero, KLForm, NameOrFunction, Natural, NonNegative, Positive, Seconds, Share
+from hybridrl.config.values import AboveZero, KLForm, Natural, NonNegative, Positive, Seconds, Share, name_or_function
 
 PolicyLossConfig = make_dataclass(
     "PolicyLossConfig",
-    [("loss_mode", Annotated[str, NameOrFunction(POLICY_LOSS_NAMES)]), *parameter_types()],
+    [("loss_mode", Annotated[str, name_or_function(POLICY_LOSS_NAMES)]), *parameter_types()],
     namespace={"__module__": __name__},
 )
 
@@ -42,7 +42,7 @@ class RolloutCorrectionConfig:
 
 @dataclass
 class AlgorithmConfig:
-    adv_estimator: Annotated[str, NameOrFunction(ESTIMATOR_NAMES)]
+    adv_estimator: Annotated[str, name_or_function(ESTIMATOR_NAMES)]
     gamma: Share
     lam: Share
     norm_adv_by_std_in_grpo: bool

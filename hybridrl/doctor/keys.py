@@ -14,7 +14,7 @@ from hybridrl.config.findings import show
 from hybridrl.config.help import key_meanings
 from hybridrl.config.keys import current_name, entry_of, nearest_keys, tree, value_keys, verl_keys
 from hybridrl.config.load import ResolvedConfig, resolve_config
-from hybridrl.config.read import MISSING, value_of
+from hybridrl.config.values import MISSING, value_of
 from hybridrl.config.values import EXPECTED, Range
 
 NAME = SHIPPED[PPOConfig]

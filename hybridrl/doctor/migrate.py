@@ -15,7 +15,7 @@ from hybridrl.config.findings import Finding, Findings, show
 from hybridrl.config.keys import current_name, holds, tree, verl_keys
 from hybridrl.config.load import resolve_config
 from hybridrl.config.overrides import as_override, parse_overrides
-from hybridrl.config.read import MISSING, leaves, value_of
+from hybridrl.config.values import MISSING, leaves, value_of
 from hybridrl.config.schema import SFTConfig
 from hybridrl.doctor.launch_script import commands_of, quoted, readable
 
