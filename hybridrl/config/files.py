@@ -73,7 +73,7 @@ def adapter_settings(path: str) -> dict[str, Any]:
 
 
 def one_or_more(value: list[str]) -> Fault | None:
-    """A rule: at least one name. The usual cause is a shell variable that is not set, which on another machine may be."""
+    """A rule: at least one name. A shell variable that is not set, the usual cause, may be set on another machine."""
     return None if value else Fault("name one file or more: [a.jsonl, b.parquet]", absent=True)
 
 

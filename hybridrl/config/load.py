@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.config.checks import resolve_ppo, resolve_sft
-from hybridrl.config.checks.machine import Machine, this_machine
+from hybridrl.config.checks.training import Machine, this_machine
 from hybridrl.config.compose import CONF, SHIPPED, composed, existing, plain_values, resolved, shipped
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
 from hybridrl.config.keys import Entry, current_name, entry_of, hints, holds, nearest_keys, tree

@@ -325,6 +325,11 @@ class SFTTrainerConfig:
     startup_timeout: Seconds
     step_timeout: Seconds
 
+    @property
+    def devices(self) -> int:
+        """The number of devices over all nodes."""
+        return (self.n_gpus_per_node or 1) * self.nnodes
+
 
 @dataclass
 class TrainerConfig(SFTTrainerConfig):

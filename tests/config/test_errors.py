@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config import ConfigError, load_ppo_config, load_sft_config
 from hybridrl.config.checks import resolve_ppo
-from hybridrl.config.checks.machine import Machine
+from hybridrl.config.checks.training import Machine
 from hybridrl.config.findings import Findings
 
 from .conftest import Load
