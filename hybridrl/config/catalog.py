@@ -93,136 +93,65 @@ class PolicyLoss:
     paper: str = ""
 
 
-_GROUPS = "hybridrl.algorithms.estimators.group_baselines"
-_RETURNS = "hybridrl.algorithms.estimators.token_returns"
+_GROUPS, _RETURNS = (f"hybridrl.algorithms.estimators.{module}" for module in ("group_baselines", "token_returns"))
 _NORMALIZE = ("norm_adv_by_std_in_grpo",)
+_PROBABILITIES: tuple[Field, ...] = ("old_log_probs", "sum_pi_squared")
+_BASELINE = "optimal_token_baseline"
 
+# Name, function, keys, reads, compares_group, paper.
 _ESTIMATORS = (
-    Estimator("gae", f"{_RETURNS}:gae", keys=("gamma", "lam"), reads=("values",), paper="1506.02438"),
-    Estimator("grpo", f"{_GROUPS}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
-    Estimator("grpo_vectorized", f"{_GROUPS}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
-    Estimator("grpo_passk", f"{_GROUPS}:grpo_passk", keys=_NORMALIZE, compares_group=True, paper="2503.19595"),
-    Estimator("rloo", f"{_GROUPS}:rloo", compares_group=True, paper="2402.14740"),
-    Estimator("rloo_vectorized", f"{_GROUPS}:rloo", compares_group=True, paper="2402.14740"),
-    Estimator("reinforce_plus_plus", f"{_RETURNS}:reinforce_plus_plus", keys=("gamma",), paper="2501.03262"),
-    Estimator(
-        "reinforce_plus_plus_baseline",
-        f"{_GROUPS}:reinforce_plus_plus_baseline",
-        compares_group=True,
-        paper="2501.03262",
-    ),
-    Estimator("remax", f"{_RETURNS}:remax", reads=("greedy_rewards",), paper="2310.10505"),
-    Estimator("opo", f"{_GROUPS}:opo", compares_group=True, paper="2505.23585"),
-    Estimator("gpg", f"{_GROUPS}:gpg", compares_group=True, paper="2504.02546"),
-    Estimator(
-        "optimal_token_baseline",
-        f"{_RETURNS}:optimal_token_baseline",
-        reads=("old_log_probs", "sum_pi_squared"),
-        compares_group=True,
-        paper="2602.07078",
-    ),
-    Estimator(
-        "tir_optimal_token_baseline",
-        f"{_RETURNS}:tir_optimal_token_baseline",
-        reads=("old_log_probs", "sum_pi_squared"),
-        compares_group=True,
-        paper="2602.07078",
-    ),
-    Estimator(
-        "gdpo",
-        f"{_GROUPS}:gdpo",
-        keys=(*_NORMALIZE, "gdpo_reward_weights"),
-        reads=("reward_parts",),
-        compares_group=True,
-        paper="2601.05242",
-    ),
+    Estimator("gae", f"{_RETURNS}:gae", ("gamma", "lam"), ("values",), False, "1506.02438"),
+    Estimator("grpo", f"{_GROUPS}:grpo", _NORMALIZE, (), True, "2402.03300"),
+    Estimator("grpo_vectorized", f"{_GROUPS}:grpo", _NORMALIZE, (), True, "2402.03300"),
+    Estimator("grpo_passk", f"{_GROUPS}:grpo_passk", _NORMALIZE, (), True, "2503.19595"),
+    Estimator("rloo", f"{_GROUPS}:rloo", (), (), True, "2402.14740"),
+    Estimator("rloo_vectorized", f"{_GROUPS}:rloo", (), (), True, "2402.14740"),
+    Estimator("reinforce_plus_plus", f"{_RETURNS}:reinforce_plus_plus", ("gamma",), (), False, "2501.03262"),
+    Estimator("reinforce_plus_plus_baseline", f"{_GROUPS}:reinforce_plus_plus_baseline", (), (), True, "2501.03262"),
+    Estimator("remax", f"{_RETURNS}:remax", (), ("greedy_rewards",), False, "2310.10505"),
+    Estimator("opo", f"{_GROUPS}:opo", (), (), True, "2505.23585"),
+    Estimator("gpg", f"{_GROUPS}:gpg", (), (), True, "2504.02546"),
+    Estimator(_BASELINE, f"{_RETURNS}:{_BASELINE}", (), _PROBABILITIES, True, "2602.07078"),
+    Estimator(f"tir_{_BASELINE}", f"{_RETURNS}:tir_{_BASELINE}", (), _PROBABILITIES, True, "2602.07078"),
+    Estimator("gdpo", f"{_GROUPS}:gdpo", (*_NORMALIZE, "gdpo_reward_weights"), ("reward_parts",), True, "2601.05242"),
 )
 
-_LOSSES = "hybridrl.algorithms.policy_losses"
+_CLIPPING, _DIRECT, _COVARIANCE, _DPPO = (
+    f"hybridrl.algorithms.policy_losses.{module}" for module in ("ratio_clipping", "direct", "covariance", "dppo")
+)
 _WINDOW = ("clip_ratio_low", "clip_ratio_high")
+_DUAL = (*_WINDOW, "clip_ratio_c")
+_TAU = ("tau_pos", "tau_neg")
 _BY_ROW: Aggregation = "seq-mean-token-mean"
-
-_POLICY_LOSSES = (
-    PolicyLoss(
-        "vanilla",
-        f"{_LOSSES}.ratio_clipping:vanilla",
-        keys=(*_WINDOW, "clip_ratio_c"),
-        by_token=True,
-        clips_ratio="ratio",
-        paper="1707.06347",
-    ),
-    PolicyLoss(
-        "gspo",
-        f"{_LOSSES}.ratio_clipping:gspo",
-        keys=_WINDOW,
-        aggregation=_BY_ROW,
-        clips_ratio="ratio",
-        paper="2507.18071",
-    ),
-    PolicyLoss("cispo", f"{_LOSSES}.ratio_clipping:cispo", keys=_WINDOW, by_token=True, paper="2506.13585"),
-    PolicyLoss(
-        "sapo",
-        f"{_LOSSES}.ratio_clipping:sapo",
-        keys=("tau_pos", "tau_neg"),
-        by_token=True,
-        aggregation=_BY_ROW,
-        paper="2511.20347",
-    ),
-    PolicyLoss(
-        "geo_mean",
-        f"{_LOSSES}.ratio_clipping:geo_mean",
-        keys=_WINDOW,
-        aggregation=_BY_ROW,
-        clips_ratio="log_ratio",
-        paper="2507.20673",
-    ),
-    PolicyLoss(
-        "gmpo",
-        f"{_LOSSES}.ratio_clipping:geo_mean",
-        keys=_WINDOW,
-        aggregation=_BY_ROW,
-        clips_ratio="log_ratio",
-        paper="2507.20673",
-    ),
-    PolicyLoss("gpg", f"{_LOSSES}.direct:gpg", by_token=True, paper="2504.02546"),
-    PolicyLoss(
-        "clip_cov",
-        f"{_LOSSES}.covariance:clip_cov",
-        keys=_WINDOW,
-        parameters={
-            "clip_cov_ratio": Parameter(ShareAboveZero),
-            "clip_cov_lb": Parameter(float),
-            "clip_cov_ub": Parameter(float),
-        },
-        by_token=True,
-        clips_ratio="ratio",
-        token_selector=f"{_LOSSES}.covariance:select_clipped",
-        paper="2505.22617",
-    ),
-    PolicyLoss(
-        "kl_cov",
-        f"{_LOSSES}.covariance:kl_cov",
-        parameters={"kl_cov_ratio": Parameter(ShareAboveZero), "ppo_kl_coef": Parameter(NonNegative)},
-        by_token=True,
-        token_selector=f"{_LOSSES}.covariance:select_penalized",
-        paper="2505.22617",
-    ),
-    PolicyLoss(
-        "dppo_tv", f"{_LOSSES}.dppo:dppo_tv", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"
-    ),
-    PolicyLoss(
-        "dppo_kl", f"{_LOSSES}.dppo:dppo_kl", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"
-    ),
-    PolicyLoss(
-        "dro",
-        f"{_LOSSES}.direct:dro",
-        parameters={"dro_beta": Parameter(AboveZero, suggestion=0.1)},
-        by_token=True,
-        paper="2405.19107",
-    ),
-    PolicyLoss("reinforce", f"{_LOSSES}.direct:reinforce", by_token=True, selectable=False),
-    PolicyLoss("likelihood", f"{_LOSSES}.direct:likelihood", by_token=True, selectable=False),
+_CLIP_COV = {"clip_cov_ratio": Parameter(ShareAboveZero)} | dict.fromkeys(
+    ("clip_cov_lb", "clip_cov_ub"), Parameter(float)
 )
+_KL_COV = {"kl_cov_ratio": Parameter(ShareAboveZero), "ppo_kl_coef": Parameter(NonNegative)}
+_DRO = {"dro_beta": Parameter(AboveZero, suggestion=0.1)}
+
+# Name, function, keys, parameters, by_token, aggregation, clips_ratio, token_selector.
+_POLICY_LOSSES = (
+    PolicyLoss("vanilla", f"{_CLIPPING}:vanilla", _DUAL, {}, True, None, "ratio", paper="1707.06347"),
+    PolicyLoss("gspo", f"{_CLIPPING}:gspo", _WINDOW, {}, False, _BY_ROW, "ratio", paper="2507.18071"),
+    PolicyLoss("cispo", f"{_CLIPPING}:cispo", _WINDOW, {}, True, paper="2506.13585"),
+    PolicyLoss("sapo", f"{_CLIPPING}:sapo", _TAU, {}, True, _BY_ROW, paper="2511.20347"),
+    PolicyLoss("geo_mean", f"{_CLIPPING}:geo_mean", _WINDOW, {}, False, _BY_ROW, "log_ratio", paper="2507.20673"),
+    PolicyLoss("gmpo", f"{_CLIPPING}:geo_mean", _WINDOW, {}, False, _BY_ROW, "log_ratio", paper="2507.20673"),
+    PolicyLoss("gpg", f"{_DIRECT}:gpg", (), {}, True, paper="2504.02546"),
+    PolicyLoss(
+        "clip_cov", f"{_COVARIANCE}:clip_cov", _WINDOW, _CLIP_COV, True, None, "ratio",
+        f"{_COVARIANCE}:select_clipped", paper="2505.22617",
+    ),
+    PolicyLoss(
+        "kl_cov", f"{_COVARIANCE}:kl_cov", (), _KL_COV, True, None, None,
+        f"{_COVARIANCE}:select_penalized", paper="2505.22617",
+    ),
+    PolicyLoss("dppo_tv", f"{_DPPO}:dppo_tv", _DUAL, {}, True, paper="2602.04879"),
+    PolicyLoss("dppo_kl", f"{_DPPO}:dppo_kl", _DUAL, {}, True, paper="2602.04879"),
+    PolicyLoss("dro", f"{_DIRECT}:dro", (), _DRO, True, paper="2405.19107"),
+    PolicyLoss("reinforce", f"{_DIRECT}:reinforce", (), {}, True, selectable=False),
+    PolicyLoss("likelihood", f"{_DIRECT}:likelihood", (), {}, True, selectable=False),
+)  # fmt: skip
 
 ESTIMATORS = {entry.name: entry for entry in _ESTIMATORS}
 POLICY_LOSSES = {entry.name: entry for entry in _POLICY_LOSSES}

@@ -1,8 +1,9 @@
 """From a command line to a typed configuration, with all findings at once.
 
-`resolve_config` collects them; `load_ppo_config` and `load_sft_config`, with which a run starts, raise.
+`resolve_config` collects them; `load_config`, with which a run starts, raises.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,19 @@ from typing import Any, Generic, TypeVar
 
 from hybridrl.config.checks import resolve_ppo, resolve_sft
 from hybridrl.config.checks.training import Machine, this_machine
-from hybridrl.config.compose import CONF, SHIPPED, composed, existing, plain_values, resolved, shipped
-from hybridrl.config.findings import ConfigError, Finding, Findings, show
+from hybridrl.config.compose import (
+    CONF,
+    SHIPPED,
+    as_override,
+    composed,
+    existing,
+    parse_overrides,
+    plain_values,
+    resolved,
+    shipped,
+)
+from hybridrl.config.findings import ConfigError, Findings, show
 from hybridrl.config.keys import Entry, current_name, entry_of, hints, holds, nearest_keys, tree
-from hybridrl.config.overrides import as_override, parse_overrides
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.values import MISSING, Plain, Reading, leaves, value_of
 
@@ -34,35 +44,26 @@ class ResolvedConfig(Generic[T]):
     written: dict[str, str] = field(default_factory=dict)
 
 
-def load_ppo_config(
+def load_config(
+    schema: type[T],
     overrides: list[str],
     *,
-    config_name: str = SHIPPED[PPOConfig],
+    config_name: str = "",
     config_dir: Path = CONF,
-    report: Report = lambda text: None,
-) -> PPOConfig:
-    """The configuration of `main_ppo`; warnings and information go to `report`. Raises ConfigError."""
-    return _load(resolve_config(PPOConfig, overrides, config_name, config_dir), report)
-
-
-def load_sft_config(
-    overrides: list[str],
-    *,
-    config_name: str = SHIPPED[SFTConfig],
-    config_dir: Path = CONF,
-    report: Report = lambda text: None,
-) -> SFTConfig:
-    """The configuration of `main_sft`; warnings and information go to `report`. Raises ConfigError."""
-    return _load(resolve_config(SFTConfig, overrides, config_name, config_dir), report)
-
-
-def _load(resolved_config: ResolvedConfig[T], report: Report) -> T:
-    for finding in resolved_config.findings.items:
-        if finding.severity != "error":
+    report: Report | None = None,
+) -> T:
+    """The configuration with which a run starts; warnings and information go to `report`. Raises ConfigError."""
+    result = resolve_config(schema, overrides, config_name or SHIPPED[schema], config_dir)
+    for finding in result.findings.items:
+        if finding.severity != "error" and report is not None:
             report(finding.text)
-    resolved_config.findings.close()
-    assert resolved_config.config is not None
-    return resolved_config.config
+    result.findings.close()
+    assert result.config is not None
+    return result.config
+
+
+load_ppo_config = functools.partial(load_config, PPOConfig)
+load_sft_config = functools.partial(load_config, SFTConfig)
 
 
 def resolve_config(
@@ -70,28 +71,34 @@ def resolve_config(
 ) -> ResolvedConfig[T]:
     """Compose, read and check a configuration, and fill in derived values. `offline`: for another machine, so that the
     devices, files and directories of this one do not count."""
-    findings = Findings()
+    findings, usual = Findings(), shipped(SHIPPED[schema]).values
     parsed = parse_overrides(overrides, schema, findings)
     result: ResolvedConfig[T] = ResolvedConfig(findings, written=parsed.written)
     with findings.gathered("file"):
         file = existing(name, directory)
-        result.values = _composed(file, schema, parsed.arguments, findings)
-    if (plain := result.values) is None:
+        plain = resolved(composed(file, [*_renamed(file, schema, findings), *parsed.arguments]))
+        if missing := [name for name in hints(schema) if name not in plain.values]:
+            fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
+            raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
+        result.values = plain
+    if result.values is None:
         return result
-    reading = Reading(schema, plain, lambda key: value_of(shipped(SHIPPED[schema]).values, key), offline=offline)
+    reading = Reading(schema, result.values, lambda key: value_of(usual, key), offline=offline)
     findings.add(*reading.findings.items)
-    _check_foreign(reading.foreign, plain, schema, str(file), findings)
-    result.config = reading.config
-    findings.add(*_checked(reading, offline))
+    _check_foreign(reading.foreign, result.values, schema, str(file), findings)
+    result.config, crossed = reading.config, Findings()
+    machine = _machine_for(reading.config) if offline else None
+    (resolve_ppo if isinstance(reading.config, PPOConfig) else resolve_sft)(reading.config, crossed, machine)
+    # What follows from a rejected value is not reported.
+    findings.add(*(finding for finding in crossed.items if not reading.rejected & {*finding.keys}))
     return result
 
 
-def _composed(file: Path, schema: type, arguments: list[str], findings: Findings) -> Plain:
-    plain = resolved(composed(file, [*_renamed(file, schema, findings), *arguments]))
-    if missing := [name for name in hints(schema) if name not in plain.values]:
-        fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
-        raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
-    return plain
+def _machine_for(config: PPOConfig | SFTConfig) -> Machine:
+    """Another machine, with whatever the configuration requests."""
+    engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
+    gpus = config.trainer.n_gpus_per_node or (engine if engine > 1 else 0)
+    return Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
 
 
 def _renamed(file: Path, schema: type, findings: Findings) -> list[str]:
@@ -138,18 +145,3 @@ def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: 
 def _some(items: list[str]) -> str:
     """The first items of a long list; one reason holds for all."""
     return ", ".join(items[:SHOWN]) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
-
-
-def _checked(reading: Reading, offline: bool) -> list[Finding]:
-    """Resolve the configuration and return the findings, except those about keys whose value was rejected."""
-    findings, config = Findings(), reading.config
-    resolve = resolve_ppo if isinstance(config, PPOConfig) else resolve_sft
-    resolve(config, findings, _machine_for(config) if offline else None)
-    return [finding for finding in findings.items if not reading.rejected & {*finding.keys}]
-
-
-def _machine_for(config: PPOConfig | SFTConfig) -> Machine:
-    """Another machine, with whatever the configuration requests."""
-    engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
-    gpus = config.trainer.n_gpus_per_node or (engine if engine > 1 else 0)
-    return Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)

@@ -12,11 +12,12 @@ import dataclasses
 import functools
 import math
 import os
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic_core import SchemaValidator, ValidationError, core_schema
 
@@ -29,6 +30,16 @@ EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "t
 EXPECTED[dict] = "names and values: {name: value, ...}"
 SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 MISSING = "???"  # the value of a key without a default, which must be set
+
+
+@typing.dataclass_transform()
+class Section:
+    """A section of the configuration: every class below this one is a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(cls)
 
 
 class Fault(NamedTuple):
@@ -59,6 +70,9 @@ class Means:
     """Texts that stand for another value, such as trainer.test_freq=false for never."""
 
     values: dict[str, Any]
+
+    def read(self, value: Any) -> Any:
+        return self.values.get(show(value).lower(), value)
 
 
 def pair(value: list[Any]) -> Fault | None:
@@ -160,10 +174,10 @@ class Reading(Generic[T]):
             key, value = f"{place}{name}", values.get(name, MISSING)
             if dataclasses.is_dataclass(hint):
                 if not isinstance(value, Mapping):
-                    fix = f"set the keys in it, such as {key}.{next(iter(hints(cast(type, hint))))}=..."
+                    fix = f"set the keys in it, such as {key}.{next(iter(hints(hint)))}=..."
                     self._reject(Finding("value", "error", (key,), show(value), "is a section", fix))
                     value = self._usual(key)
-                fields[name] = self._section(cast(type, hint), value, f"{key}.")
+                fields[name] = self._section(hint, value, f"{key}.")
             elif value == MISSING:
                 self._reject(Finding("value", "error", (key,), cause=f"{key} is not set", fix=f"add {key}=..."))
                 fields[name] = _validator(schema, name).validate_python(self._usual(key))
@@ -237,7 +251,7 @@ def _typed(hint: Any) -> Any:
                 bounds = {"ge": item.least, "gt": item.above, "le": item.most, "lt": item.below}
                 typed["schema"].update({name: bound for name, bound in bounds.items() if bound is not None})
             elif isinstance(item, Means):
-                typed = before(functools.partial(_replaced, item.values), typed)
+                typed = before(item.read, typed)
         return typed
     if origin in (Union, UnionType):
         (inner,) = (item for item in arguments if item is not NoneType)
@@ -245,7 +259,10 @@ def _typed(hint: Any) -> Any:
     if origin is Literal:
         return core_schema.literal_schema(list(arguments))
     if origin is list:
-        return before(_as_list, core_schema.list_schema(_typed(arguments[0])))
+        return before(
+            lambda value: [] if value in (None, "") else value if isinstance(value, list) else [value],
+            core_schema.list_schema(_typed(arguments[0])),
+        )
     if origin is dict:
         return before(lambda value: {} if value in (None, "") else value, core_schema.dict_schema())
     convert, kind = {
@@ -255,14 +272,6 @@ def _typed(hint: Any) -> Any:
         str: (_text, core_schema.str_schema(strict=True, min_length=1)),
     }[hint]
     return before(convert, kind)
-
-
-def _replaced(values: Mapping[str, Any], value: Any) -> Any:
-    return values.get(show(value).lower(), value)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None or value == "" else value if isinstance(value, list) else [value]
 
 
 def _float(value: Any) -> Any:

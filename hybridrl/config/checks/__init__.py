@@ -32,7 +32,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     training.resolve_reference(config, check)
     check_served(MODEL, model, trainer.device, check)
     policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
-    resolve_trained(policy, section.rollout.max_model_len or 0, LOWER, trainer, check, served=True)
+    resolve_trained(policy, section.rollout.max_model_len or 0, LOWER, trainer, check)
     check_lora_sync(config, check)
     _check_sampling(config, check.at(ROLLOUT))
     check_data(config.data, check)

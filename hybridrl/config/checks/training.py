@@ -108,14 +108,7 @@ class Trained:
 
 
 def resolve_trained(
-    part: Trained,
-    longest: int,
-    hint: str,
-    trainer: SFTTrainerConfig,
-    check: Checker,
-    *,
-    served: bool = False,
-    known: bool = False,
+    part: Trained, longest: int, hint: str, trainer: SFTTrainerConfig, check: Checker, *, known: bool = False
 ) -> None:
     """Fill in and check everything about a model that is trained on rows of up to `longest` tokens; `hint` says how to
     shorten them. `known`: its findings are reported with another model."""
@@ -123,7 +116,7 @@ def resolve_trained(
     _resolve_optimizer(part, check)
     check_model(part.model_key, part.model, longest, hint, check.muted() if known else check)
     _check_recomputation(part, trainer.device, check)
-    resolve_lora(part.model_key, part.model, check, served=served)
+    resolve_lora(part.model_key, part.model, check, served=part.key == ACTOR)
     _check_sequence_parallel(part, trainer.devices, check)
 
 
