@@ -33,7 +33,7 @@ class Algorithm:
 
     @property
     def reads_greedy_rewards(self) -> bool:
-        return self.entry.reads_greedy_rewards
+        return "greedy_rewards" in self.entry.reads
 
     @property
     def uses_reference(self) -> bool:

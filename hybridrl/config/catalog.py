@@ -48,25 +48,9 @@ class Estimator:
     paper: str = ""
 
     @property
-    def reads_values(self) -> bool:
-        return "values" in self.reads
-
-    @property
-    def reads_greedy_rewards(self) -> bool:
-        return "greedy_rewards" in self.reads
-
-    @property
-    def reads_reward_parts(self) -> bool:
-        return "reward_parts" in self.reads
-
-    @property
-    def reads_sum_pi_squared(self) -> bool:
-        return "sum_pi_squared" in self.reads
-
-    @property
     def reads_probabilities(self) -> bool:
         """Whether advantages depend on the probabilities that the trained policy gives to the sampled tokens."""
-        return self.reads_sum_pi_squared or "old_log_probs" in self.reads
+        return "sum_pi_squared" in self.reads or "old_log_probs" in self.reads
 
 
 @dataclass(frozen=True)
@@ -140,17 +124,17 @@ _POLICY_LOSSES = (
     PolicyLoss("gpg", f"{_DIRECT}:gpg", (), {}, True, paper="2504.02546"),
     PolicyLoss(
         "clip_cov", f"{_COVARIANCE}:clip_cov", _WINDOW, _CLIP_COV, True, None, "ratio",
-        f"{_COVARIANCE}:select_clipped", paper="2505.22617",
+        f"{_COVARIANCE}:select_clipped", paper="2505.22617"
     ),
     PolicyLoss(
         "kl_cov", f"{_COVARIANCE}:kl_cov", (), _KL_COV, True, None, None,
-        f"{_COVARIANCE}:select_penalized", paper="2505.22617",
+        f"{_COVARIANCE}:select_penalized", paper="2505.22617"
     ),
     PolicyLoss("dppo_tv", f"{_DPPO}:dppo_tv", _DUAL, {}, True, paper="2602.04879"),
     PolicyLoss("dppo_kl", f"{_DPPO}:dppo_kl", _DUAL, {}, True, paper="2602.04879"),
     PolicyLoss("dro", f"{_DIRECT}:dro", (), _DRO, True, paper="2405.19107"),
     PolicyLoss("reinforce", f"{_DIRECT}:reinforce", (), {}, True, selectable=False),
-    PolicyLoss("likelihood", f"{_DIRECT}:likelihood", (), {}, True, selectable=False),
+    PolicyLoss("likelihood", f"{_DIRECT}:likelihood", (), {}, True, selectable=False)
 )  # fmt: skip
 
 ESTIMATORS = {entry.name: entry for entry in _ESTIMATORS}

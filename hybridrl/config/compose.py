@@ -19,9 +19,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
-from hybridrl.config.keys import Entry, current_name, entry_of, holds, nearest_keys, tree
+from hybridrl.config.keys import Entry, current_name, entry_of, hints, holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
-from hybridrl.config.values import MISSING, Plain
+from hybridrl.config.values import MISSING, Plain, leaves
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # In a wheel conf/ is inside the package, in a checkout next to it.
@@ -86,11 +86,6 @@ def existing(name: str, directory: Path) -> Path:
         names = ", ".join(sorted(other.stem for other in directory.glob("*.yaml"))) or "none"
         raise ConfigError(f"--config-name={name}: there is no {file}", fix=f"files there: {names}")
     return file.resolve()
-
-
-def plain_values(composed: DictConfig) -> dict[str, Any]:
-    """Nested values with their ${references} as written."""
-    return cast(dict, OmegaConf.to_container(composed))
 
 
 def file_values(file: Path, overrides: list[str]) -> Plain:
@@ -249,6 +244,31 @@ def _parse(text: str) -> Override:
     if override.is_sweep_override():
         raise ConfigError(f"{text}: one value is expected", fix=f"for a list write {key}=[{value}]", keys=key)
     return override
+
+
+def plain_values(file: Path, schema: type, arguments: list[str], findings: Findings) -> Plain:
+    """The values of a configuration file with overrides; its old names are replaced. Raises ConfigError."""
+    replaced = [] if file.parent == CONF else _renamed(file, schema, findings)
+    plain = resolved(composed(file, [*replaced, *arguments]))
+    if missing := [name for name in hints(schema) if name not in plain.values]:
+        fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
+        raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
+    return plain
+
+
+def _renamed(file: Path, schema: type, findings: Findings) -> list[str]:
+    """Overrides for old names, and for keys without effect, in a custom file: as on a command line, which comes after
+    them and wins."""
+    known, arguments, deleted = tree(schema), [], []
+    for key, value in leaves(cast(dict, OmegaConf.to_container(composed(file, [])))).items():
+        new = current_name(key)
+        entry = None if new in known else entry_of(new, value)
+        moved = (entry and entry.kind == "translated") or (new != key and holds(known, new))
+        idle = entry and new == key and holds(known, key) and entry.concerns(value)
+        if value != MISSING and (moved or idle):
+            arguments.append(f"++{key}={as_override(value)}")
+            deleted += [f"~{key}"] * bool(idle)
+    return [*parse_overrides(arguments, schema, findings).arguments, *deleted]
 
 
 def as_override(value: Any) -> str:

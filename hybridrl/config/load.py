@@ -3,6 +3,7 @@
 `resolve_config` collects them; `load_config`, with which a run starts, raises.
 """
 
+import collections
 import functools
 import sys
 from collections.abc import Callable
@@ -12,21 +13,11 @@ from typing import Any, Generic, TypeVar
 
 from hybridrl.config.checks import resolve_ppo, resolve_sft
 from hybridrl.config.checks.training import Machine, this_machine
-from hybridrl.config.compose import (
-    CONF,
-    SHIPPED,
-    as_override,
-    composed,
-    existing,
-    parse_overrides,
-    plain_values,
-    resolved,
-    shipped,
-)
-from hybridrl.config.findings import ConfigError, Findings, show
-from hybridrl.config.keys import Entry, current_name, entry_of, hints, holds, nearest_keys, tree
+from hybridrl.config.compose import CONF, SHIPPED, existing, parse_overrides, plain_values, shipped
+from hybridrl.config.findings import Findings, show
+from hybridrl.config.keys import Entry, current_name, entry_of, holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
-from hybridrl.config.values import MISSING, Plain, Reading, leaves, value_of
+from hybridrl.config.values import Plain, Reading, value_of
 
 SHOWN = 4  # keys that are named if more share a reason
 
@@ -76,11 +67,7 @@ def resolve_config(
     result: ResolvedConfig[T] = ResolvedConfig(findings, written=parsed.written)
     with findings.gathered("file"):
         file = existing(name, directory)
-        plain = resolved(composed(file, [*_renamed(file, schema, findings), *parsed.arguments]))
-        if missing := [name for name in hints(schema) if name not in plain.values]:
-            fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
-            raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
-        result.values = plain
+        result.values = plain_values(file, schema, parsed.arguments, findings)
     if result.values is None:
         return result
     reading = Reading(schema, result.values, lambda key: value_of(usual, key), offline=offline)
@@ -101,28 +88,9 @@ def _machine_for(config: PPOConfig | SFTConfig) -> Machine:
     return Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
 
 
-def _renamed(file: Path, schema: type, findings: Findings) -> list[str]:
-    """Overrides for old names, and for keys without effect, in a custom file: as on a command line, which comes after
-    them and wins."""
-    if file.parent == CONF:
-        return []
-    known, arguments, deleted = tree(schema), [], []
-    for key, value in leaves(plain_values(composed(file, []))).items():
-        new = current_name(key)
-        entry = None if new in known else entry_of(new, value)
-        renamed = (entry and entry.kind == "translated") or (new != key and holds(known, new))
-        idle = entry and new == key and holds(known, key) and entry.concerns(value)
-        if value != MISSING and (renamed or idle):
-            arguments.append(f"++{key}={as_override(value)}")
-            deleted += [f"~{key}"] * bool(idle)
-    return [*parse_overrides(arguments, schema, findings).arguments, *deleted]
-
-
 def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: str, findings: Findings) -> None:
     """Report keys that hybridrl does not have, from the command line or a file, by their effect in verl."""
-    ignored: dict[Entry, list[str]] = {}
-    rejected: dict[Entry, list[str]] = {}
-    known = tree(schema)
+    shared, known = collections.defaultdict[Entry, list[str]](list), tree(schema)  # one reason holds for several keys
     for key, value in foreign.items():
         new = current_name(key)
         entry = entry_of(new, value)
@@ -130,18 +98,13 @@ def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: 
             continue  # reported or renamed before
         if entry is None:
             findings.error("unknown-key", f"unknown key {key} in {source}", nearest_keys(key, schema), keys=key)
-        elif entry.is_silent(value) or (entry.follows and value == value_of(plain.values, entry.follows)):
-            continue
+        elif not entry.is_silent(value) and not (entry.follows and value == value_of(plain.values, entry.follows)):
+            shared[entry].append(key)
+    for entry, keys in sorted(shared.items(), key=lambda item: item[0].kind != "rejected"):
+        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+        if entry.kind == "rejected":
+            cause = f"{', '.join(f'{key}={show(foreign[key])}' for key in keys[:SHOWN])}{more}: {entry.why}"
+            findings.error("unsupported", cause, keys=keys, value=show(foreign[keys[0]]))
         else:
-            (rejected if entry.kind == "rejected" else ignored).setdefault(entry, []).append(key)
-    for entry, keys in rejected.items():
-        settings = _some([f"{key}={show(foreign[key])}" for key in keys])
-        findings.error("unsupported", f"{settings}: {entry.why}", keys=keys, value=show(foreign[keys[0]]))
-    for entry, keys in ignored.items():
-        cause = f"{_some(keys)} {'have' if keys[1:] else 'has'} no effect: {entry.why}"
-        findings.warn("ignored-key", cause, keys=keys)
-
-
-def _some(items: list[str]) -> str:
-    """The first items of a long list; one reason holds for all."""
-    return ", ".join(items[:SHOWN]) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
+            cause = f"{', '.join(keys[:SHOWN])}{more} {'have' if keys[1:] else 'has'} no effect: {entry.why}"
+            findings.warn("ignored-key", cause, keys=keys)

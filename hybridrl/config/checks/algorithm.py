@@ -1,14 +1,7 @@
 """Settings of the algorithm, the rewards, the data and the loggers that cannot work together, or have no effect given
 the others. The contents of files are checked when they are read."""
 
-from hybridrl.config.catalog import (
-    BYPASS_LOSSES,
-    DEFAULT_POLICY_LOSS,
-    ESTIMATORS,
-    POLICY_LOSSES,
-    Estimator,
-    PolicyLoss,
-)
+from hybridrl.config.catalog import BYPASS_LOSSES, DEFAULT_POLICY_LOSS, ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 from hybridrl.config.findings import Checker
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import DataConfig, PPOConfig, SFTTrainerConfig
@@ -52,13 +45,13 @@ def _check_estimator(config: PPOConfig, check: Checker) -> None:
         cause = f"{ESTIMATOR}={name} needs the trainer's own probabilities, which that mode does not compute"
         check.error(f"{CORRECTION}.bypass_mode .adv_estimator", cause, f"set {CORRECTION}.bypass_mode=false")
     keys, weights, key = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, "algorithm.gdpo_reward_keys"
-    if entry.name and entry.reads_reward_parts:
+    if entry.name and "reward_parts" in entry.reads:
         if not keys:
             cause = f"name the reward components that it normalizes one by one, such as {key}=[format,accuracy]"
             check.error(".adv_estimator .gdpo_reward_keys", cause, "the reward function returns them in its dict")
         if algorithm.use_kl_in_reward:
             check.idle(".use_kl_in_reward .adv_estimator", f"with {ESTIMATOR}={name}, which only reads the components")
-    if keys and not entry.reads_reward_parts:
+    if keys and "reward_parts" not in entry.reads:
         check.idle(".gdpo_reward_keys .adv_estimator", f"with {ESTIMATOR}={name}")
     if weights and len(weights) != len(keys):
         cause = f"algorithm.gdpo_reward_weights: {len(weights)} weights for {len(keys)} {key}"

@@ -232,7 +232,7 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
     """Decide whether there is a critic, and check it."""
     critic, trainer, name = config.critic, config.trainer, config.algorithm.adv_estimator
     keys, known = "critic.enable algorithm.adv_estimator", ESTIMATORS.get(name)
-    needed = known is not None and known.reads_values
+    needed = known is not None and "values" in known.reads
     if critic.enable is False and needed:
         check.error(keys, f"algorithm.adv_estimator={name} needs a critic", "set algorithm.adv_estimator=grpo")
     if critic.enable and known and not needed:
