@@ -73,19 +73,16 @@ def resolve_config(
     reading = Reading(schema, result.values, lambda key: value_of(usual, key), offline=offline)
     findings.add(*reading.findings.items)
     _check_foreign(reading.foreign, result.values, schema, str(file), findings)
-    result.config, crossed = reading.config, Findings()
-    machine = _machine_for(reading.config) if offline else None
-    (resolve_ppo if isinstance(reading.config, PPOConfig) else resolve_sft)(reading.config, crossed, machine)
+    result.config = config = reading.config
+    machine, crossed = None, Findings()
+    if offline:  # another machine, with whatever the configuration requests
+        engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
+        gpus = config.trainer.n_gpus_per_node or (engine if engine > 1 else 0)
+        machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
+    (resolve_ppo if isinstance(config, PPOConfig) else resolve_sft)(config, crossed, machine)
     # What follows from a rejected value is not reported.
     findings.add(*(finding for finding in crossed.items if not reading.rejected & {*finding.keys}))
     return result
-
-
-def _machine_for(config: PPOConfig | SFTConfig) -> Machine:
-    """Another machine, with whatever the configuration requests."""
-    engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
-    gpus = config.trainer.n_gpus_per_node or (engine if engine > 1 else 0)
-    return Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
 
 
 def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: str, findings: Findings) -> None:

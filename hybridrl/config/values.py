@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic_core import SchemaValidator, ValidationError, core_schema
 
@@ -35,8 +35,6 @@ MISSING = "???"  # the value of a key without a default, which must be set
 @typing.dataclass_transform()
 class Section:
     """A section of the configuration: every class below this one is a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:
         dataclass(cls)

@@ -5,8 +5,7 @@ Checks keys against one another and against this machine; each value by itself w
 
 from dataclasses import asdict
 
-from hybridrl.config.checks import training
-from hybridrl.config.checks.algorithm import check_algorithm, check_data, check_reward, resolve_loggers
+from hybridrl.config.checks import algorithm, training
 from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
@@ -35,9 +34,14 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     resolve_trained(policy, section.rollout.max_model_len or 0, LOWER, trainer, check)
     check_lora_sync(config, check)
     _check_sampling(config, check.at(ROLLOUT))
-    check_data(config.data, check)
-    check_algorithm(config, check)
-    check_reward(config.reward, check)
+    algorithm.check_data(config.data, check)
+    algorithm.check_estimator(config, check)
+    algorithm.check_filtering(config, check)
+    algorithm.check_bypass(config, check)
+    algorithm.check_policy_loss(config, check)
+    algorithm.check_kl(config, check)
+    algorithm.check_reward_manager(config.reward, check)
+    algorithm.check_reward(config.reward, check)
     training.check_save_contents(config, check)
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         cause = "has no effect without trainer.resume_mode=resume_path"
@@ -64,7 +68,7 @@ def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine
     if trainer.max_restarts and trainer.resume_mode == "disable":
         cause = "with resume_mode=disable there is nothing to restart from"
         check.error("trainer.max_restarts trainer.resume_mode", cause, "set resume_mode=auto")
-    resolve_loggers(trainer, check)
+    algorithm.resolve_loggers(trainer, check)
     if trainer.test_freq > 0 and not config.data.val_files:
         check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
 

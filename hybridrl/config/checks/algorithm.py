@@ -20,22 +20,8 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 MANAGER = "reward.reward_manager"
 
 
-def check_algorithm(config: PPOConfig, check: Checker) -> None:
-    _check_estimator(config, check.at("algorithm"))
-    filtering, samples = config.algorithm.filter_groups, f"{ROLLOUT}.n"
-    if filtering.enable and config.actor_rollout_ref.rollout.n == 1:
-        cause = f"{FILTER}.enable=true has no effect with {samples}=1: no responses to compare"
-        check.warn(f"{FILTER}.enable {samples}", cause, valued=False)
-    if not filtering.enable and filtering.metric is not None:
-        check.idle(f"{FILTER}.metric {FILTER}.enable", f"without {FILTER}.enable=true")
-    if not filtering.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
-        check.idle(f"data.gen_batch_size {FILTER}.enable", f"without {FILTER}.enable=true")
-    _check_bypass(config, check.at(CORRECTION))
-    _check_policy_loss(config, check.at(ACTOR))
-    _check_kl(config, check.at("algorithm"))
-
-
-def _check_estimator(config: PPOConfig, check: Checker) -> None:
+def check_estimator(config: PPOConfig, check: Checker) -> None:
+    check = check.at("algorithm")
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     entry = ESTIMATORS.get(name, CUSTOM_ESTIMATOR)
     if entry.compares_group and config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only:
@@ -58,8 +44,21 @@ def _check_estimator(config: PPOConfig, check: Checker) -> None:
         check.error(".gdpo_reward_weights .gdpo_reward_keys", cause, "give one weight per key, or none", valued=False)
 
 
-def _check_bypass(config: PPOConfig, check: Checker) -> None:
+def check_filtering(config: PPOConfig, check: Checker) -> None:
+    check = check.at(FILTER)
+    filtering, samples = config.algorithm.filter_groups, f"{ROLLOUT}.n"
+    if filtering.enable and config.actor_rollout_ref.rollout.n == 1:
+        cause = f"{FILTER}.enable=true has no effect with {samples}=1: no responses to compare"
+        check.warn(f".enable {samples}", cause, valued=False)
+    if not filtering.enable and filtering.metric is not None:
+        check.idle(".metric .enable", f"without {FILTER}.enable=true")
+    if not filtering.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
+        check.idle("data.gen_batch_size .enable", f"without {FILTER}.enable=true")
+
+
+def check_bypass(config: PPOConfig, check: Checker) -> None:
     """Check bypass mode and what corrects for the difference between rollout and training probabilities."""
+    check = check.at(CORRECTION)
     correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
     loss, loss_type = config.actor_rollout_ref.actor.policy_loss.loss_mode, correction.loss_type
     replaces_loss = BYPASS_LOSSES[loss_type] is not None
@@ -90,7 +89,8 @@ def _check_bypass(config: PPOConfig, check: Checker) -> None:
         check.idle(".rollout_rs_threshold .rollout_rs", f"without {CORRECTION}.rollout_rs")
 
 
-def _check_policy_loss(config: PPOConfig, check: Checker) -> None:
+def check_policy_loss(config: PPOConfig, check: Checker) -> None:
+    check = check.at(ACTOR)
     actor, name = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss.loss_mode
     entry = POLICY_LOSSES.get(name, CUSTOM_LOSS)
     for key, parameter in entry.parameters.items():
@@ -110,7 +110,8 @@ def _check_policy_loss(config: PPOConfig, check: Checker) -> None:
         check.warn(f".clip_ratio_low {LOSS_MODE}", cause, valued=False)
 
 
-def _check_kl(config: PPOConfig, check: Checker) -> None:
+def check_kl(config: PPOConfig, check: Checker) -> None:
+    check = check.at("algorithm")
     algorithm, section = config.algorithm, config.actor_rollout_ref
     in_reward, in_loss = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
     if not algorithm.use_kl_in_reward:
@@ -164,7 +165,6 @@ def resolve_loggers(trainer: SFTTrainerConfig, check: Checker) -> None:
 
 
 def check_reward(reward: RewardConfig, check: Checker) -> None:
-    _check_manager(reward, check.at("reward"))
     check = check.at("reward")
     buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
     if buffer.enable and reward.reward_manager.name != "dapo":
@@ -190,7 +190,8 @@ def check_reward(reward: RewardConfig, check: Checker) -> None:
         check.error(".sandbox_fusion.url", "remote sandboxes are not supported", fix)
 
 
-def _check_manager(reward: RewardConfig, check: Checker) -> None:
+def check_reward_manager(reward: RewardConfig, check: Checker) -> None:
+    check = check.at("reward")
     manager, custom = reward.reward_manager, reward.reward_manager.source == "importlib"
     if custom and manager.module.path is None:
         keys = ".reward_manager.source .reward_manager.module.path"
