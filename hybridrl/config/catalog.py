@@ -107,9 +107,8 @@ _WINDOW = ("clip_ratio_low", "clip_ratio_high")
 _DUAL = (*_WINDOW, "clip_ratio_c")
 _TAU = ("tau_pos", "tau_neg")
 _BY_ROW: Aggregation = "seq-mean-token-mean"
-_CLIP_COV = {"clip_cov_ratio": Parameter(ShareAboveZero)} | dict.fromkeys(
-    ("clip_cov_lb", "clip_cov_ub"), Parameter(float)
-)
+_CLIP_COV = {"clip_cov_ratio": Parameter(ShareAboveZero)}
+_CLIP_COV |= {"clip_cov_lb": Parameter(float), "clip_cov_ub": Parameter(float)}
 _KL_COV = {"kl_cov_ratio": Parameter(ShareAboveZero), "ppo_kl_coef": Parameter(NonNegative)}
 _DRO = {"dro_beta": Parameter(AboveZero, suggestion=0.1)}
 

@@ -167,8 +167,13 @@ class Overrides:
             self.findings.warn("old-name", f"{written} is now {key}", keys=(written, key))
         if override.package:
             self.arguments.append(text)
-        elif override.is_delete():
-            self._delete(text, key)
+        elif override.is_delete():  # a key that may be null becomes null; one that hybridrl does not have is ignored
+            if key in self.known and type(None) not in get_args(self.known[key]):
+                raise ConfigError(f"{text}: this key must have a value", fix="set it to another one")
+            if key in self.known:
+                self.set(key, "null", text)
+            elif known:
+                self.arguments.append(f"~{key}")
         elif entry and known and entry.concerns(override.value()):  # one name of a mapping that takes any other
             if not entry.is_silent(override.value()):
                 self.findings.warn("ignored-key", f"{key} has no effect: {entry.why}", keys=key)
@@ -208,42 +213,29 @@ class Overrides:
                 self.set(name, item, text)
         return None
 
-    def _delete(self, text: str, key: str) -> None:
-        """`~key`: a key that may be null becomes null; a key that hybridrl does not have is ignored."""
-        if key in self.known:
-            if type(None) not in get_args(self.known[key]):
-                raise ConfigError(f"{text}: this key must have a value", fix="set it to another one")
-            self.set(key, "null", text)
-        elif holds(self.known, key):
-            self.arguments.append(f"~{key}")
-
 
 def parse_overrides(overrides: list[str], schema: type, findings: Findings) -> Overrides:
     """Sort the arguments of a command line; unknown keys are errors."""
     parsed = Overrides(tree(schema), findings)
     for text in overrides:
+        key, equals, value = text.partition("=")
         with findings.gathered("syntax"):
-            override = _parse(text)
+            try:
+                override = OverridesParser.create().parse_override(text)
+            except HydraException as error:
+                cause = f"cannot read {text}: expected "
+                if not equals or not key.strip("+~").replace(".", "").isidentifier():
+                    raise ConfigError(cause + "key=value") from error
+                quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+                raise ConfigError(f"""{cause}a value, or one in quotes: '{key}="{quoted}"'""") from error
+            if not override.key_or_group:
+                raise ConfigError(f"cannot read {text}: expected key=value")
+            if override.is_sweep_override():
+                raise ConfigError(f"{text}: one value is expected", fix=f"for a list write {key}=[{value}]", keys=key)
             if not parsed.add(text, override):
-                key = cast(str, override.key_or_group)
-                findings.error("unknown-key", f"unknown key {key}", nearest_keys(key, schema), keys=key)
+                name = cast(str, override.key_or_group)
+                findings.error("unknown-key", f"unknown key {name}", nearest_keys(name, schema), keys=name)
     return parsed
-
-
-def _parse(text: str) -> Override:
-    key, equals, value = text.partition("=")
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        if not equals or not key.strip("+~").replace(".", "").isidentifier():
-            raise ConfigError(f"cannot read {text}: expected key=value") from error
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-        raise ConfigError(f"""cannot read {text}: expected a value, or one in quotes: '{key}="{quoted}"'""") from error
-    if not override.key_or_group:
-        raise ConfigError(f"cannot read {text}: expected key=value")
-    if override.is_sweep_override():
-        raise ConfigError(f"{text}: one value is expected", fix=f"for a list write {key}=[{value}]", keys=key)
-    return override
 
 
 def plain_values(file: Path, schema: type, arguments: list[str], findings: Findings) -> Plain:

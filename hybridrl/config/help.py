@@ -44,11 +44,8 @@ def changed_values(config: PPOConfig | SFTConfig) -> str:
 def batch_arithmetic(config: PPOConfig) -> str:
     """Samples and updates of a step, in one line: `1024 prompts x 5 responses = 5120 samples per step, 4 mini-batches
     of ...`. The configuration must be resolved."""
-    actor, devices, responses = (
-        config.actor_rollout_ref.actor,
-        config.trainer.devices,
-        config.actor_rollout_ref.rollout.n,
-    )
+    section, devices = config.actor_rollout_ref, config.trainer.devices
+    actor, responses = section.actor, section.rollout.n
     prompts, size, rows = config.data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
     updates, uneven, by_tokens = -(-prompts // size), prompts % size > 0, actor.use_dynamic_bsz or rows is None
     most = f"{actor.ppo_max_token_len_per_gpu} tokens" if by_tokens else f"{rows} rows"

@@ -257,9 +257,9 @@ def _typed(hint: Any) -> Any:
     if origin is Literal:
         return core_schema.literal_schema(list(arguments))
     if origin is list:
+        items = core_schema.list_schema(_typed(arguments[0]))
         return before(
-            lambda value: [] if value in (None, "") else value if isinstance(value, list) else [value],
-            core_schema.list_schema(_typed(arguments[0])),
+            lambda value: [] if value in (None, "") else [value] if not isinstance(value, list) else value, items
         )
     if origin is dict:
         return before(lambda value: {} if value in (None, "") else value, core_schema.dict_schema())

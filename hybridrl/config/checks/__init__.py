@@ -36,7 +36,6 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     _check_sampling(config, check.at(ROLLOUT))
     algorithm.check_data(config.data, check)
     algorithm.check_estimator(config, check)
-    algorithm.check_filtering(config, check)
     algorithm.check_bypass(config, check)
     algorithm.check_policy_loss(config, check)
     algorithm.check_kl(config, check)

@@ -42,18 +42,14 @@ def check_estimator(config: PPOConfig, check: Checker) -> None:
     if weights and len(weights) != len(keys):
         cause = f"algorithm.gdpo_reward_weights: {len(weights)} weights for {len(keys)} {key}"
         check.error(".gdpo_reward_weights .gdpo_reward_keys", cause, "give one weight per key, or none", valued=False)
-
-
-def check_filtering(config: PPOConfig, check: Checker) -> None:
-    check = check.at(FILTER)
     filtering, samples = config.algorithm.filter_groups, f"{ROLLOUT}.n"
     if filtering.enable and config.actor_rollout_ref.rollout.n == 1:
         cause = f"{FILTER}.enable=true has no effect with {samples}=1: no responses to compare"
-        check.warn(f".enable {samples}", cause, valued=False)
+        check.warn(f"{FILTER}.enable {samples}", cause, valued=False)
     if not filtering.enable and filtering.metric is not None:
-        check.idle(".metric .enable", f"without {FILTER}.enable=true")
+        check.idle(f"{FILTER}.metric {FILTER}.enable", f"without {FILTER}.enable=true")
     if not filtering.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
-        check.idle("data.gen_batch_size .enable", f"without {FILTER}.enable=true")
+        check.idle(f"data.gen_batch_size {FILTER}.enable", f"without {FILTER}.enable=true")
 
 
 def check_bypass(config: PPOConfig, check: Checker) -> None:

@@ -156,10 +156,8 @@ def resolve_recurrence(key: str, model: ModelConfig, rollout: RolloutConfig, che
 def _overrides(changes: dict[str, Any], settings: dict[str, Any], check: Checker) -> dict[str, Any]:
     """Values to change in config.json, each complete: a nested one is merged into the model's."""
     changes |= changes.pop("model_config", None) or {}
-    attention, reason = (
-        changes.pop("attn_implementation", None),
-        "the trainer has its own implementation, for packed rows",
-    )
+    attention = changes.pop("attn_implementation", None)
+    reason = "the trainer has its own implementation, for packed rows"
     if attention in ATTENTION:
         check.idle([f".attn_implementation={attention}"], f": {reason}")
     elif attention is not None:
@@ -222,9 +220,8 @@ def _resolve_adapter(key: str, model: ModelConfig, check: Checker) -> None:
         check.error(".lora_rank .lora_adapter_path", cause, f"set {key}.lora_rank={rank}")
     model.lora_adapter_path, model.lora_rank, model.lora_alpha = path, rank, int(settings["lora_alpha"])
     model.target_modules, model.exclude_modules = [layers] if isinstance(layers, str) else sorted(layers), []
-    cause = (
-        f"training continues with rank {rank} and lora_alpha {model.lora_alpha} on {', '.join(model.target_modules)}"
-    )
+    names = ", ".join(model.target_modules)
+    cause = f"training continues with rank {rank} and lora_alpha {model.lora_alpha} on {names}"
     check.warn(".lora_adapter_path", cause)
     base = settings.get("base_model_name_or_path")
     if base and base != str(Path(model.path).absolute()) and base != model.path:

@@ -33,26 +33,20 @@ class Machine:
 
 def this_machine(*, count_gpus: bool = True) -> Machine:
     """Count the devices of this machine. A broken CUDA driver raises ConfigError: it never silently means CPU."""
-    return Machine(_gpus() if count_gpus else 0, len(os.sched_getaffinity(0)), psutil.virtual_memory().available)
-
-
-def _gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return 0
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError_LibraryNotFound:
-        return 0
-    except pynvml.NVMLError as error:
-        cause = f"there is an NVIDIA driver, but it is not responding ({error})"
-        fix = "fix the driver (nvidia-smi must work), or set trainer.device=cpu"
-        raise ConfigError(cause, fix=fix) from error
-    try:
-        count = pynvml.nvmlDeviceGetCount()
-    finally:
-        pynvml.nvmlShutdown()
-    return count if visible is None else min(count, len(visible.split(",")))
+    visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), 0
+    if count_gpus and (visible is None or visible.strip() not in ("", "-1")):
+        try:
+            pynvml.nvmlInit()
+            gpus = pynvml.nvmlDeviceGetCount()
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError_LibraryNotFound:
+            gpus = 0
+        except pynvml.NVMLError as error:
+            cause = f"there is an NVIDIA driver, but it is not responding ({error})"
+            fix = "fix the driver (nvidia-smi must work), or set trainer.device=cpu"
+            raise ConfigError(cause, fix=fix) from error
+        gpus = gpus if visible is None else min(gpus, len(visible.split(",")))
+    return Machine(gpus, len(os.sched_getaffinity(0)), psutil.virtual_memory().available)
 
 
 def resolve_devices(
@@ -112,12 +106,37 @@ def resolve_trained(
 ) -> None:
     """Fill in and check everything about a model that is trained on rows of up to `longest` tokens; `hint` says how to
     shorten them. `known`: its findings are reported with another model."""
+    fsdp, model = part.fsdp, part.model
     _resolve_fsdp(part, trainer, check.at(part.fsdp_key))
     _resolve_optimizer(part, check)
-    check_model(part.model_key, part.model, longest, hint, check.muted() if known else check)
-    _check_recomputation(part, trainer.device, check)
-    resolve_lora(part.model_key, part.model, check, served=part.key == ACTOR)
-    _check_sequence_parallel(part, trainer.devices, check)
+    check_model(part.model_key, model, longest, hint, check.muted() if known else check)
+
+    # What a layer recomputes, and whether it is compiled.
+    compile_key, selective_key = f"{part.fsdp_key}.compile_layers", f"{part.model_key}.selective_checkpointing"
+    checkpointing_key = f"{part.model_key}.enable_gradient_checkpointing"
+    if fsdp.compile_layers and trainer.device == "cpu":
+        check.warn(compile_key, "has no effect on CPU, where compiled layers make updates no faster")
+        fsdp.compile_layers = False
+    if model.selective_checkpointing and not model.enable_gradient_checkpointing:
+        check.warn(f"{selective_key} {checkpointing_key}", "has no effect with enable_gradient_checkpointing=false")
+    elif model.selective_checkpointing and fsdp.compile_layers:
+        cause = "the operations of compiled layers cannot be selected one by one"
+        fix = f"set {checkpointing_key}=false (compiled layers recompute what is cheap by themselves), or "
+        check.error(f"{selective_key} {compile_key}", cause, fix + f"{compile_key}=false")
+    resolve_lora(part.model_key, model, check, served=part.key == ACTOR)
+
+    # Whether as many devices as requested can share a row.
+    size, size_key = fsdp.ulysses_sequence_parallel_size, f"{part.key}.ulysses_sequence_parallel_size"
+    settings, devices = model_settings(model) | model.override_config, trainer.devices
+    heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown for a hub model
+    if devices % size or heads % size:
+        fitting = max(number for number in range(1, size) if devices % number == heads % number == 0)
+        also = f" and the {heads} attention heads of {part.model_key}.path={model.path}" if heads else ""
+        keys = f"{size_key} {part.model_key}.path {DEVICES} trainer.nnodes"
+        check.error(keys, f"must divide the {devices} devices{also}", f"set {fitting}")
+    if size > 1 and not model.use_remove_padding:
+        padding_key = f"{part.model_key}.use_remove_padding"
+        check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
 
 
 def resolve_dtype(name: str | None, device: str) -> str:
@@ -160,36 +179,6 @@ def _resolve_optimizer(part: Trained, check: Checker) -> None:
         )
         fix = f"set {dtype_key}=fp32, float32 masters of a computation in {part.fsdp.dtype}"
         check.warn(f"{dtype_key} {part.optim_key}.lr", cause, fix, valued=False)
-
-
-def _check_recomputation(part: Trained, device: str, check: Checker) -> None:
-    """Check together what a layer recomputes and whether it is compiled."""
-    compile_key, selective_key = f"{part.fsdp_key}.compile_layers", f"{part.model_key}.selective_checkpointing"
-    checkpointing_key = f"{part.model_key}.enable_gradient_checkpointing"
-    if part.fsdp.compile_layers and device == "cpu":
-        check.warn(compile_key, "has no effect on CPU, where compiled layers make updates no faster")
-        part.fsdp.compile_layers = False
-    if part.model.selective_checkpointing and not part.model.enable_gradient_checkpointing:
-        check.warn(f"{selective_key} {checkpointing_key}", "has no effect with enable_gradient_checkpointing=false")
-    elif part.model.selective_checkpointing and part.fsdp.compile_layers:
-        cause = "the operations of compiled layers cannot be selected one by one"
-        fix = f"set {checkpointing_key}=false (compiled layers recompute what is cheap by themselves), or "
-        check.error(f"{selective_key} {compile_key}", cause, fix + f"{compile_key}=false")
-
-
-def _check_sequence_parallel(part: Trained, devices: int, check: Checker) -> None:
-    """Check whether as many devices as requested can share a row of this model."""
-    size, size_key = part.fsdp.ulysses_sequence_parallel_size, f"{part.key}.ulysses_sequence_parallel_size"
-    settings = model_settings(part.model) | part.model.override_config
-    heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown for a hub model
-    if devices % size or heads % size:
-        fitting = max(number for number in range(1, size) if devices % number == heads % number == 0)
-        also = f" and the {heads} attention heads of {part.model_key}.path={part.model.path}" if heads else ""
-        keys = f"{size_key} {part.model_key}.path {DEVICES} trainer.nnodes"
-        check.error(keys, f"must divide the {devices} devices{also}", f"set {fitting}")
-    if size > 1 and not part.model.use_remove_padding:
-        padding_key = f"{part.model_key}.use_remove_padding"
-        check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
 
 
 def resolve_micro_batches(config: PPOConfig, check: Checker) -> None:
