@@ -62,7 +62,7 @@ def resolve_config(
 ) -> ResolvedConfig[T]:
     """Compose, read and check a configuration, and fill in derived values. `offline`: for another machine, so that the
     devices, files and directories of this one do not count."""
-    findings, usual = Findings(), shipped(SHIPPED[schema]).values
+    findings = Findings()
     parsed = parse_overrides(overrides, schema, findings)
     result: ResolvedConfig[T] = ResolvedConfig(findings, written=parsed.written)
     with findings.gathered("file"):
@@ -70,7 +70,10 @@ def resolve_config(
         result.values = plain_values(file, schema, parsed.arguments, findings)
     if result.values is None:
         return result
-    reading = Reading(schema, result.values, lambda key: value_of(usual, key), offline=offline)
+    # The shipped values are composed only if one is wanted: that takes as long as all the rest.
+    reading = Reading(
+        schema, result.values, lambda key: value_of(shipped(SHIPPED[schema]).values, key), offline=offline
+    )
     findings.add(*reading.findings.items)
     _check_foreign(reading.foreign, result.values, schema, str(file), findings)
     result.config = config = reading.config

@@ -63,7 +63,7 @@ class Range:
         return " and ".join(f"{word} {limit:g}" for word, limit in words.items() if limit is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Means:
     """Texts that stand for another value, such as trainer.test_freq=false for never."""
 
@@ -178,15 +178,15 @@ class Reading(Generic[T]):
                 fields[name] = self._section(hint, value, f"{key}.")
             elif value == MISSING:
                 self._reject(Finding("value", "error", (key,), cause=f"{key} is not set", fix=f"add {key}=..."))
-                fields[name] = _validator(schema, name).validate_python(self._usual(key))
+                fields[name] = _validator(hint).validate_python(self._usual(key))
             else:
-                fields[name] = self._value(key, hint, value, _validator(schema, name))
+                fields[name] = self._value(key, hint, value)
         for name in [name for name in values if name not in fields]:
             self.foreign |= leaves({name: values[name]}, place)
         return schema(**fields)
 
-    def _value(self, key: str, hint: Any, value: Any, validator: SchemaValidator) -> Any:
-        kind, metadata, or_null = _unwrapped(hint)
+    def _value(self, key: str, hint: Any, value: Any) -> Any:
+        validator, (kind, metadata, or_null) = _validator(hint), _unwrapped(hint)
         try:
             typed = validator.validate_python(value)
             rules = () if typed is None else filter(callable, metadata)
@@ -235,8 +235,8 @@ def _unwrapped(hint: Any, or_null: bool = False) -> tuple[Any, list[Any], bool]:
 
 
 @functools.cache
-def _validator(schema: type, name: str) -> SchemaValidator:
-    return SchemaValidator(_typed(hints(schema)[name]))
+def _validator(hint: Any) -> SchemaValidator:
+    return SchemaValidator(_typed(hint))
 
 
 def _typed(hint: Any) -> Any:
