@@ -102,15 +102,9 @@ def file_values(file: Path, overrides: list[str]) -> Plain:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
 
 
-def resolved(composed: DictConfig) -> Plain:
+def resolved(node: DictConfig, place: str = "", around: Plain | None = None) -> Plain:
     """Values with every ${reference} resolved; those that cannot be resolved are among the faults."""
-    plain = Plain({}, {}, {})
-    plain.values.update(_resolved(composed, "", plain))
-    return plain
-
-
-def _resolved(node: DictConfig, place: str, plain: Plain) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+    plain = Plain({}, around.follows, around.faults) if around else Plain({}, {}, {})
     for name, written in cast(dict, OmegaConf.to_container(node)).items():
         key = f"{place}{name}"
         if (reference := REFERENCE.fullmatch(str(written))) is not None:
@@ -120,18 +114,18 @@ def _resolved(node: DictConfig, place: str, plain: Plain) -> dict[str, Any]:
         try:
             value = MISSING if written == MISSING else node[name]
             if isinstance(value, DictConfig):
-                value = _resolved(value, f"{key}.", plain)
+                value = resolved(value, f"{key}.", plain).values
             elif isinstance(value, ListConfig):
                 value = OmegaConf.to_container(value, resolve=True)
-            values[name] = value
+            plain.values[name] = value
         except InterpolationToMissingValueError:
-            values[name] = MISSING
+            plain.values[name] = MISSING
         except OmegaConfBaseException as error:
-            values[name], cause = MISSING, str(error).splitlines()[0]
+            plain.values[name], cause = MISSING, str(error).splitlines()[0]
             # Other keys may refer to this one in turn, and fail for the same reason.
             known = any(finding is not None and finding.cause == cause for finding in plain.faults.values())
             plain.faults[key] = None if known else Finding("value", "error", (key,), show(written), cause)
-    return values
+    return plain
 
 
 @dataclass

@@ -41,16 +41,11 @@ def value_keys(section: type) -> list[str]:
     return [key for key, hint in tree(section).items() if not dataclasses.is_dataclass(hint)]
 
 
-def is_mapping(hint: Any) -> bool:
-    """Whether a key of this type takes any names and values."""
-    return typing.get_origin(typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint) is dict
-
-
 def holds(known: dict[str, Any], key: str) -> bool:
-    """Whether a key is in the schema, or in a mapping of it; `known` as `tree` returns it."""
+    """Whether a key is in the schema, or in a mapping of it, which takes any names; `known` as `tree` returns it."""
     parts = key.split(".")
-    above = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return key in known or any(is_mapping(known.get(name)) for name in above)
+    above = (known.get(".".join(parts[:count])) for count in range(1, len(parts)))
+    return key in known or any(typing.get_origin(hint) is dict for hint in above)
 
 
 def nearest(key: str, known: list[str], count: int = 3) -> list[str]:

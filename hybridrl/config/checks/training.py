@@ -90,7 +90,7 @@ def _check_writable(key: str, directory: Path, check: Checker) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that is trained: the sections of its settings, each after its key, which begin with `key` and others."""
+    """A trained model's settings, each section after its key; `key` has ulysses_sequence_parallel_size."""
 
     key: str
     model_key: str
