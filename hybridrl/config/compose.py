@@ -233,28 +233,27 @@ def parse_overrides(overrides: list[str], schema: type, findings: Findings) -> O
 
 
 def plain_values(file: Path, schema: type, arguments: list[str], findings: Findings) -> Plain:
-    """The values of a configuration file with overrides; its old names are replaced. Raises ConfigError."""
-    replaced = [] if file.parent == CONF else _renamed(file, schema, findings)
-    plain = resolved(composed(file, [*replaced, *arguments]))
-    if missing := [name for name in hints(schema) if name not in plain.values]:
-        fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
-        raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
-    return plain
+    """The values of a configuration file with overrides. Raises ConfigError.
 
-
-def _renamed(file: Path, schema: type, findings: Findings) -> list[str]:
-    """Overrides for old names, and for keys without effect, in a custom file: as on a command line, which comes after
-    them and wins."""
-    known, arguments, deleted = tree(schema), [], []
-    for key, value in leaves(cast(dict, OmegaConf.to_container(composed(file, [])))).items():
+    Old names in a custom file, and keys without effect, are overrides too: as on a command line, which comes after them
+    and wins.
+    """
+    known, replaced, deleted = tree(schema), [], []
+    old = {} if file.parent == CONF else leaves(cast(dict, OmegaConf.to_container(composed(file, []))))
+    for key, value in old.items():
         new = current_name(key)
         entry = None if new in known else entry_of(new, value)
         moved = (entry and entry.kind == "translated") or (new != key and holds(known, new))
         idle = entry and new == key and holds(known, key) and entry.concerns(value)
         if value != MISSING and (moved or idle):
-            arguments.append(f"++{key}={as_override(value)}")
+            replaced.append(f"++{key}={as_override(value)}")
             deleted += [f"~{key}"] * bool(idle)
-    return [*parse_overrides(arguments, schema, findings).arguments, *deleted]
+    first = parse_overrides(replaced, schema, findings).arguments
+    plain = resolved(composed(file, [*first, *deleted, *arguments]))
+    if missing := [name for name in hints(schema) if name not in plain.values]:
+        fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
+        raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
+    return plain
 
 
 def as_override(value: Any) -> str:
