@@ -119,9 +119,7 @@ class CheckpointConfig(Section):
     async_save: bool
 
 
-class UpdatesConfig(Section):
-    """What actor and critic share: how a model is updated."""
-
+class ActorConfig(Section):
     strategy: Literal["fsdp", "fsdp2"]
     ppo_mini_batch_size: values.Positive
     ppo_micro_batch_size: values.Positive | None
@@ -132,14 +130,6 @@ class UpdatesConfig(Section):
     ppo_epochs: values.Positive
     shuffle: bool
     data_loader_seed: int
-    loss_agg_mode: values.Aggregation
-    loss_scale_factor: values.AboveZero | None
-    grad_clip: values.AboveZero
-    optim: OptimizerConfig
-    checkpoint: CheckpointConfig
-
-
-class ActorConfig(UpdatesConfig):
     policy_loss: PolicyLossConfig
     clip_ratio: values.NonNegative
     clip_ratio_low: values.NonNegative | None
@@ -147,11 +137,16 @@ class ActorConfig(UpdatesConfig):
     clip_ratio_c: Annotated[float, values.Range(above=1)]
     tau_pos: values.AboveZero
     tau_neg: values.AboveZero
+    loss_agg_mode: values.Aggregation
+    loss_scale_factor: values.AboveZero | None
     entropy_coeff: float
     use_kl_loss: bool
     kl_loss_coef: values.NonNegative
     kl_loss_type: values.KLForm
+    grad_clip: values.AboveZero
+    optim: OptimizerConfig
     fsdp_config: FSDPConfig
+    checkpoint: CheckpointConfig
 
 
 class ReferenceFSDPConfig(Section):
@@ -173,14 +168,29 @@ class ReferenceConfig(Section):
     fsdp_config: ReferenceFSDPConfig
 
 
-class CriticConfig(UpdatesConfig):
+class CriticConfig(Section):
     enable: bool | None
+    strategy: Literal["fsdp", "fsdp2"]
     model: ModelConfig
+    optim: OptimizerConfig
     fsdp: FSDPConfig
+    ppo_mini_batch_size: values.Positive
+    ppo_micro_batch_size: values.Positive | None
+    ppo_micro_batch_size_per_gpu: values.Positive | None
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: values.Positive
     forward_micro_batch_size: values.Positive | None
     forward_micro_batch_size_per_gpu: values.Positive | None
     forward_max_token_len_per_gpu: values.Positive
+    ulysses_sequence_parallel_size: values.Positive
+    ppo_epochs: values.Positive
+    shuffle: bool
+    data_loader_seed: int
     cliprange_value: values.AboveZero
+    loss_agg_mode: values.Aggregation
+    loss_scale_factor: values.AboveZero | None
+    grad_clip: values.AboveZero
+    checkpoint: CheckpointConfig
 
 
 class ValidationSamplingConfig(Section):
