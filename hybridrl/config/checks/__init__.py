@@ -25,12 +25,13 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     training.resolve_micro_batches(config, check)
     training.resolve_actor(config, check)
     _resolve_rollout(config, check.at(ROLLOUT))
-    # The policy comes last: the other two are compared with its settings as they were written.
+    policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
+    training.resolve_updates(policy, trainer, check)
+    # The policy's model comes last: the other two are compared with its settings as they were written.
     training.resolve_critic(config, check)
     training.resolve_retention(config, check)
     training.resolve_reference(config, check)
     check_served(MODEL, model, trainer.device, check)
-    policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
     resolve_trained(policy, section.rollout.max_model_len or 0, LOWER, trainer, check)
     check_lora_sync(config, check)
     _check_sampling(config, check.at(ROLLOUT))
@@ -54,7 +55,10 @@ def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None =
     check, engine = Checker(findings, asdict(config)), config.engine
     _resolve_run(config, check, machine)
     model = Trained("engine", "model", config.model, "optim", config.optim, "engine.fsdp_config", engine.fsdp_config)
+    training.resolve_updates(model, config.trainer, check)
     resolve_trained(model, config.data.max_length, "lower data.max_length", config.trainer, check)
+    if config.trainer.test_freq > 0 and not config.data.val_files:
+        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
 
 
 def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine | None) -> None:
@@ -68,8 +72,6 @@ def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine
         cause = "with resume_mode=disable there is nothing to restart from"
         check.error("trainer.max_restarts trainer.resume_mode", cause, "set resume_mode=auto")
     algorithm.resolve_loggers(trainer, check)
-    if trainer.test_freq > 0 and not config.data.val_files:
-        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
 
 
 def _resolve_rollout(config: PPOConfig, check: Checker) -> None:
@@ -125,3 +127,5 @@ def _check_sampling(config: PPOConfig, check: Checker) -> None:
     if rollout.response_length != data.max_response_length:
         cause = f"responses end there, not at data.max_response_length={data.max_response_length}"
         check.warn(".response_length data.max_response_length", cause)
+    if config.trainer.test_freq > 0 and not data.val_files:
+        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")

@@ -104,11 +104,9 @@ class Trained:
 def resolve_trained(
     part: Trained, longest: int, hint: str, trainer: SFTTrainerConfig, check: Checker, *, known: bool = False
 ) -> None:
-    """Fill in and check everything about a model that is trained on rows of up to `longest` tokens; `hint` says how to
-    shorten them. `known`: its findings are reported with another model."""
+    """Fill in and check all but the updates of a model that is trained on rows of up to `longest` tokens; `hint` says
+    how to shorten them. `known`: its findings are reported with another model."""
     fsdp, model = part.fsdp, part.model
-    _resolve_fsdp(part, trainer, check.at(part.fsdp_key))
-    _resolve_optimizer(part, check)
     check_model(part.model_key, model, longest, hint, check.muted() if known else check)
 
     # What a layer recomputes, and whether it is compiled.
@@ -143,8 +141,9 @@ def resolve_dtype(name: str | None, device: str) -> str:
     return DTYPES.get(name, name) if name else "bfloat16" if device == "cuda" else "float32"
 
 
-def _resolve_fsdp(part: Trained, trainer: SFTTrainerConfig, check: Checker) -> None:
-    """Fill in `fsdp_size` and the data types."""
+def resolve_updates(part: Trained, trainer: SFTTrainerConfig, check: Checker) -> None:
+    """Fill in and check how a trained model is divided and updated."""
+    check = check.at(part.fsdp_key)
     fsdp, ranks = part.fsdp, trainer.devices
     size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
     if ranks % size:
@@ -160,10 +159,8 @@ def _resolve_fsdp(part: Trained, trainer: SFTTrainerConfig, check: Checker) -> N
             cause = "has no effect with offload_policy=true, which keeps more in host memory"
             check.warn(f".{name} .offload_policy", cause)
 
-
-def _resolve_optimizer(part: Trained, check: Checker) -> None:
-    """Check the options, and whether parameters in bfloat16 lose updates of this size: bfloat16 has 8 significant bits,
-    so an update below a 512th of an element never changes it (scripts/benchmark/bfloat16_updates.py)."""
+    # Parameters in bfloat16 may lose updates: it has 8 significant bits, so that an update below a 512th of an element
+    # never changes it (scripts/benchmark/bfloat16_updates.py).
     part.optim.min_lr_ratio = part.optim.min_lr_ratio or 0.0
     if other := [name for name in part.optim.override_optimizer_config if name not in ("eps", "foreach", "fused")]:
         section = f"{part.optim_key}.override_optimizer_config"
@@ -232,10 +229,11 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
             check.warn("trainer.critic_warmup", "has no effect without a critic")
             trainer.critic_warmup = 0
         return
+    part = Trained("critic", "critic.model", critic.model, "critic.optim", critic.optim, "critic.fsdp", critic.fsdp)
+    resolve_updates(part, trainer, check)
     for key in ("tokenizer_path", "custom_chat_template"):
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
-    part = Trained("critic", "critic.model", critic.model, "critic.optim", critic.optim, "critic.fsdp", critic.fsdp)
     longest = config.actor_rollout_ref.rollout.max_model_len or 0
     resolve_trained(part, longest, LOWER, trainer, check, known=_is_policy(critic.model, config))
     critic.ppo_mini_batch_size = min(critic.ppo_mini_batch_size, config.data.train_batch_size)
