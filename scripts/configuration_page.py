@@ -5,7 +5,7 @@ from pathlib import Path
 from hybridrl.config.compose import shipped
 from hybridrl.config.findings import show
 from hybridrl.config.keys import Entry, verl_keys
-from hybridrl.config.read import MISSING, value_of
+from hybridrl.config.values import MISSING, value_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 MARK = "<!-- from here on: scripts/configuration_page.py -->\n"

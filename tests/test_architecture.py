@@ -33,7 +33,7 @@ LAYER = {name: layer for layer, line in enumerate(reversed(LAYERS.split("\n"))) 
 KNOWN_TO = {
     "ray": ("cluster/", "training/worker.py", "rollout/fleet.py"),
     "vllm": ("rollout/vllm/", "model_merger/vllm_check.py"),
-    "hydra": ("config/compose.py", "config/overrides.py"),
+    "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
     "torch.cuda": ("device.py",),
 }

@@ -48,25 +48,9 @@ class Estimator:
     paper: str = ""
 
     @property
-    def reads_values(self) -> bool:
-        return "values" in self.reads
-
-    @property
-    def reads_greedy_rewards(self) -> bool:
-        return "greedy_rewards" in self.reads
-
-    @property
-    def reads_reward_parts(self) -> bool:
-        return "reward_parts" in self.reads
-
-    @property
-    def reads_sum_pi_squared(self) -> bool:
-        return "sum_pi_squared" in self.reads
-
-    @property
     def reads_probabilities(self) -> bool:
         """Whether advantages depend on the probabilities that the trained policy gives to the sampled tokens."""
-        return self.reads_sum_pi_squared or "old_log_probs" in self.reads
+        return "sum_pi_squared" in self.reads or "old_log_probs" in self.reads
 
 
 @dataclass(frozen=True)
@@ -93,131 +77,62 @@ class PolicyLoss:
     paper: str = ""
 
 
-_ADVANTAGES = "hybridrl.algorithms.estimators"
+_PLACE = "hybridrl.algorithms.estimators"
 _NORMALIZE = ("norm_adv_by_std_in_grpo",)
+_PROBABILITIES: tuple[Field, ...] = ("old_log_probs", "sum_pi_squared")
+_BASELINE = "optimal_token_baseline"
 
+# Name, function, keys, reads, compares_group, paper.
 _ESTIMATORS = (
-    Estimator("gae", f"{_ADVANTAGES}:gae", keys=("gamma", "lam"), reads=("values",), paper="1506.02438"),
-    Estimator("grpo", f"{_ADVANTAGES}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
-    Estimator("grpo_vectorized", f"{_ADVANTAGES}:grpo", keys=_NORMALIZE, compares_group=True, paper="2402.03300"),
-    Estimator("grpo_passk", f"{_ADVANTAGES}:grpo_passk", keys=_NORMALIZE, compares_group=True, paper="2503.19595"),
-    Estimator("rloo", f"{_ADVANTAGES}:rloo", compares_group=True, paper="2402.14740"),
-    Estimator("rloo_vectorized", f"{_ADVANTAGES}:rloo", compares_group=True, paper="2402.14740"),
-    Estimator("reinforce_plus_plus", f"{_ADVANTAGES}:reinforce_plus_plus", keys=("gamma",), paper="2501.03262"),
-    Estimator(
-        "reinforce_plus_plus_baseline",
-        f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
-        compares_group=True,
-        paper="2501.03262",
-    ),
-    Estimator("remax", f"{_ADVANTAGES}:remax", reads=("greedy_rewards",), paper="2310.10505"),
-    Estimator("opo", f"{_ADVANTAGES}:opo", compares_group=True, paper="2505.23585"),
-    Estimator("gpg", f"{_ADVANTAGES}:gpg", compares_group=True, paper="2504.02546"),
-    Estimator(
-        "optimal_token_baseline",
-        f"{_ADVANTAGES}:optimal_token_baseline",
-        reads=("old_log_probs", "sum_pi_squared"),
-        compares_group=True,
-        paper="2602.07078",
-    ),
-    Estimator(
-        "tir_optimal_token_baseline",
-        f"{_ADVANTAGES}:tir_optimal_token_baseline",
-        reads=("old_log_probs", "sum_pi_squared"),
-        compares_group=True,
-        paper="2602.07078",
-    ),
-    Estimator(
-        "gdpo",
-        f"{_ADVANTAGES}:gdpo",
-        keys=(*_NORMALIZE, "gdpo_reward_weights"),
-        reads=("reward_parts",),
-        compares_group=True,
-        paper="2601.05242",
-    ),
+    Estimator("gae", f"{_PLACE}:gae", ("gamma", "lam"), ("values",), False, "1506.02438"),
+    Estimator("grpo", f"{_PLACE}:grpo", _NORMALIZE, (), True, "2402.03300"),
+    Estimator("grpo_vectorized", f"{_PLACE}:grpo", _NORMALIZE, (), True, "2402.03300"),
+    Estimator("grpo_passk", f"{_PLACE}:grpo_passk", _NORMALIZE, (), True, "2503.19595"),
+    Estimator("rloo", f"{_PLACE}:rloo", (), (), True, "2402.14740"),
+    Estimator("rloo_vectorized", f"{_PLACE}:rloo", (), (), True, "2402.14740"),
+    Estimator("reinforce_plus_plus", f"{_PLACE}:reinforce_plus_plus", ("gamma",), (), False, "2501.03262"),
+    Estimator("reinforce_plus_plus_baseline", f"{_PLACE}:reinforce_plus_plus_baseline", (), (), True, "2501.03262"),
+    Estimator("remax", f"{_PLACE}:remax", (), ("greedy_rewards",), False, "2310.10505"),
+    Estimator("opo", f"{_PLACE}:opo", (), (), True, "2505.23585"),
+    Estimator("gpg", f"{_PLACE}:gpg", (), (), True, "2504.02546"),
+    Estimator(_BASELINE, f"{_PLACE}:{_BASELINE}", (), _PROBABILITIES, True, "2602.07078"),
+    Estimator(f"tir_{_BASELINE}", f"{_PLACE}:tir_{_BASELINE}", (), _PROBABILITIES, True, "2602.07078"),
+    Estimator("gdpo", f"{_PLACE}:gdpo", (*_NORMALIZE, "gdpo_reward_weights"), ("reward_parts",), True, "2601.05242"),
 )
 
 _LOSSES = "hybridrl.algorithms.policy_losses"
 _WINDOW = ("clip_ratio_low", "clip_ratio_high")
+_DUAL = (*_WINDOW, "clip_ratio_c")
+_TAU = ("tau_pos", "tau_neg")
 _BY_ROW: Aggregation = "seq-mean-token-mean"
+_CLIP_COV = {"clip_cov_ratio": Parameter(ShareAboveZero)}
+_CLIP_COV |= {"clip_cov_lb": Parameter(float), "clip_cov_ub": Parameter(float)}
+_KL_COV = {"kl_cov_ratio": Parameter(ShareAboveZero), "ppo_kl_coef": Parameter(NonNegative)}
+_DRO = {"dro_beta": Parameter(AboveZero, suggestion=0.1)}
 
+# Name, function, keys, parameters, by_token, aggregation, clips_ratio, token_selector.
 _POLICY_LOSSES = (
+    PolicyLoss("vanilla", f"{_LOSSES}:vanilla", _DUAL, {}, True, None, "ratio", paper="1707.06347"),
+    PolicyLoss("gspo", f"{_LOSSES}:gspo", _WINDOW, {}, False, _BY_ROW, "ratio", paper="2507.18071"),
+    PolicyLoss("cispo", f"{_LOSSES}:cispo", _WINDOW, {}, True, paper="2506.13585"),
+    PolicyLoss("sapo", f"{_LOSSES}:sapo", _TAU, {}, True, _BY_ROW, paper="2511.20347"),
+    PolicyLoss("geo_mean", f"{_LOSSES}:geo_mean", _WINDOW, {}, False, _BY_ROW, "log_ratio", paper="2507.20673"),
+    PolicyLoss("gmpo", f"{_LOSSES}:geo_mean", _WINDOW, {}, False, _BY_ROW, "log_ratio", paper="2507.20673"),
+    PolicyLoss("gpg", f"{_LOSSES}:gpg", (), {}, True, paper="2504.02546"),
     PolicyLoss(
-        "vanilla",
-        f"{_LOSSES}:vanilla",
-        keys=(*_WINDOW, "clip_ratio_c"),
-        by_token=True,
-        clips_ratio="ratio",
-        paper="1707.06347",
+        "clip_cov", f"{_LOSSES}:clip_cov", _WINDOW, _CLIP_COV, True, None, "ratio",
+        f"{_LOSSES}:select_clipped", paper="2505.22617"
     ),
     PolicyLoss(
-        "gspo",
-        f"{_LOSSES}:gspo",
-        keys=_WINDOW,
-        aggregation=_BY_ROW,
-        clips_ratio="ratio",
-        paper="2507.18071",
+        "kl_cov", f"{_LOSSES}:kl_cov", (), _KL_COV, True, None, None,
+        f"{_LOSSES}:select_penalized", paper="2505.22617"
     ),
-    PolicyLoss("cispo", f"{_LOSSES}:cispo", keys=_WINDOW, by_token=True, paper="2506.13585"),
-    PolicyLoss(
-        "sapo",
-        f"{_LOSSES}:sapo",
-        keys=("tau_pos", "tau_neg"),
-        by_token=True,
-        aggregation=_BY_ROW,
-        paper="2511.20347",
-    ),
-    PolicyLoss(
-        "geo_mean",
-        f"{_LOSSES}:geo_mean",
-        keys=_WINDOW,
-        aggregation=_BY_ROW,
-        clips_ratio="log_ratio",
-        paper="2507.20673",
-    ),
-    PolicyLoss(
-        "gmpo",
-        f"{_LOSSES}:geo_mean",
-        keys=_WINDOW,
-        aggregation=_BY_ROW,
-        clips_ratio="log_ratio",
-        paper="2507.20673",
-    ),
-    PolicyLoss("gpg", f"{_LOSSES}:gpg", by_token=True, paper="2504.02546"),
-    PolicyLoss(
-        "clip_cov",
-        f"{_LOSSES}:clip_cov",
-        keys=_WINDOW,
-        parameters={
-            "clip_cov_ratio": Parameter(ShareAboveZero),
-            "clip_cov_lb": Parameter(float),
-            "clip_cov_ub": Parameter(float),
-        },
-        by_token=True,
-        clips_ratio="ratio",
-        token_selector=f"{_LOSSES}:select_clipped",
-        paper="2505.22617",
-    ),
-    PolicyLoss(
-        "kl_cov",
-        f"{_LOSSES}:kl_cov",
-        parameters={"kl_cov_ratio": Parameter(ShareAboveZero), "ppo_kl_coef": Parameter(NonNegative)},
-        by_token=True,
-        token_selector=f"{_LOSSES}:select_penalized",
-        paper="2505.22617",
-    ),
-    PolicyLoss("dppo_tv", f"{_LOSSES}:dppo_tv", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"),
-    PolicyLoss("dppo_kl", f"{_LOSSES}:dppo_kl", keys=(*_WINDOW, "clip_ratio_c"), by_token=True, paper="2602.04879"),
-    PolicyLoss(
-        "dro",
-        f"{_LOSSES}:dro",
-        parameters={"dro_beta": Parameter(AboveZero, suggestion=0.1)},
-        by_token=True,
-        paper="2405.19107",
-    ),
-    PolicyLoss("reinforce", f"{_LOSSES}:reinforce", by_token=True, selectable=False),
-    PolicyLoss("likelihood", f"{_LOSSES}:likelihood", by_token=True, selectable=False),
-)
+    PolicyLoss("dppo_tv", f"{_LOSSES}:dppo_tv", _DUAL, {}, True, paper="2602.04879"),
+    PolicyLoss("dppo_kl", f"{_LOSSES}:dppo_kl", _DUAL, {}, True, paper="2602.04879"),
+    PolicyLoss("dro", f"{_LOSSES}:dro", (), _DRO, True, paper="2405.19107"),
+    PolicyLoss("reinforce", f"{_LOSSES}:reinforce", (), {}, True, selectable=False),
+    PolicyLoss("likelihood", f"{_LOSSES}:likelihood", (), {}, True, selectable=False)
+)  # fmt: skip
 
 ESTIMATORS = {entry.name: entry for entry in _ESTIMATORS}
 POLICY_LOSSES = {entry.name: entry for entry in _POLICY_LOSSES}

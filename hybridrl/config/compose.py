@@ -1,26 +1,40 @@
-"""Hydra's files and overrides -> plain nested values. Only this module and overrides.py use Hydra."""
+"""Hydra's files and the arguments of a command line -> plain nested values. Only this module uses Hydra.
+
+Old names of keys are replaced and unknown ones reported here; values are validated later (values.py), but for those
+that decide which key is meant.
+"""
 
 import functools
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from hybridrl.config.findings import ConfigError, Finding, show
-from hybridrl.config.read import MISSING, Plain
+from hybridrl.config.findings import ConfigError, Finding, Findings, show
+from hybridrl.config.keys import Entry, current_name, entry_of, hints, holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.values import MISSING, Plain, leaves
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # In a wheel conf/ is inside the package, in a checkout next to it.
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SHIPPED = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
+
+OWN = "own"  # the section of the user's own keys
+# verl's manager batch passes its own arguments to the reward function.
+_MANAGER_KWARGS, _FUNCTION_KWARGS = "reward.reward_kwargs.", "reward.custom_reward_function.reward_kwargs."
+# Sections that verl chooses by name -> the choice that hybridrl implements.
+VERL_CHOICES = {"engine": "fsdp", "optim": "fsdp", "model": "hf_model"}
+PLAIN = re.compile(r"[A-Za-z_/~][\w./~-]*")  # text that needs no quotes, and is not read as a number
 
 
 def save_config(config: PPOConfig | SFTConfig, path: Path) -> None:
@@ -74,11 +88,6 @@ def existing(name: str, directory: Path) -> Path:
     return file.resolve()
 
 
-def plain_values(composed: DictConfig) -> dict[str, Any]:
-    """Nested values with their ${references} as written."""
-    return cast(dict, OmegaConf.to_container(composed))
-
-
 def file_values(file: Path, overrides: list[str]) -> Plain:
     """Another system's YAML file and those in its directory that it lists; `overrides` win. Raises ConfigError."""
     try:
@@ -93,15 +102,9 @@ def file_values(file: Path, overrides: list[str]) -> Plain:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
 
 
-def resolved(composed: DictConfig) -> Plain:
+def resolved(node: DictConfig, place: str = "", around: Plain | None = None) -> Plain:
     """Values with every ${reference} resolved; those that cannot be resolved are among the faults."""
-    plain = Plain({}, {}, {})
-    plain.values.update(_resolved(composed, "", plain))
-    return plain
-
-
-def _resolved(node: DictConfig, place: str, plain: Plain) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+    plain = Plain({}, around.follows, around.faults) if around else Plain({}, {}, {})
     for name, written in cast(dict, OmegaConf.to_container(node)).items():
         key = f"{place}{name}"
         if (reference := REFERENCE.fullmatch(str(written))) is not None:
@@ -111,15 +114,157 @@ def _resolved(node: DictConfig, place: str, plain: Plain) -> dict[str, Any]:
         try:
             value = MISSING if written == MISSING else node[name]
             if isinstance(value, DictConfig):
-                value = _resolved(value, f"{key}.", plain)
+                value = resolved(value, f"{key}.", plain).values
             elif isinstance(value, ListConfig):
                 value = OmegaConf.to_container(value, resolve=True)
-            values[name] = value
+            plain.values[name] = value
         except InterpolationToMissingValueError:
-            values[name] = MISSING
+            plain.values[name] = MISSING
         except OmegaConfBaseException as error:
-            values[name], cause = MISSING, str(error).splitlines()[0]
+            plain.values[name], cause = MISSING, str(error).splitlines()[0]
             # Other keys may refer to this one in turn, and fail for the same reason.
             known = any(finding is not None and finding.cause == cause for finding in plain.faults.values())
             plain.faults[key] = None if known else Finding("value", "error", (key,), show(written), cause)
-    return values
+    return plain
+
+
+@dataclass
+class Overrides:
+    """Hydra's overrides, and for each key that they set the argument it came from."""
+
+    known: dict[str, Any]
+    findings: Findings
+    arguments: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+
+    def set(self, key: str, value: str, text: str) -> None:
+        # "++" sets what exists and adds what does not; a whole section is chosen by the name of its file.
+        self.arguments.append(f"{'++' if '.' in key else ''}{key}={value}")
+        self.written[key] = text
+
+    def unsupported(self, text: str, key: str, cause: str, fix: str = "") -> None:
+        self.findings.error("unsupported", f"{text}: {cause}", fix, keys=key)
+
+    def add(self, text: str, override: Override) -> bool:
+        """Add one argument. Returns False if there is no such key; raises ConfigError if it cannot be set like this."""
+        written, value = cast(str, override.key_or_group), text.partition("=")[2]
+        key = written if written in self.known else current_name(written)
+        if key.startswith(_MANAGER_KWARGS) and key not in self.known and "overlong_buffer_cfg" not in key:
+            key = key.replace(_MANAGER_KWARGS, _FUNCTION_KWARGS)
+        entry, known = None if key in self.known else entry_of(key, override.value()), holds(self.known, key)
+        if key.startswith("hydra."):
+            self.findings.warn("ignored-key", f"{key} has no effect: Hydra only reads the configuration here", keys=key)
+            return True
+        if key != written and known:
+            if value in ("", "null") and not override.is_delete():
+                return True  # an old name without a value
+            self.findings.warn("old-name", f"{written} is now {key}", keys=(written, key))
+        if override.package:
+            self.arguments.append(text)
+        elif override.is_delete():  # a key that may be null becomes null; one that hybridrl does not have is ignored
+            if key in self.known and type(None) not in get_args(self.known[key]):
+                raise ConfigError(f"{text}: this key must have a value", fix="set it to another one")
+            if key in self.known:
+                self.set(key, "null", text)
+            elif known:
+                self.arguments.append(f"~{key}")
+        elif entry and known and entry.concerns(override.value()):  # one name of a mapping that takes any other
+            if not entry.is_silent(override.value()):
+                self.findings.warn("ignored-key", f"{key} has no effect: {entry.why}", keys=key)
+        elif entry and not known:
+            self._add_entry(entry, key, value, override, text)
+        elif key in VERL_CHOICES and value != "default":
+            if value != VERL_CHOICES[key]:
+                self.unsupported(text, key, "training runs on FSDP2", "leave it out")
+        elif known:
+            if "." not in key and not isinstance(override.value(), str):
+                raise ConfigError(f"{text}: {key} is a section", fix=f"set the keys in it one by one: {key}.key=value")
+            self.set(key, value, text)
+        elif (override.is_add() or override.is_force_add()) and "." in key:
+            cause = f"{key} is not a key of hybridrl: kept as {OWN}.{key} for your own code"
+            self.findings.info("own-key", cause, keys=key)
+            self.set(f"{OWN}.{key}", value, text)
+        else:
+            return False
+        return True
+
+    def _add_entry(self, entry: Entry, key: str, value: str, override: Override, text: str) -> None:
+        """Translate a key of another system that hybridrl does not have, or pass it on to be checked by its value."""
+        if entry.named and override.value() not in (None, ""):
+            return self.unsupported(text, key, entry.why)
+        if entry.kind != "translated":
+            self.arguments.append(f"++{key}={value}")
+            return None
+        if not entry.concerns(override.value()):
+            return self.unsupported(text, key, entry.why)
+        replacement = entry.value_of(value)
+        if replacement is not None or not entry.is_silent(override.value()):
+            value = show(value if replacement is None else replacement)
+            sets = {name: show(item).replace("{value}", value) for name, item in entry.sets.items()}
+            cause = f"{text} is now {' '.join(f'{name}={item}' for name, item in sets.items())}"
+            self.findings.warn("old-name", cause, keys=(key, *sets))
+            for name, item in sets.items():
+                self.set(name, item, text)
+        return None
+
+
+def parse_overrides(overrides: list[str], schema: type, findings: Findings) -> Overrides:
+    """Sort the arguments of a command line; unknown keys are errors."""
+    parsed = Overrides(tree(schema), findings)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        with findings.gathered("syntax"):
+            try:
+                override = OverridesParser.create().parse_override(text)
+            except HydraException as error:
+                cause = f"cannot read {text}: expected "
+                if not equals or not key.strip("+~").replace(".", "").isidentifier():
+                    raise ConfigError(cause + "key=value") from error
+                quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+                raise ConfigError(f"""{cause}a value, or one in quotes: '{key}="{quoted}"'""") from error
+            if not override.key_or_group:
+                raise ConfigError(f"cannot read {text}: expected key=value")
+            if override.is_sweep_override():
+                raise ConfigError(f"{text}: one value is expected", fix=f"for a list write {key}=[{value}]", keys=key)
+            if not parsed.add(text, override):
+                name = cast(str, override.key_or_group)
+                findings.error("unknown-key", f"unknown key {name}", nearest_keys(name, schema), keys=name)
+    return parsed
+
+
+def plain_values(file: Path, schema: type, arguments: list[str], findings: Findings) -> Plain:
+    """The values of a configuration file with overrides. Raises ConfigError.
+
+    Old names in a custom file, and keys without effect, are overrides too: as on a command line, which comes after them
+    and wins.
+    """
+    known, replaced, deleted = tree(schema), [], []
+    old = {} if file.parent == CONF else leaves(cast(dict, OmegaConf.to_container(composed(file, []))))
+    for key, value in old.items():
+        new = current_name(key)
+        entry = None if new in known else entry_of(new, value)
+        moved = (entry and entry.kind == "translated") or (new != key and holds(known, new))
+        idle = entry and new == key and holds(known, key) and entry.concerns(value)
+        if value != MISSING and (moved or idle):
+            replaced.append(f"++{key}={as_override(value)}")
+            deleted += [f"~{key}"] * bool(idle)
+    first = parse_overrides(replaced, schema, findings).arguments
+    plain = resolved(composed(file, [*first, *deleted, *arguments]))
+    if missing := [name for name in hints(schema) if name not in plain.values]:
+        fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
+        raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
+    return plain
+
+
+def as_override(value: Any) -> str:
+    """A value for the command line, with quotes if they are needed."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_override, value))}]"
+    if not isinstance(value, str):
+        return show(value)
+    if PLAIN.fullmatch(value):
+        return value
+    escaped = re.sub(r"(\\*)(?='|$)", r"\1\1", value).replace("'", "\\'")
+    return f"'{escaped}'"

@@ -32,19 +32,25 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     members = vars(load_module(path, key))
     if not callable(members.get(function)):
         names = [other for other, member in members.items() if callable(member) and other[0] != "_"]
-        fix = f"it has {', '.join(names) or 'none'}"
-        raise ConfigError(f"{key}={name}: {Path(path).name} has no function {function}", fix=fix, keys=key)
+        cause = f"{key}={name}: {Path(path).name} has no function {function}"
+        raise ConfigError(cause, fix=f"it has {', '.join(names) or 'none'}", keys=key)
     return members[function]
 
 
 def load_module(path: str, key: str) -> ModuleType:
     """The module at a plain path, `file://path` or `pkg://dotted.name`; ConfigError shows the failing line."""
     file = _file(path)
-    in_package = path.startswith("pkg://")
-    if not in_package and not file.is_file():
+    if not path.startswith("pkg://") and not file.is_file():
         raise ConfigError(f"{key}={path}: there is no such file", fix="give the path of a .py file", keys=key)
     try:
-        return importlib.import_module(path.removeprefix("pkg://")) if in_package else _run_file(file)
+        if path.startswith("pkg://"):
+            return importlib.import_module(path.removeprefix("pkg://"))
+        loader = SourceFileLoader(f"{PREFIX}{file.stem}", str(file))
+        module = module_from_spec(spec_from_loader(loader.name, loader))
+        sys.modules[module.__name__] = module  # dataclasses and typing look a class's module up there
+        sys.path.append(str(file.parent))  # as for a script: the files next to it can be imported
+        loader.exec_module(module)
+        return module
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ConfigError(f"{key}={path} does not import: {where(error, path)}") from error
 
@@ -75,15 +81,6 @@ def import_libraries(names: list[str], key: str = "actor_rollout_ref.model.exter
 
 def _file(path: str) -> Path:
     return Path(path.removeprefix("file://")).expanduser().absolute()
-
-
-def _run_file(file: Path) -> ModuleType:
-    loader = SourceFileLoader(f"{PREFIX}{file.stem}", str(file))
-    module = module_from_spec(spec_from_loader(loader.name, loader))
-    sys.modules[module.__name__] = module  # dataclasses and typing look a class's module up there
-    sys.path.append(str(file.parent))  # as for a script: the files next to it can be imported
-    loader.exec_module(module)
-    return module
 
 
 def where(error: BaseException, path: str) -> str:

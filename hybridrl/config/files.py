@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from hybridrl.config.values import Fault, Rule
+from hybridrl.config.values import Fault
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
 WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in its own directories
@@ -72,105 +72,89 @@ def adapter_settings(path: str) -> dict[str, Any]:
     return json.loads((resolve_model(path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class RowFiles(Rule):
-    """Existing files, patterns or directories, or hub names; at least so many."""
-
-    least: int = 0
-
-    def fault(self, value: list[str]) -> Fault | None:
-        if len(value) < self.least:
-            # The usual cause is a shell variable that is not set, which on another machine may be.
-            return Fault("name one file or more: [a.jsonl, b.parquet]", absent=True)
-        return next((fault for entry in value if (fault := _fault_of_rows(entry)) is not None), None)
+def one_or_more(value: list[str]) -> Fault | None:
+    """A rule: at least one name. A shell variable that is not set, the usual cause, may be set on another machine."""
+    return None if value else Fault("name one file or more: [a.jsonl, b.parquet]", absent=True)
 
 
-def _fault_of_rows(entry: str) -> Fault | None:
+def row_files(value: list[str]) -> Fault | None:
+    """A rule: existing files, patterns or directories, or hub names."""
+    return next((Fault(cause, absent=True) for entry in value if (cause := _missing_rows(entry))), None)
+
+
+def _missing_rows(entry: str) -> str:
+    """Why an entry names no rows; empty if it does."""
     name = parse_dataset_name(entry).name
-    directory = Path(name)
+    directory, parent = Path(name), Path(entry).parent
     if Path(entry).is_file() or matches(entry):
-        return None
+        return ""
     if directory.is_dir():
         has_rows = any(is_row_file(file) for file in directory.rglob("*"))
-        return (
-            None
-            if has_rows
-            else Fault(f"the directory {directory} has no files that end in {', '.join(WRITTEN)}", absent=True)
-        )
+        return "" if has_rows else f"the directory {directory} has no files that end in {', '.join(WRITTEN)}"
     if glob.has_magic(entry):
-        return Fault(f"no file matches {entry}", absent=True)
+        return f"no file matches {entry}"
     if HUB_NAME.fullmatch(name) and not is_row_file(directory) and not directory.parent.is_dir():
-        return None
-    parent = Path(entry).parent
+        return ""
     names = sorted(item.name for item in parent.iterdir() if is_row_file(item)) if parent.is_dir() else []
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     near = f" (in {parent} there are {', '.join(names[:5])}{more})" if names else _missing_parent(Path(entry))
-    return Fault(f"there is no file {entry}{near}", absent=True)
+    return f"there is no file {entry}{near}"
 
 
-class PathOrHub(Rule):
-    """A local directory or a hub name."""
+def path_or_hub(value: str) -> Fault | None:
+    """A rule: a local directory or a hub name."""
+    looks_local = value.startswith((".", "/")) or value.count("/") != 1
+    return _no_directory(value) if looks_local and not Path(value).is_dir() else None
 
-    def fault(self, value: str) -> Fault | None:
-        looks_local = value.startswith((".", "/")) or value.count("/") != 1
-        if looks_local and not Path(value).is_dir():
-            return Fault(f"there is no such directory{_missing_parent(Path(value))}", absent=True)
+
+def model_path(value: str) -> Fault | None:
+    """A rule: a Hugging Face model, that is a directory with configuration and weights, a model of a checkpoint, or a
+    hub name."""
+    if not Path(value).is_dir():
+        return path_or_hub(value)
+    if holds_adapter(value):
+        fix = "name its base model here and the adapter as lora_adapter_path, or merge them first: "
+        fix += f"python -m hybridrl.model_merger merge --local_dir {value} --target_dir merged"
+        return Fault("it is a LoRA adapter", fix)
+    directory, above = resolve_model(value), Path(value).parent
+    config = directory / "config.json"
+    if not config.is_file():
+        if Path(value, "actor").is_dir():
+            return Fault("a checkpoint may hold several models", f"name one of them: {Path(value, 'actor')}")
+        return Fault("the directory has no config.json, so it is no Hugging Face model")
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return Fault(f"its config.json cannot be read ({error})", "save the model again")
+    if is_sharded(value) or any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):
         return None
+    if is_sharded(str(above)):
+        return Fault("the weights are in the folder above", f"name that: {above}")
+    return Fault(f"the directory has no weights ({' or '.join(WEIGHT_FILES)})", "save or download the model again")
 
 
-class ModelPath(PathOrHub):
-    """A Hugging Face model: a directory with configuration and weights, a model of a checkpoint, or a hub name."""
+def adapter_path(value: str) -> Fault | None:
+    """A rule: a LoRA adapter, that is peft's directory, or a folder of a checkpoint that was trained with LoRA."""
+    if not Path(value).is_dir():
+        return _no_directory(value)
+    if not holds_adapter(value):
+        return Fault(f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter")
+    try:
+        kind = adapter_settings(value).get("peft_type")
+    except (OSError, ValueError) as error:
+        return Fault(f"its {ADAPTER_CONFIG} cannot be read ({error})", "save the adapter again")
+    return None if kind == "LORA" else Fault(f"it is an adapter of the type {kind}; only LORA can be trained")
 
-    def fault(self, value: str) -> Fault | None:
-        if not Path(value).is_dir():
-            return super().fault(value)
-        if holds_adapter(value):
-            return Fault(
-                "it is a LoRA adapter",
-                "name its base model here and the adapter as lora_adapter_path, or merge them first: "
-                f"python -m hybridrl.model_merger merge --local_dir {value} --target_dir merged",
-            )
-        directory = resolve_model(value)
-        config = directory / "config.json"
-        if not config.is_file():
-            if Path(value, "actor").is_dir():
-                return Fault("a checkpoint may hold several models", f"name one of them: {Path(value, 'actor')}")
-            return Fault("the directory has no config.json, so it is no Hugging Face model")
-        try:
-            json.loads(config.read_text(encoding="utf-8"))
-        except ValueError as error:
-            return Fault(f"its config.json cannot be read ({error})", "save the model again")
-        if not is_sharded(value) and not any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):
-            if is_sharded(str(Path(value).parent)):
-                return Fault("the weights are in the folder above", f"name that: {Path(value).parent}")
-            return Fault(
-                f"the directory has no weights ({' or '.join(WEIGHT_FILES)})", "save or download the model again"
-            )
+
+def script_file(value: str) -> Fault | None:
+    """A rule: a .py file as a plain path or file://path, or an installed module as pkg://name."""
+    if value.startswith("pkg://") or Path(value.removeprefix("file://")).is_file():
         return None
+    return Fault("there is no such file", "give the path of a .py file", absent=True)
 
 
-class AdapterPath(Rule):
-    """A LoRA adapter: peft's directory, or a folder of a checkpoint that was trained with LoRA."""
-
-    def fault(self, value: str) -> Fault | None:
-        if not Path(value).is_dir():
-            return Fault(f"there is no such directory{_missing_parent(Path(value))}", absent=True)
-        if not holds_adapter(value):
-            return Fault(f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter")
-        try:
-            kind = adapter_settings(value).get("peft_type")
-        except (OSError, ValueError) as error:
-            return Fault(f"its {ADAPTER_CONFIG} cannot be read ({error})", "save the adapter again")
-        return None if kind == "LORA" else Fault(f"it is an adapter of the type {kind}; only LORA can be trained")
-
-
-class ScriptFile(Rule):
-    """A .py file as a plain path or file://path, or an installed module as pkg://name."""
-
-    def fault(self, value: str) -> Fault | None:
-        if value.startswith("pkg://") or Path(value.removeprefix("file://")).is_file():
-            return None
-        return Fault("there is no such file", "give the path of a .py file", absent=True)
+def _no_directory(path: str) -> Fault:
+    return Fault(f"there is no such directory{_missing_parent(Path(path))}", absent=True)
 
 
 def _missing_parent(path: Path) -> str:
@@ -179,9 +163,9 @@ def _missing_parent(path: Path) -> str:
     return f" ({missing[-1]} does not exist)" if missing else ""
 
 
-TrainFiles = Annotated[list[str], RowFiles(least=1)]
-RowNames = Annotated[list[str], RowFiles()]
-Model = Annotated[str, ModelPath()]
-ModelOrTokenizer = Annotated[str, PathOrHub()]
-Adapter = Annotated[str, AdapterPath()]
-Script = Annotated[str, ScriptFile()]
+TrainFiles = Annotated[list[str], one_or_more, row_files]
+RowNames = Annotated[list[str], row_files]
+Model = Annotated[str, model_path]
+ModelOrTokenizer = Annotated[str, path_or_hub]
+Adapter = Annotated[str, adapter_path]
+Script = Annotated[str, script_file]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "info"]
+Keys = str | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,7 @@ class Finding:
     @property
     def statement(self) -> str:
         """`key=value: cause`, or the cause alone if it begins with the key, or names it and there is no value."""
-        if not self.keys or self.cause.startswith(self.keys[0]):
-            return self.cause
-        if self.value is None and self.keys[0] in self.cause:
+        if not self.keys or self.cause.startswith(self.keys[0]) or (self.value is None and self.keys[0] in self.cause):
             return self.cause
         subject = self.keys[0] if self.value is None else f"{self.keys[0]}={self.value}"
         return f"{subject}{'' if self.cause.startswith('has no effect') else ':'} {self.cause}"
@@ -56,9 +55,7 @@ class ConfigError(ValueError):
     Takes a cause, which names key and value or file, and its `fix`; or several causes or findings, a line each.
     """
 
-    def __init__(
-        self, *causes: str | Finding, fix: str = "", keys: str | Sequence[str] = (), value: object = None
-    ) -> None:
+    def __init__(self, *causes: str | Finding, fix: str = "", keys: Keys = (), value: object = None) -> None:
         fixes = [""] * (len(causes) - 1) + [fix]
         self.findings = tuple(
             cause if isinstance(cause, Finding) else _finding("input", "error", cause, fix, keys, value)
@@ -78,20 +75,14 @@ class Findings:
 
     items: list[Finding] = field(default_factory=list)
 
-    def error(
-        self, code: str, cause: str, fix: str = "", *, keys: str | Sequence[str] = (), value: object = None
-    ) -> None:
+    def error(self, code: str, cause: str, fix: str = "", *, keys: Keys = (), value: object = None) -> None:
         """Add an error: `close` will raise. `value` may be of any type; write None as "null" to show it."""
         self.add(_finding(code, "error", cause, fix, keys, value))
 
-    def warn(
-        self, code: str, cause: str, fix: str = "", *, keys: str | Sequence[str] = (), value: object = None
-    ) -> None:
+    def warn(self, code: str, cause: str, fix: str = "", *, keys: Keys = (), value: object = None) -> None:
         self.add(_finding(code, "warning", cause, fix, keys, value))
 
-    def info(
-        self, code: str, cause: str, fix: str = "", *, keys: str | Sequence[str] = (), value: object = None
-    ) -> None:
+    def info(self, code: str, cause: str, fix: str = "", *, keys: Keys = (), value: object = None) -> None:
         self.add(_finding(code, "info", cause, fix, keys, value))
 
     def add(self, *findings: Finding) -> None:
@@ -117,27 +108,43 @@ class Findings:
 
 @dataclass
 class Checker:
-    """Adds findings about keys of a configuration, with the value of the first key.
+    """Adds findings about keys of a configuration: `check.error(".n algorithm.adv_estimator", cause, fix)`.
 
-    `values` are those before derived values are filled in: what the user set.
+    Keys are separated by spaces, or in a list; one that begins with a dot is in the section `place`. The value of the
+    first is shown unless `valued` is false. `values` are those before derived ones are filled in: what the user set.
     """
 
     findings: Findings
     values: Mapping[str, Any]
+    place: str = ""
 
-    def error(self, keys: str | Sequence[str], cause: str, fix: str = "") -> None:
-        self.findings.error("conflict", cause, fix, keys=keys, value=self._shown(keys))
-
-    def warn(self, keys: str | Sequence[str], cause: str, fix: str = "") -> None:
-        self.findings.warn("setting", cause, fix, keys=keys, value=self._shown(keys))
+    def at(self, place: str) -> "Checker":
+        return replace(self, place=place)
 
     def muted(self) -> "Checker":
         """A checker whose findings are dropped."""
-        return Checker(Findings(), self.values)
+        return replace(self, findings=Findings())
 
-    def _shown(self, keys: str | Sequence[str]) -> str | None:
+    def error(self, keys: Keys, cause: str, fix: str = "", *, valued: bool = True) -> None:
+        names = self._names(keys)
+        self.findings.error("conflict", cause, fix, keys=names, value=self._shown(names[0]) if valued else None)
+
+    def warn(self, keys: Keys, cause: str, fix: str = "", *, valued: bool = True) -> None:
+        names = self._names(keys)
+        self.findings.warn("setting", cause, fix, keys=names, value=self._shown(names[0]) if valued else None)
+
+    def idle(self, keys: Keys, why: str) -> None:
+        """Warn that the first key has no effect, whatever its value; `why` continues the sentence."""
+        name = self._names(keys)[0]
+        self.warn(keys, f"{name} has no effect{'' if why.startswith(':') else ' '}{why}", valued=False)
+
+    def _names(self, keys: Keys) -> list[str]:
+        names = keys.split() if isinstance(keys, str) else keys
+        return [f"{self.place}{key}" if key.startswith(".") else key for key in names]
+
+    def _shown(self, key: str) -> str | None:
         value: Any = self.values
-        for name in (keys if isinstance(keys, str) else keys[0]).split("."):
+        for name in key.split("."):
             if not isinstance(value, Mapping) or name not in value:
                 return None
             value = value[name]
@@ -154,6 +161,6 @@ def show(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else str(value)
 
 
-def _finding(code: str, severity: Severity, cause: str, fix: str, keys: str | Sequence[str], value: object) -> Finding:
+def _finding(code: str, severity: Severity, cause: str, fix: str, keys: Keys, value: object) -> Finding:
     keys = (keys,) if isinstance(keys, str) else tuple(keys)
     return Finding(code, severity, keys, None if value is None else show(value), cause, fix)

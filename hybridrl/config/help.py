@@ -11,8 +11,8 @@ import yaml
 from hybridrl.config.compose import CONF, SHIPPED, shipped
 from hybridrl.config.findings import show
 from hybridrl.config.keys import value_keys
-from hybridrl.config.read import MISSING, value_of
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.values import MISSING, value_of
 
 COLUMN = 46  # where meanings begin
 
@@ -44,19 +44,17 @@ def changed_values(config: PPOConfig | SFTConfig) -> str:
 def batch_arithmetic(config: PPOConfig) -> str:
     """Samples and updates of a step, in one line: `1024 prompts x 5 responses = 5120 samples per step, 4 mini-batches
     of ...`. The configuration must be resolved."""
-    actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    prompts, responses = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    devices, size = (trainer.n_gpus_per_node or 1) * trainer.nnodes, actor.ppo_mini_batch_size
-    updates, uneven = -(-prompts // size), prompts % size > 0
-    by_tokens = actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is None
+    section, devices = config.actor_rollout_ref, config.trainer.devices
+    actor, responses = section.actor, section.rollout.n
+    prompts, size, rows = config.data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
+    updates, uneven, by_tokens = -(-prompts // size), prompts % size > 0, actor.use_dynamic_bsz or rows is None
+    most = f"{actor.ppo_max_token_len_per_gpu} tokens" if by_tokens else f"{rows} rows"
     return (
         f"{prompts} prompts x {responses} responses = {prompts * responses} samples per step, "
         f"{updates} mini-batch{'es' * (updates > 1)} of {'up to ' * uneven}{size} prompts "
         f"({size * responses} samples on {devices} device{'s' * (devices > 1)})"
         + (f" x {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else "")
-        + ", in micro-batches of up to "
-        + (f"{actor.ppo_max_token_len_per_gpu} tokens" if by_tokens else f"{actor.ppo_micro_batch_size_per_gpu} rows")
-        + " per device"
+        + f", in micro-batches of up to {most} per device"
     )
 
 
@@ -99,8 +97,5 @@ def _comments(file: Path, package: str) -> dict[str, str]:
 def _entry(name: str, value: Any, meaning: str, width: int) -> str:
     head = f"  {name} " + ("(must be set)" if value == MISSING else f"= {show(value)}")
     lines = textwrap.wrap(meaning, max(width - COLUMN, 20), break_on_hyphens=False)
-    if len(head) < COLUMN - 1:
-        lines = [head.ljust(COLUMN) + lines[0], *(" " * COLUMN + line for line in lines[1:])]
-    else:
-        lines = [head, *(" " * COLUMN + line for line in lines)]
-    return "\n".join(lines)
+    first = head.ljust(COLUMN) + lines.pop(0) if len(head) < COLUMN - 1 else head
+    return "\n".join([first, *(" " * COLUMN + line for line in lines)])

@@ -41,21 +41,29 @@ def value_keys(section: type) -> list[str]:
     return [key for key, hint in tree(section).items() if not dataclasses.is_dataclass(hint)]
 
 
-def is_mapping(hint: Any) -> bool:
-    """Whether a key of this type takes any names and values."""
-    return typing.get_origin(typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint) is dict
-
-
 def holds(known: dict[str, Any], key: str) -> bool:
-    """Whether a key is in the schema, or in a mapping of it; `known` as `tree` returns it."""
+    """Whether a key is in the schema, or in a mapping of it, which takes any names; `known` as `tree` returns it."""
     parts = key.split(".")
-    above = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return key in known or any(is_mapping(known.get(name)) for name in above)
+    above = (known.get(".".join(parts[:count])) for count in range(1, len(parts)))
+    return key in known or any(typing.get_origin(hint) is dict for hint in above)
 
 
 def nearest(key: str, known: list[str], count: int = 3) -> list[str]:
-    """The valid keys most like a mistyped one, best first; none if nothing is similar."""
-    score = {name: _likeness(key, name) for name in known}
+    """The valid keys most like a mistyped one, best first; none if nothing is similar.
+
+    Half of the likeness is that of the last part, half that of as many last parts as were written (or all); long
+    beginnings count little.
+    """
+
+    def ratio(one: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    score: dict[str, float] = {}
+    for name in known:
+        last, wanted = name.rsplit(".", 1)[-1], key.rsplit(".", 1)[-1]
+        tail = ".".join(name.split(".")[-(key.count(".") + 1) :])
+        alike = 0.5 * ratio(wanted, last) + 0.5 * max(ratio(key, name), ratio(key, tail))
+        score[name] = max(alike, 0.7 if len(wanted) > 2 and wanted in last else 0)
     least = max(0.6, max(score.values()) - 0.15)
     return sorted((name for name in known if score[name] > least), key=lambda name: -score[name])[:count]
 
@@ -64,18 +72,6 @@ def nearest_keys(key: str, schema: type) -> str:
     """The fix for an unknown key: the valid keys that may have been meant."""
     names = nearest(current_name(key), value_keys(schema))
     return f"nearest: {', '.join(names)}" if names else "--help lists all keys"
-
-
-def _likeness(key: str, name: str) -> float:
-    """Half by the last part, half by as many last parts as were written (or all); long beginnings count little."""
-    last, wanted = name.rsplit(".", 1)[-1], key.rsplit(".", 1)[-1]
-    tail = ".".join(name.split(".")[-(key.count(".") + 1) :])
-    alike = 0.5 * _ratio(wanted, last) + 0.5 * max(_ratio(key, name), _ratio(key, tail))
-    return max(alike, 0.7 if len(wanted) > 2 and wanted in last else 0)
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,64 +4,41 @@ The values of the keys and their meanings are in `conf/*.yaml`. Past the entry p
 constructor takes one of these sections or plain values.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from hybridrl.config import values
 from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RowNames, Script, TrainFiles
 from hybridrl.config.schema_algorithm import AlgorithmConfig, PolicyLossConfig, RewardConfig
-from hybridrl.config.values import (
-    AboveZero,
-    Aggregation,
-    CheckpointPart,
-    Decay,
-    DType,
-    Frequency,
-    KLForm,
-    Length,
-    Natural,
-    NonNegative,
-    Positive,
-    Range,
-    ResumeMode,
-    Seconds,
-    Share,
-    ShareAboveZero,
-    TopK,
-)
+from hybridrl.config.values import Section
 
 
-@dataclass
-class FurtherLoRAConfig:
+class FurtherLoRAConfig(Section):
     merge: bool
-    dropout: Decay
+    dropout: values.Decay
 
 
-@dataclass
-class LoRAConfig:
+class LoRAConfig(Section):
     """Once resolved, `lora_rank` is above 0 exactly if the model is trained with LoRA."""
 
-    lora_rank: Natural
-    lora_alpha: Natural
+    lora_rank: values.Natural
+    lora_alpha: values.Natural
     target_modules: list[str]
     exclude_modules: list[str]
     lora_adapter_path: Adapter | None
     lora: FurtherLoRAConfig
 
 
-@dataclass
-class CustomDatasetConfig:
+class CustomDatasetConfig(Section):
     path: Script | None
     name: str | None
 
 
-@dataclass
-class SamplerConfig:
+class SamplerConfig(Section):
     class_path: Script | None
     class_name: str | None
 
 
-@dataclass
-class RowsConfig:
+class RowsConfig(Section):
     """What training and supervised fine-tuning share of the section `data`."""
 
     tokenizer: ModelOrTokenizer | None
@@ -70,28 +47,26 @@ class RowsConfig:
     train_max_samples: int
     val_max_samples: int
     prompt_key: str
-    train_batch_size: Positive
+    train_batch_size: values.Positive
     shuffle: bool
     trust_remote_code: bool
     apply_chat_template_kwargs: dict[str, Any]
 
 
-@dataclass
 class DataConfig(RowsConfig):
-    train_weights: list[AboveZero]
+    train_weights: list[values.AboveZero]
     reward_fn_key: str
-    max_prompt_length: Positive
-    max_response_length: Positive
-    gen_batch_size: Positive | None
+    max_prompt_length: values.Positive
+    max_response_length: values.Positive
+    gen_batch_size: values.Positive | None
     validation_shuffle: bool
-    seed: Natural | None
+    seed: values.Natural | None
     filter_overlong_prompts: bool
     truncation: Literal["error", "left", "right", "middle"]
     custom_cls: CustomDatasetConfig
     sampler: SamplerConfig
 
 
-@dataclass
 class ModelConfig(LoRAConfig):
     path: Model
     tokenizer_path: ModelOrTokenizer | None
@@ -104,246 +79,233 @@ class ModelConfig(LoRAConfig):
     use_remove_padding: bool
 
 
-@dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     optimizer: Literal["AdamW", "Muon"]
-    lr: NonNegative
-    betas: Annotated[list[Decay], Length(2)]
-    weight_decay: NonNegative
+    lr: values.NonNegative
+    betas: Annotated[list[values.Decay], values.pair]
+    weight_decay: values.NonNegative
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     lr_warmup_steps: float | None
-    lr_warmup_steps_ratio: Share
-    min_lr_ratio: Share | None
-    num_cycles: AboveZero
-    muon_lr: NonNegative
-    muon_momentum: Decay
+    lr_warmup_steps_ratio: values.Share
+    min_lr_ratio: values.Share | None
+    num_cycles: values.AboveZero
+    muon_lr: values.NonNegative
+    muon_momentum: values.Decay
     override_optimizer_config: dict[str, Any]
 
 
-@dataclass
-class WrapPolicyConfig:
+class WrapPolicyConfig(Section):
     transformer_layer_cls_to_wrap: list[str]
 
 
-@dataclass
-class FSDPConfig:
-    fsdp_size: Annotated[int, Range(least=-1)]
-    ulysses_sequence_parallel_size: Positive
+class FSDPConfig(Section):
+    fsdp_size: Annotated[int, values.Range(least=-1)]
+    ulysses_sequence_parallel_size: values.Positive
     param_offload: bool
     optimizer_offload: bool
     offload_policy: bool
     reshard_after_forward: bool
     forward_prefetch: bool
     compile_layers: bool
-    model_dtype: DType
-    dtype: DType | None
+    model_dtype: values.DType
+    dtype: values.DType | None
     full_determinism: bool
     wrap_policy: WrapPolicyConfig
 
 
-@dataclass
-class CheckpointConfig:
-    save_contents: list[CheckpointPart]
-    load_contents: list[CheckpointPart]
+class CheckpointConfig(Section):
+    save_contents: list[values.CheckpointPart]
+    load_contents: list[values.CheckpointPart]
     async_save: bool
 
 
-@dataclass
-class ActorConfig:
+class ActorConfig(Section):
     strategy: Literal["fsdp", "fsdp2"]
-    ppo_mini_batch_size: Positive
-    ppo_micro_batch_size: Positive | None
-    ppo_micro_batch_size_per_gpu: Positive | None
+    ppo_mini_batch_size: values.Positive
+    ppo_micro_batch_size: values.Positive | None
+    ppo_micro_batch_size_per_gpu: values.Positive | None
     use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: Positive
-    ulysses_sequence_parallel_size: Positive
-    ppo_epochs: Positive
+    ppo_max_token_len_per_gpu: values.Positive
+    ulysses_sequence_parallel_size: values.Positive
+    ppo_epochs: values.Positive
     shuffle: bool
     data_loader_seed: int
     policy_loss: PolicyLossConfig
-    clip_ratio: NonNegative
-    clip_ratio_low: NonNegative | None
-    clip_ratio_high: NonNegative | None
-    clip_ratio_c: Annotated[float, Range(above=1)]
-    tau_pos: AboveZero
-    tau_neg: AboveZero
-    loss_agg_mode: Aggregation
-    loss_scale_factor: AboveZero | None
+    clip_ratio: values.NonNegative
+    clip_ratio_low: values.NonNegative | None
+    clip_ratio_high: values.NonNegative | None
+    clip_ratio_c: Annotated[float, values.Range(above=1)]
+    tau_pos: values.AboveZero
+    tau_neg: values.AboveZero
+    loss_agg_mode: values.Aggregation
+    loss_scale_factor: values.AboveZero | None
     entropy_coeff: float
     use_kl_loss: bool
-    kl_loss_coef: NonNegative
-    kl_loss_type: KLForm
-    grad_clip: AboveZero
+    kl_loss_coef: values.NonNegative
+    kl_loss_type: values.KLForm
+    grad_clip: values.AboveZero
     optim: OptimizerConfig
     fsdp_config: FSDPConfig
     checkpoint: CheckpointConfig
 
 
-@dataclass
-class ReferenceFSDPConfig:
+class ReferenceFSDPConfig(Section):
     param_offload: bool
     wrap_policy: WrapPolicyConfig
 
 
-@dataclass
-class ReferenceModelConfig:
+class ReferenceModelConfig(Section):
     path: Model
 
 
-@dataclass
-class ReferenceConfig:
+class ReferenceConfig(Section):
     model: ReferenceModelConfig
     refresh_freq: int
-    log_prob_micro_batch_size: Positive | None
-    log_prob_micro_batch_size_per_gpu: Positive | None
+    log_prob_micro_batch_size: values.Positive | None
+    log_prob_micro_batch_size_per_gpu: values.Positive | None
     log_prob_use_dynamic_bsz: bool
-    log_prob_max_token_len_per_gpu: Positive
+    log_prob_max_token_len_per_gpu: values.Positive
     fsdp_config: ReferenceFSDPConfig
 
 
-@dataclass
-class CriticConfig:
+class CriticConfig(Section):
     enable: bool | None
     strategy: Literal["fsdp", "fsdp2"]
     model: ModelConfig
     optim: OptimizerConfig
     fsdp: FSDPConfig
-    ppo_mini_batch_size: Positive
-    ppo_micro_batch_size: Positive | None
-    ppo_micro_batch_size_per_gpu: Positive | None
+    ppo_mini_batch_size: values.Positive
+    ppo_micro_batch_size: values.Positive | None
+    ppo_micro_batch_size_per_gpu: values.Positive | None
     use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: Positive
-    forward_micro_batch_size: Positive | None
-    forward_micro_batch_size_per_gpu: Positive | None
-    forward_max_token_len_per_gpu: Positive
-    ulysses_sequence_parallel_size: Positive
-    ppo_epochs: Positive
+    ppo_max_token_len_per_gpu: values.Positive
+    forward_micro_batch_size: values.Positive | None
+    forward_micro_batch_size_per_gpu: values.Positive | None
+    forward_max_token_len_per_gpu: values.Positive
+    ulysses_sequence_parallel_size: values.Positive
+    ppo_epochs: values.Positive
     shuffle: bool
     data_loader_seed: int
-    cliprange_value: AboveZero
-    loss_agg_mode: Aggregation
-    loss_scale_factor: AboveZero | None
-    grad_clip: AboveZero
+    cliprange_value: values.AboveZero
+    loss_agg_mode: values.Aggregation
+    loss_scale_factor: values.AboveZero | None
+    grad_clip: values.AboveZero
     checkpoint: CheckpointConfig
 
 
-@dataclass
-class ValidationSamplingConfig:
-    n: Positive
+class ValidationSamplingConfig(Section):
+    n: values.Positive
     do_sample: bool
-    temperature: NonNegative
-    top_p: ShareAboveZero
-    top_k: TopK
+    temperature: values.NonNegative
+    top_p: values.ShareAboveZero
+    top_k: values.TopK
 
 
-@dataclass
-class EngineKwargsConfig:
+class EngineKwargsConfig(Section):
     vllm: dict[str, Any]
 
 
-@dataclass
-class WeightTransferConfig:
-    update_weights_bucket_megabytes: Positive
+class WeightTransferConfig(Section):
+    update_weights_bucket_megabytes: values.Positive
 
 
-@dataclass
-class RolloutConfig:
+class RolloutConfig(Section):
     name: Literal["vllm"]
     mode: Literal["async", "sync"]
-    n: Positive
+    n: values.Positive
     do_sample: bool
-    temperature: NonNegative
-    top_p: ShareAboveZero
-    top_k: TopK
-    repetition_penalty: AboveZero
-    min_tokens: Natural
+    temperature: values.NonNegative
+    top_p: values.ShareAboveZero
+    top_k: values.TopK
+    repetition_penalty: values.AboveZero
+    min_tokens: values.Natural
     ignore_eos: bool
-    seed: Natural
+    seed: values.Natural
     full_determinism: bool
-    prompt_length: Positive
-    response_length: Positive
-    dtype: DType | None
-    tensor_model_parallel_size: Positive
-    gpu_memory_utilization: ShareAboveZero
-    max_model_len: Positive | None
-    max_num_seqs: Positive
-    max_num_batched_tokens: Positive
+    prompt_length: values.Positive
+    response_length: values.Positive
+    dtype: values.DType | None
+    tensor_model_parallel_size: values.Positive
+    gpu_memory_utilization: values.ShareAboveZero
+    max_model_len: values.Positive | None
+    max_num_seqs: values.Positive
+    max_num_batched_tokens: values.Positive
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
     enforce_eager: bool
-    cudagraph_capture_sizes: list[Positive]
+    cudagraph_capture_sizes: list[values.Positive]
     free_cache_engine: bool
     calculate_log_probs: bool
-    log_prob_micro_batch_size: Positive | None
-    log_prob_micro_batch_size_per_gpu: Positive | None
+    log_prob_micro_batch_size: values.Positive | None
+    log_prob_micro_batch_size_per_gpu: values.Positive | None
     log_prob_use_dynamic_bsz: bool
-    log_prob_max_token_len_per_gpu: Positive
-    max_log_prob_gap: AboveZero | None
-    request_timeout: Seconds
-    request_retries: Natural
+    log_prob_max_token_len_per_gpu: values.Positive
+    max_log_prob_gap: values.AboveZero | None
+    request_timeout: values.Seconds
+    request_retries: values.Natural
     checkpoint_engine: WeightTransferConfig
     engine_kwargs: EngineKwargsConfig
     val_kwargs: ValidationSamplingConfig
 
 
-@dataclass
-class ActorRolloutRefConfig:
+class ActorRolloutRefConfig(Section):
     hybrid_engine: Literal[True]
-    nccl_timeout: Positive
+    nccl_timeout: values.Positive
     model: ModelConfig
     actor: ActorConfig
     ref: ReferenceConfig
     rollout: RolloutConfig
 
 
-@dataclass
-class SFTTrainerConfig:
+class SFTTrainerConfig(Section):
     device: Literal["auto", "cuda", "cpu"]
-    nnodes: Positive
-    n_gpus_per_node: Positive | None
-    seed: Natural
+    nnodes: values.Positive
+    n_gpus_per_node: values.Positive | None
+    seed: values.Natural
     deterministic: bool
-    total_epochs: Positive
-    total_training_steps: Positive | None
+    total_epochs: values.Positive
+    total_training_steps: values.Positive | None
     project_name: str
     experiment_name: str
     default_local_dir: str
     logger: list[str]
-    test_freq: Frequency
-    save_freq: Frequency
-    save_freq_epochs: AboveZero | None
-    save_freq_secs: AboveZero | None
-    max_actor_ckpt_to_keep: Positive | None
+    test_freq: values.Frequency
+    save_freq: values.Frequency
+    save_freq_epochs: values.AboveZero | None
+    save_freq_secs: values.AboveZero | None
+    max_actor_ckpt_to_keep: values.Positive | None
     keep_best_ckpt: str | None
     ckpt_freq_secs: float
-    resume_mode: ResumeMode
+    resume_mode: values.ResumeMode
     resume_from_path: str | None
     resume_allow: list[str]
     reset_optimizer: bool
-    max_restarts: Natural
-    max_skipped_updates: Positive
-    startup_timeout: Seconds
-    step_timeout: Seconds
+    max_restarts: values.Natural
+    max_skipped_updates: values.Positive
+    startup_timeout: values.Seconds
+    step_timeout: values.Seconds
+
+    @property
+    def devices(self) -> int:
+        """The number of devices over all nodes."""
+        return (self.n_gpus_per_node or 1) * self.nnodes
 
 
-@dataclass
 class TrainerConfig(SFTTrainerConfig):
-    log_val_generations: Natural
+    log_val_generations: values.Natural
     rollout_data_dir: str | None
     validation_data_dir: str | None
     val_before_train: bool
     val_only: bool
-    max_critic_ckpt_to_keep: Positive | None
-    critic_warmup: Natural
+    max_critic_ckpt_to_keep: values.Positive | None
+    critic_warmup: values.Natural
 
 
-@dataclass
-class RayConfig:
+class RayConfig(Section):
     ray_init: dict[str, Any]
 
 
-@dataclass
-class PPOConfig:
+class PPOConfig(Section):
     """The configuration of `main_ppo`: conf/ppo_trainer.yaml."""
 
     data: DataConfig
@@ -356,26 +318,23 @@ class PPOConfig:
     own: dict[str, Any]
 
 
-@dataclass
 class SFTDataConfig(RowsConfig):
     messages_key: str
     response_key: str
-    max_length: Positive
-    max_token_len_per_gpu: Positive
-    seed: Natural
+    max_length: values.Positive
+    max_token_len_per_gpu: values.Positive
+    seed: values.Natural
     truncation: Literal["error", "left", "right"]
 
 
-@dataclass
-class SFTEngineConfig:
-    grad_clip: AboveZero
-    nccl_timeout: Positive
-    ulysses_sequence_parallel_size: Positive
+class SFTEngineConfig(Section):
+    grad_clip: values.AboveZero
+    nccl_timeout: values.Positive
+    ulysses_sequence_parallel_size: values.Positive
     fsdp_config: FSDPConfig
 
 
-@dataclass
-class SFTConfig:
+class SFTConfig(Section):
     """The configuration of `main_sft`: conf/sft_trainer.yaml."""
 
     data: SFTDataConfig

@@ -1,36 +1,43 @@
 """The typed configuration of the algorithm, its policy loss and the rewards; see schema.py."""
 
-from dataclasses import dataclass, make_dataclass
+from dataclasses import make_dataclass
 from typing import Annotated, Any, Literal
 
 from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_NAMES, parameter_types
 from hybridrl.config.files import Script
-from hybridrl.config.values import AboveZero, KLForm, NameOrFunction, Natural, NonNegative, Positive, Seconds, Share
+from hybridrl.config.values import (
+    AboveZero,
+    KLForm,
+    Natural,
+    NonNegative,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+    name_or_function,
+)
 
 PolicyLossConfig = make_dataclass(
     "PolicyLossConfig",
-    [("loss_mode", Annotated[str, NameOrFunction(POLICY_LOSS_NAMES)]), *parameter_types()],
+    [("loss_mode", Annotated[str, name_or_function(POLICY_LOSS_NAMES)]), *parameter_types()],
     namespace={"__module__": __name__},
 )
 
 
-@dataclass
-class KLControlConfig:
+class KLControlConfig(Section):
     type: Literal["fixed", "adaptive"]
     kl_coef: NonNegative
     horizon: Positive
     target_kl: AboveZero
 
 
-@dataclass
-class FilterGroupsConfig:
+class FilterGroupsConfig(Section):
     enable: bool
     metric: str | None
     max_num_gen_batches: int
 
 
-@dataclass
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Section):
     rollout_is: Literal["token", "sequence", "geometric"] | None
     rollout_is_threshold: str | None
     rollout_is_batch_normalize: bool
@@ -40,9 +47,8 @@ class RolloutCorrectionConfig:
     loss_type: Literal[tuple(BYPASS_LOSSES)]
 
 
-@dataclass
-class AlgorithmConfig:
-    adv_estimator: Annotated[str, NameOrFunction(ESTIMATOR_NAMES)]
+class AlgorithmConfig(Section):
+    adv_estimator: Annotated[str, name_or_function(ESTIMATOR_NAMES)]
     gamma: Share
     lam: Share
     norm_adv_by_std_in_grpo: bool
@@ -56,48 +62,41 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig
 
 
-@dataclass
-class CustomRewardConfig:
+class CustomRewardConfig(Section):
     path: Script | None
     name: str | None
     reward_kwargs: dict[str, Any]
 
 
-@dataclass
-class RewardManagerModuleConfig:
+class RewardManagerModuleConfig(Section):
     path: Script | None
     name: str
 
 
-@dataclass
-class RewardManagerConfig:
+class RewardManagerConfig(Section):
     source: Literal["register", "importlib"]
     name: str
     module: RewardManagerModuleConfig
 
 
-@dataclass
-class SandboxConfig:
+class SandboxConfig(Section):
     url: str | None
     memory_limit_mb: Positive
 
 
-@dataclass
-class OverlongBufferConfig:
+class OverlongBufferConfig(Section):
     enable: bool
     len: Positive
     penalty_factor: NonNegative
     log: bool
 
 
-@dataclass
-class RewardKwargsConfig:
+class RewardKwargsConfig(Section):
     max_resp_len: Positive
     overlong_buffer_cfg: OverlongBufferConfig
 
 
-@dataclass
-class RewardConfig:
+class RewardConfig(Section):
     num_workers: Natural
     timeout: Seconds
     memory_mb: Positive | None

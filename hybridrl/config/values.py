@@ -1,13 +1,43 @@
-"""What a key may hold, as types for the schema: `Positive` is an int with a range, and a `Rule` validates one value.
+"""What a key may hold, as types for the schema, and nested plain values read by these types into one configuration.
 
-How values are read by these types is in read.py; what depends on several keys, or on the machine, is in checks/.
+A type is `Annotated` with a `Range`, with `Means`, or with a rule: a function from a value of the right type to its
+`Fault`, if there is one. What depends on several keys, or on the machine, is in checks/.
+
+pydantic's core validates; building pydantic's own models would take as long as everything else that `doctor
+--config-only` does. Values may come as command lines, YAML files and environment variables have them: numbers and
+switches as text, one value for a list of one, nothing (`key=`) for null or an empty list.
 """
 
+import dataclasses
+import functools
+import math
+import os
+import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from types import NoneType, UnionType
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from pydantic_core import SchemaValidator, ValidationError, core_schema
+
+from hybridrl.config.findings import Finding, Findings, show
+from hybridrl.config.keys import hints, tree
+
+T = TypeVar("T")
 
 EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+EXPECTED[dict] = "names and values: {name: value, ...}"
+SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+MISSING = "???"  # the value of a key without a default, which must be set
+
+
+@typing.dataclass_transform()
+class Section:
+    """A section of the configuration: every class below this one is a dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(cls)
 
 
 class Fault(NamedTuple):
@@ -16,13 +46,6 @@ class Fault(NamedTuple):
     cause: str
     fix: str = ""
     absent: bool = False
-
-
-class Rule(Protocol):
-    """A condition on a value of the right type, as metadata of an Annotated type."""
-
-    def fault(self, value: Any) -> Fault | None:
-        """What is wrong with the value, if anything."""
 
 
 @dataclass(frozen=True)
@@ -36,45 +59,36 @@ class Range:
 
     @property
     def requirement(self) -> str:
-        limits = (
-            ("at least", self.least),
-            ("more than", self.above),
-            ("at most", self.most),
-            ("less than", self.below),
-        )
-        return " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
+        words = {"at least": self.least, "more than": self.above, "at most": self.most, "less than": self.below}
+        return " and ".join(f"{word} {limit:g}" for word, limit in words.items() if limit is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Means:
     """Texts that stand for another value, such as trainer.test_freq=false for never."""
 
     values: dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Length(Rule):
-    """The number of values in a list."""
-
-    count: int
-
-    def fault(self, value: list[Any]) -> Fault | None:
-        return None if len(value) == self.count else Fault(f"expected {self.count} values: [a, b]")
+    def read(self, value: Any) -> Any:
+        return self.values.get(show(value).lower(), value)
 
 
-@dataclass(frozen=True)
-class NameOrFunction(Rule):
-    """One of the built-in names, or a custom function as path/to/file.py:function."""
+def pair(value: list[Any]) -> Fault | None:
+    """A rule: a list of two values."""
+    return None if len(value) == 2 else Fault("expected 2 values: [a, b]")
 
-    names: tuple[str, ...]
 
-    def fault(self, value: str) -> Fault | None:
+def name_or_function(names: tuple[str, ...]) -> Callable[[str], Fault | None]:
+    """A rule: one of the built-in names, or a custom function as path/to/file.py:function."""
+
+    def rule(value: str) -> Fault | None:
         file, colon, _ = value.rpartition(":")
-        if value in self.names:
+        if value in names or Path(file).is_file():
             return None
-        if not colon:
-            return Fault(f"choose {' | '.join(self.names)} | path/to/file.py:function")
-        return None if Path(file).is_file() else Fault(f"there is no file {file}", absent=True)
+        choices = Fault(f"choose {' | '.join(names)} | path/to/file.py:function")
+        return Fault(f"there is no file {file}", absent=True) if colon else choices
+
+    return rule
 
 
 Positive = Annotated[int, Range(least=1)]
@@ -104,3 +118,174 @@ KLForm = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full",
 ]  # fmt: skip
+
+
+def value_of(values: Mapping[str, Any], key: str) -> Any:
+    """The value at a full key in nested values."""
+    return functools.reduce(lambda inner, name: inner[name], key.split("."), values)
+
+
+def leaves(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Nested values by full key; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        flat |= leaves(value, f"{place}{name}.") if inner else {f"{place}{name}": value}
+    return flat
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Nested plain values; for each key that takes its value from another one, which; the keys for which that fails.
+
+    A fault that another key causes is None.
+    """
+
+    values: dict[str, Any]
+    follows: dict[str, str]
+    faults: dict[str, Finding | None]
+
+
+class Reading(Generic[T]):
+    """A typed configuration, and what is to be reported about the values it was made of.
+
+    The shipped value (`usual`, by key) replaces each of the `rejected`, so that the others can be checked. `foreign`
+    are the values of keys that the schema does not have. `offline`: files and directories may be missing on this
+    machine.
+    """
+
+    def __init__(self, schema: type[T], plain: Plain, usual: Callable[[str], Any], *, offline: bool = False) -> None:
+        self._usual, self._offline = usual, offline
+        self._messages: dict[str, Finding] = {}
+        self.rejected: set[str] = {*plain.faults}
+        self.foreign: dict[str, Any] = {}
+        self.config: T = self._section(schema, plain.values, "")
+        reported = self._messages | plain.faults
+        # A key that follows another one fails for the same reason.
+        ordered = [key for key in dict.fromkeys([*tree(schema), *reported]) if key in reported]
+        own = [reported[key] for key in ordered if plain.follows.get(key) not in reported]
+        self.findings = Findings([finding for finding in own if finding])
+
+    def _section(self, schema: type, values: Mapping[str, Any], place: str) -> Any:
+        fields: dict[str, Any] = {}
+        for name, hint in hints(schema).items():
+            key, value = f"{place}{name}", values.get(name, MISSING)
+            if dataclasses.is_dataclass(hint):
+                if not isinstance(value, Mapping):
+                    fix = f"set the keys in it, such as {key}.{next(iter(hints(hint)))}=..."
+                    self._reject(Finding("value", "error", (key,), show(value), "is a section", fix))
+                    value = self._usual(key)
+                fields[name] = self._section(hint, value, f"{key}.")
+            elif value == MISSING:
+                self._reject(Finding("value", "error", (key,), cause=f"{key} is not set", fix=f"add {key}=..."))
+                fields[name] = _validator(hint).validate_python(self._usual(key))
+            else:
+                fields[name] = self._value(key, hint, value)
+        for name in [name for name in values if name not in fields]:
+            self.foreign |= leaves({name: values[name]}, place)
+        return schema(**fields)
+
+    def _value(self, key: str, hint: Any, value: Any) -> Any:
+        validator, (kind, metadata, or_null) = _validator(hint), _unwrapped(hint)
+        try:
+            typed = validator.validate_python(value)
+            rules = () if typed is None else filter(callable, metadata)
+            fault = next((fault for rule in rules if (fault := rule(typed)) is not None), None)
+        except OSError as error:  # a name that is too long, a directory that may not be searched
+            fault = Fault(str(error.strerror), "name another path")
+        except ValidationError as invalid:
+            ranges = [item for item in metadata if isinstance(item, Range)]
+            if get_origin(kind) is Literal:
+                fault = Fault("choose " + " | ".join(map(show, [*get_args(kind), *[None] * or_null])))
+            elif ranges and invalid.errors()[0]["type"].startswith(("greater", "less")):
+                fault = Fault(f"must be {ranges[0].requirement}")
+            else:
+                fault = Fault(f"expected {EXPECTED[get_origin(kind) or kind]}{' or null' * or_null}")
+        if fault is None:
+            return typed
+        cause, fix, absent = fault
+        if absent and self._offline:
+            self._messages[key] = Finding("not-here", "info", (key,), show(value), cause, fix)
+            return typed
+        if value == "" and key.startswith("trainer."):  # where and how often: nothing that changes training
+            cause = f"{key} is empty (is a shell variable not set?): {show(self._usual(key))} is used"
+            self._messages[key] = Finding("empty-value", "warning", (key,), cause=cause)
+        else:
+            suffix = " (a shell variable that was not replaced?)" if str(value).startswith("$") else ""
+            cause, fix = (cause, fix + suffix) if fix else (cause + suffix, fix)
+            self._reject(Finding("value", "error", (key,), show(value), cause, fix))
+        return validator.validate_python(self._usual(key))
+
+    def _reject(self, finding: Finding) -> None:
+        self._messages[finding.keys[0]] = finding
+        self.rejected.add(finding.keys[0])
+
+
+def _unwrapped(hint: Any, or_null: bool = False) -> tuple[Any, list[Any], bool]:
+    """The innermost type of a hint (of a list that of its items), its metadata, and whether null is possible."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        kind, metadata, or_null = _unwrapped(arguments[0], or_null)
+        return kind, [*metadata, *arguments[1:]], or_null
+    if origin is list:
+        return _unwrapped(arguments[0])
+    if origin in (Union, UnionType):
+        return _unwrapped(next(item for item in arguments if item is not NoneType), or_null=True)
+    return hint, [], or_null
+
+
+@functools.cache
+def _validator(hint: Any) -> SchemaValidator:
+    return SchemaValidator(_typed(hint))
+
+
+def _typed(hint: Any) -> Any:
+    """The core schema of a type: what pydantic validates, after a conversion that leaves alone what it cannot read."""
+    origin, arguments, before = get_origin(hint), get_args(hint), core_schema.no_info_before_validator_function
+    if origin is Annotated:
+        typed = _typed(arguments[0])
+        for item in arguments[1:]:
+            if isinstance(item, Range):
+                bounds = {"ge": item.least, "gt": item.above, "le": item.most, "lt": item.below}
+                typed["schema"].update({name: bound for name, bound in bounds.items() if bound is not None})
+            elif isinstance(item, Means):
+                typed = before(item.read, typed)
+        return typed
+    if origin in (Union, UnionType):
+        (inner,) = (item for item in arguments if item is not NoneType)
+        return before(lambda value: None if value == "" else value, core_schema.nullable_schema(_typed(inner)))
+    if origin is Literal:
+        return core_schema.literal_schema(list(arguments))
+    if origin is list:
+        items = core_schema.list_schema(_typed(arguments[0]))
+        return before(
+            lambda value: [] if value in (None, "") else [value] if not isinstance(value, list) else value, items
+        )
+    if origin is dict:
+        return before(lambda value: {} if value in (None, "") else value, core_schema.dict_schema())
+    convert, kind = {
+        int: (_integer, core_schema.int_schema(strict=True)),
+        float: (_float, core_schema.float_schema(strict=True)),
+        bool: (lambda value: SWITCH.get(str(value).lower()), core_schema.bool_schema(strict=True)),
+        str: (_text, core_schema.str_schema(strict=True, min_length=1)),
+    }[hint]
+    return before(convert, kind)
+
+
+def _float(value: Any) -> Any:
+    try:
+        number = value if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
+    return None if math.isnan(number) else number
+
+
+def _integer(value: Any) -> Any:
+    number = value if isinstance(value, int) else _float(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)
+    return str(value) if isinstance(value, int | float) else value

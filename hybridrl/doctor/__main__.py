@@ -20,8 +20,7 @@ from hybridrl.config.findings import show as as_text
 from hybridrl.config.help import batch_arithmetic, key_meanings
 from hybridrl.config.keys import Entry, current_name, entry_of, nearest_keys, tree, value_keys, verl_keys
 from hybridrl.config.load import ResolvedConfig, resolve_config
-from hybridrl.config.read import MISSING, value_of
-from hybridrl.config.values import EXPECTED, Range
+from hybridrl.config.values import EXPECTED, MISSING, Range, value_of
 from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runtime.guard import guarded
 

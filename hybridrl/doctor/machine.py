@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 
 from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
 from hybridrl.config import PPOConfig
-from hybridrl.config.checks.machine import CPU_SLOT_BYTES
+from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
 
 GIB = 1 << 30

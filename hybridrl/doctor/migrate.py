@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.compose import SHIPPED, file_values, shipped
+from hybridrl.config.compose import SHIPPED, as_override, file_values, parse_overrides, shipped
 from hybridrl.config.findings import Finding, Findings, show
 from hybridrl.config.keys import current_name, holds, tree, verl_keys
 from hybridrl.config.load import resolve_config
-from hybridrl.config.overrides import as_override, parse_overrides
-from hybridrl.config.read import MISSING, leaves, value_of
 from hybridrl.config.schema import SFTConfig
+from hybridrl.config.values import MISSING, leaves, value_of
 
 # Values for keys that a command does not set in a usable way.
 PLACEHOLDERS = {"data.train_files": "path/to/train.parquet", "actor_rollout_ref.model.path": "path/to/model"}

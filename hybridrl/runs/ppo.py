@@ -114,7 +114,7 @@ class PPOJob:
             samples_per_prompt=rollout.n,
             sampling=training_sampling(rollout, stop_ids),
             group_filter=group_filter,
-            greedy_baseline=self.algorithm.entry.reads_greedy_rewards,
+            greedy_baseline="greedy_rewards" in self.algorithm.entry.reads,
             reward_keys=tuple(config.algorithm.gdpo_reward_keys),
             mask_truncated=config.algorithm.mask_truncated,
             prompts_in_all=self.resume.total_prompts,

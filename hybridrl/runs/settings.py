@@ -63,9 +63,9 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
     entry, function = find_estimator(algorithm.adv_estimator)
     # Only here are the facts of a custom function known; the checks of the configuration do not import it.
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-    if entry.reads_values and not config.critic.enable:
+    if "values" in entry.reads and not config.critic.enable:
         raise ConfigError(f"{name} reads the critic's values", fix="set critic.enable=true")
-    if entry.reads_sum_pi_squared and correction.bypass_mode:
+    if "sum_pi_squared" in entry.reads and correction.bypass_mode:
         cause = f"{name} reads sum_pi_squared, which is not computed in bypass mode"
         raise ConfigError(cause, fix="set algorithm.rollout_correction.bypass_mode=false")
     return Algorithm(
@@ -114,7 +114,7 @@ def build_policy_plan(config: PPOConfig) -> PolicyPlan:
         policy_loss_config(config),
         policy_updates(config),
         *budgets,
-        with_sum_pi_squared=find_estimator(config.algorithm.adv_estimator)[0].reads_sum_pi_squared,
+        with_sum_pi_squared="sum_pi_squared" in find_estimator(config.algorithm.adv_estimator)[0].reads,
         # Activations are dropped at random only if the user configured it.
         disturbed=bool(model.lora_rank and model.lora.dropout) or bool(disturbances(model.override_config)),
         first_update=config.trainer.critic_warmup,

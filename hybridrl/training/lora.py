@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.checkpoint.read import ADAPTER, ADAPTER_WEIGHTS, merge_into, open_adapter
 from hybridrl.config import ConfigError
-from hybridrl.config.checks.lora import ALL_LINEAR
+from hybridrl.config.checks.model import ALL_LINEAR
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training.fsdp import full_tensor, local, own_shard

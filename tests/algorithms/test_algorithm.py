@@ -179,5 +179,5 @@ def test_the_weight_of_the_kl_penalty_is_its_state(scored):
 
 
 def test_the_entry_states_what_the_rollout_has_to_provide():
-    assert Algorithm(grpo, Estimator("", "", reads=("greedy_rewards",))).entry.reads_greedy_rewards
-    assert not Algorithm(grpo).entry.reads_greedy_rewards
+    assert "greedy_rewards" in Algorithm(grpo, Estimator("", "", reads=("greedy_rewards",))).entry.reads
+    assert "greedy_rewards" not in Algorithm(grpo).entry.reads

@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config import ConfigError, load_ppo_config, load_sft_config
 from hybridrl.config.checks import resolve_ppo
-from hybridrl.config.checks.machine import Machine
+from hybridrl.config.checks.training import Machine
 from hybridrl.config.findings import Findings
 
 from .conftest import Load
@@ -131,10 +131,7 @@ def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load: Load, 
             "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct: by its name (VL) the model reads more than "
             "text, which is not trained yet",
         ),
-        (
-            "trainer.device=cuda",
-            "trainer.device=cuda: this machine has no usable GPU; set trainer.device=cpu",
-        ),
+        ("trainer.device=cuda", "trainer.device=cuda: this machine has no usable GPU; set trainer.device=cpu"),
         (
             "trainer.nnodes=2",
             "trainer.nnodes=2: without a Ray cluster to join there is only this machine; "
@@ -213,15 +210,15 @@ ONE_GPU = Machine(gpus=1, cores=8, memory_bytes=16 << 30)
         ("cuda", 8, 1, "trainer.n_gpus_per_node=8: this machine has 1 GPUs; set trainer.n_gpus_per_node=1"),
         (
             "cpu", 11, 1,
-            "trainer.n_gpus_per_node=11: free memory is enough for 10 CPU devices; set trainer.n_gpus_per_node=10",
+            "trainer.n_gpus_per_node=11: free memory is enough for 10 CPU devices; set trainer.n_gpus_per_node=10"
         ),
         ("cuda", 1, 2, f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.n_gpus_per_node=1"),
         (
             "cpu", 4, 2,
             f"{ROLLOUT}.tensor_model_parallel_size=2: with trainer.n_gpus_per_node=4 on CPU only a single engine can "
-            "span several devices; set trainer.n_gpus_per_node=2",
-        ),
-    ],
+            "span several devices; set trainer.n_gpus_per_node=2"
+        )
+    ]
 )  # fmt: skip
 def test_more_than_the_machine_has_is_rejected(load: Load, device: str, count: int, width: int, message: str) -> None:
     config = load().config
@@ -255,13 +252,13 @@ def test_shards_must_divide_the_devices(load: Load) -> None:
             "data: {train_bach_size: 4}\ntrainer: {seed: x}",
             [
                 "trainer.seed=x: expected an integer",
-                "unknown key data.train_bach_size in {here}/mine.yaml; nearest: data.train_batch_size",
-            ],
+                "unknown key data.train_bach_size in {here}/mine.yaml; nearest: data.train_batch_size"
+            ]
         ),
         ("reward: null", ["reward=null: is a section; set the keys in it, such as reward.num_workers=..."]),
         ("trainer: {nnodes: 1, nnodes: 2}", ["found duplicate key nnodes"]),
-        ("trainer: [", ["{here}/mine.yaml, or a file it lists, is not YAML"]),
-    ],
+        ("trainer: [", ["{here}/mine.yaml, or a file it lists, is not YAML"])
+    ]
 )  # fmt: skip
 def test_an_own_file_is_checked_like_the_command(load: Load, tmp_path: Path, text: str, messages: list[str]) -> None:
     (tmp_path / "mine.yaml").write_text(f"defaults: [ppo_trainer, _self_]\n{text}\n")
@@ -278,8 +275,8 @@ def test_an_own_file_is_checked_like_the_command(load: Load, tmp_path: Path, tex
         ("- a", "must be a DictConfig"),
         ("7", "Invalid loaded object type"),
         ("defaults: 3", "defaults must be a list"),
-        ("defaults: [nothing]", "nothing: there is no such configuration file"),
-    ],
+        ("defaults: [nothing]", "nothing: there is no such configuration file")
+    ]
 )  # fmt: skip
 def test_a_file_that_is_no_configuration_is_rejected(load: Load, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.files import DatasetName, ModelPath, RowFiles, is_sharded, parse_dataset_name, resolve_model
+from hybridrl.config.files import (
+    DatasetName,
+    is_sharded,
+    model_path,
+    one_or_more,
+    parse_dataset_name,
+    resolve_model,
+    row_files,
+)
 from hybridrl.config.values import Fault
 
 
@@ -31,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_there_and_what_the_hub_may_have_is_accepted(name: str) -> None:
-    assert RowFiles().fault([name]) is None
+    assert row_files([name]) is None
 
 
 @pytest.mark.parametrize(
@@ -45,13 +53,13 @@ def test_what_is_there_and_what_the_hub_may_have_is_accepted(name: str) -> None:
     ],
 )
 def test_what_is_not_there_is_named_with_what_is(name: str, fault: str) -> None:
-    assert RowFiles().fault([name]) == (fault, "", True)
+    assert row_files([name]) == (fault, "", True)
 
 
 def test_no_name_at_all_may_be_another_machines_shell_variable() -> None:
-    fault = RowFiles(least=1).fault([])
+    fault = one_or_more([])
     assert fault is not None and fault.absent
-    assert RowFiles().fault([]) is None
+    assert row_files([]) is None
 
 
 def test_a_name_is_taken_apart_into_configuration_and_split() -> None:
@@ -88,21 +96,21 @@ def test_a_name_of_the_hub_is_left_as_it_is() -> None:
 
 
 def test_a_saved_model_is_a_model_path(saved: Path) -> None:
-    assert ModelPath().fault(str(saved)) is None
+    assert model_path(str(saved)) is None
 
 
 def test_so_is_one_with_whole_weights_and_no_shards(saved: Path) -> None:
     next(path for path in saved.iterdir() if path.is_file()).unlink()
-    assert "no weights" in str(ModelPath().fault(str(saved)))
+    assert "no weights" in str(model_path(str(saved)))
     (saved / "huggingface" / "model.safetensors").touch()
-    assert ModelPath().fault(str(saved)) is None
+    assert model_path(str(saved)) is None
 
 
 def test_a_saved_model_without_its_configuration_is_rejected(saved: Path) -> None:
     (saved / "huggingface" / "config.json").unlink()
-    assert ModelPath().fault(str(saved)) == Fault("the directory has no config.json, so it is no Hugging Face model")
+    assert model_path(str(saved)) == Fault("the directory has no config.json, so it is no Hugging Face model")
 
 
 def test_the_folder_that_was_meant_is_named(saved: Path) -> None:
-    below, above = ModelPath().fault(str(saved / "huggingface")), ModelPath().fault(str(saved.parent))
+    below, above = model_path(str(saved / "huggingface")), model_path(str(saved.parent))
     assert (below and below.fix, above and above.fix) == (f"name that: {saved}", f"name one of them: {saved}")

@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.config import load_sft_config
 from hybridrl.config.checks import resolve_ppo
-from hybridrl.config.checks.machine import Machine
+from hybridrl.config.checks.training import Machine
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.findings import Findings
 

@@ -4,7 +4,7 @@ import pynvml
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.config.checks.machine import this_machine
+from hybridrl.config.checks.training import this_machine
 
 
 @dataclass

@@ -273,11 +273,7 @@ def test_a_reference_counts_as_what_it_refers_to(load: Load) -> None:
         (f"{ACTOR}.checkpoint.contents=[model]", f"{ACTOR}.checkpoint.save_contents", ["model"]),
         (f"+{ACTOR}.policy_loss.tau_pos=1.5", f"{ACTOR}.tau_pos", 1.5),
         (f"+{ROLLOUT}.enable_sleep_mode=False", f"{ROLLOUT}.free_cache_engine", False),
-        (
-            "reward_model.reward_kwargs.overlong_buffer_cfg.len=64",
-            "reward.reward_kwargs.overlong_buffer_cfg.len",
-            64,
-        ),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len=64", "reward.reward_kwargs.overlong_buffer_cfg.len", 64),
         ("trainer.remove_previous_ckpt_in_save=True", "trainer.max_actor_ckpt_to_keep", 1),
         (f"{ACTOR}.tis_imp_ratio_cap=3.0", "algorithm.rollout_correction.rollout_is_threshold", "3.0"),
         (f"{ACTOR}.tis_imp_ratio_cap=3.0", "algorithm.rollout_correction.rollout_is", "token"),
@@ -363,10 +359,6 @@ def test_offline_neither_this_machine_s_files_nor_its_devices_count() -> None:
     result = resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True)
     assert not result.findings.errors
     absent = [finding.keys[0] for finding in result.findings.items if finding.code == "not-here"]
-    assert absent == [
-        "data.train_files",
-        "actor_rollout_ref.model.lora_adapter_path",
-        "actor_rollout_ref.model.path",
-    ]
+    assert absent == ["data.train_files", "actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.path"]
     assert result.config is not None
     assert result.config.data.train_files == ["/no/x.parquet"]

@@ -5,27 +5,11 @@ Checks keys against one another and against this machine; each value by itself w
 
 from dataclasses import asdict
 
-from hybridrl.config.checks.algorithm import check_algorithm
-from hybridrl.config.checks.inputs import check_data, check_reward, resolve_loggers
-from hybridrl.config.checks.lora import check_lora_sync, resolve_lora
-from hybridrl.config.checks.machine import Machine, all_devices, resolve_devices
-from hybridrl.config.checks.model import check_model, check_sequence_parallel, check_served, resolve_recurrence
-from hybridrl.config.checks.training import (
-    ACTOR,
-    LOWER,
-    check_recomputation,
-    check_save_contents,
-    resolve_actor,
-    resolve_critic,
-    resolve_dtype,
-    resolve_fsdp,
-    resolve_micro_batches,
-    resolve_optimizer,
-    resolve_reference,
-    resolve_retention,
-)
+from hybridrl.config.checks import algorithm, training
+from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
+from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
-from hybridrl.config.schema import PPOConfig, SFTConfig, SFTTrainerConfig
+from hybridrl.config.schema import PPOConfig, SFTConfig
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
@@ -33,141 +17,115 @@ MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None = None) -> None:
     """Fill in derived values; add findings about what cannot work or has no effect."""
     check = Checker(findings, asdict(config))
+    _resolve_run(config, check, machine)
     section, trainer = config.actor_rollout_ref, config.trainer
-    fsdp, fsdp_key = section.actor.fsdp_config, f"{ACTOR}.fsdp_config"
-    with findings.gathered("conflict"):
-        resolve_devices(trainer, config.ray_kwargs.ray_init, check, machine)
-    device = trainer.device
-    _check_restarts(trainer, check)
-    resolve_loggers(trainer, check)
-    resolve_fsdp(fsdp_key, fsdp, trainer, check)
+    actor, model = section.actor, section.model
     config.data.seed = trainer.seed if config.data.seed is None else config.data.seed
     config.reward.custom_reward_function.name = config.reward.custom_reward_function.name or "compute_score"
-    resolve_micro_batches(config, check)
-    resolve_actor(config, check)
-    _resolve_rollout(config, check)
-    resolve_optimizer(f"{ACTOR}.optim", section.actor.optim, fsdp_key, fsdp, check)
-    resolve_critic(config, check)
-    resolve_retention(config, check)
-    resolve_reference(config, check)
-    check_served(MODEL, section.model, device, check)
-    check_model(MODEL, section.model, section.rollout.max_model_len or 0, LOWER, check)
-    check_recomputation(MODEL, section.model, fsdp_key, fsdp, device, check)
-    resolve_lora(MODEL, section.model, check, served=True)
+    training.resolve_micro_batches(config, check)
+    training.resolve_actor(config, check)
+    _resolve_rollout(config, check.at(ROLLOUT))
+    policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
+    training.resolve_updates(policy, trainer, check)
+    # The policy's model comes last: the other two are compared with its settings as they were written.
+    training.resolve_critic(config, check)
+    training.resolve_retention(config, check)
+    training.resolve_reference(config, check)
+    check_served(MODEL, model, trainer.device, check)
+    resolve_trained(policy, section.rollout.max_model_len or 0, LOWER, trainer, check)
     check_lora_sync(config, check)
-    size = fsdp.ulysses_sequence_parallel_size
-    check_sequence_parallel(ACTOR, size, MODEL, section.model, all_devices(trainer), check)
-    _check_sampling(config, check)
-    _check_idle_keys(config, check)
-    check_data(config.data, check)
-    check_algorithm(config, findings)
-    check_reward(config.reward, check)
-    check_save_contents(config, check)
+    _check_sampling(config, check.at(ROLLOUT))
+    algorithm.check_data(config.data, check)
+    algorithm.check_estimator(config, check)
+    algorithm.check_bypass(config, check)
+    algorithm.check_policy_loss(config, check)
+    algorithm.check_kl(config, check)
+    algorithm.check_reward_manager(config.reward, check)
+    algorithm.check_reward(config.reward, check)
+    training.check_save_contents(config, check)
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
-        keys = ("trainer.resume_from_path", "trainer.resume_mode")
-        check.warn(keys, "has no effect without trainer.resume_mode=resume_path")
+        cause = "has no effect without trainer.resume_mode=resume_path"
+        check.warn("trainer.resume_from_path trainer.resume_mode", cause)
     if trainer.val_only and not config.data.val_files:
-        check.error(("trainer.val_only", "data.val_files"), "there is nothing to validate", "set data.val_files")
+        check.error("trainer.val_only data.val_files", "there is nothing to validate", "set data.val_files")
 
 
 def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None = None) -> None:
     """Fill in derived values; add findings about what cannot work or has no effect."""
-    check = Checker(findings, asdict(config))
-    trainer, fsdp, fsdp_key = config.trainer, config.engine.fsdp_config, "engine.fsdp_config"
-    with findings.gathered("conflict"):
-        resolve_devices(trainer, config.ray_kwargs.ray_init, check, machine)
-    _check_restarts(trainer, check)
-    resolve_loggers(trainer, check)
-    resolve_fsdp(fsdp_key, fsdp, trainer, check)
-    resolve_optimizer("optim", config.optim, fsdp_key, fsdp, check)
-    check_model("model", config.model, config.data.max_length, "lower data.max_length", check)
-    check_recomputation("model", config.model, fsdp_key, fsdp, trainer.device, check)
-    resolve_lora("model", config.model, check, served=False)
-    size = fsdp.ulysses_sequence_parallel_size
-    check_sequence_parallel("engine", size, "model", config.model, all_devices(trainer), check)
-    if trainer.test_freq > 0 and not config.data.val_files:
-        check.warn(("trainer.test_freq", "data.val_files"), "has no effect without data.val_files")
+    check, engine = Checker(findings, asdict(config)), config.engine
+    _resolve_run(config, check, machine)
+    model = Trained("engine", "model", config.model, "optim", config.optim, "engine.fsdp_config", engine.fsdp_config)
+    training.resolve_updates(model, config.trainer, check)
+    resolve_trained(model, config.data.max_length, "lower data.max_length", config.trainer, check)
+    if config.trainer.test_freq > 0 and not config.data.val_files:
+        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
 
 
-def _check_restarts(trainer: SFTTrainerConfig, check: Checker) -> None:
+def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine | None) -> None:
+    trainer = config.trainer
+    with check.findings.gathered("conflict"):
+        training.resolve_devices(trainer, config.ray_kwargs.ray_init, check, machine)
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        keys = ("trainer.resume_mode", "trainer.resume_from_path")
-        check.error(keys, "no checkpoint is named", "set trainer.resume_from_path=.../global_step_N")
+        fix = "set trainer.resume_from_path=.../global_step_N"
+        check.error("trainer.resume_mode trainer.resume_from_path", "no checkpoint is named", fix)
     if trainer.max_restarts and trainer.resume_mode == "disable":
-        keys = ("trainer.max_restarts", "trainer.resume_mode")
-        check.error(keys, "with resume_mode=disable there is nothing to restart from", "set resume_mode=auto")
+        cause = "with resume_mode=disable there is nothing to restart from"
+        check.error("trainer.max_restarts trainer.resume_mode", cause, "set resume_mode=auto")
+    algorithm.resolve_loggers(trainer, check)
 
 
 def _resolve_rollout(config: PPOConfig, check: Checker) -> None:
-    rollout, trainer, width_key = (
-        config.actor_rollout_ref.rollout,
-        config.trainer,
-        f"{ROLLOUT}.tensor_model_parallel_size",
-    )
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     if trainer.device == "cpu":
         resolve_recurrence(ROLLOUT, config.actor_rollout_ref.model, rollout, check)
-    rollout.dtype = resolve_dtype(rollout.dtype, trainer.device)
-    width, devices, devices_key = (
-        rollout.tensor_model_parallel_size,
-        trainer.n_gpus_per_node or 1,
-        "trainer.n_gpus_per_node",
-    )
+    rollout.dtype = training.resolve_dtype(rollout.dtype, trainer.device)
+    width, devices = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node or 1
+    keys = f".tensor_model_parallel_size {DEVICES}"
     if width > devices and width % devices == 0 and width // devices <= trainer.nnodes:
-        check.warn((width_key, devices_key), f"an engine spans the devices of one machine; {devices} is used")
+        check.warn(keys, f"an engine spans the devices of one machine; {devices} is used")
         width = rollout.tensor_model_parallel_size = devices
     if devices % width:
-        check.error((width_key, devices_key), f"must divide {devices_key}={devices}")
+        check.error(keys, f"must divide {DEVICES}={devices}")
     elif trainer.device == "cpu" and 1 < width < devices:
-        check.error(
-            (width_key, devices_key),
-            f"with {devices_key}={devices} on CPU only a single engine can span several devices",
-            f"set {devices_key}={width}",
-        )
-    need, length_key = config.data.max_prompt_length + rollout.response_length, f"{ROLLOUT}.max_model_len"
+        cause = f"with {DEVICES}={devices} on CPU only a single engine can span several devices"
+        check.error(keys, cause, f"set {DEVICES}={width}")
+    need = config.data.max_prompt_length + rollout.response_length
     rollout.max_model_len = rollout.max_model_len or need
     if rollout.max_model_len < need:
-        keys = (length_key, "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.response_length")
+        keys = ".max_model_len data.max_prompt_length data.max_response_length .response_length"
         check.error(keys, f"prompt and response may have {need} tokens", f"{LOWER}, or leave max_model_len at null")
     if rollout.min_tokens > rollout.response_length:
-        keys = (f"{ROLLOUT}.min_tokens", f"{ROLLOUT}.response_length", "data.max_response_length")
+        keys = ".min_tokens .response_length data.max_response_length"
         check.error(keys, f"a response has at most {rollout.response_length} tokens")
 
 
 def _check_sampling(config: PPOConfig, check: Checker) -> None:
-    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.val_kwargs"
-    greedy = "do_sample" if not rollout.do_sample else "temperature" if rollout.temperature == 0 else None
+    """Check sampling, and warn about settings of the rollout that have no effect given the others."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    greedy = ".do_sample" if not rollout.do_sample else ".temperature" if rollout.temperature == 0 else ""
     if greedy and rollout.n > 1:
-        check.error(
-            (f"{ROLLOUT}.{greedy}", f"{ROLLOUT}.n"),
-            f"all n={rollout.n} responses to a prompt would be equal",
-            f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0",
-        )
-    validation = rollout.val_kwargs
-    keys, temperature = (f"{key}.do_sample", f"{key}.temperature"), f"{key}.temperature={validation.temperature:g}"
+        fix = f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0"
+        check.error(f"{greedy} .n", f"all n={rollout.n} responses to a prompt would be equal", fix)
+    validation, key = rollout.val_kwargs, f"{ROLLOUT}.val_kwargs.temperature"
+    keys = ".val_kwargs.do_sample .val_kwargs.temperature"
     if validation.do_sample and validation.temperature == 0:
-        cause = f"has no effect: at {temperature} validation is greedy, as in verl"
-        check.warn(keys, cause, f"set {key}.temperature=1.0 to sample")
+        check.warn(keys, f"has no effect: at {key}=0 validation is greedy, as in verl", f"set {key}=1.0 to sample")
     if validation.temperature == 0 and validation.n > 1:
         cause = "validation is greedy, so all responses are equal"
-        check.warn((f"{key}.n", f"{key}.temperature"), cause, f"set {key}.temperature=1.0")
+        check.warn(".val_kwargs.n .val_kwargs.temperature", cause, f"set {key}=1.0")
     if not validation.do_sample and validation.temperature > 0:
-        cause = f"has no effect: at {temperature} validation samples, as in verl"
-        check.warn(keys, cause, f"for greedy responses set {key}.temperature=0")
-
-
-def _check_idle_keys(config: PPOConfig, check: Checker) -> None:
-    """Warn about settings that have no effect given the others."""
-    data, rollout = config.data, config.actor_rollout_ref.rollout
+        cause = f"has no effect: at {key}={validation.temperature:g} validation samples, as in verl"
+        check.warn(keys, cause, f"for greedy responses set {key}=0")
     if rollout.mode != "async":
-        check.warn(f"{ROLLOUT}.mode", "has no effect: responses enter and leave the engine one by one")
+        check.warn(".mode", "has no effect: responses enter and leave the engine one by one")
         rollout.mode = "async"
     if not rollout.calculate_log_probs:
-        check.warn(f"{ROLLOUT}.calculate_log_probs", "has no effect: the rollout log-probs are kept")
+        check.warn(".calculate_log_probs", "has no effect: the rollout log-probs are kept")
     if rollout.prompt_length != data.max_prompt_length:
-        keys = (f"{ROLLOUT}.prompt_length", "data.max_prompt_length")
-        check.warn(keys, "has no effect: data.max_prompt_length limits the prompts")
+        cause = "has no effect: data.max_prompt_length limits the prompts"
+        check.warn(".prompt_length data.max_prompt_length", cause)
     if rollout.response_length != data.max_response_length:
-        keys = (f"{ROLLOUT}.response_length", "data.max_response_length")
-        check.warn(keys, f"responses end there, not at data.max_response_length={data.max_response_length}")
+        cause = f"responses end there, not at data.max_response_length={data.max_response_length}"
+        check.warn(".response_length data.max_response_length", cause)
     if config.trainer.test_freq > 0 and not data.val_files:
-        check.warn(("trainer.test_freq", "data.val_files"), "has no effect without data.val_files")
+        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")

@@ -1,178 +1,218 @@
-"""Settings of the algorithm that cannot work together, and settings that have no effect given the others."""
+"""Settings of the algorithm, the rewards, the data and the loggers that cannot work together, or have no effect given
+the others. The contents of files are checked when they are read."""
 
-from hybridrl.config.catalog import (
-    BYPASS_LOSSES,
-    DEFAULT_POLICY_LOSS,
-    ESTIMATORS,
-    POLICY_LOSSES,
-    Estimator,
-    PolicyLoss,
-)
-from hybridrl.config.findings import Findings
-from hybridrl.config.schema import PPOConfig
+from hybridrl.config.catalog import BYPASS_LOSSES, DEFAULT_POLICY_LOSS, ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
+from hybridrl.config.findings import Checker
+from hybridrl.config.keys import nearest
+from hybridrl.config.schema import DataConfig, PPOConfig, SFTTrainerConfig
+from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.values import LOGGERS, REWARD_MANAGERS
 
 # Custom functions are not imported here: they may read anything, and nothing else is known about them.
 CUSTOM_ESTIMATOR = Estimator("", "", reads=("values", "reward_parts"))
 CUSTOM_LOSS = PolicyLoss("", "")
+# Logging backends of verl, SkyRL and AReaL that hybridrl does not have.
+OTHER_LOGGERS = ("swanlab", "mlflow", "vemlp_wandb", "clearml", "trackio", "rl_insight", "aim")
 
-ESTIMATOR, CORRECTION = "algorithm.adv_estimator", "algorithm.rollout_correction"
+ESTIMATOR, CORRECTION, FILTER = "algorithm.adv_estimator", "algorithm.rollout_correction", "algorithm.filter_groups"
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{section}" for section in ("actor", "rollout", "ref"))
-LOSS = f"{ACTOR}.policy_loss"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+MANAGER = "reward.reward_manager"
 
 
-def check_algorithm(config: PPOConfig, findings: Findings) -> None:
-    _check_estimator(config, findings)
-    _check_reward_components(config, findings)
-    _check_sampling(config, findings)
-    _check_bypass(config, findings)
-    _check_correction(config, findings)
-    _check_policy_loss(config, findings)
-    _check_window(config, findings)
-    _check_kl(config, findings)
-
-
-def _check_estimator(config: PPOConfig, findings: Findings) -> None:
-    name, entry = _estimator(config)
-    correction = config.algorithm.rollout_correction
+def check_estimator(config: PPOConfig, check: Checker) -> None:
+    check = check.at("algorithm")
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+    entry = ESTIMATORS.get(name, CUSTOM_ESTIMATOR)
     if entry.compares_group and config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only:
         cause = f"{ESTIMATOR}={name} compares responses to the same prompt; in a group of one every advantage is 0, so "
-        cause += "nothing can be learned"
-        findings.warn("setting", cause, f"set {ROLLOUT}.n=8", keys=(f"{ROLLOUT}.n", ESTIMATOR), value=1)
-    if entry.reads_probabilities and correction.bypass_mode:
-        key = f"{CORRECTION}.bypass_mode"
+        check.warn(f"{ROLLOUT}.n .adv_estimator", cause + "nothing can be learned", f"set {ROLLOUT}.n=8")
+    if entry.reads_probabilities and algorithm.rollout_correction.bypass_mode:
         cause = f"{ESTIMATOR}={name} needs the trainer's own probabilities, which that mode does not compute"
-        findings.error("conflict", cause, f"set {key}=false", keys=(key, ESTIMATOR), value=True)
-
-
-def _check_reward_components(config: PPOConfig, findings: Findings) -> None:
-    algorithm, (name, entry) = config.algorithm, _estimator(config)
+        check.error(f"{CORRECTION}.bypass_mode .adv_estimator", cause, f"set {CORRECTION}.bypass_mode=false")
     keys, weights, key = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, "algorithm.gdpo_reward_keys"
-    if entry.name and entry.reads_reward_parts:
+    if entry.name and "reward_parts" in entry.reads:
         if not keys:
             cause = f"name the reward components that it normalizes one by one, such as {key}=[format,accuracy]"
-            fix = "the reward function returns them in its dict"
-            findings.error("conflict", cause, fix, keys=(ESTIMATOR, key), value=name)
+            check.error(".adv_estimator .gdpo_reward_keys", cause, "the reward function returns them in its dict")
         if algorithm.use_kl_in_reward:
-            cause = f"algorithm.use_kl_in_reward has no effect with {ESTIMATOR}={name}, which only reads the components"
-            findings.warn("setting", cause, keys=("algorithm.use_kl_in_reward", ESTIMATOR))
-    if keys and not entry.reads_reward_parts:
-        findings.warn("setting", f"{key} has no effect with {ESTIMATOR}={name}", keys=(key, ESTIMATOR))
+            check.idle(".use_kl_in_reward .adv_estimator", f"with {ESTIMATOR}={name}, which only reads the components")
+    if keys and "reward_parts" not in entry.reads:
+        check.idle(".gdpo_reward_keys .adv_estimator", f"with {ESTIMATOR}={name}")
     if weights and len(weights) != len(keys):
         cause = f"algorithm.gdpo_reward_weights: {len(weights)} weights for {len(keys)} {key}"
-        findings.error(
-            "conflict", cause, "give one weight per key, or none", keys=("algorithm.gdpo_reward_weights", key)
-        )
-
-
-def _check_sampling(config: PPOConfig, findings: Findings) -> None:
-    filtering, key = config.algorithm.filter_groups, "algorithm.filter_groups"
-    enable, samples = f"{key}.enable", f"{ROLLOUT}.n"
+        check.error(".gdpo_reward_weights .gdpo_reward_keys", cause, "give one weight per key, or none", valued=False)
+    filtering, samples = config.algorithm.filter_groups, f"{ROLLOUT}.n"
     if filtering.enable and config.actor_rollout_ref.rollout.n == 1:
-        cause = f"{enable}=true has no effect with {samples}=1: no responses to compare"
-        findings.warn("setting", cause, keys=(enable, samples))
+        cause = f"{FILTER}.enable=true has no effect with {samples}=1: no responses to compare"
+        check.warn(f"{FILTER}.enable {samples}", cause, valued=False)
     if not filtering.enable and filtering.metric is not None:
-        findings.warn("setting", f"{key}.metric has no effect without {enable}=true", keys=(f"{key}.metric", enable))
+        check.idle(f"{FILTER}.metric {FILTER}.enable", f"without {FILTER}.enable=true")
     if not filtering.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
-        cause = f"data.gen_batch_size has no effect without {enable}=true"
-        findings.warn("setting", cause, keys=("data.gen_batch_size", enable))
+        check.idle(f"data.gen_batch_size {FILTER}.enable", f"without {FILTER}.enable=true")
 
 
-def _check_bypass(config: PPOConfig, findings: Findings) -> None:
+def check_bypass(config: PPOConfig, check: Checker) -> None:
+    """Check bypass mode and what corrects for the difference between rollout and training probabilities."""
+    check = check.at(CORRECTION)
     correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
-    bypass, loss_type = f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"
-    replaces_loss, loss = BYPASS_LOSSES[correction.loss_type], config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if not correction.bypass_mode:
-        if replaces_loss:
-            cause = f"{loss_type}={correction.loss_type} has no effect without {bypass}=true"
-            findings.warn("setting", cause, keys=(loss_type, bypass))
-        return
-    if correction.rollout_is and not replaces_loss:
-        cause = (
-            f"{CORRECTION}.rollout_is has no effect with bypass_mode and loss_type={correction.loss_type}: the ratio "
-        )
-        findings.warn("setting", cause + "already corrects", keys=(f"{CORRECTION}.rollout_is", bypass, loss_type))
-    if replaces_loss and loss != DEFAULT_POLICY_LOSS:
-        cause = f"{LOSS}.loss_mode={loss} has no effect: {loss_type}={correction.loss_type} is the loss"
-        findings.warn("setting", cause, keys=(f"{LOSS}.loss_mode", bypass, loss_type))
-    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.repetition_penalty != 1:
-        cause = "with top_p, top_k or repetition_penalty the rollout's log-probs are of the truncated distribution, so "
-        cause += "every ratio is wrong"
-        keys = (bypass, *(f"{ROLLOUT}.{name}" for name in ("top_p", "top_k", "repetition_penalty")))
-        findings.warn("setting", cause, "set top_p=1, top_k=-1 and repetition_penalty=1", keys=keys, value=True)
-    if correction.rollout_is_batch_normalize:
-        key = f"{CORRECTION}.rollout_is_batch_normalize"
-        cause = f"{key} has no effect with bypass_mode: weights are computed per micro-batch"
-        findings.warn("setting", cause, keys=(key, bypass))
-
-
-def _check_correction(config: PPOConfig, findings: Findings) -> None:
-    correction = config.algorithm.rollout_correction
+    loss, loss_type = config.actor_rollout_ref.actor.policy_loss.loss_mode, correction.loss_type
+    replaces_loss = BYPASS_LOSSES[loss_type] is not None
+    if replaces_loss and not correction.bypass_mode:
+        cause = f"{CORRECTION}.loss_type={loss_type} has no effect without {CORRECTION}.bypass_mode=true"
+        check.warn(".loss_type .bypass_mode", cause, valued=False)
+    if correction.bypass_mode:
+        if correction.rollout_is and not replaces_loss:
+            why = f"with bypass_mode and loss_type={loss_type}: the ratio already corrects"
+            check.idle(".rollout_is .bypass_mode .loss_type", why)
+        if replaces_loss and loss != DEFAULT_POLICY_LOSS:
+            cause = f"{LOSS_MODE}={loss} has no effect: {CORRECTION}.loss_type={loss_type} is the loss"
+            check.warn(f"{LOSS_MODE} .bypass_mode .loss_type", cause, valued=False)
+        if rollout.top_p < 1 or rollout.top_k > 0 or rollout.repetition_penalty != 1:
+            keys = f".bypass_mode {ROLLOUT}.top_p {ROLLOUT}.top_k {ROLLOUT}.repetition_penalty"
+            cause = (
+                "with top_p, top_k or repetition_penalty the rollout's log-probs are of the truncated distribution, "
+            )
+            check.warn(keys, cause + "so every ratio is wrong", "set top_p=1, top_k=-1 and repetition_penalty=1")
+        if correction.rollout_is_batch_normalize:
+            why = "with bypass_mode: weights are computed per micro-batch"
+            check.idle(".rollout_is_batch_normalize .bypass_mode", why)
     if correction.rollout_is and correction.rollout_is_threshold is None:
-        key, weights = f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is"
-        cause = f"{weights}={correction.rollout_is} needs a bound"
-        findings.error("conflict", cause, "set 2.0", keys=(key, weights), value="null")
+        cause = f"{CORRECTION}.rollout_is={correction.rollout_is} needs a bound"
+        check.error(".rollout_is_threshold .rollout_is", cause, "set 2.0")
     correction.rollout_is_threshold = correction.rollout_is_threshold or "2.0"
     if correction.rollout_rs_threshold and not correction.rollout_rs:
-        key, rejections = f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs"
-        findings.warn("setting", f"{key} has no effect without {rejections}", keys=(key, rejections))
+        check.idle(".rollout_rs_threshold .rollout_rs", f"without {CORRECTION}.rollout_rs")
 
 
-def _check_policy_loss(config: PPOConfig, findings: Findings) -> None:
-    actor, (name, entry) = config.actor_rollout_ref.actor, _policy_loss(config)
+def check_policy_loss(config: PPOConfig, check: Checker) -> None:
+    check = check.at(ACTOR)
+    actor, name = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    entry = POLICY_LOSSES.get(name, CUSTOM_LOSS)
     for key, parameter in entry.parameters.items():
         if parameter.suggestion is not None and vars(actor.policy_loss)[key] is None:
-            fix = f"set {LOSS}.{key}={parameter.suggestion:g}"
-            keys = (f"{LOSS}.loss_mode", f"{LOSS}.{key}")
-            findings.error("conflict", f"{key} has no default", fix, keys=keys, value=name)
+            fix = f"set {ACTOR}.policy_loss.{key}={parameter.suggestion:g}"
+            check.error(f"{LOSS_MODE} .policy_loss.{key}", f"{key} has no default", fix)
     if entry.aggregation and actor.loss_agg_mode not in ("token-mean", entry.aggregation):
-        cause = (
-            f"{ACTOR}.loss_agg_mode={actor.loss_agg_mode} applies to entropy and KL only with loss_mode={name}, which "
-        )
-        cause += "averages over the tokens of a row, then over rows"
-        findings.warn("setting", cause, keys=(f"{ACTOR}.loss_agg_mode", f"{LOSS}.loss_mode"))
-
-
-def _check_window(config: PPOConfig, findings: Findings) -> None:
-    actor, (_, entry) = config.actor_rollout_ref.actor, _policy_loss(config)
+        cause = f"{ACTOR}.loss_agg_mode={actor.loss_agg_mode} applies to entropy and KL only with loss_mode={name}, "
+        cause += "which averages over the tokens of a row, then over rows"
+        check.warn(f".loss_agg_mode {LOSS_MODE}", cause, valued=False)
     low, high = actor.clip_ratio_low or 0.0, actor.clip_ratio_high or 0.0
-    keys = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{LOSS}.loss_mode")
     if entry.clips_ratio and high < low:
-        cause = f"{keys[1]}={high:g} is less than clip_ratio_low={low:g}: the upper side is usually the wider one"
-        findings.warn("setting", cause, keys=(keys[1], keys[0], keys[2]))
+        cause = f"{ACTOR}.clip_ratio_high={high:g} is less than clip_ratio_low={low:g}: the upper side is usually the "
+        check.warn(f".clip_ratio_high .clip_ratio_low {LOSS_MODE}", cause + "wider one", valued=False)
     if entry.clips_ratio == "ratio" and low >= 1:
-        cause = f"{keys[0]}={low:g}: a ratio is never below 0, so that side does not clip"
-        findings.warn("setting", cause, keys=(keys[0], keys[2]))
+        cause = f"{ACTOR}.clip_ratio_low={low:g}: a ratio is never below 0, so that side does not clip"
+        check.warn(f".clip_ratio_low {LOSS_MODE}", cause, valued=False)
 
 
-def _check_kl(config: PPOConfig, findings: Findings) -> None:
+def check_kl(config: PPOConfig, check: Checker) -> None:
+    check = check.at("algorithm")
     algorithm, section = config.algorithm, config.actor_rollout_ref
-    actor, ref, control = section.actor, section.ref, algorithm.kl_ctrl
     in_reward, in_loss = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
-    if control.type == "adaptive" and not algorithm.use_kl_in_reward:
-        cause = f"algorithm.kl_ctrl.type=adaptive has no effect without {in_reward}=true"
-        findings.warn("setting", cause, keys=("algorithm.kl_ctrl.type", in_reward))
-    if control.kl_coef not in (0, 0.001) and not algorithm.use_kl_in_reward:
-        cause = f"algorithm.kl_ctrl.kl_coef has no effect without {in_reward}=true"
-        findings.warn("setting", cause, keys=("algorithm.kl_ctrl.kl_coef", in_reward))
-    if actor.kl_loss_coef not in (0, 0.001) and not actor.use_kl_loss:
-        cause = f"{ACTOR}.kl_loss_coef has no effect without {in_loss}=true"
-        findings.warn("setting", cause, keys=(f"{ACTOR}.kl_loss_coef", in_loss))
-    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+    if not algorithm.use_kl_in_reward:
+        if algorithm.kl_ctrl.type == "adaptive":
+            cause = f"algorithm.kl_ctrl.type=adaptive has no effect without {in_reward}=true"
+            check.warn(f".kl_ctrl.type {in_reward}", cause, valued=False)
+        if algorithm.kl_ctrl.kl_coef not in (0, 0.001):
+            check.idle(f".kl_ctrl.kl_coef {in_reward}", f"without {in_reward}=true")
+    if section.actor.kl_loss_coef not in (0, 0.001) and not section.actor.use_kl_loss:
+        check.idle(f"{ACTOR}.kl_loss_coef {in_loss}", f"without {in_loss}=true")
+    if algorithm.use_kl_in_reward and section.actor.use_kl_loss:
         cause = "KL against the reference policy counts twice: in the reward and in the loss"
-        findings.warn("setting", cause, keys=(in_reward, in_loss))
-    if algorithm.use_kl_in_reward or actor.use_kl_loss:
-        return
-    idle = {f"{REF}.refresh_freq": ref.refresh_freq > 0, f"{REF}.model.path": ref.model.path != section.model.path}
-    for key in (key for key, is_set in idle.items() if is_set):  # both paths are absolute by now
-        cause = f"{key} has no effect: no KL against the reference policy is in use"
-        findings.warn("setting", cause, keys=(key, in_reward, in_loss))
+        check.warn(f"{in_reward} {in_loss}", cause, valued=False)
+    if not algorithm.use_kl_in_reward and not section.actor.use_kl_loss:
+        why = ": no KL against the reference policy is in use"
+        if section.ref.refresh_freq > 0:
+            check.idle(f"{REF}.refresh_freq {in_reward} {in_loss}", why)
+        if section.ref.model.path != section.model.path:  # both paths are absolute by now
+            check.idle(f"{REF}.model.path {in_reward} {in_loss}", why)
 
 
-def _estimator(config: PPOConfig) -> tuple[str, Estimator]:
-    name = config.algorithm.adv_estimator
-    return name, ESTIMATORS.get(name, CUSTOM_ESTIMATOR)
+def check_data(data: DataConfig, check: Checker) -> None:
+    for key, path, name, name_key in (
+        ("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name, "data.custom_cls.name"),
+        ("data.sampler.class_path", data.sampler.class_path, data.sampler.class_name, "data.sampler.class_name"),
+    ):
+        if path and not name:
+            check.error(f"{key} {name_key}", "the class in it is not named", f"set {name_key}")
+        if name and not path:
+            check.warn(f"{name_key} {key}", f"has no effect without {key}")
+        if path and data.train_weights:
+            cause = f"{key.rpartition('.')[0]} decides by itself which rows are sampled"
+            check.error(f"data.train_weights {key}", cause, "leave the weights out")
+    if data.train_weights and len(data.train_weights) != len(data.train_files):
+        count = f"data.train_files has {len(data.train_files)} entries"
+        check.error("data.train_weights data.train_files", count, "give one weight per entry")
 
 
-def _policy_loss(config: PPOConfig) -> tuple[str, PolicyLoss]:
-    name = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    return name, POLICY_LOSSES.get(name, CUSTOM_LOSS)
+def resolve_loggers(trainer: SFTTrainerConfig, check: Checker) -> None:
+    """Leave out other systems' loggers with a warning; reject unknown names."""
+    known = [name for name in trainer.logger if name in LOGGERS]
+    others = [name for name in trainer.logger if name in OTHER_LOGGERS]
+    for name in trainer.logger:
+        if name not in (*LOGGERS, *OTHER_LOGGERS):
+            cause = f"trainer.logger={name}: choose among {', '.join(LOGGERS)}"
+            check.findings.error("conflict", cause, _meant(name, LOGGERS), keys="trainer.logger", value=name)
+    if others:
+        trainer.logger = known or ["console"]
+        cause = f"{', '.join(others)} {'are' if others[1:] else 'is'} not supported and left out; metrics go to "
+        check.warn("trainer.logger", cause + f"{', '.join(trainer.logger)} and metrics.jsonl")
+
+
+def check_reward(reward: RewardConfig, check: Checker) -> None:
+    check = check.at("reward")
+    buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
+    if buffer.enable and reward.reward_manager.name != "dapo":
+        keys = ".reward_kwargs.overlong_buffer_cfg.enable .reward_manager.name"
+        check.warn(keys, f"has no effect without {MANAGER}.name=dapo")
+    elif buffer.enable and buffer.len > longest:
+        keys = ".reward_kwargs.overlong_buffer_cfg.len .reward_kwargs.max_resp_len"
+        fix = f"set a part of that, such as {max(longest // 5, 1)}"
+        check.error(keys, f"responses have at most max_resp_len={longest} tokens", fix)
+    for name, weight in reward.weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            check.error([f".weights.{name}"], "expected a number")
+    for name, path in reward.functions.items():
+        if not isinstance(path, str) or ".py" not in path:
+            check.error([f".functions.{name}"], "expected path/to/file.py:function")
+    if reward.clip_range and (len(reward.clip_range) != 2 or reward.clip_range[0] >= reward.clip_range[1]):
+        check.error(".clip_range", "expected the least and the greatest score", "set [-1.0, 1.0], for example")
+    if reward.scale == 0:
+        check.error(".scale", "every score would be 0", "set 1.0 to leave scores unchanged")
+    if reward.sandbox_fusion.url:
+        fix = "leave it out to run programs in the local sandbox, or set reward.custom_reward_function.path to a "
+        fix += "function that calls it"
+        check.error(".sandbox_fusion.url", "remote sandboxes are not supported", fix)
+
+
+def check_reward_manager(reward: RewardConfig, check: Checker) -> None:
+    check = check.at("reward")
+    manager, custom = reward.reward_manager, reward.reward_manager.source == "importlib"
+    if custom and manager.module.path is None:
+        keys = ".reward_manager.source .reward_manager.module.path"
+        check.error(keys, "the manager's file is not set", f"set {MANAGER}.module.path to the .py file with it")
+    if not custom and manager.module.path is not None:
+        check.warn(".reward_manager.module.path", f"has no effect without {MANAGER}.source=importlib")
+    if not custom and manager.name not in REWARD_MANAGERS:
+        fix = f"{_meant(manager.name, REWARD_MANAGERS)} For a custom manager set {MANAGER}.source=importlib and "
+        fix = f"{fix}{MANAGER}.module.path".lstrip()
+        check.error(".reward_manager.name", f"choose {' | '.join(REWARD_MANAGERS)}", fix)
+    if not custom and manager.name == "batch" and reward.custom_reward_function.path is None:
+        fix = f"set {MANAGER}.name=naive, or reward.custom_reward_function.path to a function of data_sources, "
+        fix += "solution_strs, ground_truths, extra_infos"
+        cause = "the built-in rewards score responses one by one"
+        check.error(".reward_manager.name .custom_reward_function.path", cause, fix)
+    # Rate limits, which verl has for the manager rate_limited only.
+    limits = {"max_concurrent": reward.max_concurrent > 1, "max_rpm": reward.max_rpm, "max_tpm": reward.max_tpm}
+    if custom or manager.name != "rate_limited":
+        for name in (name for name, is_set in limits.items() if is_set):
+            check.warn(f".{name} .reward_manager.name", f"has no effect without {MANAGER}.name=rate_limited")
+    elif reward.on_error != "zero":
+        cause = "a response whose call fails is left out of the step; reward.on_error=zero scores it 0, as verl does"
+        check.warn(".reward_manager.name .on_error", cause)
+
+
+def _meant(name: str, known: tuple[str, ...]) -> str:
+    similar = nearest(name, list(known), count=1)
+    return f"did you mean {similar[0]}?" if similar else ""

@@ -1,92 +1,186 @@
-"""Settings of what is trained: sharding, optimizer, micro-batches, actor, critic, reference and checkpoints."""
+"""What is trained, and on which devices: this machine (without torch), sharding, optimizer, micro-batches, actor,
+critic, reference and checkpoints."""
 
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
 
 from hybridrl.config.catalog import ESTIMATORS
-from hybridrl.config.checks.lora import resolve_lora
-from hybridrl.config.checks.machine import all_devices
-from hybridrl.config.checks.model import absolute, check_model, check_sequence_parallel
-from hybridrl.config.findings import Checker, show
+from hybridrl.config.checks.model import absolute, check_model, model_settings, resolve_lora
+from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, PPOConfig, SFTTrainerConfig
 
-ACTOR = "actor_rollout_ref.actor"
+CPU_SLOT_BYTES = 3 << 29  # measured for the smallest models: a CPU device costs processes and memory, not cores
+ACTOR, DEVICES = "actor_rollout_ref.actor", "trainer.n_gpus_per_node"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LOWER = "lower data.max_prompt_length or data.max_response_length"
 SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% measured)
 
 
-def resolve_dtype(name: str | None, device: str) -> str:
-    if name is None:
-        return "bfloat16" if device == "cuda" else "float32"
-    return DTYPES.get(name, name)
+@dataclass(frozen=True)
+class Machine:
+    """`here`: the run would be on this machine, so that what is missing here is an error."""
+
+    gpus: int
+    cores: int
+    memory_bytes: int
+    here: bool = True
 
 
-def resolve_fsdp(key: str, fsdp: FSDPConfig, trainer: SFTTrainerConfig, check: Checker) -> None:
-    """Fill in `fsdp_size` and the data types."""
-    ranks = all_devices(trainer)
-    size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
-    if ranks % size:
-        keys = (f"{key}.fsdp_size", "trainer.n_gpus_per_node", "trainer.nnodes")
-        check.error(keys, f"must divide the {ranks} devices", "set -1 for all of them")
-    fsdp.fsdp_size = size
-    fsdp.model_dtype, fsdp.dtype = (
-        DTYPES.get(fsdp.model_dtype, fsdp.model_dtype),
-        resolve_dtype(fsdp.dtype, trainer.device),
-    )
-    if fsdp.model_dtype == "float16":
-        cause = "small updates vanish in parameters of float16"
-        check.error(f"{key}.model_dtype", cause, "set model_dtype=fp32, and dtype=fp16 to compute in it")
-    for name in ("param_offload", "optimizer_offload"):
-        if fsdp.offload_policy and vars(fsdp)[name]:
-            cause = "has no effect with offload_policy=true, which keeps more in host memory"
-            check.warn((f"{key}.{name}", f"{key}.offload_policy"), cause)
+def this_machine(*, count_gpus: bool = True) -> Machine:
+    """Count the devices of this machine. A broken CUDA driver raises ConfigError: it never silently means CPU."""
+    visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), 0
+    if count_gpus and (visible is None or visible.strip() not in ("", "-1")):
+        try:
+            pynvml.nvmlInit()
+            gpus = pynvml.nvmlDeviceGetCount()
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError_LibraryNotFound:
+            gpus = 0
+        except pynvml.NVMLError as error:
+            cause = f"there is an NVIDIA driver, but it is not responding ({error})"
+            fix = "fix the driver (nvidia-smi must work), or set trainer.device=cpu"
+            raise ConfigError(cause, fix=fix) from error
+        gpus = gpus if visible is None else min(gpus, len(visible.split(",")))
+    return Machine(gpus, len(os.sched_getaffinity(0)), psutil.virtual_memory().available)
 
 
-def resolve_optimizer(key: str, optimizer: OptimizerConfig, fsdp_key: str, fsdp: FSDPConfig, check: Checker) -> None:
-    """Check the options, and whether parameters in bfloat16 lose updates of this size: bfloat16 has 8 significant bits,
-    so an update below a 512th of an element never changes it (scripts/benchmark/bfloat16_updates.py)."""
-    optimizer.min_lr_ratio = optimizer.min_lr_ratio or 0.0
-    other = [name for name in optimizer.override_optimizer_config if name not in ("eps", "foreach", "fused")]
-    if other:
-        section = f"{key}.override_optimizer_config"
-        cause = f"{section}: only eps, foreach and fused can be set there"
-        keys = (section, *(f"{section}.{name}" for name in other))
-        check.findings.error("conflict", cause, f"leave out {', '.join(other)}", keys=keys)
-    lr = optimizer.lr
-    if fsdp.model_dtype == "bfloat16" and 0 < lr < SURE_IN_BFLOAT16:
-        check.findings.warn(
-            "setting",
-            f"{fsdp_key}.model_dtype=bf16 with optim.lr={lr:g}: parameters in bfloat16 lose small updates, as an "
-            f"element larger than 512 times its update does not change, at this lr each above {512 * lr:.1e}. At an lr "
-            "of 1e-6 an update of AdamW was measured to change 0.3% of the elements of normal weights, at 1e-4 25%",
-            f"set {fsdp_key}.model_dtype=fp32, float32 masters of a computation in {fsdp.dtype}",
-            keys=(f"{fsdp_key}.model_dtype", f"{key}.lr"),
-        )
-
-
-def check_recomputation(
-    key: str, model: ModelConfig, fsdp_key: str, fsdp: FSDPConfig, device: str, check: Checker
+def resolve_devices(
+    trainer: SFTTrainerConfig, ray_init: dict[str, Any], check: Checker, machine: Machine | None
 ) -> None:
-    """Check together what a layer recomputes and whether it is compiled."""
-    compile_key, selective_key = f"{fsdp_key}.compile_layers", f"{key}.selective_checkpointing"
-    checkpointing_key = f"{key}.enable_gradient_checkpointing"
-    if fsdp.compile_layers and device == "cpu":
+    """Fill in `device` and `n_gpus_per_node`; check them, and the directories of the run, against the machine."""
+    # A run on CPU does not need a working GPU driver.
+    machine = machine or this_machine(count_gpus=trainer.device != "cpu")
+    if trainer.device == "auto":
+        trainer.device = "cuda" if machine.gpus else "cpu"
+    if trainer.n_gpus_per_node is None:
+        trainer.n_gpus_per_node = max(machine.gpus if trainer.device == "cuda" else min(machine.cores, 2), 1)
+    if machine.here and not (os.environ.get("RAY_ADDRESS") or ray_init.get("address")):
+        if trainer.device == "cuda" and machine.gpus == 0:
+            check.error("trainer.device", "this machine has no usable GPU", "set trainer.device=cpu")
+        elif trainer.device == "cuda" and trainer.n_gpus_per_node > machine.gpus:
+            check.error(DEVICES, f"this machine has {machine.gpus} GPUs", f"set {DEVICES}={machine.gpus}")
+        if trainer.nnodes > 1:
+            cause = "without a Ray cluster to join there is only this machine"
+            fix = "run ray start on each machine and set RAY_ADDRESS, or leave trainer.nnodes at 1"
+            check.error("trainer.nnodes", cause, fix)
+    for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        if machine.here and (directory := vars(trainer).get(name)):
+            _check_writable(f"trainer.{name}", Path(directory).absolute(), check)
+    most = max(machine.memory_bytes // CPU_SLOT_BYTES, 1)
+    if trainer.device == "cpu" and trainer.n_gpus_per_node > most:
+        check.error(DEVICES, f"free memory is enough for {most} CPU devices", f"set {DEVICES}={most}")
+
+
+def _check_writable(key: str, directory: Path, check: Checker) -> None:
+    try:
+        existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    except OSError as error:
+        check.error(key, str(error.strerror), "name another directory")
+        return
+    if not existing.is_dir():
+        check.error(key, f"{existing} is a file", "name a directory")
+    elif not os.access(existing, os.W_OK):
+        check.error(key, f"{existing} is not writable", "name another directory")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model's settings, each section after its key; `key` has ulysses_sequence_parallel_size."""
+
+    key: str
+    model_key: str
+    model: ModelConfig
+    optim_key: str
+    optim: OptimizerConfig
+    fsdp_key: str
+    fsdp: FSDPConfig
+
+
+def resolve_trained(
+    part: Trained, longest: int, hint: str, trainer: SFTTrainerConfig, check: Checker, *, known: bool = False
+) -> None:
+    """Fill in and check all but the updates of a model that is trained on rows of up to `longest` tokens; `hint` says
+    how to shorten them. `known`: its findings are reported with another model."""
+    fsdp, model = part.fsdp, part.model
+    check_model(part.model_key, model, longest, hint, check.muted() if known else check)
+
+    # What a layer recomputes, and whether it is compiled.
+    compile_key, selective_key = f"{part.fsdp_key}.compile_layers", f"{part.model_key}.selective_checkpointing"
+    checkpointing_key = f"{part.model_key}.enable_gradient_checkpointing"
+    if fsdp.compile_layers and trainer.device == "cpu":
         check.warn(compile_key, "has no effect on CPU, where compiled layers make updates no faster")
         fsdp.compile_layers = False
     if model.selective_checkpointing and not model.enable_gradient_checkpointing:
-        check.warn((selective_key, checkpointing_key), "has no effect with enable_gradient_checkpointing=false")
+        check.warn(f"{selective_key} {checkpointing_key}", "has no effect with enable_gradient_checkpointing=false")
     elif model.selective_checkpointing and fsdp.compile_layers:
-        check.error(
-            (selective_key, compile_key),
-            "the operations of compiled layers cannot be selected one by one",
-            f"set {checkpointing_key}=false (compiled layers recompute what is cheap by themselves), or "
-            f"{compile_key}=false",
+        cause = "the operations of compiled layers cannot be selected one by one"
+        fix = f"set {checkpointing_key}=false (compiled layers recompute what is cheap by themselves), or "
+        check.error(f"{selective_key} {compile_key}", cause, fix + f"{compile_key}=false")
+    resolve_lora(part.model_key, model, check, served=part.key == ACTOR)
+
+    # Whether as many devices as requested can share a row.
+    size, size_key = fsdp.ulysses_sequence_parallel_size, f"{part.key}.ulysses_sequence_parallel_size"
+    settings, devices = model_settings(model) | model.override_config, trainer.devices
+    heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown for a hub model
+    if devices % size or heads % size:
+        fitting = max(number for number in range(1, size) if devices % number == heads % number == 0)
+        also = f" and the {heads} attention heads of {part.model_key}.path={model.path}" if heads else ""
+        keys = f"{size_key} {part.model_key}.path {DEVICES} trainer.nnodes"
+        check.error(keys, f"must divide the {devices} devices{also}", f"set {fitting}")
+    if size > 1 and not model.use_remove_padding:
+        padding_key = f"{part.model_key}.use_remove_padding"
+        check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
+
+
+def resolve_dtype(name: str | None, device: str) -> str:
+    return DTYPES.get(name, name) if name else "bfloat16" if device == "cuda" else "float32"
+
+
+def resolve_updates(part: Trained, trainer: SFTTrainerConfig, check: Checker) -> None:
+    """Fill in and check how a trained model is divided and updated."""
+    check = check.at(part.fsdp_key)
+    fsdp, ranks = part.fsdp, trainer.devices
+    size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
+    if ranks % size:
+        keys = f".fsdp_size {DEVICES} trainer.nnodes"
+        check.error(keys, f"must divide the {ranks} devices", "set -1 for all of them")
+    fsdp.fsdp_size, fsdp.dtype = size, resolve_dtype(fsdp.dtype, trainer.device)
+    fsdp.model_dtype = resolve_dtype(fsdp.model_dtype, trainer.device)
+    if fsdp.model_dtype == "float16":
+        fix = "set model_dtype=fp32, and dtype=fp16 to compute in it"
+        check.error(".model_dtype", "small updates vanish in parameters of float16", fix)
+    for name in ("param_offload", "optimizer_offload"):
+        if fsdp.offload_policy and vars(fsdp)[name]:
+            cause = "has no effect with offload_policy=true, which keeps more in host memory"
+            check.warn(f".{name} .offload_policy", cause)
+
+    # Parameters in bfloat16 may lose updates: it has 8 significant bits, so that an update below a 512th of an element
+    # never changes it (scripts/benchmark/bfloat16_updates.py).
+    part.optim.min_lr_ratio = part.optim.min_lr_ratio or 0.0
+    if other := [name for name in part.optim.override_optimizer_config if name not in ("eps", "foreach", "fused")]:
+        section = f"{part.optim_key}.override_optimizer_config"
+        cause = f"{section}: only eps, foreach and fused can be set there"
+        keys = [section, *(f"{section}.{name}" for name in other)]
+        check.error(keys, cause, f"leave out {', '.join(other)}", valued=False)
+    lr, dtype_key = part.optim.lr, f"{part.fsdp_key}.model_dtype"
+    if part.fsdp.model_dtype == "bfloat16" and 0 < lr < SURE_IN_BFLOAT16:
+        cause = (
+            f"{dtype_key}=bf16 with optim.lr={lr:g}: parameters in bfloat16 lose small updates, as an element larger "
+            f"than 512 times its update does not change, at this lr each above {512 * lr:.1e}. At an lr of 1e-6 an "
+            "update of AdamW was measured to change 0.3% of the elements of normal weights, at 1e-4 25%"
         )
+        fix = f"set {dtype_key}=fp32, float32 masters of a computation in {part.fsdp.dtype}"
+        check.warn(f"{dtype_key} {part.optim_key}.lr", cause, fix, valued=False)
 
 
 def resolve_micro_batches(config: PPOConfig, check: Checker) -> None:
     """Convert every `..._micro_batch_size`, an older form over all devices, to `..._micro_batch_size_per_gpu`."""
-    section, critic, devices = config.actor_rollout_ref, config.critic, all_devices(config.trainer)
+    section, critic, devices = config.actor_rollout_ref, config.critic, config.trainer.devices
     for place, part, name in (
         (ACTOR, section.actor, "ppo_micro_batch_size"),
         ("actor_rollout_ref.ref", section.ref, "log_prob_micro_batch_size"),
@@ -94,29 +188,26 @@ def resolve_micro_batches(config: PPOConfig, check: Checker) -> None:
         ("critic", critic, "ppo_micro_batch_size"),
         ("critic", critic, "forward_micro_batch_size"),
     ):
-        rows, name_per_gpu = vars(part)[name], f"{name}_per_gpu"
-        keys = (f"{place}.{name}", f"{place}.{name_per_gpu}")
+        rows, per_gpu, keys = vars(part)[name], f"{name}_per_gpu", f"{place}.{name} {place}.{name}_per_gpu"
         if rows is None:
             continue
-        if vars(part)[name_per_gpu] is not None:
-            check.error(keys, f"{name_per_gpu}={vars(part)[name_per_gpu]} is set too", f"set {name_per_gpu} only")
+        if vars(part)[per_gpu] is not None:
+            check.error(keys, f"{per_gpu}={vars(part)[per_gpu]} is set too", f"set {per_gpu} only")
             continue
-        setattr(part, name_per_gpu, max(rows // devices, 1))
+        setattr(part, per_gpu, max(rows // devices, 1))
         setattr(part, name, None)
         over = f"over {devices} device{'s' * (devices > 1)}"
-        cause = f"{keys[0]}={rows} is now {keys[1]}={vars(part)[name_per_gpu]} ({over})"
-        check.findings.warn("setting", cause, keys=keys, value=rows)
-    critic.forward_micro_batch_size_per_gpu = (
-        critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu
-    )
+        check.warn(keys, f"{place}.{name}={rows} is now {place}.{per_gpu}={vars(part)[per_gpu]} ({over})")
+    rows = critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu
+    critic.forward_micro_batch_size_per_gpu = rows
 
 
 def resolve_actor(config: PPOConfig, check: Checker) -> None:
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     if actor.ppo_mini_batch_size > prompts:
-        key = f"{ACTOR}.ppo_mini_batch_size"
-        cause = f"{key}={actor.ppo_mini_batch_size} is more than data.train_batch_size={prompts}: one update per step"
-        check.warn((key, "data.train_batch_size"), cause)
+        key, size = f"{ACTOR}.ppo_mini_batch_size", actor.ppo_mini_batch_size
+        cause = f"{key}={size} is more than data.train_batch_size={prompts}: one update per step"
+        check.warn(f"{key} data.train_batch_size", cause)
         actor.ppo_mini_batch_size = prompts
     actor.clip_ratio_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     actor.clip_ratio_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
@@ -126,8 +217,8 @@ def resolve_actor(config: PPOConfig, check: Checker) -> None:
 def resolve_critic(config: PPOConfig, check: Checker) -> None:
     """Decide whether there is a critic, and check it."""
     critic, trainer, name = config.critic, config.trainer, config.algorithm.adv_estimator
-    keys, known = ("critic.enable", "algorithm.adv_estimator"), ESTIMATORS.get(name)
-    needed = known is not None and known.reads_values
+    keys, known = "critic.enable algorithm.adv_estimator", ESTIMATORS.get(name)
+    needed = known is not None and "values" in known.reads
     if critic.enable is False and needed:
         check.error(keys, f"algorithm.adv_estimator={name} needs a critic", "set algorithm.adv_estimator=grpo")
     if critic.enable and known and not needed:
@@ -138,62 +229,54 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
             check.warn("trainer.critic_warmup", "has no effect without a critic")
             trainer.critic_warmup = 0
         return
-    resolve_fsdp("critic.fsdp", critic.fsdp, trainer, check)
-    resolve_optimizer("critic.optim", critic.optim, "critic.fsdp", critic.fsdp, check)
+    part = Trained("critic", "critic.model", critic.model, "critic.optim", critic.optim, "critic.fsdp", critic.fsdp)
+    resolve_updates(part, trainer, check)
     for key in ("tokenizer_path", "custom_chat_template"):
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
-    _check_other_model("critic.model", critic.model, config, check)
-    check_recomputation("critic.model", critic.model, "critic.fsdp", critic.fsdp, trainer.device, check)
-    resolve_lora("critic.model", critic.model, check, served=False)
-    size = critic.fsdp.ulysses_sequence_parallel_size
-    check_sequence_parallel("critic", size, "critic.model", critic.model, all_devices(trainer), check)
+    longest = config.actor_rollout_ref.rollout.max_model_len or 0
+    resolve_trained(part, longest, LOWER, trainer, check, known=_is_policy(critic.model, config))
     critic.ppo_mini_batch_size = min(critic.ppo_mini_batch_size, config.data.train_batch_size)
     critic.loss_scale_factor = critic.loss_scale_factor or float(config.data.max_response_length)
 
 
 def resolve_reference(config: PPOConfig, check: Checker) -> None:
-    section = config.actor_rollout_ref
-    if config.algorithm.use_kl_in_reward or section.actor.use_kl_loss:
-        model = replace(section.model, path=section.ref.model.path)
-        _check_other_model("actor_rollout_ref.ref.model", model, config, check)
+    section, key = config.actor_rollout_ref, "actor_rollout_ref.ref.model"
+    model = replace(section.model, path=section.ref.model.path)
+    if (config.algorithm.use_kl_in_reward or section.actor.use_kl_loss) and not _is_policy(model, config):
+        check_model(key, model, section.rollout.max_model_len or 0, LOWER, check)
     section.ref.model.path = absolute(section.ref.model.path)
 
 
-def _check_other_model(key: str, model: ModelConfig, config: PPOConfig, check: Checker) -> None:
-    """Check a model that reads the policy's rows; for the policy's own model findings are reported only once."""
-    policy, longest = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.max_model_len or 0
-    if (model.path, model.override_config) == (policy.path, policy.override_config):
-        check = check.muted()
-    check_model(key, model, longest, LOWER, check)
+def _is_policy(model: ModelConfig, config: PPOConfig) -> bool:
+    """Whether it is the policy's own model, whose findings are reported only once."""
+    policy = config.actor_rollout_ref.model
+    return (model.path, model.override_config) == (policy.path, policy.override_config)
 
 
 def resolve_retention(config: PPOConfig, check: Checker) -> None:
     """A checkpoint holds both models, so the larger of the two counts applies."""
-    actor_key, critic_key = "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"
+    keys, actor_key = "trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"
     actor, critic = config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
     if critic is None or critic == actor:
         return
     if not config.critic.enable:
-        check.warn(critic_key, "has no effect without a critic")
+        check.warn(keys, "has no effect without a critic")
     elif actor is None or critic < actor:
         cause = f"has no effect next to {actor_key}={show(actor)}: a checkpoint is kept or removed with both models"
-        check.warn((critic_key, actor_key), cause)
+        check.warn(f"{keys} {actor_key}", cause)
     else:
         cause = f"as many checkpoints are kept, with both models, although {actor_key}={actor}"
-        check.warn((critic_key, actor_key), cause)
+        check.warn(f"{keys} {actor_key}", cause)
         config.trainer.max_actor_ckpt_to_keep = critic
 
 
 def check_save_contents(config: PPOConfig, check: Checker) -> None:
     if not (config.trainer.save_freq >= 0 or config.trainer.save_freq_epochs or config.trainer.save_freq_secs):
         return
-    sections = {f"{ACTOR}.checkpoint": config.actor_rollout_ref.actor.checkpoint}
-    if config.critic.enable:
-        sections["critic.checkpoint"] = config.critic.checkpoint
+    sections = {ACTOR: config.actor_rollout_ref.actor} | ({"critic": config.critic} if config.critic.enable else {})
     for key, section in sections.items():
-        missing = [part for part in ("model", "optimizer", "extra") if part not in section.save_contents]
+        missing = [part for part in ("model", "optimizer", "extra") if part not in section.checkpoint.save_contents]
         if missing:
-            check.warn(
-                f"{key}.save_contents", f"no run can resume from such a checkpoint, without {', '.join(missing)}"
-            )
+            cause = f"no run can resume from such a checkpoint, without {', '.join(missing)}"
+            check.warn(f"{key}.checkpoint.save_contents", cause)

@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from hybridrl.config import ConfigError
-from hybridrl.config.checks.lora import ENGINE_RANKS
+from hybridrl.config.checks.model import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
