@@ -14,6 +14,7 @@ from hybridrl.checkpoint.saver import Save, Saver
 from hybridrl.experience.collector import Collected, Experience
 from hybridrl.experience.episodes import Episode
 from hybridrl.experience.sample_log import SampleLog
+from hybridrl.health import HealthMonitor
 from hybridrl.runtime.signals import StopRequest
 from hybridrl.runtime.timer import Stopwatch
 from hybridrl.tracking import Tracker
@@ -84,9 +85,17 @@ def _due(step: int, every: int) -> bool:
 class Trainer:
     """The loop around a task: step, validate, log, save, stop."""
 
-    def __init__(self, task: Task, workers: TrainWorkers, tracker: Tracker, saver: Saver, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        task: Task,
+        workers: TrainWorkers,
+        tracker: Tracker,
+        saver: Saver,
+        schedule: Schedule,
+        health: HealthMonitor,
+    ) -> None:
         self.task, self.workers, self.tracker = task, workers, tracker
-        self.saver, self.schedule = saver, schedule
+        self.saver, self.schedule, self.health = saver, schedule, health
         self.watch = Stopwatch()
 
     def fit(self, done: int, start_up: dict[str, float]) -> None:
@@ -123,6 +132,7 @@ class Trainer:
         metrics |= throughput_metrics(metrics, len(self.workers.group))
         if self.schedule.validates(step, self._is_last(step)):
             metrics |= self.task.validate(step)
+        metrics |= self.health.judge(step, metrics)
         # Log before saving: otherwise a run resumed from this checkpoint would miss the step's metrics.
         self.tracker.log(step, metrics | self.task.take_metrics() | {"training/global_step": step})
         self.saver.poll()
@@ -130,7 +140,8 @@ class Trainer:
 
     def _save(self, step: int, save: Save, metrics: dict[str, float]) -> None:
         self.task.before_save()
-        self.saver.start(step, save, metrics, self.workers.problem() or self.task.problem())
+        problem = self.workers.problem() or self.task.problem() or self.health.problem()
+        self.saver.start(step, save, metrics, problem)
 
 
 class RLTask(Task):

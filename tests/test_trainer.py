@@ -11,6 +11,7 @@ import torch
 from hybridrl.checkpoint.saver import Save
 from hybridrl.checkpoint.store import SaveFailed
 from hybridrl.experience.collector import Collected
+from hybridrl.health import HealthMonitor
 from hybridrl.runtime import signals
 from hybridrl.trainer import RLTask, Schedule, Trainer
 
@@ -113,9 +114,15 @@ def new_signals(monkeypatch):
     monkeypatch.setattr(signals, "REQUESTS", signals.Requests())
 
 
-def trainer(task: RecordingTask, schedule: Schedule, saver: RecordingSaver | None = None, reason: str = "") -> Trainer:
+def trainer(
+    task: RecordingTask,
+    schedule: Schedule,
+    saver: RecordingSaver | None = None,
+    reason: str = "",
+    health: HealthMonitor | None = None,
+) -> Trainer:
     saver = saver or RecordingSaver(task.calls)
-    return Trainer(task, RecordingWorkers(reason), RecordingTracker(), saver, schedule)
+    return Trainer(task, RecordingWorkers(reason), RecordingTracker(), saver, schedule, health or HealthMonitor())
 
 
 def steps(task: RecordingTask, kind: str) -> list[int]:
