@@ -16,7 +16,7 @@ from typing import Any
 from hybridrl.cluster import Group, Pending, RemoteFailure
 from hybridrl.rollout.client import ModeError
 from hybridrl.rollout.fleet import RemoteServer, RolloutFleet
-from hybridrl.runtime.timer import Stopwatch
+from hybridrl.tracking import Stopwatch
 from hybridrl.training.worker import TrainWorker
 from hybridrl.weights.sync import WeightSync
 

@@ -18,8 +18,7 @@ from transformers import Qwen2Tokenizer
 
 from hybridrl.checkpoint.read import PlainPlanner, ShardReader, check_parts, open_tensors
 from hybridrl.checkpoint.tensors import Unreadable
-from hybridrl.checkpoint.verl.reader import data_position
-from hybridrl.checkpoint.verl.tensors import verl_faults
+from hybridrl.checkpoint.verl import data_position, verl_faults
 from hybridrl.config import ConfigError
 from hybridrl.data.chat import render
 from hybridrl.data.rows import Faults, load_rows

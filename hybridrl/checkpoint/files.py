@@ -60,8 +60,7 @@ def write_manifest(directory: Path) -> None:
 
 
 def faults(directory: Path, below: str = "") -> list[str]:
-    """Return one line per file of the manifest that is missing, truncated, changed or unreadable, of those whose name
-    starts with `below`."""
+    """Return one line per missing, truncated, changed or unreadable file of the manifest whose name starts so."""
     try:
         files = _read_manifest(directory)
     except ValueError as error:

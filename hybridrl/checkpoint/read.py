@@ -1,4 +1,4 @@
-"""Open a saved model for reading tensor by tensor: hybridrl's shards, verl's files, or safetensors.
+"""Open a saved model for reading tensor by tensor: hybridrl's shards, verl's files, safetensors, or a LoRA adapter.
 
 torch's own reader of sharded checkpoints unpickles `.metadata` and every value that is not a tensor with `pickle.load`,
 which calls whatever the file names. Here metadata is restricted to torch's metadata classes, and values to plain types.
@@ -8,32 +8,29 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    FileSystemReader,
-    Metadata,
-    StorageReader,
-    filesystem,
-    metadata,
-)
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, StorageReader, filesystem, metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hybridrl.checkpoint.pickles import load
-from hybridrl.checkpoint.tensors import TYPES, Chunk, StoredTensor, Tensors, Unreadable, blank, reading
-from hybridrl.checkpoint.verl.reader import VerlReader
-from hybridrl.checkpoint.verl.tensors import holds_verl, read_verl_model
+from hybridrl.checkpoint.tensors import TYPES, Chunk, StoredTensor, Tensors, Unreadable, blank, load, reading
+from hybridrl.checkpoint.verl import HEAD, OPTIMIZER, holds_verl, read_moments, read_verl_model
 from hybridrl.config import ConfigError
-from hybridrl.config.files import HUGGINGFACE, SHARDS
+from hybridrl.config.files import ADAPTER_CONFIG, HUGGINGFACE, SHARDS, adapter_settings, resolve_model
 
-MODEL = "model."  # prefix of the model's tensors in a sharded checkpoint
+MODEL, UPDATES = "model.", "extra.updates"  # in a sharded checkpoint, prefix of the model's tensors, and a key
+ADAPTER = "default"  # peft's name of a model's only adapter in parameter names; absent in files
+PREFIX = "base_model.model."  # prefix of every name in peft's files
+PAIR = ".lora_"  # part of the names of A and B only
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def open_tensors(directory: Path) -> Tensors:
@@ -70,7 +67,9 @@ def saved_shapes(reader: StorageReader, directory: Path) -> dict[str, dict[str, 
     shapes: dict[str, dict[str, torch.Size]] = {}
     for key, item in saved.items():
         part, _, name = key.partition(".")
-        shapes.setdefault(part, {}).update({name: item.size} if isinstance(item, TensorStorageMetadata) else {})
+        shapes.setdefault(part, {})
+        if isinstance(item, metadata.TensorStorageMetadata):
+            shapes[part][name] = item.size
     return shapes
 
 
@@ -92,10 +91,10 @@ class ShardReader(FileSystemReader):
         super().__init__(directory)
         self.directory = directory
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         with reading(self.directory / SHARDS), (self.directory / SHARDS).open("rb") as file:
             content = _MetadataUnpickler(file).load()
-            if not isinstance(content, Metadata):
+            if not isinstance(content, metadata.Metadata):
                 raise ValueError("it holds no metadata of a checkpoint")
             for stored in (content.storage_data or {}).values():
                 if os.path.basename(stored.relative_path) != stored.relative_path:
@@ -103,6 +102,57 @@ class ShardReader(FileSystemReader):
         content.storage_meta = content.storage_meta or metadata.StorageMeta()
         content.storage_meta.load_id = self.load_id
         return content
+
+
+class VerlReader(FileSystemReader):
+    """Presents one model of a checkpoint of verl, `.../global_step_N/actor`, in the layout of hybridrl's state; with
+    `moments` also its optimizer, whose updates are the schedule's position here (verl's schedule counts steps). Raises
+    ConfigError if files are missing or damaged."""
+
+    def __init__(self, directory: Path, *, moments: bool = True) -> None:
+        super().__init__(directory)
+        model, settings, tied = read_verl_model(directory), directory / HUGGINGFACE / "config.json", None
+        if adapters := [name for name in model.meta if "lora_" in name]:
+            raise ConfigError(f"{directory} holds a LoRA adapter ({adapters[0]}), from which no run can resume yet")
+        if settings.is_file():
+            with reading(settings):  # a tied head is saved with the model, but is not a parameter
+                tied = HEAD if json.loads(settings.read_text(encoding="utf-8")).get("tie_word_embeddings") else None
+        # Where each tensor is, and its name there. The optimizer's are under the model's names.
+        self.sources = {MODEL + name: (model, name) for name in model.meta if name != tied}
+        self.updates: int | None = None
+        if moments and holds_verl(directory, OPTIMIZER):
+            try:
+                state, self.updates = read_moments(directory, model.meta)
+            except ConfigError as error:
+                raise ConfigError(str(error), fix="trainer.reset_optimizer=true resumes without it") from error
+            for moment, tensors in state.items():
+                self.sources |= {f"optimizer.state.{name}.{moment}": (tensors, name) for name in tensors.meta}
+
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        items: dict[str, Any] = {} if self.updates is None else {UPDATES: metadata.BytesStorageMetadata()}
+        for key, (tensors, name) in self.sources.items():
+            # Declared as one chunk, however it is stored: `fill` takes what is needed of each stored chunk.
+            tensor = tensors.meta[name]
+            whole = metadata.ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+            properties = metadata.TensorProperties(dtype=tensor.dtype)
+            items[key] = metadata.TensorStorageMetadata(properties, tensor.shape, [whole])
+        return metadata.Metadata(items, planner_data={}, storage_data={})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                content = io.BytesIO()
+                torch.save(self.updates, content)
+                content.seek(0)
+                planner.load_bytes(item, content)
+            else:
+                target = planner.resolve_tensor(item).detach()
+                tensors, name = self.sources[item.storage_index.fqn]
+                tensors.fill(target, name, item.storage_offsets)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -123,16 +173,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 _CLASSES = [
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-    metadata._MEM_FORMAT_ENCODING,
+    metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex,
+    metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata, metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
-]
+]  # fmt: skip
 _SAFE = {
     **{f"{built.__module__}.{built.__name__}": built for built in _CLASSES},
     **{str(dtype): dtype for dtype in TYPES},
@@ -146,13 +190,16 @@ def read_shards(directory: Path, section: str = MODEL) -> Tensors:
     """Open the tensors of a section of a sharded checkpoint, or all of them for the section ""."""
     with reading(directory / SHARDS):
         index = ShardReader(directory).read_metadata()
-        tensors = {n: item for n, item in index.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
-        saved = {name.removeprefix(section): item for name, item in tensors.items() if name.startswith(section)}
+        saved = {
+            name.removeprefix(section): item
+            for name, item in index.state_dict_metadata.items()
+            if name.startswith(section) and isinstance(item, metadata.TensorStorageMetadata)
+        }
         meta = {name: blank(item.size, item.properties.dtype) for name, item in saved.items()}
 
     def chunks(name: str) -> Iterator[Chunk]:
         for chunk in saved[name].chunks:
-            stored = index.storage_data[MetadataIndex(section + name, chunk.offsets)]
+            stored = index.storage_data[metadata.MetadataIndex(section + name, chunk.offsets)]
             path = directory / stored.relative_path
             with reading(path):
                 yield from load(path, stored.offset, stored.length).chunks(chunk.offsets)
@@ -173,10 +220,19 @@ def read_safetensors(directory: Path, only: str | None = None) -> Tensors:
 
 
 def stored_tensors(directory: Path, only: str | None = None) -> dict[str, StoredTensor]:
-    """Locate the weights of a Hugging Face directory, or of one file in it. Raises Unreadable if a file is missing,
-    damaged, or of the wrong length."""
+    """Locate the weights of a Hugging Face directory, or of one file in it. Raises Unreadable."""
+    index, single = directory / SAFE_WEIGHTS_INDEX_NAME, directory / SAFE_WEIGHTS_NAME
+    if only or (single.is_file() and not index.is_file()):
+        files = [directory / only if only else single]
+    elif not index.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+    else:  # which names the files with the weights: some directories hold further copies for other software
+        with reading(index):
+            files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise Unreadable(f"{directory}: {', '.join(missing[:3])} is missing, which {index.name} names")
     dtypes, tensors = {name: dtype for dtype, name in TYPES.items()}, {}
-    for file in [directory / only] if only else _safetensors_files(directory):
+    for file in files:
         # safe_open verifies the header.
         with reading(file), safe_open(file, "pt") as checked, file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
@@ -188,13 +244,63 @@ def stored_tensors(directory: Path, only: str | None = None) -> dict[str, Stored
     return tensors
 
 
-def _safetensors_files(directory: Path) -> list[Path]:
-    """Return the files with a model's weights; some directories hold further copies for other software."""
-    index, single = directory / SAFE_WEIGHTS_INDEX_NAME, directory / SAFE_WEIGHTS_NAME
-    if not index.is_file():
-        return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-    with reading(index):
-        files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise Unreadable(f"{directory}: {', '.join(missing[:3])} is missing, which {index.name} names")
-    return files
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter on disk: `tensors` by their names in peft's files, `settings` of adapter_config.json."""
+
+    directory: Path
+    settings: dict[str, Any]
+    tensors: Tensors
+
+    @property
+    def scaling(self) -> float:
+        return self.settings["lora_alpha"] / self.settings["r"]
+
+    def pair(self, name: str) -> tuple[str, str] | None:
+        """Return the names of A and B for a weight of the base, or None if it is not adapted."""
+        stem = f"{PREFIX}{name.removesuffix('.weight')}.lora_"
+        return (f"{stem}A.weight", f"{stem}B.weight") if f"{stem}A.weight" in self.tensors.meta else None
+
+
+def file_name(parameter: str) -> str:
+    """Return the name in peft's files of a parameter of an adapted model."""
+    return PREFIX + parameter.replace(f".{ADAPTER}.", ".")
+
+
+def open_adapter(directory: Path) -> Adapter:
+    """Open an adapter. Raises ConfigError if its files are missing or damaged."""
+    settings = adapter_settings(str(directory))
+    if (directory / SHARDS).is_file():
+        saved = open_tensors(directory)
+        names = {file_name(name): name for name in saved.meta}
+        meta = {name: saved.meta[own] for name, own in names.items()}
+        return Adapter(directory, settings, replace(saved, meta=meta, chunks=lambda name: saved.chunks(names[name])))
+    path = resolve_model(str(directory))
+    if not (path / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"{path} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}", fix="copy or save the adapter again")
+    return Adapter(directory, settings, read_safetensors(path, ADAPTER_WEIGHTS))
+
+
+def merge_into(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return base [out, in] + scaling * B [out, rank] @ A [rank, in], computed in float32."""
+    return torch.addmm(base.float(), b.float(), a.float(), alpha=scaling)
+
+
+def merged(base: Tensors, adapter: Adapter) -> Tensors:
+    """Return the merged model, computed as each tensor is read: adapted weights in float32, others in their type."""
+    trained = {name.removeprefix(PREFIX): tensor for name, tensor in adapter.tensors.meta.items() if PAIR not in name}
+    adapted = {name: tensor.float() for name, tensor in base.meta.items() if adapter.pair(name)}
+
+    def chunks(name: str) -> Iterable[Chunk]:
+        if name in trained:
+            return adapter.tensors.chunks(PREFIX + name)
+        if name not in adapted:
+            return base.chunks(name)
+        pair = map(adapter.tensors.read, adapter.pair(name))
+        return [([0] * base.meta[name].dim(), merge_into(base.read(name), *pair, adapter.scaling))]
+
+    meta = base.meta | adapted | trained
+    if adapter.settings.get("task_type") == "TOKEN_CLS":  # a value model has its own head in place of the other
+        within = {name.removeprefix(PREFIX).split(".")[0] for name in adapter.tensors.meta}
+        meta = {name: tensor for name, tensor in meta.items() if name.split(".")[0] in within}
+    return Tensors(f"{base.form}, with an adapter", meta, chunks, faults=adapter.tensors.faults)

@@ -16,6 +16,7 @@ from hybridrl.cluster.session import RaySession, lost_component
 from hybridrl.runtime.guard import kill_cause
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
+LOG_LINES = 8  # shown of a dead actor
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
@@ -82,29 +83,14 @@ class Group:
 
 
 def spawn(
-    actor_class: type,
-    session: RaySession,
-    rank: int,
-    environment: dict[str, str],
-    *args: Any,
-    gpus: int = 0,
-    **options: Any,
+    actor: type, session: RaySession, rank: int, environment: dict[str, str], *args: Any, gpus: int = 0, **options: Any
 ) -> Actor:
     """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device."""
     check_ray()
     group, bundle = session.bundle(rank)
-    on_cuda = session.device == "cuda"
-    return (
-        ray.remote(actor_class)
-        .options(
-            num_cpus=0,
-            num_gpus=gpus if on_cuda else 0,
-            runtime_env={"env_vars": environment},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            **options,
-        )
-        .remote(*args)
-    )
+    placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    options |= {"num_cpus": 0, "num_gpus": gpus if session.device == "cuda" else 0, "scheduling_strategy": placement}
+    return ray.remote(actor).options(runtime_env={"env_vars": environment}, **options).remote(*args)
 
 
 def kill(actor: Actor) -> None:
@@ -114,9 +100,7 @@ def kill(actor: Actor) -> None:
 
 def gather(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str] = ()) -> list[Any]:
     """Return the results of remote calls. Raises the first failure as soon as it is known, or its root failure.
-
-    `timeout` is the time without any result, not the total. `what` names role and method, `logs` the ranks' log files.
-    """
+    `timeout` is the time without any result, not the total. `what` names role and method, `logs` the log files."""
     waiting, results = list(refs), {}
     while waiting:
         done, rest = wait(waiting, timeout)
@@ -149,9 +133,8 @@ def wait(refs: Sequence[Pending], timeout: float) -> tuple[list[Pending], list[P
 
 def check_ray() -> None:
     if component := lost_component():
-        raise WorkerDied(
-            f"Ray's {component} ended without a message, as if killed {kill_cause()}; the workers ended with it"
-        )
+        message = f"Ray's {component} ended without a message, as if killed {kill_cause()}"
+        raise WorkerDied(f"{message}; the workers ended with it")
 
 
 def _error(ref: Pending) -> RayActorError | RayTaskError | None:
@@ -173,7 +156,13 @@ def _root_failure(
         rank, first = dead[0], errors[dead[0]]
     if isinstance(first, RayActorError):
         check_ray()
-        log = f"\n{logs[rank]} ends with:\n{_tail(logs[rank])}" if rank < len(logs) else ""
+        log = ""
+        if rank < len(logs):
+            try:
+                last = Path(logs[rank]).read_text(errors="replace").splitlines()[-LOG_LINES:] or ["(nothing)"]
+            except OSError:
+                last = ["(the file is on another machine)"]
+            log = "\n".join([f"\n{logs[rank]} ends with:", *("  " + line[:200] for line in last)])
         return WorkerDied(f"{what}: the process of rank {rank} died: {cause(first)}{log}")
     return RemoteFailure(f"{what}: rank {rank} failed: {_describe(first)}")
 
@@ -196,11 +185,3 @@ def cause(error: RayActorError | RayTaskError) -> str:
         if "exit detail:" in line:
             return line.split("exit detail:", 1)[1].strip()[:500]
     return " ".join(message.split())[:500]
-
-
-def _tail(log: str, lines: int = 8) -> str:
-    try:
-        text = Path(log).read_text(errors="replace")
-    except OSError:
-        return "  (the file is on another machine)"
-    return "\n".join("  " + line[:200] for line in text.splitlines()[-lines:]) or "  (nothing)"

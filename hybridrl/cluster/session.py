@@ -66,7 +66,15 @@ class RaySession:
             _start(ray_init, self.directory)
             bundles = [bundle_of(device) for _ in range(devices_per_machine)]
             self.groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(machines)]
-            self._wait_for_devices(machines, timeout)
+            waiting = [group.ready() for group in self.groups]
+            limit = timeout if self.joined else min(timeout, 60)
+            if ray.wait(waiting, num_returns=len(waiting), timeout=limit)[1]:
+                total, free = ray.cluster_resources(), ray.available_resources()
+                raise ConfigError(
+                    f"Ray has no room for {machines} machine(s) with {devices_per_machine} {device} device(s) each: it "
+                    f"has {total.get('GPU', 0):g} GPUs ({free.get('GPU', 0):g} free) on {len(ray.nodes())} machine(s)",
+                    fix="lower trainer.nnodes or trainer.n_gpus_per_node, or wait until other jobs end (ray status)",
+                )
         except BaseException:
             self.close()
             raise
@@ -83,18 +91,6 @@ class RaySession:
         ray.shutdown()
         if self.directory:
             self.directory.close()
-
-    def _wait_for_devices(self, machines: int, timeout: float) -> None:
-        waiting = [group.ready() for group in self.groups]
-        limit = timeout if self.joined else min(timeout, 60)
-        _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=limit)
-        if missing:
-            total, free = ray.cluster_resources(), ray.available_resources()
-            raise ConfigError(
-                f"Ray has no room for {machines} machine(s) with {self.per_machine} {self.device} device(s) each: it "
-                f"has {total.get('GPU', 0):g} GPUs ({free.get('GPU', 0):g} free) on {len(ray.nodes())} machine(s)",
-                fix="lower trainer.nnodes or trainer.n_gpus_per_node, or wait until other jobs end (ray status)",
-            )
 
 
 def bundle_of(device: str) -> dict[str, float]:
@@ -122,8 +118,12 @@ def _start(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None
     on_termination = signal.getsignal(signal.SIGTERM)
     address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
     try:
-        if not directory:
-            _check_reachable(address)
+        host, _, port = address.rpartition("://")[2].rpartition(":")
+        if not directory and port.isdecimal():  # ray.init would retry an address where nothing listens indefinitely
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+            except OSError as error:
+                raise ConnectionError(str(error)) from error
         with _isolated(directory) if directory else nullcontext():
             ray.init(**options | ray_init)
     except ConnectionError as error:
@@ -133,16 +133,6 @@ def _start(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None
         ) from error
     finally:
         signal.signal(signal.SIGTERM, on_termination)
-
-
-def _check_reachable(address: str) -> None:
-    """Raise ConnectionError if nothing listens at host:port, which ray.init would retry indefinitely."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if port.isdecimal():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-        except OSError as error:
-            raise ConnectionError(str(error)) from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.published import LAYER, parts
+from hybridrl.checkpoint.export import LAYER, parts
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema import ModelConfig
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config

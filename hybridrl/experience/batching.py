@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor
 
 from hybridrl.batch import Batch, pack
 from hybridrl.config import ConfigError
@@ -68,6 +67,11 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
     log_probs, _ = pack([row.log_probs for row in rows], torch.float32)
     sampled, _ = pack([row.mask for row in rows], torch.bool)
     truncated = torch.tensor([episode.stop == "length" for episode in episodes])
+    token_rewards = None  # each score belongs to the last token, unless some score has rewards of tokens
+    if any(score.token_rewards is not None for score in scores):
+        lengths = zip(scores, response_lengths.tolist(), strict=True)
+        spread = [score.token_rewards or [0.0] * (length - 1) + [score.value] for score, length in lengths]
+        token_rewards, _ = pack(spread, torch.float32)
     trained_on = ~truncated if mask_truncated else torch.ones_like(truncated)
     return Batch(
         prompt_lengths=prompt_lengths,
@@ -83,16 +87,5 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
         truncated=truncated,
         response_mask=sampled & trained_on.repeat_interleave(response_lengths),
         rollout_log_probs=log_probs,
-        token_rewards=_token_rewards(scores, response_lengths.tolist()),
+        token_rewards=token_rewards,
     )
-
-
-def _token_rewards(scores: Sequence[Score], lengths: Sequence[int]) -> Tensor | None:
-    """Return the rewards of all response tokens if any score has some; None: each score belongs to the last token."""
-    if all(score.token_rewards is None for score in scores):
-        return None
-    rows = [
-        score.token_rewards or [0.0] * (length - 1) + [score.value]
-        for score, length in zip(scores, lengths, strict=True)
-    ]
-    return pack(rows, torch.float32)[0]

@@ -106,7 +106,12 @@ class SynchronousExperience:
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
         reported = draws.metrics() | self.guard.check(scores).metrics() | component_means(scores)
         if self.mask_truncated:
-            reported["sampling/masked_truncated"] = _masked_rows(batch)
+            if batch.truncated.all():
+                raise NothingToLearnFrom(
+                    f"each of the {len(batch)} responses was cut by the length limit, and such responses are masked; "
+                    "raise data.max_response_length or set algorithm.mask_truncated=false"
+                )
+            reported["sampling/masked_truncated"] = int(batch.truncated.sum())
         self.position += draws.prompts
         reported["training/epoch"] = (self.position - 1) // self.order.size
         return Collected(batch, episodes, dict(metrics) | reported)
@@ -163,12 +168,3 @@ class SynchronousExperience:
 def _none_scored(episodes: Sequence[Episode]) -> str:
     faults = Counter(episode.score.fault for episode in episodes)
     return f"none of the {len(episodes)} responses could be scored ({dict(faults)}): {episodes[0].score.detail}"
-
-
-def _masked_rows(batch: Batch) -> int:
-    if batch.truncated.all():
-        raise NothingToLearnFrom(
-            f"each of the {len(batch)} responses was cut by the length limit, and such responses are masked; "
-            "raise data.max_response_length or set algorithm.mask_truncated=false"
-        )
-    return int(batch.truncated.sum())

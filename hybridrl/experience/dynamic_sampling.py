@@ -81,14 +81,12 @@ class Draws:
         allowed = left if limit > 0 else min(left, self.data_size - self.prompts)
         if allowed <= 0 or self.rounds == limit:
             raise NoSignal(self._diagnosis(self.group_filter))
-        size = min(self.group_filter.draw_size or self._likely(), allowed)
-        logger.info(
-            "dynamic sampling: %d of %d groups after %d prompts; drawing %d more",
-            len(self.kept),
-            self.wanted,
-            self.prompts,
-            size,
-        )
+        # As many as will probably fill the step, given the share kept so far.
+        missing = self.wanted - len(self.kept)
+        likely = min(math.ceil(missing * self.prompts / len(self.kept)), self.wanted) if self.kept else self.wanted
+        size = min(self.group_filter.draw_size or likely, allowed)
+        progress = (len(self.kept), self.wanted, self.prompts, size)
+        logger.info("dynamic sampling: %d of %d groups after %d prompts; drawing %d more", *progress)
         return size
 
     def metrics(self) -> dict[str, float]:
@@ -100,11 +98,6 @@ class Draws:
             "sampling/groups_without_signal": len(self.groups) - len(self.kept),
             "sampling/groups_left_out": max(len(self.kept) - self.wanted, 0),
         }
-
-    def _likely(self) -> int:
-        """Return how many prompts will probably fill the step, given the share kept so far."""
-        missing = self.wanted - len(self.kept)
-        return min(math.ceil(missing * self.prompts / len(self.kept)), self.wanted) if self.kept else self.wanted
 
     def _diagnosis(self, group_filter: GroupFilter) -> str:
         flat = [group_filter.value(group.episodes[0]) for group in self.groups if not group_filter.has_signal(group)]

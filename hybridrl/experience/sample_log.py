@@ -1,6 +1,7 @@
 """Sampled episodes in files, and a few of them as tables in the trackers."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,9 @@ class SampleLog:
         if self.validation_dir:
             self._dump(Path(self.validation_dir), step, episodes)
         if self.shown > 0:
-            self.tracker.samples(step, [_table_row(episode) for episode in episodes[: self.shown]])
+            rows = [(one, math.nan if one.score.value is None else one.score.value) for one in episodes[: self.shown]]
+            table = [SampleRow(_prompt_text(one), one.text, str(one.prompt.ground_truth), score) for one, score in rows]
+            self.tracker.samples(step, table)
 
     @staticmethod
     def _dump(directory: Path, step: int, episodes: Sequence[Episode]) -> None:
@@ -65,11 +68,6 @@ def dump_samples(path: Path, step: int, episodes: Sequence[Episode]) -> None:
         for episode in episodes
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _table_row(episode: Episode) -> SampleRow:
-    score = episode.score.value if episode.score.value is not None else float("nan")
-    return SampleRow(_prompt_text(episode), episode.text, str(episode.prompt.ground_truth), score)
 
 
 def _prompt_text(episode: Episode) -> str:

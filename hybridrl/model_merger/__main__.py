@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--verify vllm: vLLM is not installed; --verify transformers does not need it")
     # Imports torch and transformers, so only once the command is known to be valid.
     from hybridrl.model_merger.checks import check_in_transformers
-    from hybridrl.model_merger.command import run
+    from hybridrl.model_merger.merge import run
 
     for name, message in NO_EFFECT.items():
         if vars(arguments)[name]:
@@ -53,15 +53,6 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    operations = parser.add_subparsers(dest="operation", required=True, metavar="{merge,test}")
-    options = {"parents": [_common()], "epilog": EPILOG, "formatter_class": parser.formatter_class}
-    _add_merge(operations.add_parser("merge", help="write a Hugging Face directory and check it", **options))
-    test = operations.add_parser("test", help="compare the shards with a Hugging Face directory", **options)
-    test.add_argument("--test_hf_dir", type=Path, required=True, metavar="DIR", help="the directory to compare with")
-    return parser
-
-
-def _common() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     add = common.add_argument
     add("--backend", choices=["fsdp", "megatron"], default="fsdp", help="what wrote the shards (fsdp)")
@@ -71,29 +62,24 @@ def _common() -> argparse.ArgumentParser:
     add("--trust-remote-code", action="store_true", help="run code that the model's config.json names")
     add("--tie-word-embedding", action="store_true", help="accepted without effect: config.json states it")
     add("--use_cpu_initialization", action="store_true", help="accepted without effect: nothing is initialised")
-    return common
-
-
-def _add_merge(merge: argparse.ArgumentParser) -> None:
-    add = merge.add_argument
+    operations = parser.add_subparsers(dest="operation", required=True, metavar="{merge,test}")
+    options = {"parents": [common], "epilog": EPILOG, "formatter_class": parser.formatter_class}
+    add = operations.add_parser("merge", help="write a Hugging Face directory and check it", **options).add_argument
     add("--target_dir", type=Path, default=Path("tmp"), metavar="DIR", help="where to write (tmp)")
-    add(
-        "--lora",
-        choices=["merged", "adapter", "both"],
-        default="merged",
-        help="what to write for a LoRA adapter: base and adapter merged (merged), the adapter in peft's layout "
-        "(adapter), or both, the adapter in lora_adapter/ (merged)",
+    lora = (
+        "what to write for a LoRA adapter: base and adapter merged (merged), the adapter in peft's layout (adapter), "
     )
+    lora += "or both, the adapter in lora_adapter/ (merged)"
+    add("--lora", choices=["merged", "adapter", "both"], default="merged", help=lora)
     dtypes = ["float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, help="type of the weights (the one that the run computed in)")
-    add(
-        "--verify",
-        choices=["tensors", "transformers", "vllm"],
-        default="tensors",
-        help="check each tensor bit for bit (tensors), and also outputs of the loaded model in transformers or vLLM",
-    )
+    verify = "check each tensor bit for bit (tensors), and also outputs of the loaded model in transformers or vLLM"
+    add("--verify", choices=["tensors", "transformers", "vllm"], default="tensors", help=verify)
     add("--hf_upload_path", metavar="REPO", help="upload to this Hugging Face repository, with the token in HF_TOKEN")
     add("--private", action="store_true", help="create that repository as a private one")
+    test = operations.add_parser("test", help="compare the shards with a Hugging Face directory", **options)
+    test.add_argument("--test_hf_dir", type=Path, required=True, metavar="DIR", help="the directory to compare with")
+    return parser
 
 
 if __name__ == "__main__":

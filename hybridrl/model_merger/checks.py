@@ -9,12 +9,11 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.adapter import PAIR
+from hybridrl.checkpoint.export import one_thread
 from hybridrl.checkpoint.files import MANIFEST, faults
-from hybridrl.checkpoint.read import open_tensors, read_safetensors, stored_tensors
-from hybridrl.checkpoint.tensors import UNREADABLE, Tensors
-from hybridrl.checkpoint.write import one_thread
-from hybridrl.model_merger.source import AdaptedModel, CheckFailed, Source, type_names
+from hybridrl.checkpoint.read import PAIR, open_tensors, read_safetensors, stored_tensors
+from hybridrl.checkpoint.tensors import UNREADABLE
+from hybridrl.model_merger.source import CheckFailed, Source, type_names
 
 # Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
 Check = Callable[[Source, Path], str]
@@ -52,7 +51,12 @@ def check_tensors(source: Source, directory: Path) -> str:
     if differing:
         raise CheckFailed(f"{len(differing)} tensors differ from what was read: {', '.join(differing[:3])}")
     for name, first in source.tied.items():
-        if name in source.tensors.meta and not _same_values(source.tensors, name, first):
+        if name not in source.tensors.meta:
+            continue
+        # Piece by piece if the two tensors are cut alike, which is usual for equal shapes.
+        pairs = zip(source.tensors.pieces(name), source.tensors.pieces(first), strict=False)
+        equal = all(at == there and _same(piece, twin) for (at, piece), (there, twin) in pairs)
+        if not equal and not _same(source.tensors.read(name), source.tensors.read(first)):
             raise CheckFailed(f"{name} is saved with other values than {first}, to which the configuration ties it")
     return f"{len(written)} of {len(written)} equal bit for bit"
 
@@ -76,19 +80,16 @@ def compare(source: Source, directory: Path) -> str:
     return f"{len(source.names)} tensors equal bit for bit, in {type_names(other.meta)}"
 
 
-def check_adapter(adapted: AdaptedModel, source: Source, written: Path) -> str:
-    """Compare merged weights with base + scaling * B @ A in double precision, and with the base, from which they must
-    differ; return a description of the result."""
-    values, adapter = read_safetensors(written), adapted.adapter
+def check_adapter(source: Source, written: Path) -> str:
+    """Check that merged weights equal base + scaling * B @ A in double precision, and differ from the base."""
+    values, adapter = read_safetensors(written), source.adapter
     names = [name for name in values.meta if adapter.pair(name)]
     differing, largest = 0, 0.0
     for name in names:
-        base, value = adapted.base.read(name), values.read(name)
+        base, value = source.base.read(name), values.read(name)
         a, b = (adapter.tensors.read(part).double() for part in adapter.pair(name))
-        expected, gap = (
-            base.double() + adapter.scaling * (b @ a),
-            (value.double() - base.to(value.dtype).double()).abs(),
-        )
+        expected = base.double() + adapter.scaling * (b @ a)
+        gap = (value.double() - base.to(value.dtype).double()).abs()
         # float32 rounding over the sums, then that of the written type
         size = base.double().abs() + adapter.scaling * (b.abs() @ a.abs())
         tolerance = size * ((len(a) + 2) * torch.finfo(torch.float32).eps + torch.finfo(value.dtype).eps)
@@ -139,14 +140,6 @@ def tracked(names: Sequence[str], work: str) -> Iterable[str]:
     """Iterate over names with a progress bar, if on a terminal."""
     console = Console(stderr=True)
     return track(names, work, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _same_values(tensors: Tensors, one: str, other: str) -> bool:
-    """Compare piece by piece if the two tensors are cut alike, which is usual for equal shapes."""
-    pairs = zip(tensors.pieces(one), tensors.pieces(other), strict=False)
-    if all(first == second and _same(piece, twin) for (first, piece), (second, twin) in pairs):
-        return True
-    return _same(tensors.read(one), tensors.read(other))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -1,36 +1,107 @@
-"""Write a Hugging Face directory: in a hidden directory, checked there with a report, and published by one rename."""
+"""Write a Hugging Face directory: in a hidden directory, checked there with a report, and published by one rename.
 
+`run` carries out a command of the merger: its output, its exit status, and the upload to the Hugging Face hub.
+"""
+
+import argparse
 import hashlib
 import json
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
 
-from hybridrl.checkpoint.adapter import ADAPTER_WEIGHTS, Adapter
+from hybridrl.checkpoint.export import SHARD_BYTES, write_shards
 from hybridrl.checkpoint.files import publish
-from hybridrl.checkpoint.read import read_safetensors
-from hybridrl.checkpoint.resume import code_fingerprint
-from hybridrl.checkpoint.write import SHARD_BYTES, write_shards
+from hybridrl.checkpoint.fingerprints import code_fingerprint
+from hybridrl.checkpoint.read import ADAPTER_WEIGHTS, Adapter, read_safetensors
+from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
-from hybridrl.model_merger.checks import Check, check_damage, check_tensors, tracked
-from hybridrl.model_merger.source import CONFIG, CheckFailed, Source, type_name, type_names
-from hybridrl.runtime.timer import Stopwatch
+from hybridrl.model_merger.checks import Check, check_adapter, check_damage, check_tensors, compare, tracked
+from hybridrl.model_merger.source import CONFIG, CheckFailed, Source, open_source, type_name, type_names
+from hybridrl.tracking import Stopwatch
 
+EXIT_FAILED, EXIT_ERROR = 1, 2
+ADAPTER_FOLDER = "lora_adapter"  # in a merged model that is written with its adapter; verl's name
 REPORT = "merge_report.json"
 # Not copied from a `huggingface` directory.
 WEIGHTS = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 # Nor from the directory of an adapter's base, which may be a repository.
 OTHERS = (ADAPTER_CONFIG, ".*", "*.gguf", "*.pth", "*.md", "original")
+
+
+def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi | None = None) -> int:
+    """Carry out a command and return its exit status. `further`: a requested check; `hub`: where to upload."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        options = {"value_model": arguments.is_value_model, "trusted": arguments.trust_remote_code}
+        name = vars(arguments).get("dtype")
+        dtype = getattr(torch, name) if name else None
+        source = open_source(arguments.local_dir, dtype, base=arguments.base, **options)
+        model = type(source.model).__name__
+        print(f"{arguments.local_dir}: {model}, {len(source.names)} tensors {source.tensors.form}")
+        if arguments.operation == "test":
+            print(f"{arguments.test_hf_dir}: {compare(source, arguments.test_hf_dir)}")
+        elif source.adapter and arguments.lora == "adapter":
+            check_damage(source)
+            print(f"{arguments.target_dir}: {publish_adapter(source.adapter, arguments.target_dir)}")
+        else:
+            _merge(source, arguments, further, hub)
+    except (Unreadable, CheckFailed, OSError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    return 0
+
+
+def _merge(source: Source, arguments: argparse.Namespace, further: Check | None, hub: HfApi | None) -> None:
+    repository, target = arguments.hf_upload_path, arguments.target_dir
+    if repository and hub is None and get_token() is None:
+        fix = "set HF_TOKEN to one that may write to it"
+        raise ConfigError(f"--hf_upload_path={repository} needs a token", fix=fix)
+    checks: dict[str, Check] = {"adapter": check_adapter} if source.adapter else {}
+    if further:
+        checks[arguments.verify] = further
+    if source.adapter and arguments.lora == "both":
+        checks[ADAPTER_FOLDER] = lambda _, writing: write_adapter(source.adapter, writing / ADAPTER_FOLDER)
+    earlier = earlier_files(target)
+    report = merge(source, target, checks)
+    if earlier:
+        print(f"{target}: replaced an earlier merge")
+    saved, written, seconds = report["source"], report["written"], report["seconds"]
+    rounded = f", saved as {saved['types']}" if saved["types"] != written["types"] else ""
+    print(
+        f"{written['directory']}: {written['parameters']:,} parameters as {written['types']}{rounded}, "
+        f"{written['bytes'] / 1e9:.2f} GB in {seconds['write']:.1f} s, "
+        f"peak memory {report['peak_memory_bytes'] / 1e9:.2f} GB"
+    )
+    results = "; ".join(f"{name}: {result}" for name, result in report["checked"].items())
+    print(f"checked in {seconds['check']:.1f} s: {results}; for details see {REPORT}")
+    if not repository:
+        return
+    try:  # creates the repository if needed
+        hub = hub or HfApi()
+        hub.create_repo(repo_id=repository, private=arguments.private, exist_ok=True)
+        address = hub.upload_folder(folder_path=target, repo_id=repository, ignore_patterns=[REPORT])
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--hf_upload_path={repository}: {reason}; the merged model is in {target}") from error
+    print(f"uploaded to {address}")
 
 
 def merge(
@@ -81,8 +152,7 @@ def write_adapter(adapter: Adapter, directory: Path) -> str:
 
 
 def publish_adapter(adapter: Adapter, target: Path) -> str:
-    """Write an adapter by itself, as `merge` writes a model, with the same errors; return a description of the
-    result."""
+    """Write an adapter by itself, as `merge` writes a model, with the same errors; return a description."""
     with _publishing(target.absolute(), adapter.tensors.meta) as writing:
         result = write_adapter(adapter, writing)
         source = {"directory": str(adapter.directory.absolute()), "form": adapter.tensors.form}
@@ -96,7 +166,17 @@ def _publishing(target: Path, meta: dict[str, Tensor]) -> Iterator[Path]:
     writing, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("writing", "replaced"))
     if replaced.is_dir() and not target.exists():
         replaced.replace(target)  # an earlier merge was killed between its last two renames
-    _check_target(target, sum(tensor.nbytes for tensor in meta.values()))
+    # Neither files that no merge wrote are replaced, nor a disk filled.
+    earlier = earlier_files(target)
+    existing = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+    if others := [path for path in existing if path.exists() and earlier.get(path) != path.stat().st_size]:
+        cause = f"--target_dir={target}: {others[0]} exists, and no merge wrote it"
+        raise ConfigError(cause, fix="move it away, or name another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free, size = shutil.disk_usage(target.parent).free, sum(tensor.nbytes for tensor in meta.values())
+    if free < size:
+        cause = f"{target.parent} has {free / 1e9:.1f} GB free, and the model takes {size / 1e9:.1f}"
+        raise ConfigError(cause, fix="free some space, name another --target_dir, or write a smaller --dtype")
     shutil.rmtree(writing, ignore_errors=True)
     try:
         yield writing
@@ -104,23 +184,6 @@ def _publishing(target: Path, meta: dict[str, Tensor]) -> Iterator[Path]:
     finally:
         for path in (writing, replaced):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _check_target(target: Path, size: int) -> None:
-    """Raise ConfigError for a directory with files that no merge wrote, or a disk without room for `size` bytes."""
-    earlier = earlier_files(target)
-    existing = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
-    others = [path for path in existing if path.exists() and earlier.get(path) != path.stat().st_size]
-    if others:
-        cause = f"--target_dir={target}: {others[0]} exists, and no merge wrote it"
-        raise ConfigError(cause, fix="move it away, or name another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < size:
-        raise ConfigError(
-            f"{target.parent} has {free / 1e9:.1f} GB free, and the model takes {size / 1e9:.1f}",
-            fix="free some space, name another --target_dir, or write a smaller --dtype",
-        )
 
 
 def earlier_files(target: Path) -> dict[Path, int]:
@@ -136,22 +199,13 @@ def earlier_files(target: Path) -> dict[Path, int]:
 def _describe(source: Source, written: Path, target: Path) -> dict[str, Any]:
     """Return the report: what was read, what is in `written` and will become `target`, and the versions used."""
     step = re.fullmatch(r"global_step_(\d+)", source.directory.absolute().parent.name)
+    read = {"directory": str(source.directory.absolute()), "step": int(step[1]) if step else None}
+    model = {"directory": str(target), "model": type(source.model).__name__, "dtype": type_name(source.dtype)}
     # Peak memory with mapped parts of files; getrusage would report the parent process's peak if that was larger.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return {
-        "source": {
-            "directory": str(source.directory.absolute()),
-            "step": int(step[1]) if step else None,
-            "form": source.tensors.form,
-        }
-        | _size(source.saved),
-        "written": {
-            "directory": str(target),
-            "model": type(source.model).__name__,
-            "dtype": type_name(source.dtype),
-            "tied": source.tied,
-        }
-        | _size(source.meta),
+        "source": read | {"form": source.tensors.form} | _size(source.saved),
+        "written": model | {"tied": source.tied} | _size(source.meta),
         "files": _files_in(written),
         "versions": code_fingerprint() | {"python": platform.python_version()},
         "peak_memory_bytes": int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024,

@@ -1,39 +1,31 @@
 """What is merged: the tensors of a saved model, and the model its configuration describes, which they must match."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
 
-from hybridrl.checkpoint.adapter import PREFIX, Adapter, merged, open_adapter
-from hybridrl.checkpoint.published import as_published, parts
-from hybridrl.checkpoint.read import open_tensors
-from hybridrl.checkpoint.resume import model_fingerprint
+from hybridrl.checkpoint.export import as_published, parts
+from hybridrl.checkpoint.fingerprints import model_fingerprint
+from hybridrl.checkpoint.read import Adapter, merged, open_adapter, open_tensors
 from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import Tensors
-from hybridrl.checkpoint.verl.tensors import holds_verl
+from hybridrl.checkpoint.verl import holds_verl
 from hybridrl.config import ConfigError
-from hybridrl.config.files import resolve_model
+from hybridrl.config.files import holds_adapter, resolve_model
 
 CONFIG = "config.json"
 VALUE_HEADS = ("score.weight", "classifier.weight")
 # Ending of an architecture's name -> its auto class; all others (GPT2LMHeadModel) are language models.
 AUTO = {
-    "ForConditionalGeneration": AutoModelForImageTextToText,
-    "ForTokenClassification": AutoModelForTokenClassification,
+    "ForConditionalGeneration": transformers.AutoModelForImageTextToText,
+    "ForTokenClassification": transformers.AutoModelForTokenClassification,
 }
 
 
@@ -44,17 +36,19 @@ class CheckFailed(Exception):
 @dataclass(frozen=True)
 class Source:
     """A saved model and the `model` it must match, on the meta device. `names`: the tensors in the model's order;
-    `parameters`: those that training changes; `tied`: aliases -> names; `dtype`: the type to
-    write."""
+    `parameters`: those that training changes; `tied`: aliases -> names; `dtype`: the type to write. A model that was
+    trained through an `adapter` is merged with its `base` as it is read."""
 
     directory: Path
     huggingface: Path
     tensors: Tensors
-    model: PreTrainedModel
+    model: transformers.PreTrainedModel
     names: tuple[str, ...]
     parameters: frozenset[str]
     tied: dict[str, str]
     dtype: torch.dtype
+    adapter: Adapter | None = None
+    base: Tensors | None = None
 
     @property
     def is_value_model(self) -> bool:
@@ -71,8 +65,7 @@ class Source:
         return {name: self.rounded(name, tensor) for name, tensor in self.saved.items()}
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a parameter in the type to write; buffers keep their type, such as a router's corrections in
-        float32."""
+        """Return a parameter in the type to write; buffers keep theirs, such as a router's corrections in float32."""
         return tensor.to(self.dtype) if name in self.parameters else tensor
 
     def settings(self) -> dict[str, Any]:
@@ -97,23 +90,29 @@ def open_source(
     directory: Path,
     dtype: torch.dtype | None = None,
     *,
+    base: str | None = None,
     value_model: bool = False,
     trusted: bool = False,
-    tensors: Tensors | None = None,
-    huggingface: Path | None = None,
 ) -> Source:
     """Open a saved model and compare its tensors with its configuration. `dtype`: the type to merge it in, by default
-    the one it computed in. `trusted`: custom code of the model may run. `tensors` and `huggingface` are given for an
-    adapter. Raises ConfigError, or CheckFailed if tensors are missing, unknown, or of another shape."""
-    tensors = tensors or open_tensors(directory)
-    if adapters := [name for name in tensors.meta if "lora_" in name]:
-        cause = f"{directory} holds a LoRA adapter ({adapters[0]}), which cannot be merged yet"
-        raise ConfigError(cause, fix="merge it with peft")
-    huggingface = huggingface or resolve_model(str(directory))
+    the one it computed in. `base`: where an adapter's base is, if it has moved. `trusted`: custom code of the model may
+    run. Raises ConfigError, or CheckFailed if tensors are missing, unknown, or of another shape."""
+    described, adapter, unadapted = directory, None, None
+    if holds_adapter(str(directory)):
+        adapter = open_adapter(directory)
+        described = _base_of(adapter, base)
+        unadapted = open_tensors(described)
+        tensors = merged(unadapted, adapter)
+    else:
+        tensors = open_tensors(directory)
+        if adapters := [name for name in tensors.meta if "lora_" in name]:
+            cause = f"{directory} holds a LoRA adapter ({adapters[0]}), which cannot be merged yet"
+            raise ConfigError(cause, fix="merge it with peft")
+    huggingface = resolve_model(str(described))
     model = _blank_model(huggingface, tensors.meta, value_model=value_model, trusted=trusted)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
-    tied = {name: names[id(value)] for name, value in state.items() if names.get(id(value), name) != name}
+    tied = {name: first[id(value)] for name, value in state.items() if first.get(id(value), name) != name}
     all_parts, parameters = parts(model), dict(model.named_parameters())
     expected = {name: value for part in all_parts for name, value in part.published.items()}
     tensors = as_published(tensors, model)
@@ -123,11 +122,19 @@ def open_source(
             f"{huggingface / CONFIG} describes another model"
         )
     trained = frozenset(name for part in all_parts if part.names[0] in parameters for name in part.published)
-    dtype = dtype or _computed_type(directory, model, [tensors.meta[name].dtype for name in trained])
-    return Source(directory, huggingface, tensors, model, tuple(expected), trained, tied, dtype)
+    if dtype is None:
+        # The type it computed in, but none wider than saved, which would add nothing. hybridrl records it in the
+        # configuration; verl does not, and its own merger writes bfloat16.
+        widest = max((tensors.meta[name].dtype for name in trained), key=lambda kind: kind.itemsize)
+        dtype = torch.bfloat16 if holds_verl(directory) else model.config.dtype
+        dtype = widest if dtype is None or dtype.itemsize > widest.itemsize else dtype
+    names = tuple(expected)
+    return Source(directory, huggingface, tensors, model, names, trained, tied, dtype, adapter, unadapted)
 
 
-def _blank_model(directory: Path, saved: dict[str, Tensor], *, value_model: bool, trusted: bool) -> PreTrainedModel:
+def _blank_model(
+    directory: Path, saved: dict[str, Tensor], *, value_model: bool, trusted: bool
+) -> transformers.PreTrainedModel:
     """Build the model of a configuration on the meta device: a value model if stated, or if a value head was saved, as
     verl keeps the language model's architecture in a critic's configuration."""
     file = directory / CONFIG
@@ -135,7 +142,7 @@ def _blank_model(directory: Path, saved: dict[str, Tensor], *, value_model: bool
         cause = f"{file} is missing, which describes the model"
         raise ConfigError(cause, fix="copy it from the model that training started with")
     try:
-        settings = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
+        settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError) as error:
         fix = "" if trusted else "--trust-remote-code runs custom code of the model"
         raise ConfigError(f"{file}: {str(error).splitlines()[0][:200]}", fix=fix) from error
@@ -145,20 +152,13 @@ def _blank_model(directory: Path, saved: dict[str, Tensor], *, value_model: bool
         architecture = "ForTokenClassification"
     if heads:
         settings.num_labels = saved[heads[0]].shape[0]
-    kind = next((auto for ending, auto in AUTO.items() if architecture.endswith(ending)), AutoModelForCausalLM)
+    endings = (ending for ending in AUTO if architecture.endswith(ending))
+    kind = AUTO.get(next(endings, ""), transformers.AutoModelForCausalLM)
     with torch.device("meta"):
         try:
             return kind.from_config(settings, trust_remote_code=trusted)
         except ValueError as error:
             raise ConfigError(f"{file}: {str(error).splitlines()[0][:200]}") from error
-
-
-def _computed_type(directory: Path, model: PreTrainedModel, saved: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the type a model computed in, but none wider than saved, which would add nothing. hybridrl records it in
-    the configuration; verl does not, and its own merger writes bfloat16."""
-    widest = max(saved, key=lambda kind: kind.itemsize)
-    computed_in = torch.bfloat16 if holds_verl(directory) else model.config.dtype
-    return widest if computed_in is None or computed_in.itemsize > widest.itemsize else computed_in
 
 
 def _mismatch(saved: dict[str, Tensor], expected: dict[str, Tensor], tied: dict[str, str]) -> str:
@@ -173,30 +173,10 @@ def _mismatch(saved: dict[str, Tensor], expected: dict[str, Tensor], tied: dict[
     return next(lines, "")
 
 
-@dataclass(frozen=True)
-class AdaptedModel:
-    """An adapter, and the model it was trained on: its `directory`, and the tensors of `base`."""
-
-    adapter: Adapter
-    directory: Path
-    base: Tensors
-
-    def source(self, dtype: torch.dtype | None, *, value_model: bool, trusted: bool) -> Source:
-        """Open the merged model. A value model has its own head in place of the language model's."""
-        tensors = merged(self.base, self.adapter)
-        if self.adapter.settings.get("task_type") == "TOKEN_CLS":
-            within = {name.removeprefix(PREFIX).split(".")[0] for name in self.adapter.tensors.meta}
-            meta = {name: tensor for name, tensor in tensors.meta.items() if name.split(".")[0] in within}
-            tensors = replace(tensors, meta=meta)
-        options = {"value_model": value_model, "trusted": trusted, "tensors": tensors}
-        return open_source(self.adapter.directory, dtype, huggingface=resolve_model(str(self.directory)), **options)
-
-
-def open_adapted(directory: Path, base: str | None) -> AdaptedModel:
-    """Open an adapter and its base model; `base` names the base if it has moved. Raises ConfigError if the base is
-    missing, or has other weights than the adapter was trained on."""
-    adapter = open_adapter(directory)
-    name = base or adapter.settings["base_model_name_or_path"]
+def _base_of(adapter: Adapter, moved: str | None) -> Path:
+    """Return the directory of the model that an adapter was trained on. Raises ConfigError if it is missing, or has
+    other weights than the adapter was trained on."""
+    directory, name = adapter.directory, moved or adapter.settings["base_model_name_or_path"]
     path = Path(name)
     if not path.is_dir():
         try:
@@ -210,4 +190,4 @@ def open_adapted(directory: Path, base: str | None) -> AdaptedModel:
     if known and model_fingerprint(str(path) if Path(name).is_dir() else name) not in known:
         cause = f"{name} has other weights than the model that {directory} was trained on"
         raise ConfigError(cause, fix="name that model: --base")
-    return AdaptedModel(adapter, path, open_tensors(path))
+    return path

@@ -154,8 +154,9 @@ class RolloutClient:
         self._dispatch_due = False
         given: dict[int, list[Job]] = {}
         while self._waiting:
-            prompt = self._waiting[0].request.prompt
-            index = prompt % len(self.lanes) if self.fixed else self._least_loaded()
+            prompt, loads = self._waiting[0].request.prompt, [(one.rebuilding, len(one.running)) for one in self.lanes]
+            # The server with the fewest requests; one that is being rebuilt only if all are.
+            index = prompt % len(loads) if self.fixed else min(range(len(loads)), key=loads.__getitem__)
             lane = self.lanes[index]
             if lane.rebuilding or (len(lane.running) >= self.capacity and not self.fixed):
                 break
@@ -172,11 +173,6 @@ class RolloutClient:
                 lane.pump = asyncio.create_task(self._pump(lane))
         if given and (self._watch_task is None or self._watch_task.done()):
             self._watch_task = asyncio.create_task(self._watch())
-
-    def _least_loaded(self) -> int:
-        """Return the index of the server with the fewest requests; one that is being rebuilt only if all are."""
-        load = [(lane.rebuilding, len(lane.running)) for lane in self.lanes]
-        return min(range(len(load)), key=load.__getitem__)
 
     async def _pump(self, lane: Lane) -> None:
         """Fetch a server's responses as they finish until none is missing; a failure ends all requests in flight."""

@@ -6,18 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.algorithms import Algorithm
+from hybridrl.checkpoint.fingerprints import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.read import check_parts
-from hybridrl.checkpoint.resume import (
-    code_fingerprint,
-    data_fingerprint,
-    fingerprint,
-    model_fingerprint,
-    resume_summary,
-)
-from hybridrl.checkpoint.resume.select import check_compatible, select_checkpoint
+from hybridrl.checkpoint.resume import check_compatible, resume_summary, select_checkpoint
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.checkpoint.store import Checkpoint, is_verl
-from hybridrl.checkpoint.verl.reader import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
+from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict
 from hybridrl.config.schema import ModelConfig

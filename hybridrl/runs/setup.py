@@ -22,7 +22,7 @@ from hybridrl.health import HealthMonitor
 from hybridrl.runs.resume import ResumePlan, restore
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
-from hybridrl.tracking.jsonl import read_metrics
+from hybridrl.tracking.report import read_metrics
 from hybridrl.trainer import Schedule, Task, Trainer
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import TrainWorker
@@ -103,7 +103,7 @@ def run(config: C, job_class: Callable[[C], Job]) -> None:
             restore(config, plan, workers, parts, job.rows)
         else:
             tracker.log(0, start_up)
-        saver = Saver(workers, store, save_plan(config, job, plan), parts | {"tracker": tracker})
+        saver = stack.enter_context(closing(Saver(workers, store, save_plan(config, job, plan), parts, tracker)))
         health = HealthMonitor(read_metrics(directory) if resume else {})
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
     draw_curves(directory)

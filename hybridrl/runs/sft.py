@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.resume import data_fingerprint, fingerprint, model_fingerprint
+from hybridrl.checkpoint.fingerprints import data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.cluster import RaySession
 from hybridrl.config import SFTConfig
@@ -17,8 +17,7 @@ from hybridrl.runs.prepare import load_sft_inputs
 from hybridrl.runs.resume import Identity, ResumePlan, contents_to_load, find_checkpoint
 from hybridrl.runs.settings import sft_policy_plan, sft_worker_config
 from hybridrl.runs.setup import padded_plans, start_train_workers
-from hybridrl.runtime.timer import Stopwatch
-from hybridrl.tracking import Tracker
+from hybridrl.tracking import Stopwatch, Tracker
 from hybridrl.trainer import Schedule, Task
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import TrainWorkers

@@ -1,1 +1,1 @@
-"""The process of a run on its machine: command line, signals, guard process, private directories, timers."""
+"""The process of a run on its machine: command line, signals, guard process, private directories."""

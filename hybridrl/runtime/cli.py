@@ -6,6 +6,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -55,12 +56,8 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
         return 0
     stop_at_once()
     try:
-        config = command.load(
-            arguments.overrides,
-            config_name=arguments.config_name,
-            config_dir=arguments.config_path,
-            report=lambda text: _print("warning:", "yellow", text),
-        )
+        place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
+        config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"))
         if arguments.cfg:
             print(as_yaml(config), end="")
             return 0
@@ -90,19 +87,13 @@ def _parser(command: Command[T]) -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of configuration keys")
-    parser.add_argument("-h", "--help", action="store_true", help="show this, and every key with its value and meaning")
-    parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and exit")
-    parser.add_argument(
-        "-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help="directory of a custom configuration file"
-    )
-    parser.add_argument(
-        "-cn",
-        "--config-name",
-        default=command.config_name,
-        metavar="NAME",
-        help=f"that file's name; it begins with defaults: [{command.config_name}, _self_]",
-    )
+    add, place = parser.add_argument, "directory of a custom configuration file"
+    add("overrides", nargs="*", metavar="key=value", help="values of configuration keys")
+    add("-h", "--help", action="store_true", help="show this, and every key with its value and meaning")
+    add("--cfg", action="store_true", help="print the resolved configuration and exit")
+    add("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help=place)
+    name = f"that file's name; it begins with defaults: [{command.config_name}, _self_]"
+    add("-cn", "--config-name", default=command.config_name, metavar="NAME", help=name)
     return parser
 
 

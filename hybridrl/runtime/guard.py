@@ -1,9 +1,7 @@
 """Runs a command in a child process and cleans up after it: however a run ends, it leaves no process behind.
 
 Ray normally ends its processes with the driver. If the driver is killed, some would live for minutes: the parent adopts
-every process that its child leaves behind, and ends it. If the parent is killed too, `keeper.py` does so for Ray's
-processes.
-
+every process that its child leaves behind, and ends it. If the parent is killed too, `keeper.py` does so for Ray's.
 The run has its own session: a signal to the parent's process group, as sent by a terminal or `timeout`, must not end
 Ray, which is needed to save the step. The parent passes the signal to the driver only.
 """
@@ -36,11 +34,23 @@ def guarded(work: Callable[[], int]) -> int:
         end_with_parent(guard, signal.SIGTERM)
         os.setsid()
         return work()
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(child, number)
+
     for number in FORWARDED:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda number, _: _send(child, number))
-    status = _wait_for(child)
-    _end_orphans()
+            signal.signal(number, forward)
+    pid, status = os.wait()
+    while pid != child:  # an adopted orphan
+        pid, status = os.wait()
+    status = os.waitstatus_to_exitcode(status)  # negative for a signal
+    keepers = []  # which end by themselves after cleaning up
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            keepers.append(process) if is_keeper(process.cmdline()) else process.kill()
+    psutil.wait_procs(keepers, timeout=END_SECONDS)
     if status == -signal.SIGKILL:
         print(f"failed: the driver was killed (signal 9, {kill_cause()}); all its processes are stopped", flush=True)
         return EXIT_KILLED
@@ -62,28 +72,6 @@ def begin_actor(log_file: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def _send(child: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        os.kill(child, number)
-
-
-def _wait_for(child: int) -> int:
-    """Return the child's exit status, negative for a signal; adopted orphans are reaped meanwhile."""
-    while True:
-        pid, status = os.wait()
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
-
-
-def _end_orphans() -> None:
-    """End the processes that the child left behind; a keeper ends by itself after cleaning up."""
-    keepers = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            keepers.append(process) if is_keeper(process.cmdline()) else process.kill()
-    psutil.wait_procs(keepers, timeout=END_SECONDS)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT, PREFIX = Path("/tmp"), "hybridrl-"  # independent of TMPDIR: Ray's sockets need a short path
@@ -70,8 +69,11 @@ def keep(directory: Path, owner: int) -> None:
     """Wait for the owner's end, then clean up; first clean up the directories of killed owners and keepers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for abandoned in _abandoned():
-        _clear(abandoned)
+    for lock in ROOT.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open("rb+") as file:
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _clear(lock.parent)
     watched = [sys.stdin.fileno()]  # closed by the owner, or with the last process that the owner forked
     with contextlib.suppress(OSError, AttributeError):  # an old kernel, or the owner has ended
         watched.append(os.pidfd_open(owner))
@@ -100,15 +102,6 @@ def _clear(directory: Path) -> None:
             time.sleep(0.02)
         else:  # repeated if a dying thread has created a file meanwhile
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _abandoned() -> Iterator[Path]:
-    """Yield this user's directories whose lock is free."""
-    for lock in ROOT.glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError), lock.open("rb+") as file:
-            if os.fstat(file.fileno()).st_uid == os.getuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield lock.parent
 
 
 if __name__ == "__main__":

@@ -54,28 +54,16 @@ class PlainSink(Sink):
 
 
 class TerminalSink(Sink):
-    """A progress bar with the remaining time, below one line per step; at most two lines per second are printed,
-    except for validations."""
+    """A progress bar with the remaining time, below one line per step (at most two per second, but validations)."""
 
     def __init__(
-        self,
-        console: Console,
-        total_steps: int,
-        start_step: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, total_steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._clock = console, clock
         self._total_steps, self._step = total_steps, start_step
         self._step_ends: list[float] = []
-        self._progress = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            refresh_per_second=2,
-        )
+        done, left = (BarColumn(), MofNCompleteColumn(), TextColumn("steps")), TextColumn("{task.fields[left]}")
+        self._progress = Progress(*done, TimeElapsedColumn(), left, console=console, refresh_per_second=2)
         self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="")
         self._last_line = float("-inf")
         self._progress.start()

@@ -1,10 +1,18 @@
-"""The report of a run, made from `metrics.jsonl` alone: curves as a picture, and a summary as text."""
+"""`metrics.jsonl`, and the report of a run that is made from it alone: curves as a picture, and a summary as text.
 
+Each `log` call is one line `{"step": N, ...}`, on disk when the call returns. A second call for a step is a second
+line, so nothing is buffered until a step ends; `read_metrics` joins them.
+"""
+
+import json
 import math
+import os
 from pathlib import Path
+from typing import Any
 
 from hybridrl.tracking import sink as names
-from hybridrl.tracking.jsonl import read_metrics
+from hybridrl.tracking.console import warn
+from hybridrl.tracking.sink import Sink
 
 Metrics = dict[str, float]
 Series = dict[int, float]  # step -> value
@@ -32,18 +40,84 @@ STYLE = {
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **{f"axes.spines.{side}": False for side in ("top", "right")},
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
+    **{f"{axis}tick.color": MUTED for axis in "xy"},
+    **{f"{axis}tick.major.size": 0 for axis in "xy"},
     "legend.frameon": False,
 }
+
+
+class JsonlSink(Sink):
+    """Appends to the lines up to `last_step` if the run is resumed; a new run moves an existing file aside. Lines that
+    a full disk has no room for are written before the next line."""
+
+    def __init__(self, path: Path, last_step: int | None = None) -> None:
+        if last_step is not None:
+            # Later steps and unreadable lines go by one rename: a kill in between leaves the file unchanged.
+            temporary = path.with_name(f".{path.name}.writing")
+            with temporary.open("w") as file:
+                file.writelines(line + "\n" for line, record in _read_lines(path) if record["step"] <= last_step)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        elif path.exists():
+            path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        # JSON has no NaN and no infinity, and a reader must not need Python's dialect of it.
+        values = {
+            name: value if isinstance(value, int) else float(value) if math.isfinite(value) else None
+            for name, value in metrics.items()
+        }
+        self._unwritten += json.dumps({"step": step} | values).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def state_dict(self) -> dict[str, Any]:
+        self._write()
+        os.fsync(self._file.fileno())
+        return {}
+
+    def close(self) -> None:
+        with self._file:
+            self._write()
+
+
+def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics by step, in order; of a name logged twice for a step the later value is kept. null is NaN."""
+    steps: dict[int, dict[str, float]] = {}
+    for _, record in _read_lines(run_dir / "metrics.jsonl"):
+        values = {name: math.nan if value is None else value for name, value in record.items()}
+        steps.setdefault(int(values.pop("step")), {}).update(values)
+    return dict(sorted(steps.items()))
+
+
+def _read_lines(path: Path) -> list[tuple[str, dict[str, float | None]]]:
+    """Return the readable lines with their records. A killed run may leave an incomplete line at the end, and a machine
+    that lost power a line of zeros."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            numbers = all(value is None or isinstance(value, int | float) for value in record.values())
+            readable = numbers and isinstance(record.get("step"), int)
+        except (ValueError, AttributeError):
+            readable = False
+        if readable:
+            lines.append((line, record))
+        else:
+            warn(f"{path}, line {number} cannot be read as metrics and is skipped: {line[:40]!r}")
+    return lines
 
 
 def draw_curves(run_dir: Path, title: str | None = None) -> Path | None:
@@ -79,16 +153,8 @@ def _draw_lines(axes, lines: dict[str, Series], first_color: int) -> None:
         axes.plot(steps, values, color=color, linewidth=width, marker=marker, markersize=4, label=f"{name}: {last}")
         if len(lines) == 1:
             axes.set_ylabel(name)
-            axes.annotate(
-                last,
-                (steps[-1], values[-1]),
-                xytext=(5, 0),
-                textcoords="offset points",
-                color=color,
-                va="center",
-                fontweight="bold",
-                annotation_clip=False,
-            )
+            style = {"color": color, "va": "center", "fontweight": "bold", "annotation_clip": False}
+            axes.annotate(last, (steps[-1], values[-1]), xytext=(5, 0), textcoords="offset points", **style)
     if len(lines) > 1:
         axes.legend(fontsize=8)
 
@@ -96,9 +162,28 @@ def _draw_lines(axes, lines: dict[str, Series], first_color: int) -> None:
 def summary(run_dir: Path) -> str:
     """Return first, last and best value of the main metrics, the seconds per phase, and the files of the run."""
     steps = read_metrics(run_dir)
+    rows = [("", "first", "last", "best")]
+    for panel, lines in _panels(steps).items():
+        for name, series in lines.items():
+            values = list(series.values())
+            step = (min if panel == "Loss" else max)(series, key=series.__getitem__)
+            # Neither a long nor a short response is better.
+            best = "" if panel == "Response length" else f"{series[step]:.4g} (step {step})"
+            rows.append((name, f"{values[0]:.4g}", f"{values[-1]:.4g}", best))
+    blocks, width = [], max(len(name) for name, *_ in rows)
+    if len(rows) > 1:
+        blocks.append([f"{name:<{width}}{first:>10}{last:>10}  {best}" for name, first, last, best in rows])
+    if total := sum(names.line_seconds(metrics) for metrics in steps.values()):
+        seconds = dict.fromkeys(names.PHASES, 0.0)
+        for metrics in steps.values():
+            for phase, spent in names.phase_seconds(metrics).items():
+                seconds[phase] += spent
+        seconds["other"] = total - sum(seconds.values())
+        parts = [f"  {phase:<14}{spent:10.1f} s {spent / total:7.1%}" for phase, spent in seconds.items() if spent > 0]
+        blocks.append([f"{'total seconds':<16}{total:10.1f} s", *parts])
     files = [f"  {pattern:<16}{meaning}" for pattern, meaning in CONTENTS.items() if any(run_dir.glob(pattern))]
-    blocks = [_values_block(steps), _seconds_block(steps), "\n".join([f"output directory: {run_dir}", *files])]
-    return "\n\n".join(block for block in blocks if block)
+    blocks.append([f"output directory: {run_dir}", *files])
+    return "\n\n".join("\n".join(block) for block in blocks)
 
 
 def _panels(steps: dict[int, Metrics]) -> dict[str, dict[str, Series]]:
@@ -110,38 +195,10 @@ def _panels(steps: dict[int, Metrics]) -> dict[str, dict[str, Series]]:
         "Response length": [name for name in logged if name == names.RESPONSE_LENGTH],
         "Loss": [name for name in names.LOSSES if name in logged],
     }
-    panels = {panel: {name: _series(steps, name) for name in metrics} for panel, metrics in chosen.items()}
-    panels = {panel: {name: series for name, series in lines.items() if series} for panel, lines in panels.items()}
-    return {panel: lines for panel, lines in panels.items() if lines}
-
-
-def _series(steps: dict[int, Metrics], name: str) -> Series:
-    values = {step: metrics.get(name, math.nan) for step, metrics in steps.items()}
-    return {step: value for step, value in values.items() if math.isfinite(value)}
-
-
-def _values_block(steps: dict[int, Metrics]) -> str:
-    rows = [("", "first", "last", "best")]
-    for panel, lines in _panels(steps).items():
-        for name, series in lines.items():
-            values = list(series.values())
-            step = (min if panel == "Loss" else max)(series, key=series.__getitem__)
-            # Neither a long nor a short response is better.
-            best = "" if panel == "Response length" else f"{series[step]:.4g} (step {step})"
-            rows.append((name, f"{values[0]:.4g}", f"{values[-1]:.4g}", best))
-    width = max(len(name) for name, *_ in rows)
-    lines = [f"{name:<{width}}{first:>10}{last:>10}  {best}" for name, first, last, best in rows]
-    return "\n".join(lines) if len(rows) > 1 else ""
-
-
-def _seconds_block(steps: dict[int, Metrics]) -> str:
-    total = sum(names.line_seconds(metrics) for metrics in steps.values())
-    if not total:
-        return ""
-    seconds = dict.fromkeys(names.PHASES, 0.0)
-    for metrics in steps.values():
-        for phase, spent in names.phase_seconds(metrics).items():
-            seconds[phase] += spent
-    seconds["other"] = total - sum(seconds.values())
-    rows = [f"  {phase:<14}{spent:10.1f} s {spent / total:7.1%}" for phase, spent in seconds.items() if spent > 0]
-    return "\n".join([f"{'total seconds':<16}{total:10.1f} s", *rows])
+    panels: dict[str, dict[str, Series]] = {}
+    for panel, metrics in chosen.items():
+        for name in metrics:
+            series = {step: line[name] for step, line in steps.items() if math.isfinite(line.get(name, math.nan))}
+            if series:
+                panels.setdefault(panel, {})[name] = series
+    return panels

@@ -1,5 +1,8 @@
-"""The interface of a sink, one class with `log(step, metrics)`, and the metrics that sinks and reports show."""
+"""The interface of a sink, one class with `log(step, metrics)`; the metrics that are shown, and a step's timers."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +43,30 @@ class Sink:
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed process needs to continue in the same place.
-
-        A checkpoint may outlive a power failure, so written files have reached the disk when this returns.
-        """
+        """Return what a resumed process needs to continue in the same place. A checkpoint may outlive a power failure,
+        so written files have reached the disk when this returns."""
         return {}
 
     def close(self) -> None:
         return
+
+
+class Stopwatch:
+    """Seconds by name, logged once per step: `with watch("gen"): ...` adds to `timing_s/gen`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+
+    def take(self) -> dict[str, float]:
+        """Return all seconds since the last call, as metrics."""
+        taken, self._seconds = self._seconds, {}
+        return {f"timing_s/{name}": seconds for name, seconds in taken.items()}
 
 
 def is_validation_score(name: str) -> bool:

@@ -21,7 +21,12 @@ class TensorBoardSink(Sink):
 
     def __init__(self, directory: Path, last_step: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = _next_file(directory).open("wb")
+        # TensorBoard reads files by name, which begins with a time in seconds, and clocks of machines differ: the new
+        # one is to be read after the existing ones.
+        times = [path.name.removeprefix(EVENT_FILE).split(".")[0] for path in directory.glob(f"{EVENT_FILE}*")]
+        latest = max((int(number) for number in times if number.isdecimal()), default=0)
+        name = f"{EVENT_FILE}{max(int(time.time()), latest + 1):010}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (directory / name).open("wb")
         self._writer = RecordWriter(self._file)
         self._add(0, file_version="brain.Event:2")
         # TensorBoard discards earlier events of this directory from this step on.
@@ -49,12 +54,3 @@ class TensorBoardSink(Sink):
     def _add(self, step: int, **content: Summary | SessionLog | str) -> None:
         self._writer.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
         self._writer.flush()
-
-
-def _next_file(directory: Path) -> Path:
-    """Return a file that is read after the existing ones: TensorBoard reads files by name, which begins with a time in
-    seconds, and clocks of machines differ."""
-    numbers = [path.name.removeprefix(EVENT_FILE).split(".")[0] for path in directory.glob(f"{EVENT_FILE}*")]
-    latest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    number = max(int(time.time()), latest + 1)
-    return directory / f"{EVENT_FILE}{number:010}.{socket.gethostname()}.{os.getpid()}"

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from hybridrl.tracking import console
 from hybridrl.tracking.console import PlainSink, TerminalSink, warn
-from hybridrl.tracking.jsonl import JsonlSink
+from hybridrl.tracking.report import JsonlSink
 from hybridrl.tracking.sink import SampleRow, Sink
 
 T = TypeVar("T")
@@ -16,20 +16,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Resume:
-    """The run resumes after `step`; `sinks` is the `Tracker.state_dict()` of that checkpoint.
-
-    Without `sinks` (a run that branches off into a new directory) nothing outside the directory is continued.
-    """
+    """The run resumes after `step`; `sinks` is the `Tracker.state_dict()` of that checkpoint. Without it (a run that
+    branches off into a new directory) nothing outside the directory is continued."""
 
     step: int
     sinks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Tracker:
-    """All sinks of a run; `metrics.jsonl` in `run_dir` (verl's `file`) is always among them.
-
-    The sinks of a resumed run continue after its step: anything logged for later steps is dropped.
-    """
+    """All sinks of a run; `metrics.jsonl` in `run_dir` (verl's `file`) is always among them. The sinks of a resumed run
+    continue after its step: anything logged for later steps is dropped."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Weights & Biases; without an API key the run is recorded offline, and no key is prompted for."""
 
-import netrc
 import os
+from netrc import netrc
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -9,28 +9,23 @@ from urllib.parse import urlparse
 from wandb import Settings, Table, init
 
 from hybridrl.tracking.console import info, warn
-from hybridrl.tracking.jsonl import read_metrics
+from hybridrl.tracking.report import read_metrics
 from hybridrl.tracking.sink import SampleRow, Sink
 
 
 class WandbSink(Sink):
-    """A new W&B run, or the continuation of `run_id`.
-
-    W&B accepts steps only in order and deletes none: steps after the checkpoint stay as they were logged before the run
-    stopped, and missing earlier steps are logged again from `metrics.jsonl` (all of them when recording offline, since
-    an uploaded offline recording replaces the previous one).
-    """
+    """A new W&B run, or the continuation of `run_id`. W&B accepts steps only in order and deletes none: steps after the
+    checkpoint stay as they were logged before the run stopped, and missing earlier steps are logged again from
+    `metrics.jsonl` (all of them offline, since an uploaded offline recording replaces the previous one)."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        project_name: str,
-        experiment_name: str,
-        config: dict[str, Any],
-        run_id: str | None = None,
+        self, run_dir: Path, project_name: str, experiment_name: str, config: dict[str, Any], run_id: str | None = None
     ) -> None:
         mode = os.environ.get("WANDB_MODE", "online")
-        if mode == "online" and not _has_key():
+        netrc_file = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+        host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+        has_key = os.environ.get("WANDB_API_KEY") or (netrc_file.is_file() and host in netrc(netrc_file).hosts)
+        if mode == "online" and not has_key:
             mode = "offline"
             warn(
                 f"trainer.logger=wandb: no WANDB_API_KEY and no netrc entry, so the run is recorded offline; "
@@ -47,7 +42,12 @@ class WandbSink(Sink):
             # W&B's capture of the console would break the progress bar.
             settings=Settings(console="off", silent=mode != "online"),
         )
-        self._catch_up(read_metrics(run_dir))
+        logged = read_metrics(run_dir)
+        next_step, kept = max(logged, default=-1) + 1, self._run.starting_step - 1
+        if next_step <= kept:
+            info(f"W&B keeps steps {next_step} to {kept} as they were logged before the run stopped")
+        for step, metrics in logged.items():
+            self.log(step, metrics)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if step >= self._run.starting_step:
@@ -65,18 +65,3 @@ class WandbSink(Sink):
 
     def close(self) -> None:
         self._run.finish()
-
-    def _catch_up(self, logged: dict[int, dict[str, float]]) -> None:
-        next_step, kept = max(logged, default=-1) + 1, self._run.starting_step - 1
-        if next_step <= kept:
-            info(f"W&B keeps steps {next_step} to {kept} as they were logged before the run stopped")
-        for step, metrics in logged.items():
-            self.log(step, metrics)
-
-
-def _has_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    return path.is_file() and host in netrc.netrc(path).hosts

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from hybridrl import device as devices
-from hybridrl.checkpoint.published import Part, own_tensors
+from hybridrl.checkpoint.export import Part, own_tensors
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.training.loading import fill, layer_classes
 from hybridrl.training.model import LanguageModel, ValueModel, new_head, without_pairs

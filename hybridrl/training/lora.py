@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hybridrl.checkpoint.adapter import ADAPTER, ADAPTER_WEIGHTS, merge_into, open_adapter
+from hybridrl.checkpoint.read import ADAPTER, ADAPTER_WEIGHTS, merge_into, open_adapter
 from hybridrl.config import ConfigError
 from hybridrl.config.checks.lora import ALL_LINEAR
 from hybridrl.config.keys import nearest

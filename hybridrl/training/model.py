@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForTokenClassification
 
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.adapter import ADAPTER, file_name
+from hybridrl.checkpoint.read import ADAPTER, file_name
 from hybridrl.config.schema import ModelConfig
 from hybridrl.training import attention
 from hybridrl.training.linear_log_probs import token_outputs

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from hybridrl import device as devices
-from hybridrl.checkpoint.published import parts
+from hybridrl.checkpoint.export import parts
 from hybridrl.training.fsdp import full_tensor, full_tensors, reshard
 from hybridrl.training.lora import merged
 from hybridrl.training.model import LanguageModel, adapter_parameters, pairs, without_pairs

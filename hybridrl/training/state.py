@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
 from hybridrl import device as devices
-from hybridrl.checkpoint.published import own_tensors
+from hybridrl.checkpoint.export import own_tensors
 from hybridrl.checkpoint.read import PlainPlanner, saved_shapes, state_reader
 from hybridrl.training.fsdp import host_copies, local, reshard
 from hybridrl.training.model import LanguageModel, ValueModel, pairs

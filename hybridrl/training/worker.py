@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl import device as devices
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.published import parts as parts_of
-from hybridrl.checkpoint.write import export_model, export_settings
+from hybridrl.checkpoint.export import export_model, export_settings
+from hybridrl.checkpoint.export import parts as parts_of
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, ModelConfig, WrapPolicyConfig
 from hybridrl.runtime.guard import begin_actor

@@ -20,7 +20,7 @@ from hybridrl.algorithms.lookup import bind, find_policy_loss, imported
 from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group, Pending
-from hybridrl.runtime.timer import Stopwatch
+from hybridrl.tracking import Stopwatch
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import MicroBatchBudget, MicroBatches, plan, reassemble
@@ -126,6 +126,7 @@ class TrainWorkers:
         self.watch = Stopwatch()
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
         self.most_skipped_in_a_row = 0
+        self.updates_begun = 0  # of any model: as long as it stays the same, so do the weights
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
@@ -225,6 +226,7 @@ class TrainWorkers:
     ) -> tuple[Updates, Outputs]:
         """One update of the policy per mini-batch. Returns metrics, and the outputs if they are the old ones."""
         budget = self.policy.updates.budget
+        self.updates_begun += 1
         shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, budget)
         parts = [(*part, loss, step) for part in parts]
         results = self.group.scatter(TrainWorker.update_policy, parts, timeout=self.timeout)
@@ -237,6 +239,7 @@ class TrainWorkers:
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """The step's updates of the critic. Returns the updates' mean metrics."""
         assert self.critic is not None
+        self.updates_begun += 1
         with self.watch("update_critic"):
             mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
             _, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, budget)

@@ -16,8 +16,7 @@ from models import SHAPES, sharded_model
 from safetensors.torch import load_file, save_file
 from side_by_side import Row, arguments, formatted, in_turn, report
 
-from hybridrl.checkpoint.published import parts
-from hybridrl.checkpoint.write import export_model
+from hybridrl.checkpoint.export import export_model, parts
 from hybridrl.training.fsdp import full_tensors, reshard
 
 BLOCK = 16 << 20

@@ -29,7 +29,7 @@ from hybridrl.config import load_ppo_config
 from hybridrl.doctor.memory_plan import Plan, describe_run, make_plans, table
 from hybridrl.doctor.memory_sizes import read_models
 from hybridrl.runtime.guard import guarded
-from hybridrl.runtime.timer import Stopwatch
+from hybridrl.tracking import Stopwatch
 
 TOP = Path(__file__).absolute().parents[2]
 SECONDS_BETWEEN_SAMPLES = 1.0

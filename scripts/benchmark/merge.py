@@ -32,8 +32,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import Batch
+from hybridrl.checkpoint.export import export_model, export_settings, write_shards
 from hybridrl.checkpoint.files import flush_to_disk
-from hybridrl.checkpoint.write import export_model, export_settings, write_shards
 from hybridrl.model_merger.checks import check_tensors
 from hybridrl.model_merger.merge import write_model
 from hybridrl.model_merger.source import open_source
@@ -186,7 +186,7 @@ def watch_memory(pid: int, peaks: dict[str, int]) -> None:
 
 def imports_alone() -> int:
     """Return the peak memory of the command's imports."""
-    code = "import hybridrl.model_merger.command; print(*open('/proc/self/status'))"
+    code = "import hybridrl.model_merger.merge; print(*open('/proc/self/status'))"
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 

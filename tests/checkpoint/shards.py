@@ -15,8 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybridrl.checkpoint.published import own_tensors
-from hybridrl.checkpoint.write import export_settings
+from hybridrl.checkpoint.export import export_settings, own_tensors
 
 
 def whole_model(config: PreTrainedConfig, *, value: bool = False) -> PreTrainedModel:

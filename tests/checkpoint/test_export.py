@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.write import export_model
+from hybridrl.checkpoint.export import export_model
 from hybridrl.training import attention
 from hybridrl.training.model import load_value_model
 from hybridrl.training.packing import lay_out

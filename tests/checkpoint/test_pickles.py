@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrl.checkpoint.pickles import Record, is_damaged, load
-from hybridrl.checkpoint.tensors import TYPES, Unreadable
+from hybridrl.checkpoint.tensors import TYPES, Record, Unreadable, damaged, load
 
 
 def values() -> dict[str, Tensor]:
@@ -100,10 +99,10 @@ def test_a_file_that_torch_did_not_write_is_rejected(tmp_path, content, reason):
 def test_a_changed_byte_of_the_pickle_or_a_tensor_is_detected(tmp_path):
     torch.save({"a name": torch.full((4,), 2.0)}, tmp_path / "file")
     content = (tmp_path / "file").read_bytes()
-    assert not is_damaged(tmp_path / "file")
+    assert not damaged(tmp_path / "file")
     (tmp_path / "file").write_bytes(content.replace(b"a name", b"b name"))
     with pytest.raises(Unreadable, match="Bad CRC-32"):
         load(tmp_path / "file")
     (tmp_path / "file").write_bytes(content.replace(bytes(3) + b"\x40", bytes(3) + b"\x41"))
     assert load(tmp_path / "file")["a name"].mapped().tolist() == [8.0] * 4
-    assert is_damaged(tmp_path / "file")
+    assert damaged(tmp_path / "file")

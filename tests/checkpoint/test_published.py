@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
-from hybridrl.checkpoint.published import as_published, own_tensors, parts
+from hybridrl.checkpoint.export import as_published, own_tensors, parts
 from hybridrl.checkpoint.read import read_safetensors
 from hybridrl.checkpoint.tensors import Tensors
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.checkpoint.resume.select import select_checkpoint
+from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.store import Checkpoint, Store
-from hybridrl.checkpoint.verl.reader import DataPosition, prompts_used, state_from_verl
+from hybridrl.checkpoint.verl import DataPosition, prompts_used, state_from_verl
 from hybridrl.config import ConfigError
 from hybridrl.runs.resume import Identity, find_checkpoint
 

@@ -10,10 +10,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hybridrl.checkpoint.read import open_tensors
+from hybridrl.checkpoint.read import VerlReader, open_tensors
 from hybridrl.checkpoint.tensors import Unreadable
-from hybridrl.checkpoint.verl.reader import DataPosition, VerlReader, data_position
-from hybridrl.checkpoint.verl.tensors import verl_faults
+from hybridrl.checkpoint.verl import DataPosition, data_position, verl_faults
 from hybridrl.config import ConfigError
 from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
 from tests.training.on_ranks import on_ranks

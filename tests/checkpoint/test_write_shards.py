@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hybridrl.checkpoint.export import shard_names, write_shards
 from hybridrl.checkpoint.tensors import TYPES
-from hybridrl.checkpoint.write import shard_names, write_shards
 
 INDEX = "model.safetensors.index.json"
 # Odd numbers of elements, so that a wide type after a narrow one would be misaligned.

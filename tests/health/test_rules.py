@@ -71,8 +71,9 @@ def collapsing(low: float):
     ],
     ids=[
         "healthy", "truncated", "truncated every other step", "constant score", "no advantages",
-        "constant for two steps", "one large update", "one large update downwards", "clipped", "away from the reference", "away from the start",
-        "slowly away from the reference", "entropy", "length", "repetition", "flat", "slow but rising", "solved",
+        "constant for two steps", "one large update", "one large update downwards", "clipped",
+        "away from the reference", "away from the start", "slowly away from the reference", "entropy", "length",
+        "repetition", "flat", "slow but rising", "solved",
     ],
 )  # fmt: skip
 def test_each_series_has_its_code_and_no_other(rows, expected):

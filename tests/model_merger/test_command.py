@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridrl.model_merger import command
+from hybridrl.model_merger import merge
 from hybridrl.model_merger.__main__ import _parser, main
 from hybridrl.model_merger.checks import check_in_transformers
 from hybridrl.model_merger.merge import REPORT
-from hybridrl.model_merger.source import CheckFailed
+from hybridrl.model_merger.source import CheckFailed, open_source
 from tests.checkpoint.shards import save_in_shards
 from tests.checkpoint.verl_files import qwen2
 from tests.training.on_ranks import on_ranks
@@ -90,7 +90,7 @@ def test_a_model_with_other_outputs_is_rejected(actor, tmp_path):
     file = tmp_path / "merged" / "model.safetensors"
     save_file(load_file(file) | {"model.norm.weight": torch.full((10,), 1.01)}, file, metadata={"format": "pt"})
     with pytest.raises(CheckFailed, match=r"log-probs differ by up to 0\.0\d+ from those of the checkpoint"):
-        check_in_transformers(command.open_source(actor), tmp_path / "merged")
+        check_in_transformers(open_source(actor), tmp_path / "merged")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -98,7 +98,7 @@ def test_a_model_that_transformers_cannot_load_is_rejected(actor, tmp_path, name
     assert main(merge_arguments(actor, tmp_path / "merged")) == 0
     (tmp_path / "merged" / name).write_text("{")
     with pytest.raises(CheckFailed, match="transformers cannot load what was written"):
-        check_in_transformers(command.open_source(actor), tmp_path / "merged")
+        check_in_transformers(open_source(actor), tmp_path / "merged")
 
 
 def test_a_failed_check_sets_the_exit_status_and_nothing_is_published(actor, tmp_path, capsys):
@@ -106,7 +106,7 @@ def test_a_failed_check_sets_the_exit_status_and_nothing_is_published(actor, tmp
         raise CheckFailed("the outputs differ")
 
     arguments = _parser().parse_args(merge_arguments(actor, tmp_path / "merged", "--verify", "transformers"))
-    assert command.run(arguments, fails) == 1
+    assert merge.run(arguments, fails) == 1
     assert capsys.readouterr().err == "failed: the outputs differ\n"
     assert not list(tmp_path.iterdir())
 
@@ -171,7 +171,7 @@ class FullHub(Hub):
 def test_a_merged_model_is_uploaded(actor, tmp_path, capsys, private):
     arguments = merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine", *private)
     hub = Hub()
-    assert command.run(_parser().parse_args(arguments), hub=hub) == 0
+    assert merge.run(_parser().parse_args(arguments), hub=hub) == 0
     assert hub.repositories == {"me/mine": bool(private)}
     assert hub.files["me/mine"] == {path.name for path in (tmp_path / "merged").iterdir()} - {REPORT}
     assert capsys.readouterr().out.endswith("uploaded to https://hub/me/mine\n")
@@ -179,14 +179,14 @@ def test_a_merged_model_is_uploaded(actor, tmp_path, capsys, private):
 
 def test_a_failed_upload_is_reported_and_the_model_is_kept(actor, tmp_path, capsys):
     arguments = merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine")
-    assert command.run(_parser().parse_args(arguments), hub=FullHub()) == 2
+    assert merge.run(_parser().parse_args(arguments), hub=FullHub()) == 2
     merged = tmp_path / "merged"
     assert f"--hf_upload_path=me/mine: quota exceeded; the merged model is in {merged}" in capsys.readouterr().err
     assert (merged / "model.safetensors").is_file()
 
 
 def test_an_upload_without_a_token_is_rejected_before_the_merge(actor, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hybridrl.model_merger.command.get_token", lambda: None)
+    monkeypatch.setattr(merge, "get_token", lambda: None)
     assert main(merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine")) == 2
     assert "set HF_TOKEN" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.write import export_settings
+from hybridrl.checkpoint.export import export_settings
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.model_merger.merge import merge
 from hybridrl.model_merger.source import open_source

@@ -488,7 +488,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, form):
     code = """
 import sys
 from pathlib import Path
-from hybridrl.checkpoint.write import write_shards
+from hybridrl.checkpoint.export import write_shards
 from hybridrl.checkpoint.read import open_tensors
 
 def kilobytes(kind):

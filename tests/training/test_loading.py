@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.published import own_tensors, parts
-from hybridrl.checkpoint.write import export_settings
+from hybridrl.checkpoint.export import export_settings, own_tensors, parts
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.training import loading
 from hybridrl.training.fsdp import full_tensors, mesh, shard_and_fill

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from hybridrl.algorithms.aggregation import Totals
 from hybridrl.batch import Batch
-from hybridrl.checkpoint.write import export_settings
+from hybridrl.checkpoint.export import export_settings
 from hybridrl.config import ConfigError
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig

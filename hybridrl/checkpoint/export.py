@@ -1,4 +1,7 @@
-"""Write models as Hugging Face directories, tensor by tensor.
+"""Write models as Hugging Face directories, under the names of published checkpoints, which other software reads.
+
+These differ from the model's own where transformers fuses several tensors of a checkpoint into one, such as the experts
+of a layer; its conversions are reverted here, one `Part` of the model at a time.
 
 A safetensors file is an 8-byte length, a JSON header of that length, and the bytes of the tensors without gaps. The
 header needs only names, shapes and types, so it is written first, and each piece of a tensor then goes to its place in
@@ -6,21 +9,26 @@ the file as it arrives. No memory is needed beyond the piece.
 """
 
 import json
+import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hybridrl.checkpoint.files import preallocate, start_writeback
-from hybridrl.checkpoint.published import parts
-from hybridrl.checkpoint.tensors import TYPES
+from hybridrl.checkpoint.tensors import TYPES, Chunk, Tensors, blank
 
+LAYER = re.compile(r"(.*?\.\d+\.)?")  # prefix of a name up to its first number; empty outside the layers
 SHARD_BYTES = 5 << 30
 # Bytes rounded at once: they stay in the processor's cache.
 ROUNDED_BYTES = 1 << 20
@@ -29,6 +37,70 @@ ROUNDED_BYTES = 1 << 20
 WRITE_BYTES = 128 << 10
 # Writeback starts for this many bytes at once. 2 GB were on disk after 0.6 s, against 0.9 s with one flush at the end.
 WRITEBACK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors of a model by `names`, and what they are `published` as: names, shapes and types, as meta tensors."""
+
+    names: tuple[str, ...]
+    published: dict[str, Tensor]
+
+    def publish(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the tensors of this part to those of a published checkpoint."""
+        if self.names == tuple(self.published):
+            return dict(tensors)
+        return revert_weight_conversion(model, dict(tensors))
+
+
+def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return every tensor that a checkpoint must hold, once: parameters, then persistent buffers."""
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
+    return dict(model.named_parameters()) | buffers
+
+
+def parts(model: PreTrainedModel, dtype: torch.dtype | None = None) -> list[Part]:
+    """Return the parts of a model, layer by layer, with parameters in `dtype` or in their own type."""
+    own = {
+        name: blank(tensor.shape, dtype if dtype and isinstance(tensor, torch.nn.Parameter) else tensor.dtype)
+        for name, tensor in own_tensors(model).items()
+    }
+    result = []
+    for _, names in groupby(own, lambda name: LAYER.match(name)[0]):
+        group = {name: own[name] for name in names}
+        published = revert_weight_conversion(model, group)
+        same = [name for name in group if name in published and published[name].shape == group[name].shape]
+        result += [Part((name,), {name: group[name]}) for name in same]
+        if others := tuple(name for name in group if name not in same):
+            result.append(Part(others, {name: published[name] for name in published if name not in same}))
+    return result
+
+
+def as_published(saved: Tensors, model: PreTrainedModel) -> Tensors:
+    """Present tensors that were saved under the model's own names as published ones."""
+    converted = {
+        name: part
+        for part in parts(model)
+        if part.names != tuple(part.published) and saved.meta.keys() >= set(part.names)
+        for name in part.published
+    }
+    if not converted:
+        return saved
+    used = {name for part in converted.values() for name in part.names}
+    meta = {name: tensor for name, tensor in saved.meta.items() if name not in used}
+    meta |= {name: part.published[name].to(saved.meta[part.names[0]].dtype) for name, part in converted.items()}
+
+    @lru_cache(maxsize=1)  # the tensors of one part are read one after another
+    def published(names: tuple[str, ...]) -> dict[str, Tensor]:
+        return revert_weight_conversion(model, {name: saved.read(name) for name in names})
+
+    def chunks(name: str) -> Iterable[Chunk]:
+        if name not in converted:
+            return saved.chunks(name)
+        return [([0] * meta[name].dim(), published(converted[name].names)[name])]
+
+    return replace(saved, meta=meta, chunks=chunks)
 
 
 def export_model(
@@ -81,12 +153,10 @@ def one_thread() -> Iterator[None]:
 def write_shards(
     directory: Path, meta: dict[str, Tensor], pieces: Iterable[tuple[str, int, Tensor]], limit: int = SHARD_BYTES
 ) -> dict[str, str]:
-    """Write tensors to safetensors files of at most `limit` bytes, with an index if there are several files.
-
-    `meta` has names, in the order of the files, with shapes and types. `pieces` come in any order: a name, the index of
-    the first element, and the values from there on, which are rounded to the type in `meta`. Returns the file of each
-    tensor. Raises OSError before anything is written if the disk has no room.
-    """
+    """Write tensors to safetensors files of at most `limit` bytes, with an index if there are several files. `meta` has
+    names, in the order of the files, with shapes and types. `pieces` come in any order: a name, the index of the first
+    element, and the values from there on, which are rounded to the type in `meta`. Returns the file of each tensor.
+    Raises OSError before anything is written if the disk has no room."""
     shards = shard_names({name: tensor.nbytes for name, tensor in meta.items()}, limit)
     with ExitStack() as stack:
         files = {}
@@ -121,12 +191,21 @@ class _File:
     """One safetensors file, preallocated in full."""
 
     def __init__(self, path: Path, meta: dict[str, Tensor]) -> None:
-        header, self.begins, size = _header(meta)
         self.meta, self.missing = meta, {name: tensor.numel() for name, tensor in meta.items()}
         self.pending = (0, 0)  # range of bytes whose writeback has not been started
+        header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        begins, end = {}, 0
+        # The widest types come first, so that every tensor is aligned to its element size.
+        for name, tensor in sorted(meta.items(), key=lambda item: -item[1].itemsize):
+            begins[name], end = end, end + tensor.nbytes
+            span = [begins[name], end]
+            header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.begins = {name: 8 + len(text) + begin for name, begin in begins.items()}
         self.file = path.open("wb")
-        preallocate(self.file, size)
-        self.file.write(header)
+        preallocate(self.file, 8 + len(text) + end)
+        self.file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, name: str, first: int, piece: Tensor) -> None:
         dtype = self.meta[name].dtype
@@ -144,17 +223,3 @@ class _File:
                 low = high = 0
             self.pending, position = (low, high), end
         self.missing[name] -= piece.numel()
-
-
-def _header(meta: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """Return the start of the file, the position of each tensor in it, and the size of the file."""
-    header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    begins, end = {}, 0
-    # The widest types come first, so that every tensor is aligned to its element size.
-    for name, tensor in sorted(meta.items(), key=lambda item: -item[1].itemsize):
-        begins[name], end = end, end + tensor.nbytes
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begins[name], end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    before = 8 + len(text)
-    return struct.pack("<Q", len(text)) + text, {name: before + begin for name, begin in begins.items()}, before + end

@@ -1,6 +1,6 @@
 import time
 
-from hybridrl.runtime.timer import Stopwatch
+from hybridrl.tracking import Stopwatch
 
 
 def test_seconds_of_one_name_add_up_until_they_are_taken():

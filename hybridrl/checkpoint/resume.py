@@ -1,0 +1,274 @@
+"""Resuming: which checkpoint a run continues from, what may have changed in the configuration, and a summary.
+
+Almost every key may change. Changes that make it a different run must be allowed; impossible ones are rejected.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hybridrl.checkpoint import store
+from hybridrl.checkpoint.files import is_intact
+from hybridrl.checkpoint.fingerprints import matching_run
+from hybridrl.checkpoint.store import Checkpoint
+from hybridrl.checkpoint.verl import verl_faults
+from hybridrl.config import ConfigError
+from hybridrl.config.files import SHARDS
+from hybridrl.config.findings import show
+
+Log = Callable[[str], None]
+Verdict = Literal["free", "needs_allow", "impossible"]
+
+CONFIG = "config.yaml"
+ESSENTIAL = (store.STATE, SHARDS)  # a checkpoint cannot be read without these files
+
+# Not reported: where a run is stored, how it is displayed, and how it resumes.
+UNREPORTED = {
+    "trainer.default_local_dir", "trainer.logger", "trainer.resume_mode", "trainer.resume_from_path",
+    "trainer.resume_allow", "trainer.reset_optimizer",
+}  # fmt: skip
+
+# Section of a model -> its name in a checkpoint.
+MODELS = {"actor_rollout_ref.model": "actor", "critic.model": "critic", "model": "actor"}
+
+# Changes that must be allowed, and the effect of each.
+ROWS, OPTIMIZER = "data.train_files", "optim.optimizer"
+OTHER_ROWS = "the rows differ from the saved ones, so the saved position in the data is meaningless"
+REORDERED = "the order of prompts changes: in the current epoch some repeat and some never come"
+RESET = "its moments cannot be carried over; trainer.reset_optimizer=true starts them at zero"
+RESCALED = "the adapter is scaled by lora_alpha / lora_rank, so the model would change at once"
+GUARDED = {
+    ROWS: OTHER_ROWS,
+    **{f"data.{key}": REORDERED for key in ("seed", "shuffle", "train_weights")},
+    **{f"data.sampler.{key}": REORDERED for key in ("class_path", "class_name")},
+    "data.custom_cls.name": OTHER_ROWS,
+    "trainer.seed": "every random draw changes",
+    "algorithm.adv_estimator": "the meaning of the advantages changes",
+    **{section + OPTIMIZER: RESET for section in ("", "actor_rollout_ref.actor.", "critic.")},
+    **{f"{model}.lora_alpha": RESCALED for model in MODELS},
+}
+
+# Settings of a model that determine its tensors' shapes.
+SHAPES = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint: str, log: Log) -> Checkpoint | None:
+    """Return the checkpoint to resume from by `trainer.resume_mode`, or None to start from scratch. That of verl has no
+    state. One named by its path is used even if it is damaged or not healthy, with a warning."""
+    if mode == "disable":
+        return None
+    if mode == "resume_path":
+        return _from_path(path or "", log)
+    if good := store.newest_good(directory, log):
+        return good
+    # verl's are not used once hybridrl has a good one in the directory, whatever its step: the run has continued since,
+    # or started over.
+    for step in filter(store.is_verl, reversed(store.step_directories(directory))):
+        faults = verl_faults(step)
+        if not faults:
+            log(f"{step} was saved by verl: resuming from it (trainer.resume_mode=disable starts from scratch)")
+            return Checkpoint(store.step_number(step), step, {})
+        log(f"{step} is skipped: {'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}")
+    if other := matching_run(directory, fingerprint):
+        log(f"{other} has checkpoints of the same data, model and estimator; starting from scratch")
+    return None
+
+
+def _from_path(path: str, log: Log) -> Checkpoint:
+    key = f"trainer.resume_from_path={path}"
+    step = Path(path).expanduser().absolute()
+    step = step if step in store.step_directories(step.parent) else step.resolve()  # a link may have any name
+    if step not in store.step_directories(step.parent) or not step.is_dir():
+        raise ConfigError(f"{key}: there is no such checkpoint", fix="name one, .../global_step_N")
+    if store.is_verl(step):
+        faults, checkpoint = verl_faults(step), Checkpoint(store.step_number(step), step, {})
+    else:
+        faults, checkpoint = store.check(step), store.read_checkpoint(step)
+    fatal = [fault for fault in faults if fault.partition(":")[0].endswith(ESSENTIAL)]
+    if checkpoint is None or fatal:
+        cause = f"{key}: {'; '.join(fatal or faults)}, without which it cannot be read"
+        raise ConfigError(cause, fix="name another checkpoint")
+    for fault in faults:
+        log(f"warning: {key}: {fault}; using it anyway, as requested")
+    return checkpoint
+
+
+def check_compatible(
+    checkpoint: Checkpoint,
+    config: dict[str, Any],
+    data: str,
+    allow: list[str],
+    reset_optimizer: bool,
+    log: Log,
+    bases: dict[str, str] | None = None,
+) -> None:
+    """Log what changed in the configuration since the save; raise ConfigError for impossible or unallowed changes.
+    `data` is the fingerprint of the data, `bases` those of the models under LoRA adapters, by key."""
+    for key, base in (bases or {}).items():
+        if checkpoint.state.get("bases", {}).get(key, base) != base:
+            path = reduce(lambda section, name: section[name], key.split("."), config)
+            cause = f"{key}={path}: the adapter saved in {checkpoint.path} was trained on a model with other weights"
+            raise ConfigError(cause, fix="name that model, or start from scratch: trainer.resume_mode=disable")
+    before = config
+    if is_intact(checkpoint.path, CONFIG):
+        before = yaml.safe_load((checkpoint.path / CONFIG).read_text(encoding="utf-8"))
+    else:
+        log(f"{checkpoint.path} has no intact {CONFIG}, so changes of the configuration are unknown")
+    changes = config_changes(before, config, step=checkpoint.path, same_rows=checkpoint.state["data"] == data)
+    check_changes(changes, allow, reset_optimizer, log)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key's value in the saved and in the present configuration; None where it is absent. Equal values are a change
+    if what they name has changed, such as files with other rows."""
+
+    key: str
+    old: Any
+    new: Any
+    verdict: Verdict = "free"
+    why: str = ""
+
+    def __str__(self) -> str:
+        values = f": {show(self.old)} -> {show(self.new)}" if self.old != self.new else f"={show(self.new)}"
+        return self.key + values + (f" ({self.why})" if self.why else "")
+
+
+def config_changes(saved: dict[str, Any], present: dict[str, Any], *, step: Path, same_rows: bool) -> list[Change]:
+    """Return the changes of a resolved configuration since the checkpoint in `step` was saved, whose models are
+    compared with the present ones; `same_rows`: whether the data's fingerprint is unchanged."""
+    old, new = _flatten(saved), _flatten(present)
+    unused = () if new.get("critic.enable") else ("critic.",)
+    impossible = {key: why for key, why in _mismatches(step, old, new).items() if not key.startswith(unused)}
+    # A key that did not exist when the checkpoint was saved counts as empty there.
+    differing = [
+        key
+        for key in {**new, **old}
+        if key not in UNREPORTED and old.get(key) != new.get(key) and (key in old or new[key] not in (None, [], ""))
+    ]
+    changes = []
+    for key in dict.fromkeys([*differing, *impossible, *([] if same_rows else [ROWS])]):
+        verdict: Verdict = "free"
+        why = ""
+        if key in impossible:
+            verdict, why = "impossible", impossible[key]
+        elif key == ROWS and same_rows:
+            why = "the same rows"
+        elif key.removesuffix(".path") in MODELS and not key.startswith(unused):
+            why = "the weights are the saved ones"
+        elif key in GUARDED and not key.startswith(unused):
+            verdict, why = "needs_allow", GUARDED[key]
+        changes.append(Change(key, old.get(key), new.get(key), verdict, why))
+    return changes
+
+
+def check_changes(changes: list[Change], allow: list[str], reset_optimizer: bool, log: Callable[[str], None]) -> None:
+    """Log every change; raise one ConfigError for all that are impossible or not allowed. `allow`
+    (trainer.resume_allow) lists allowed keys; `reset_optimizer` allows another optimizer too."""
+    if changes:
+        log("changed in the configuration since the save:")
+    for change in changes:
+        log(f"  {change}")
+    if needless := [key for key in allow if key not in GUARDED]:
+        log(f"trainer.resume_allow has no effect on {', '.join(needless)}; it is for {', '.join(GUARDED)}")
+    allowed = {*allow, *(key for key in GUARDED if reset_optimizer and key.endswith(OPTIMIZER))}
+    impossible = [change for change in changes if change.verdict == "impossible"]
+    forbidden = [change for change in changes if change.verdict == "needs_allow" and change.key not in allowed]
+    if not impossible and not forbidden:
+        return
+    lines = ["the checkpoint and the configuration are incompatible:"]
+    lines += [f"  {change}" for change in (*impossible, *forbidden)]
+    if forbidden:
+        names = dict.fromkeys([*allow, *(change.key for change in forbidden)])
+        intended = "the other changes are" if impossible else "this is"
+        lines.append(f"if {intended} intended: trainer.resume_allow=[{','.join(names)}]")
+    lines.append("otherwise restore the old values, or start from scratch: trainer.resume_mode=disable")
+    raise ConfigError("\n".join(lines))
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _mismatches(step: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
+    """Return the keys that require another model or adapter than the checkpoint has, each with the reason."""
+    mismatches = {} if (step / "critic").is_dir() else {"critic.enable": "no critic was saved"}
+    for section, name in MODELS.items():
+        if f"{section}.path" in new:
+            saved = _shapes(step / name / "huggingface", {})
+            now = _shapes(Path(new[f"{section}.path"]), new, f"{section}.override_config.")
+            differing = [key for key in saved if key in now and saved[key] != now[key]]
+            values = "; ".join(f"{key} {show(now[key])}, saved {show(saved[key])}" for key in differing)
+            if values:
+                mismatches[f"{section}.path"] = f"its tensors do not fit the saved ones: {values}"
+        before, rank = (values.get(f"{section}.lora_rank") or 0 for values in (old, new))
+        if before != rank:
+            reason = f"an adapter of rank {before} was saved" if before else "no adapter was saved"
+            mismatches[f"{section}.lora_rank"] = reason
+        elif before:
+            keys = (f"{section}.target_modules", f"{section}.exclude_modules")
+            mismatches |= {key: "the saved adapter is on other layers" for key in keys if old.get(key) != new.get(key)}
+    return mismatches
+
+
+def _shapes(model: Path, overrides: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the shape settings of a model's config.json with overrides applied; empty if it cannot be read."""
+    try:
+        settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(settings, dict):
+        return {}
+    settings |= {key: overrides[prefix + key] for key in SHAPES if prefix + key in overrides}
+    return {key: settings[key] for key in SHAPES if key in settings}
+
+
+def resume_summary(
+    path: Path,
+    step: int,
+    *,
+    weights: Sequence[str],
+    optimizers: Sequence[str],
+    updates: Mapping[str, int],
+    prompts: int | None,
+    rows: int,
+    kl_weight: float | None = None,
+    trackers: Sequence[str] = (),
+    missing: Mapping[str, str] = {},
+) -> str:
+    """Return a block of lines. What the arguments lack is listed as not restored, with the reason in `missing`
+    ("optimizer of actor": why) or as not saved. `weights` and `optimizers` name models (actor, critic, reference);
+    `updates` has the position of each learner's schedule; `prompts` were used, of `rows` per epoch. `kl_weight` is None
+    if it is not part of the run's state."""
+    epoch, position = divmod(prompts or 0, rows)
+    used = f"{prompts} used: resuming at position {position} of {rows} in epoch {epoch} (from 0)"
+    restored = {
+        "weights": ", ".join(weights),
+        "optimizer": ", ".join(optimizers),
+        "schedule": ", ".join(f"update {count} of {name}" for name, count in updates.items()),
+        "prompts": "" if prompts is None else used,
+        "KL weight": "" if kl_weight is None else f"{kl_weight:.6g}",
+        "trackers": ", ".join(trackers),
+    }
+    learners = [name for name in weights if name in ("actor", "critic")]
+    absent = [f"optimizer of {name}" for name in learners if name not in optimizers]
+    absent += [f"schedule of {name}" for name in learners if name not in updates]
+    absent += [name for name in ("weights", "prompts", "trackers") if not restored[name]]
+    lost = dict.fromkeys(absent, "not in the checkpoint") | dict(missing)
+    width = max(map(len, (*restored, *lost))) + 2
+    lines = [f"resuming after step {step}, restored from {path}"]
+    lines += [f"  {name:<{width}}{value}" for name, value in restored.items() if value]
+    lines += ["not restored"] * bool(lost)
+    lines += [f"  {name:<{width}}{why}" for name, why in lost.items()]
+    return "\n".join(lines)
