@@ -11,9 +11,11 @@ from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.batch_metrics import batch_metrics, mismatch_metrics, throughput_metrics
 from hybridrl.batch import Batch
 from hybridrl.checkpoint.saver import Save, Saver
+from hybridrl.cluster import WorkerDied
 from hybridrl.experience.collector import Collected, Experience
 from hybridrl.experience.episodes import Episode
 from hybridrl.experience.sample_log import SampleLog
+from hybridrl.health import HealthMonitor
 from hybridrl.runtime.signals import StopRequest
 from hybridrl.tracking import Stopwatch, Tracker
 from hybridrl.training.worker_group import TrainWorkers
@@ -83,9 +85,17 @@ def _due(step: int, every: int) -> bool:
 class Trainer:
     """The loop around a task: step, validate, log, save, stop."""
 
-    def __init__(self, task: Task, workers: TrainWorkers, tracker: Tracker, saver: Saver, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        task: Task,
+        workers: TrainWorkers,
+        tracker: Tracker,
+        saver: Saver,
+        schedule: Schedule,
+        health: HealthMonitor,
+    ) -> None:
         self.task, self.workers, self.tracker = task, workers, tracker
-        self.saver, self.schedule = saver, schedule
+        self.saver, self.schedule, self.health = saver, schedule, health
         self.watch = Stopwatch()
 
     def fit(self, done: int, start_up: dict[str, float]) -> None:
@@ -95,22 +105,32 @@ class Trainer:
         if self.schedule.validate_only:
             return
         with StopRequest(wait_for_step=self.saver.plan.times.ever) as stop:
-            for step in range(done + 1, self.schedule.total_steps + 1):
-                epochs = self.task.epochs
-                metrics = self._run_step(step, start_up if step == done + 1 and done else {})
-                last, stopping = self._is_last(step), bool(stop.reason)
-                save = self.saver.due(step, (epochs, self.task.epochs), last=last)
-                if save or stopping:
-                    self.task.before_save()
-                    problem = self.workers.problem() or self.task.problem()
-                    self.saver.start(step, save or Save.RECOVERY, metrics, problem)
-                if last or stopping:
-                    break
+            try:
+                self._run_steps(done, start_up, stop)
+            except Exception as error:
+                if not isinstance(error, WorkerDied):  # all ranks live, and hold the last complete step
+                    self.saver.rescue(error, self.task.before_save)
+                raise
             self.saver.finish()
         if self.saver.failed:
             raise self.saver.failed
         if stop.reason:
             raise KeyboardInterrupt(stop.reason)
+
+    def _run_steps(self, done: int, start_up: dict[str, float], stop: StopRequest) -> None:
+        for step in range(done + 1, self.schedule.total_steps + 1):
+            epochs = self.task.epochs
+            metrics = self._run_step(step, start_up if step == done + 1 and done else {})
+            last, stopping = self._is_last(step), bool(stop.reason)
+            problem = self.workers.problem() or self.task.problem() or self.health.problem()
+            self.saver.completed(step, metrics, problem)
+            self.workers.stop_if_broken(self.schedule.max_skipped_updates, self.saver.store)
+            save = self.saver.due(step, (epochs, self.task.epochs), last=last)
+            if save or stopping:
+                self.task.before_save()
+                self.saver.start(save or Save.RECOVERY)
+            if last or stopping:
+                return
 
     def _is_last(self, step: int) -> bool:
         return step == self.schedule.total_steps or self.task.finished
@@ -119,11 +139,11 @@ class Trainer:
         """Run one step, then validate and log; returns its metrics."""
         with self.watch("step"):
             metrics = self.task.train_step(step)
-        self.workers.stop_if_broken(self.schedule.max_skipped_updates, self.saver.store)
         metrics |= self.watch.take() | self.saver.watch.take() | start_up
         metrics |= throughput_metrics(metrics, len(self.workers.group))
         if self.schedule.validates(step, self._is_last(step)):
             metrics |= self.task.validate(step)
+        metrics |= self.health.judge(step, metrics)
         # Log before saving: otherwise a run resumed from this checkpoint would miss the step's metrics.
         self.tracker.log(step, metrics | self.task.take_metrics() | {"training/global_step": step})
         self.saver.poll()

@@ -24,7 +24,7 @@ LAYERS = """
     experience  hybrid_engine
     training  rollout  rewards  data
     algorithms  weights  checkpoint  cluster
-    runtime
+    runtime  health
     batch  config  device  tracking
 """
 LAYER = {name: layer for layer, line in enumerate(reversed(LAYERS.split("\n"))) for name in line.split()}

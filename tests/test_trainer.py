@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -10,9 +11,13 @@ import torch
 
 from hybridrl.checkpoint.saver import Save
 from hybridrl.checkpoint.store import SaveFailed
+from hybridrl.cluster import WorkerDied
 from hybridrl.experience.collector import Collected
+from hybridrl.health import HealthMonitor
+from hybridrl.health.rules import Diagnosis, Rule
 from hybridrl.runtime import signals
 from hybridrl.trainer import RLTask, Schedule, Trainer
+from hybridrl.training.worker_group import BrokenUpdates
 
 
 class Silent:
@@ -73,8 +78,15 @@ class RecordingSaver:
         self.calls.append(("due", step, epochs))
         return Save.KEPT if step in self.keeps or last else None
 
-    def start(self, step: int, save: Save, metrics: dict[str, float], problem: str) -> None:
-        self.calls.append(("save", step, save, metrics["loss"], problem))
+    def completed(self, step: int, metrics: dict[str, float], problem: str) -> None:
+        self.latest = (step, metrics["loss"], problem)
+
+    def start(self, save: Save) -> None:
+        self.calls.append(("save", *self.latest, save))
+
+    def rescue(self, error: Exception, prepare: Callable[[], None]) -> None:
+        prepare()
+        self.calls.append(("rescue", *self.latest, str(error)))
 
     def poll(self) -> None:
         self.calls.append("poll")
@@ -91,9 +103,12 @@ class RecordingWorkers:
     def __init__(self, reason: str = "") -> None:
         self.reason = reason
         self.limits: list[tuple[int, str]] = []
+        self.broken = False
 
     def stop_if_broken(self, most: int, store: str) -> None:
         self.limits.append((most, store))
+        if self.broken:
+            raise BrokenUpdates("3 updates in a row")
 
     def problem(self) -> str:
         return self.reason
@@ -113,9 +128,15 @@ def new_signals(monkeypatch):
     monkeypatch.setattr(signals, "REQUESTS", signals.Requests())
 
 
-def trainer(task: RecordingTask, schedule: Schedule, saver: RecordingSaver | None = None, reason: str = "") -> Trainer:
+def trainer(
+    task: RecordingTask,
+    schedule: Schedule,
+    saver: RecordingSaver | None = None,
+    reason: str = "",
+    health: HealthMonitor | None = None,
+) -> Trainer:
     saver = saver or RecordingSaver(task.calls)
-    return Trainer(task, RecordingWorkers(reason), RecordingTracker(), saver, schedule)
+    return Trainer(task, RecordingWorkers(reason), RecordingTracker(), saver, schedule, health or HealthMonitor())
 
 
 def steps(task: RecordingTask, kind: str) -> list[int]:
@@ -135,7 +156,7 @@ def test_a_run_trains_validates_logs_and_saves_in_this_order():
         "poll",
         ("due", 2, (0.25, 0.5)),
         "before_save",
-        ("save", 2, Save.KEPT, 2.0, "the task's problem"),
+        ("save", 2, 2.0, "the task's problem", Save.KEPT),
         "finish",
     ]
     assert list(loop.tracker.logged) == [1, 2]
@@ -182,7 +203,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_recovery_checkpoint():
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         trainer(task, Schedule(5, validate_every=-1)).fit(0, {})
     assert steps(task, "train") == [1, 2]
-    assert ("save", 2, Save.RECOVERY, 2.0, "the task's problem") in task.calls and task.calls[-1] == "finish"
+    assert ("save", 2, 2.0, "the task's problem", Save.RECOVERY) in task.calls and task.calls[-1] == "finish"
 
 
 @pytest.mark.parametrize(("total", "keeps"), [(2, ()), (5, (2,))])
@@ -190,7 +211,7 @@ def test_a_signal_in_a_step_that_is_kept_anyway_saves_it_once(total, keeps):
     task = RecordingTask(kill_at=2)
     with pytest.raises(KeyboardInterrupt):
         trainer(task, Schedule(total, validate_every=-1), RecordingSaver(task.calls, keeps)).fit(0, {})
-    assert [call[1:3] for call in task.calls if call[0] == "save"] == [(2, Save.KEPT)]
+    assert [(call[1], call[-1]) for call in task.calls if call[0] == "save"] == [(2, Save.KEPT)]
 
 
 def test_a_run_whose_last_save_failed_ends_with_that_error():
@@ -203,8 +224,53 @@ def test_a_problem_of_the_models_is_saved_before_one_of_the_task():
     task = RecordingTask()
     loop = trainer(task, Schedule(1, validate_every=-1, max_skipped_updates=7), reason="an update was not finite")
     loop.fit(0, {})
-    assert task.calls[-2][-1] == "an update was not finite"
+    assert task.calls[-2][-2] == "an update was not finite"
     assert loop.workers.limits == [(7, "store")]
+
+
+@dataclass
+class FailingTask(RecordingTask):
+    """Fails in step 3 with this error."""
+
+    error: Exception = field(default_factory=RuntimeError)
+
+    def train_step(self, step: int) -> dict[str, float]:
+        if step == 3:
+            raise self.error
+        return super().train_step(step)
+
+
+def test_an_error_saves_the_step_before_it_and_ends_the_run():
+    task = FailingTask(error=RuntimeError("the reward function failed"))
+    with pytest.raises(RuntimeError, match="the reward function failed"):
+        trainer(task, Schedule(5, validate_every=-1)).fit(0, {})
+    assert task.calls[-2:] == ["before_save", ("rescue", 2, 2.0, "the task's problem", "the reward function failed")]
+
+
+def test_a_lost_worker_leaves_nothing_to_save():
+    task = FailingTask(error=WorkerDied("train worker 1 was killed"))
+    with pytest.raises(WorkerDied):
+        trainer(task, Schedule(5, validate_every=-1)).fit(0, {})
+    assert not steps(task, "rescue")
+
+
+def test_updates_that_are_broken_end_the_run_after_their_step_is_logged_and_saved():
+    task = RecordingTask()
+    loop = trainer(task, Schedule(5, validate_every=-1), reason="an update was not finite")
+    loop.workers.broken = True
+    with pytest.raises(BrokenUpdates):
+        loop.fit(0, {})
+    assert task.calls[-1] == ("rescue", 1, 1.0, "an update was not finite", "3 updates in a row")
+    assert list(loop.tracker.logged) == [1]
+
+
+def test_a_diagnosis_is_logged_and_weights_after_a_collapse_are_not_healthy():
+    task, rule = RecordingTask(), Rule("collapse", lambda history: Diagnosis("collapsed", "lower lr"), damages=True)
+    task.problem = lambda: ""
+    loop = trainer(task, Schedule(1, validate_every=-1), health=HealthMonitor(rules=[rule]))
+    loop.fit(0, {})
+    assert loop.tracker.logged[1]["health/collapse"] == 1.0
+    assert ("save", 1, 1.0, "collapsed", Save.KEPT) in task.calls
 
 
 class RecordingStep:

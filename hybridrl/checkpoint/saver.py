@@ -1,4 +1,5 @@
-"""Saving checkpoints while training continues: workers write in the background, the driver publishes complete ones.
+"""Saving checkpoints while training continues: workers write in the background, and a thread of the driver publishes
+what is complete, so that a step that fails in the meantime costs no checkpoint.
 
 At most one save is in progress. A failed save costs only itself: training continues, and older checkpoints are intact.
 """
@@ -9,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from hybridrl.checkpoint.store import Checkpoint, SaveFailed, Store
@@ -37,6 +39,8 @@ class Stateful(HasState, Protocol):
 class SavableModels(Protocol):
     """The models of a run, as the training workers hold them."""
 
+    updates_begun: int  # the weights are those of a complete step as long as it stays the same
+
     def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
         """Start to write each model's parts; returns when they are copied to host memory."""
 
@@ -55,7 +59,8 @@ class Save(Enum):
 @dataclass(frozen=True)
 class SaveTimes:
     """When a checkpoint is saved to be kept, and when only to recover from. A checkpoint is kept every `steps` steps
-    (0: at the end only; -1: never), `epochs` epochs, `seconds` seconds. The last step is kept wherever anything is."""
+    (0: at the end only; -1: never), `epochs` epochs, `seconds` seconds. The last step is kept wherever anything is.
+    Recovery does not depend on it: 0 or fewer `recovery_seconds` turn it off."""
 
     steps: int
     epochs: float | None
@@ -63,8 +68,12 @@ class SaveTimes:
     recovery_seconds: float
 
     @property
-    def ever(self) -> bool:
+    def keeps_any(self) -> bool:
         return self.steps >= 0 or self.epochs is not None or self.seconds is not None
+
+    @property
+    def ever(self) -> bool:
+        return self.keeps_any or self.recovery_seconds > 0
 
     def keeps(self, step: int, epochs: tuple[float, float], seconds: float) -> bool:
         """Whether to keep a step; `epochs` were done before and after it, the last kept one is `seconds` old."""
@@ -73,7 +82,7 @@ class SaveTimes:
         return by_steps or by_epochs or (self.seconds is not None and seconds >= self.seconds)
 
     def recovers(self, seconds: float) -> bool:
-        return self.ever and 0 < self.recovery_seconds <= seconds
+        return 0 < self.recovery_seconds <= seconds
 
 
 @dataclass(frozen=True)
@@ -91,29 +100,42 @@ class SavePlan:
 
 
 class Saver:
-    """Starts saves and sees them through; `parts` give the driver's state by name."""
+    """Starts saves and sees them through; `parts` give the driver's state by name, `log` that of what was logged."""
 
-    def __init__(self, models: SavableModels, store: Store, plan: SavePlan, parts: Mapping[str, HasState]) -> None:
-        self.models, self.store, self.plan, self.parts = models, store, plan, parts
+    def __init__(
+        self, models: SavableModels, store: Store, plan: SavePlan, parts: Mapping[str, HasState], log: HasState
+    ) -> None:
+        self.models, self.store, self.plan, self.parts, self.log = models, store, plan, parts, log
         self.watch = Stopwatch()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
-        self.writing: tuple[int, dict[str, Any]] | None = None  # by the workers
-        self.publishing: Future[Checkpoint] | None = None
+        self.latest: dict[str, Any] = {}  # the state after the last complete step
+        self.updates = 0  # begun by then
+        self.saved = 0  # the step of the last save
+        self.publishing: Future[Checkpoint | None] | None = None
+        self.writing = False  # by the workers, as far as they were asked
+        self.abandoned = Event()
         self.failed: SaveFailed | None = None  # if the last save failed
         self.saved_at = self.kept_at = time.monotonic()
 
     def due(self, step: int, epochs: tuple[float, float], *, last: bool) -> Save | None:
         """Whether a step is to be saved, and how long it stays; `epochs` were done before and after it."""
         now, times = time.monotonic(), self.plan.times
-        if times.ever and (last or times.keeps(step, epochs, now - self.kept_at)):
+        if times.keeps_any and (last or times.keeps(step, epochs, now - self.kept_at)):
             return Save.KEPT
         return Save.RECOVERY if times.recovers(now - self.saved_at) else None
 
-    def start(self, step: int, save: Save, metrics: dict[str, float], problem: str) -> None:
-        """Save a step; returns when all models are copied to host memory. `problem` says why a run should rather resume
-        from another checkpoint; empty: this one is healthy."""
+    def completed(self, step: int, metrics: dict[str, float], problem: str) -> None:
+        """Record the state after a step, which `start` saves, or `rescue` if the next one fails. `problem` says why a
+        run should rather resume from another checkpoint; empty: this one is healthy."""
+        state = {"step": step, "metrics": metrics, "healthy": not problem, "reason": problem}
+        for part in self.parts.values():
+            state |= part.state_dict()
+        self.latest, self.updates = self.plan.fixed | state, self.models.updates_begun
+
+    def start(self, save: Save) -> None:
+        """Save the last complete step; returns when all models are copied to host memory."""
         self.finish()
-        self.saved_at = time.monotonic()
+        self.saved_at, step = time.monotonic(), self.latest["step"]
         if save is Save.KEPT:
             self.kept_at = self.saved_at
         with self.watch("save_checkpoint"):
@@ -121,20 +143,34 @@ class Saver:
                 directory = self.store.begin(step)
             except SaveFailed as error:
                 return self._log_failure(error)
-            state = {"step": step, "metrics": metrics, "recovery": save is Save.RECOVERY}
-            state |= {"healthy": not problem, "reason": problem}
-            for part in self.parts.values():
-                state |= part.state_dict()
-            self.writing = (step, self.plan.fixed | state)
+            state = self.latest | {"recovery": save is Save.RECOVERY} | self.log.state_dict()
             try:
-                self._write(directory)
+                sharded = self._write(directory)
+                self.store.complete(step, state, sharded)
             except (OSError, RuntimeError) as error:
-                self.writing = None
                 return self._log_failure(self.store.failed(step, error))
+            self.saved, self.writing = step, bool(sharded)
+            self.abandoned.clear()
+            self.publishing = self.thread.submit(self._publish, step, state, sharded)
             if not self.plan.asynchronous:
                 self.finish()
 
-    def _write(self, directory: Path) -> None:
+    def rescue(self, error: Exception, prepare: Callable[[], None]) -> None:
+        """Save the last complete step before an error ends the run, unless it is saved, or the weights have changed;
+        `prepare` brings the devices into the state for it."""
+        step = self.latest.get("step", 0)
+        if not self.plan.times.ever or step == self.saved or self.models.updates_begun != self.updates:
+            return self.finish()
+        self.latest["stopped"] = str(error)
+        try:
+            prepare()
+            self.start(Save.RECOVERY)
+            self.finish()
+        except Exception as second:  # the first error is the one to report
+            warn(f"step {step} could not be saved: {second}")
+
+    def _write(self, directory: Path) -> list[str]:
+        """Write what the driver has, and start the workers' writing. Returns the models that they write in shards."""
         (directory / "config.yaml").write_text(self.plan.config, encoding="utf-8")
         for name, parts in self.plan.contents.items():
             if WHOLE in parts:
@@ -143,35 +179,47 @@ class Saver:
         self.models.start_save(directory, sharded)
         for name in self.plan.contents:
             self.plan.complete(directory / name / HUGGINGFACE)
+        return [name for name, parts in sharded.items() if parts]
+
+    def _publish(self, step: int, state: dict[str, Any], sharded: list[str]) -> Checkpoint | None:
+        """Publish a step once all of it is on disk; runs in the thread."""
+        while not self.store.is_written(step, sharded):
+            if self.abandoned.wait(POLL_SECONDS):
+                return None
+        saved, note = self.store.publish(step, state), ""
+        if saved.state["recovery"]:
+            note = " (a recovery checkpoint)"
+        elif WHOLE not in self.plan.contents["actor"]:
+            merge = f"python -m hybridrl.model_merger merge --local_dir {saved.path}/actor --target_dir merged"
+            note = f" (to merge it: {merge})"
+        info(f"saved {saved.path}{note}")
+        return saved
 
     def poll(self) -> None:
-        """Publish the checkpoint in progress if the workers have written all of it; called between steps."""
-        if self.writing is not None:
-            step, state = self.writing
+        """See whether the save in progress failed or is done; called between steps, when the workers respond."""
+        failure: Exception | None = None
+        if self.writing:
             try:
-                if not self.models.finished_save():
-                    return
+                self.writing = not self.models.finished_save()
             except RuntimeError as error:
-                self.writing = None
-                return self._log_failure(self.store.failed(step, error))
-            self.writing, self.publishing = None, self.thread.submit(self.store.publish, step, state)
-        if self.publishing is not None and self.publishing.done():
+                self.abandoned.set()
+                self.writing, failure = False, error
+        if self.publishing is not None and (self.abandoned.is_set() or self.publishing.done()):
             publishing, self.publishing, self.failed = self.publishing, None, None
             try:
-                saved = publishing.result()
+                if publishing.result() is None and failure:
+                    self._log_failure(self.store.failed(self.saved, failure))
             except SaveFailed as error:
-                return self._log_failure(error)
-            note = ""
-            if saved.state["recovery"]:
-                note = " (a recovery checkpoint)"
-            elif WHOLE not in self.plan.contents["actor"]:
-                merge = f"python -m hybridrl.model_merger merge --local_dir {saved.path}/actor --target_dir merged"
-                note = f" (to merge it: {merge})"
-            info(f"saved {saved.path}{note}")
+                self._log_failure(error)
+
+    def close(self) -> None:
+        """End the thread; what the workers write to the end is published when the run is started again."""
+        self.abandoned.set()
+        self.thread.shutdown()
 
     def finish(self) -> None:
         """Wait for the save in progress, if there is one."""
-        while self.writing is not None or self.publishing is not None:
+        while self.writing or self.publishing is not None:
             self.poll()
             time.sleep(POLL_SECONDS)
 

@@ -21,7 +21,8 @@ from typing import Any, TextIO
 
 from hybridrl.checkpoint.files import faults, flush_to_disk, is_intact, publish, write_manifest
 from hybridrl.config import ConfigError
-from hybridrl.config.files import VERL_SHARDS
+from hybridrl.config.files import SHARDS, VERL_SHARDS
+from hybridrl.tracking.console import info
 
 STATE = "state.json"
 LOCK = ".lock"  # held by the run that uses a directory
@@ -137,6 +138,9 @@ class Store:
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(directory)
+        for writing in directory.glob(".global_step_*.writing"):
+            if state := _complete_state(writing):  # all is on disk, and the run ended before it could publish it
+                info(f"{self.publish(step_number(writing), state).path} is complete: published")
         self._clean()
 
     def close(self) -> None:
@@ -152,6 +156,15 @@ class Store:
         except OSError as error:
             raise self.failed(step, error) from error
         return writing
+
+    def complete(self, step: int, state: dict[str, Any], sharded: list[str]) -> None:
+        """Write the state of a checkpoint of which only the shards of these models are missing."""
+        text = json.dumps(state | {"sharded": sharded}, indent=1)
+        (self._hidden(step, "writing") / STATE).write_text(text, encoding="utf-8")
+
+    def is_written(self, step: int, sharded: list[str]) -> bool:
+        """Return whether all shards of these models are on disk."""
+        return _has_shards(self._hidden(step, "writing"), sharded)
 
     def publish(self, step: int, state: dict[str, Any]) -> Checkpoint:
         """Publish a written checkpoint with its state, then delete those not retained. May run in a thread."""
@@ -212,6 +225,21 @@ class Store:
             path.replace(hidden)
             flush_to_disk(self.directory)
             _remove(hidden)
+
+
+def _has_shards(directory: Path, sharded: list[str]) -> bool:
+    """Return whether all shards of these models are on disk: torch.distributed.checkpoint writes their index once every
+    rank has written and flushed its own."""
+    return all((directory / name / SHARDS).is_file() for name in sharded)
+
+
+def _complete_state(writing: Path) -> dict[str, Any] | None:
+    """Return the state of a checkpoint of which everything is on disk; None if something is missing."""
+    try:
+        state = json.loads((writing / STATE).read_text(encoding="utf-8"))
+        return state if _has_shards(writing, state.pop("sharded")) else None
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _remove(path: Path) -> None:

@@ -18,9 +18,11 @@ from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
 from hybridrl.config.schema import SFTTrainerConfig
+from hybridrl.health import HealthMonitor
 from hybridrl.runs.resume import ResumePlan, restore
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
+from hybridrl.tracking.report import read_metrics
 from hybridrl.trainer import Schedule, Task, Trainer
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import TrainWorker
@@ -101,8 +103,9 @@ def run(config: C, job_class: Callable[[C], Job]) -> None:
             restore(config, plan, workers, parts, job.rows)
         else:
             tracker.log(0, start_up)
-        saver = Saver(workers, store, save_plan(config, job, plan), parts | {"tracker": tracker})
-        Trainer(task, workers, tracker, saver, schedule).fit(plan.done, start_up)
+        saver = stack.enter_context(closing(Saver(workers, store, save_plan(config, job, plan), parts, tracker)))
+        health = HealthMonitor(read_metrics(directory) if resume else {})
+        Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
     draw_curves(directory)
     info(summary(directory))
 

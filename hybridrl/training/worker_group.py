@@ -102,6 +102,7 @@ class TrainWorkers:
         self.watch = Stopwatch()
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
         self.most_skipped_in_a_row = 0
+        self.updates_begun = 0  # of any model: as long as it stays the same, so do the weights
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
@@ -197,6 +198,7 @@ class TrainWorkers:
     ) -> tuple[Metrics, Outputs]:
         """One update of the policy per mini-batch. Returns mean metrics, and the outputs if they are the old ones."""
         budget = self.policy.updates.budget
+        self.updates_begun += 1
         shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, budget)
         parts = [(*part, loss, step) for part in parts]
         results = self.group.scatter(TrainWorker.update_policy, parts, timeout=self.timeout)
@@ -209,6 +211,7 @@ class TrainWorkers:
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """The step's updates of the critic. Returns the updates' mean metrics."""
         assert self.critic is not None
+        self.updates_begun += 1
         with self.watch("update_critic"):
             mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
             _, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, budget)

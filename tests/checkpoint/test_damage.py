@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class OneRank:
     """Stands in for the training ranks: saves a model as they do."""
 
     def __init__(self, path: str) -> None:
-        self.learner, self.writer = build(path), StateWriter("cpu")
+        self.learner, self.writer, self.updates_begun = build(path), StateWriter("cpu"), 0
         train(self.learner, range(1))
 
     def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
@@ -67,9 +68,10 @@ def saved(tmp_path_factory) -> Path:
     store = Store(run)
     times = SaveTimes(steps=1, epochs=None, seconds=None, recovery_seconds=-1)
     plan = SavePlan({"actor": list(ALL)}, times, tokenizer_files, yaml.safe_dump(CONFIG), STATE)
-    saver = Saver(OneRank(str(model)), store, plan, {})
+    saver = Saver(OneRank(str(model)), store, plan, {}, SimpleNamespace(state_dict=dict))
     for step in (1, 2):
-        saver.start(step, Save.KEPT, {}, "")
+        saver.completed(step, {}, "")
+        saver.start(Save.KEPT)
     saver.finish()
     store.close()
     dist.destroy_process_group()

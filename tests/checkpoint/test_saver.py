@@ -1,13 +1,14 @@
 """When a step is saved, and what its state.json has."""
 
 import json
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
-from hybridrl.checkpoint.store import Store
-from hybridrl.tracking import Tracker
+from hybridrl.checkpoint.store import Store, check, list_checkpoints
 
 
 def times(steps=0, epochs=None, seconds=None, recovery_seconds=600.0) -> SaveTimes:
@@ -48,10 +49,14 @@ def test_steps_epochs_and_seconds_add_up():
     assert kept(both, 10) == [3, 5, 6, 8, 10]
 
 
-@pytest.mark.parametrize(("chosen", "ever"), [(times(-1), False), (times(-1, epochs=1), True), (times(0), True)])
-def test_nothing_is_ever_saved_where_steps_are_switched_off_and_neither_epochs_nor_seconds_are_named(chosen, ever):
-    assert chosen.ever is ever
-    assert chosen.recovers(10_000.0) is ever
+@pytest.mark.parametrize(("chosen", "keeps"), [(times(-1), False), (times(-1, epochs=1), True), (times(0), True)])
+def test_recovery_does_not_depend_on_whether_any_step_is_kept(chosen, keeps):
+    assert chosen.keeps_any is keeps
+    assert chosen.ever and chosen.recovers(10_000.0)
+
+
+def test_nothing_is_ever_saved_where_both_are_switched_off():
+    assert not times(-1, recovery_seconds=-1).ever
 
 
 def test_a_recovery_save_is_due_after_its_seconds_and_never_where_they_are_switched_off():
@@ -71,26 +76,52 @@ class Part:
 
 
 class Models:
-    """Training workers that have written everything at once."""
+    """Training workers that write the shards of the actor when `write` is called, or fail to."""
 
-    def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None: ...
+    def __init__(self, *, at_once: bool = True, error: str = "") -> None:
+        self.at_once, self.error = at_once, error
+        self.updates_begun = 0
+        self.directory = Path()
+
+    def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
+        self.directory = directory
+        if self.at_once:
+            self.write()
+
+    def write(self) -> None:
+        (self.directory / "actor").mkdir(exist_ok=True)
+        (self.directory / "actor" / "__0_0.distcp").write_text("weights")
+        (self.directory / "actor" / ".metadata").write_text("index")
 
     def finished_save(self) -> bool:
-        return True
+        if self.error:
+            raise RuntimeError(self.error)
+        return (self.directory / "actor" / ".metadata").exists() or not self.directory.exists()
 
 
-def test_the_state_of_every_part_lies_in_state_json_with_what_identifies_the_run(tmp_path):
-    store = Store(tmp_path / "run")
-    plan = SavePlan({"actor": ["model"]}, times(1), lambda directory: None, "", {"data": "d", "fingerprint": "f"})
-    with Tracker([], tmp_path / "log", "project", "run", {}, 1) as tracker:
-        parts = {"experience": Part(prompts=8, fault_steps=0), "algorithm": Part(kl_weight=0.5), "tracker": tracker}
-        saver = Saver(Models(), store, plan, parts)
-        saver.start(3, Save.RECOVERY, {"val/loss": 1.0}, "an update was not finite")
-        saver.finish()
-    store.close()
-    state = json.loads((tmp_path / "run" / "global_step_3" / "state.json").read_text())
-    del state["published"]
-    assert state == {
+@pytest.fixture
+def store(tmp_path):
+    with closing(Store(tmp_path / "run")) as store:
+        yield store
+
+
+def saver_of(models: Models, store: Store, saved: SaveTimes | None = None, **parts: Part) -> Saver:
+    fixed = {"data": "d", "fingerprint": "f"}
+    plan = SavePlan({"actor": ["model"]}, saved or times(1), lambda directory: None, "", fixed)
+    return Saver(models, store, plan, parts, Part(sinks={}))
+
+
+def state(store: Store, step: int) -> dict[str, object]:
+    return json.loads((store.directory / f"global_step_{step}" / "state.json").read_text())
+
+
+def test_the_state_of_every_part_lies_in_state_json_with_what_identifies_the_run(store):
+    parts = {"experience": Part(prompts=8, fault_steps=0), "algorithm": Part(kl_weight=0.5)}
+    saver = saver_of(Models(), store, **parts)
+    saver.completed(3, {"val/loss": 1.0}, "an update was not finite")
+    saver.start(Save.RECOVERY)
+    saver.finish()
+    assert state(store, 3) == {
         "step": 3,
         "data": "d",
         "fingerprint": "f",
@@ -102,4 +133,101 @@ def test_the_state_of_every_part_lies_in_state_json_with_what_identifies_the_run
         "recovery": True,
         "healthy": False,
         "reason": "an update was not finite",
+        "published": 1,
     }
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 10
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def test_a_checkpoint_is_published_during_the_next_step_as_soon_as_it_is_on_disk(store):
+    models = Models(at_once=False)
+    saver = saver_of(models, store)
+    saver.completed(1, {}, "")
+    saver.start(Save.KEPT)
+    time.sleep(0.3)
+    assert not list_checkpoints(store.directory)
+    models.write()
+    wait_for(store.directory / "global_step_1")  # nobody called poll
+    saver.close()
+
+
+def interrupted(store: Store, *, written: bool) -> None:
+    """Leave the directory as a run that is killed while step 2 is saved."""
+    models = Models(at_once=False)
+    saver = saver_of(models, store)
+    saver.completed(2, {}, "")
+    saver.start(Save.KEPT)
+    saver.close()
+    if written:
+        models.write()
+    store.close()
+
+
+def test_a_checkpoint_that_is_complete_when_its_run_ends_is_published_at_the_next_start(store):
+    interrupted(store, written=True)
+    with closing(Store(store.directory)):
+        (checkpoint,) = list_checkpoints(store.directory)
+        assert checkpoint.step == 2 and not check(checkpoint.path) and "sharded" not in checkpoint.state
+
+
+def test_one_that_is_not_complete_is_removed(store):
+    interrupted(store, written=False)
+    with closing(Store(store.directory)):
+        assert not list(store.directory.glob("*global_step*"))
+
+
+def test_a_save_that_workers_cannot_write_leaves_nothing_and_training_continues(store, capsys):
+    saver = saver_of(Models(at_once=False, error="rank 1: No space left on device"), store)
+    saver.completed(1, {}, "")
+    saver.start(Save.KEPT)
+    saver.finish()
+    assert "rank 1: No space left on device" in str(saver.failed)
+    assert not list(store.directory.glob("*global_step*"))
+    saver.models = Models()
+    saver.completed(2, {}, "")
+    saver.start(Save.KEPT)
+    saver.finish()
+    assert saver.failed is None and [one.step for one in list_checkpoints(store.directory)] == [2]
+
+
+# Rescue: an error ends the run.
+
+ERROR = RuntimeError("rollout server 0 was lost 4 times")
+
+
+def test_the_last_complete_step_is_saved_before_an_error_ends_the_run(store):
+    part, prepared = Part(prompts=8), []
+    saver = saver_of(Models(), store, times(-1), experience=part)
+    saver.completed(1, {"loss": 1.0}, "")
+    part.state = {"prompts": 16}  # the step that fails has drawn its prompts already
+    saver.rescue(ERROR, lambda: prepared.append(True))
+    saved = state(store, 1)
+    assert (saved["prompts"], saved["recovery"], saved["stopped"]) == (8, True, str(ERROR)) and prepared
+
+
+@pytest.mark.parametrize("reason", ["first step", "saved", "weights have changed", "switched off"])
+def test_nothing_is_saved_without_a_sound_step_that_is_not_saved_yet(store, reason):
+    saver = saver_of(Models(), store, times(-1, recovery_seconds=-1) if reason == "switched off" else None)
+    if reason != "first step":
+        saver.completed(1, {}, "")
+    if reason == "saved":
+        saver.start(Save.KEPT)
+    saver.models.updates_begun += reason == "weights have changed"
+    saver.rescue(ERROR, lambda: None)
+    assert [one.step for one in list_checkpoints(store.directory)] == [1] * (reason == "saved")
+
+
+def test_a_rescue_that_fails_hides_no_error(store, capsys):
+    saver = saver_of(Models(), store)
+    saver.completed(1, {}, "")
+
+    def prepare() -> None:
+        raise RuntimeError("rank 0 does not respond")
+
+    saver.rescue(ERROR, prepare)
+    assert "step 1 could not be saved: rank 0 does not respond" in capsys.readouterr().out

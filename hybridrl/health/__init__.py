@@ -1,0 +1,5 @@
+"""Health of a run while it trains: rules that read its metrics."""
+
+from hybridrl.health.monitor import HealthMonitor
+
+__all__ = ["HealthMonitor"]

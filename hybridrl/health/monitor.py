@@ -1,0 +1,57 @@
+"""Judges each step of a run by the rules, and reports a diagnosis once when it begins and once when it is over."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hybridrl.health.rules import RULES, Diagnosis, History, Rule
+from hybridrl.tracking.console import info, warn
+
+OVER = 5  # steps in a row without a diagnosis after which it is over
+
+
+class HealthMonitor:
+    """The diagnoses of a run. `earlier` are the metrics of the steps that a resumed run has done, by step."""
+
+    def __init__(
+        self,
+        earlier: Mapping[int, Mapping[str, float]] | None = None,
+        rules: Sequence[Rule] = RULES,
+        warn: Callable[[str], None] = warn,
+        info: Callable[[str], None] = info,
+    ) -> None:
+        self.rules, self.warn, self.info = rules, warn, info
+        self.history = History()
+        self.active: dict[str, Diagnosis] = {}
+        self.begun: dict[str, int] = {}  # every code so far, with the step at which it last began
+        self._quiet: dict[str, int] = {}
+        for step, metrics in (earlier or {}).items():
+            if step > 0:
+                self._advance(step, metrics)
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Judge a step and report what begins or is over; returns `health/<code>`, 1 or 0, for every code so far."""
+        begun, over = self._advance(step, metrics)
+        for code in begun:
+            diagnosis = self.active[code]
+            self.warn(f"step {step}: {diagnosis.cause}; {diagnosis.fix} [{code}]")
+        for code in over:
+            self.info(f"step {step}: {code} of step {self.begun[code]} is over")
+        return {f"health/{code}": float(code in self.active) for code in self.begun}
+
+    def problem(self) -> str:
+        """Return why a run should not resume from the weights as they are; empty: no reason."""
+        causes = [self.active[rule.code].cause for rule in self.rules if rule.damages and rule.code in self.active]
+        return causes[0] if causes else ""
+
+    def _advance(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], list[str]]:
+        """Add a step; returns the codes that begin with it and those that are over."""
+        self.history.add(step, metrics)
+        now = {rule.code: diagnosis for rule in self.rules if (diagnosis := rule.judge(self.history))}
+        explained = {code for rule in self.rules if rule.code in {*now, *self.active} for code in rule.explains}
+        begun = [code for code in now if code not in self.active and code not in explained]
+        self.begun |= dict.fromkeys(begun, step)
+        self.active |= {code: now[code] for code in begun} | {code: now[code] for code in self.active if code in now}
+        self._quiet = {code: 0 if code in now else self._quiet.get(code, 0) + 1 for code in self.active}
+        over = [code for code, steps in self._quiet.items() if steps >= OVER]
+        for code in over:
+            del self.active[code], self._quiet[code]
+        return begun, over

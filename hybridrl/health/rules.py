@@ -1,0 +1,235 @@
+"""Rules on the metrics of a run: what goes wrong in training although nothing fails.
+
+A rule is a function of the History: None if all is well, or a Diagnosis with the measured figures and an override to
+try. The functions keep no state, so a run, its resumption and a reader of metrics.jsonl come to the same diagnoses.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, median, stdev
+
+from hybridrl.tracking.sink import is_validation_score
+
+Metrics = Mapping[str, float]
+
+FIRST, WINDOW = 10, 100  # training steps kept from the start of a run, and up to now
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SCORE, LENGTH = "critic/score/mean", "response_length/mean"
+REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was measured, and what to set."""
+
+    cause: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean score of one validation, and the mean training score of the steps before it."""
+
+    step: int
+    score: float
+    training: float
+
+
+@dataclass
+class History:
+    """The training steps of a run as its rules read them: the first ones, the last ones, and every validation."""
+
+    first: list[Metrics] = field(default_factory=list)
+    recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    validations: list[Validation] = field(default_factory=list)
+    steps: int = 0
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        self.steps += 1
+        self.recent.append(metrics)
+        if len(self.first) < FIRST:
+            self.first.append(metrics)
+        scores = [value for name, value in metrics.items() if is_validation_score(name)]
+        if scores:
+            self.validations.append(Validation(step, fmean(scores), _mean(self.last(SCORE, 5)) or 0.0))
+
+    def last(self, name: str, count: int) -> list[float]:
+        """Return a metric's values in the last `count` steps, fewer if it has fewer."""
+        return _values(name, list(self.recent)[-count:])
+
+    def now(self, name: str, count: int = 5) -> float | None:
+        """Return a metric's mean over the last `count` steps; None as long as there are fewer."""
+        values = self.last(name, count)
+        return fmean(values) if len(values) == count else None
+
+    def start(self, name: str) -> float | None:
+        """Return a metric's mean over the first steps."""
+        return _mean(_values(name, self.first))
+
+    def learned(self) -> bool:
+        """Return whether the mean score of the last five steps is above that of the first ones, noise aside."""
+        now, scores = self.now(SCORE), _values(SCORE, self.first)
+        if now is None or len(scores) < 2:
+            return True
+        return now > fmean(scores) + stdev(scores) / math.sqrt(len(scores))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A judgement with a stable code. While it holds, the codes in `explains` are its consequences and not reported.
+
+    `damages`: the weights of such a step are not what a run should resume from.
+    """
+
+    code: str
+    judge: Callable[[History], Diagnosis | None]
+    explains: tuple[str, ...] = ()
+    damages: bool = False
+
+
+def truncation(history: History) -> Diagnosis | None:
+    shares = history.last("response_length/clip_ratio", 2)
+    if len(shares) < 2 or min(shares) < 0.3:
+        return None
+    longest = history.now("response_length/max", 1) or 0
+    return Diagnosis(
+        f"{shares[-1]:.0%} of the responses are cut off at {longest:.0f} tokens, before the model ended them",
+        f"set data.max_response_length={2 * longest:.0f}, or shape the reward towards shorter responses",
+    )
+
+
+def no_signal(history: History) -> Diagnosis | None:
+    """Every advantage is 0, or every response has the same score, for three steps."""
+    best, worst = history.last("critic/score/max", 3), history.last("critic/score/min", 3)
+    if len(best) == 3 and best == worst:
+        cause = f"every response of the last 3 steps has the score {best[-1]:g}, so there is nothing to learn from"
+        return Diagnosis(
+            cause, "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward"
+        )
+    if (
+        _values("critic/advantages/max", list(history.recent)[-3:])
+        == [0.0] * 3
+        == history.last("critic/advantages/min", 3)
+    ):
+        cause = "every advantage of the last 3 steps is 0: no two responses to the same prompt differ in score"
+        return Diagnosis(cause, f"raise {ROLLOUT}.n, or use data of other difficulty")
+    return None
+
+
+def policy_jump(history: History) -> Diagnosis | None:
+    """One update moves the policy further than any clipping window means to allow."""
+    kl = history.now("actor/ppo_kl", 1)
+    if kl is None or abs(kl) < 0.5:
+        return None
+    rate = history.now("actor/lr", 1) or 0.0
+    return Diagnosis(
+        f"the update changed the log-prob of a sampled token by {abs(kl):.2g} on average",
+        f"set {ACTOR}.optim.lr={rate / 10:.1g} and start from a checkpoint before this step",
+    )
+
+
+def clipping(history: History) -> Diagnosis | None:
+    shares = history.last("actor/pg_clipfrac", 5)
+    if len(shares) < 5 or min(shares) < 0.3:
+        return None
+    return Diagnosis(
+        f"{shares[-1]:.0%} of the tokens are clipped in every one of the last 5 steps, and teach nothing",
+        f"lower {ACTOR}.optim.lr or {ACTOR}.ppo_epochs, or raise {ACTOR}.ppo_mini_batch_size",
+    )
+
+
+def kl_jump(history: History) -> Diagnosis | None:
+    """The distance to the reference is large, and ten times what it was."""
+    for name in REFERENCE_KL:
+        values = history.last(name, 21)
+        if values and values[-1] > 1.0 and values[-1] > 10 * median([*values[:-1], 0.0]):
+            return Diagnosis(
+                f"{name} rose to {values[-1]:.2g} nats per token: the policy leaves its reference",
+                f"raise {ACTOR}.kl_loss_coef (or algorithm.kl_ctrl.kl_coef), or lower {ACTOR}.optim.lr",
+            )
+    return None
+
+
+def entropy_collapse(history: History) -> Diagnosis | None:
+    first, now = history.start("actor/entropy"), history.now("actor/entropy")
+    if first is None or now is None or now > 0.1 * first or history.learned():
+        return None
+    return Diagnosis(
+        f"entropy fell from {first:.2g} to {now:.2g} and the score did not rise: the policy repeats itself",
+        f"lower {ACTOR}.optim.lr, raise {ACTOR}.clip_ratio_high, or set {ACTOR}.entropy_coeff=0.001",
+    )
+
+
+def length_collapse(history: History) -> Diagnosis | None:
+    first, now = history.start(LENGTH), history.now(LENGTH)
+    if first is None or now is None or now > 0.2 * first or history.learned():
+        return None
+    return Diagnosis(
+        f"responses shrank from {first:.0f} to {now:.0f} tokens and the score did not rise",
+        f"lower {ACTOR}.optim.lr; see whether the reward favours short responses",
+    )
+
+
+def repetition(history: History) -> Diagnosis | None:
+    first, now = history.start("response/repeated_ngrams"), history.now("response/repeated_ngrams")
+    if first is None or now is None or now < first + 0.3:
+        return None
+    return Diagnosis(
+        f"{now:.0%} of the 4-grams of a response are repeated, {first:.0%} at the start",
+        f"lower {ACTOR}.optim.lr, or have the reward punish repetition",
+    )
+
+
+def overfitting(history: History) -> Diagnosis | None:
+    """Two validations in a row are clearly below the best one, while the training score did not fall."""
+    best = max(history.validations, key=lambda one: one.score, default=None)
+    last = history.validations[-2:]
+    if best is None or any(one.step <= best.step for one in last) or len(last) < 2:
+        return None
+    gained = best.score - history.validations[0].score
+    if max(one.score for one in last) > best.score - max(0.02, 0.25 * gained) or last[-1].training < best.training:
+        return None
+    return Diagnosis(
+        f"the validation score fell from {best.score:.3g} (step {best.step}) to {last[-1].score:.3g} "
+        f"while the training score went from {best.training:.3g} to {last[-1].training:.3g}",
+        f"use the checkpoint of step {best.step}, or more data",
+    )
+
+
+def flat_score(history: History) -> Diagnosis | None:
+    """After a hundred steps the score is where it was in the first ten, and not at its upper end."""
+    now, highest = history.now(SCORE, 50), max(history.last("critic/score/max", WINDOW), default=0.0)
+    scores = _values(SCORE, history.first)
+    if history.steps < WINDOW or now is None or len(scores) < 2:
+        return None
+    if now > fmean(scores) + stdev(scores) / math.sqrt(len(scores)) or now >= 0.9 * highest:
+        return None
+    return Diagnosis(
+        f"the mean score has not risen in {history.steps} steps: {fmean(scores):.3g} in the first {len(scores)}, "
+        f"{now:.3g} in the last 50",
+        f"raise {ACTOR}.optim.lr or {ROLLOUT}.n, or use easier data",
+    )
+
+
+RULES = (
+    Rule("policy-jump", policy_jump, damages=True, explains=("clipping", "no-signal", "kl-jump", "flat-score")),
+    Rule("kl-jump", kl_jump, damages=True),
+    Rule("truncation", truncation, explains=("no-signal", "flat-score")),
+    Rule("no-signal", no_signal, explains=("flat-score",)),
+    Rule("clipping", clipping),
+    Rule("entropy-collapse", entropy_collapse, damages=True, explains=("repetition",)),
+    Rule("length-collapse", length_collapse, damages=True),
+    Rule("repetition", repetition),
+    Rule("overfitting", overfitting),
+    Rule("flat-score", flat_score),
+)
+
+
+def _values(name: str, rows: Iterable[Metrics]) -> list[float]:
+    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+
+
+def _mean(values: list[float]) -> float | None:
+    return fmean(values) if values else None

@@ -1,0 +1,140 @@
+"""The rules of a run's health, each with the series that it is made for and one that only looks like it."""
+
+import pytest
+
+from hybridrl.health import HealthMonitor
+
+HEALTHY = {
+    "critic/score/mean": 0.4,
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "critic/advantages/max": 2.0,
+    "critic/advantages/min": -2.0,
+    "response_length/mean": 100.0,
+    "response_length/max": 180.0,
+    "response_length/clip_ratio": 0.05,
+    "response/repeated_ngrams": 0.1,
+    "actor/entropy": 1.0,
+    "actor/ppo_kl": 0.001,
+    "actor/pg_clipfrac": 0.02,
+    "actor/lr": 1e-3,
+    "actor/kl_loss": 0.01,
+}
+
+
+def series(steps: int, **changes) -> list[dict[str, float]]:
+    """Healthy steps, of which each change replaces one metric: by a value, or by a function of the step."""
+    names = {name.replace("/", "_"): name for name in HEALTHY}
+    rows = []
+    for step in range(1, steps + 1):
+        changed = {names[name]: make(step) if callable(make) else make for name, make in changes.items()}
+        rows.append({**HEALTHY, "critic/score/mean": 0.4 + 0.01 * (step % 3), **changed})
+    return rows
+
+
+def begun(rows: list[dict[str, float]]) -> list[tuple[int, str]]:
+    """Step and code of everything reported, in its order."""
+    monitor = HealthMonitor(warn=lambda text: None, info=lambda text: None)
+    reported = []
+    for step, row in enumerate(rows, start=1):
+        before = dict(monitor.begun)
+        monitor.judge(step, row)
+        reported += [(step, code) for code, began in monitor.begun.items() if before.get(code) != began]
+    return reported
+
+
+def collapsing(low: float):
+    return lambda step: 1.0 if step <= 10 else low
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (series(30), []),
+        (series(5, response_length_clip_ratio=0.5), [(2, "truncation")]),
+        (series(5, response_length_clip_ratio=lambda step: 0.5 * (step % 2)), []),
+        (series(5, critic_score_max=0.0, critic_score_mean=0.0), [(3, "no-signal")]),
+        (series(5, critic_advantages_max=0.0, critic_advantages_min=0.0), [(3, "no-signal")]),
+        (series(2, critic_score_max=0.0, critic_score_mean=0.0), []),
+        (series(4, actor_ppo_kl=lambda step: 9.2 if step == 3 else 0.01), [(3, "policy-jump")]),
+        (series(4, actor_ppo_kl=lambda step: -0.7 if step == 3 else 0.01), [(3, "policy-jump")]),
+        (series(8, actor_pg_clipfrac=0.35), [(5, "clipping")]),
+        (series(8, actor_kl_loss=lambda step: 7.9 if step == 6 else 0.02), [(6, "kl-jump")]),
+        (series(8, actor_kl_loss=1.5), [(1, "kl-jump")]),
+        (series(8, actor_kl_loss=lambda step: 0.3 * step), []),
+        (series(20, actor_entropy=collapsing(0.02)), [(15, "entropy-collapse")]),
+        (series(20, response_length_mean=lambda step: 100.0 * collapsing(0.1)(step)), [(15, "length-collapse")]),
+        (series(20, response_repeated_ngrams=lambda step: 0.1 if step <= 10 else 0.9), [(12, "repetition")]),
+        (series(130), [(100, "flat-score")]),
+        (series(130, critic_score_mean=lambda step: 0.4 + 0.02 * (step % 2) + 0.002 * step), []),
+        (series(130, critic_score_mean=lambda step: 0.95 + 0.01 * (step % 2)), []),
+    ],
+    ids=[
+        "healthy", "truncated", "truncated every other step", "constant score", "no advantages",
+        "constant for two steps", "one large update", "one large update downwards", "clipped",
+        "away from the reference", "away from the start", "slowly away from the reference", "entropy", "length",
+        "repetition", "flat", "slow but rising", "solved",
+    ],
+)  # fmt: skip
+def test_each_series_has_its_code_and_no_other(rows, expected):
+    assert begun(rows) == expected
+
+
+@pytest.mark.parametrize("name", ["actor_entropy", "response_length_mean"])
+def test_a_fall_is_no_collapse_while_the_score_rises(name):
+    rows = series(20, **{name: lambda step: 1.0 if step <= 10 else 0.02})
+    risen = [{**row, "critic/score/mean": 0.4 if step < 10 else 0.9} for step, row in enumerate(rows)]
+    assert begun(risen) == []
+
+
+def test_the_cause_is_reported_and_not_its_consequences():
+    dead = {"critic_score_max": 0.0, "critic_score_mean": 0.0}
+    assert begun(series(6, response_length_clip_ratio=1.0, **dead)) == [(2, "truncation")]
+    after = [{**row, "critic/score/max": 0.0} for row in series(6, actor_ppo_kl=lambda step: 9.2 * (step == 1))]
+    assert begun(after) == [(1, "policy-jump")]
+
+
+def test_validation_that_falls_while_training_rises_is_overfitting():
+    scores = [0.1, 0.3, 0.5, 0.4, 0.35]
+    rows = series(50, critic_score_mean=lambda step: 0.01 * step)
+    for number, score in enumerate(scores, start=1):
+        rows[10 * number - 1]["val-core/math/acc/mean@1"] = score
+    assert begun(rows) == [(50, "overfitting")]
+    for number, score in enumerate([0.1, 0.3, 0.5, 0.47, 0.48], start=1):
+        rows[10 * number - 1]["val-core/math/acc/mean@1"] = score
+    assert begun(rows) == []
+
+
+def test_metrics_that_a_run_does_not_have_or_that_are_not_finite_are_no_diagnosis():
+    assert begun([{"train/loss": 1.0}] * 120) == []
+    assert begun([dict.fromkeys(HEALTHY, float("nan"))] * 120) == []
+
+
+def test_a_diagnosis_is_reported_when_it_begins_and_when_it_is_over():
+    warned, told = [], []
+    monitor = HealthMonitor(warn=warned.append, info=told.append)
+    logged = [monitor.judge(step, row) for step, row in enumerate(series(3, response_length_clip_ratio=0.5), start=1)]
+    assert logged == [{}, {"health/truncation": 1.0}, {"health/truncation": 1.0}]
+    assert warned == [
+        "step 2: 50% of the responses are cut off at 180 tokens, before the model ended them; "
+        "set data.max_response_length=360, or shape the reward towards shorter responses [truncation]"
+    ]
+    logged = [monitor.judge(step, row) for step, row in enumerate(series(6), start=4)]
+    assert [row["health/truncation"] for row in logged] == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert told == ["step 8: truncation of step 2 is over"] and len(warned) == 1
+
+
+def test_a_resumed_run_reports_nothing_a_second_time():
+    rows = dict(enumerate(series(5, response_length_clip_ratio=0.5), start=1))
+    warned: list[str] = []
+    monitor = HealthMonitor({0: {"val-core/x/acc/mean@1": 0.1}, **rows}, warn=warned.append)
+    assert monitor.judge(6, rows[5]) == {"health/truncation": 1.0} and not warned
+
+
+def test_weights_after_a_collapse_are_not_to_be_resumed_from():
+    monitor = HealthMonitor(warn=lambda text: None)
+    monitor.judge(1, HEALTHY | {"response_length/clip_ratio": 0.9})
+    monitor.judge(2, HEALTHY | {"response_length/clip_ratio": 0.9})
+    assert monitor.active and not monitor.problem()
+    monitor.judge(3, HEALTHY | {"actor/ppo_kl": 9.2})
+    assert monitor.problem() == "the update changed the log-prob of a sampled token by 9.2 on average"
