@@ -4,7 +4,7 @@ A random model of that shape is trained for two steps on CPU and saved after eac
 the second step's update. The measurement is the proportional set size of all the run's processes, minus that of the
 same run with a model of negligible size, i.e. of the imports. Prints plan, measurement and error; the last line is a
 JSON object. Exits with status 1 if the error is above 20%. On two cores 25m takes 2 minutes and 4 GiB, 150m 10 minutes
-and 13 GiB (with a critic), 0.5b 11 minutes and 17 GiB (with trainer.save_freq=-1).
+and 13 GiB (with a critic), 0.5b 11 minutes and 17 GiB (with trainer.save_freq and ckpt_freq_secs at -1).
 """
 
 import argparse

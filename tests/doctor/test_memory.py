@@ -165,6 +165,7 @@ LONG_ROWS = (
     "data.train_batch_size=64",
     "actor_rollout_ref.actor.ppo_mini_batch_size=64",
     "trainer.save_freq=-1",
+    "trainer.ckpt_freq_secs=-1",
 )
 
 Load = Callable[..., PPOConfig]
@@ -310,7 +311,12 @@ def test_on_cpu_a_machine_holds_the_estimate_all_its_devices_and_processes(load:
 
 
 def test_checkpoints_keep_a_copy_of_what_they_write(load: Load, memory: object) -> None:
-    assert phase_memory(run_of(load("trainer.save_freq=-1")), "save").host["checkpoint staging"] == 0
+    assert (
+        phase_memory(run_of(load("trainer.save_freq=-1", "trainer.ckpt_freq_secs=-1")), "save").host[
+            "checkpoint staging"
+        ]
+        == 0
+    )
     assert phase_memory(run_of(load("trainer.save_freq=1")), "save").host["checkpoint staging"] == 12 * PARAMETERS
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
     assert (
@@ -349,7 +355,15 @@ def test_under_offload_policy_a_gpu_holds_no_parameters_gradients_or_moments(loa
 
 def test_offloaded_parameters_leave_a_gpu_while_the_other_model_is_updated(load: Load, memory: object) -> None:
     keys = [f"{section}.param_offload=true" for section in ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")]
-    run = run_of(load("algorithm.adv_estimator=gae", "trainer.device=cuda", "trainer.save_freq=-1", *keys))
+    run = run_of(
+        load(
+            "algorithm.adv_estimator=gae",
+            "trainer.device=cuda",
+            "trainer.save_freq=-1",
+            "trainer.ckpt_freq_secs=-1",
+            *keys,
+        )
+    )
     policy, critic = 4 * PARAMETERS, 4 * (PARAMETERS + 8 + 1)
     update, other = phase_memory(run, "policy update"), phase_memory(run, "critic update")
     assert (update.device["parameters"], update.device["critic"]) == (policy, 2 * critic)  # the critic's moments
