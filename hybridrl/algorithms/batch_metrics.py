@@ -29,6 +29,7 @@ def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, floa
         | _spread("prompt_length", batch.prompt_lengths)
     )
     metrics["response_length/clip_ratio"] = _mean(batch.truncated)
+    metrics["response/repeated_ngrams"] = repeated_ngrams(batch)
     metrics["critic/zero_signal_groups"] = zero_signal_groups(batch)
     if batch.entropies is not None and sampled.any():
         metrics["actor/entropy"] = _mean(batch.entropies[sampled])
@@ -101,6 +102,18 @@ def throughput_metrics(metrics: dict[str, float], devices: int) -> dict[str, flo
             per_token = metrics[f"timing_s/{phase}"] / metrics[f"perf/{tokens}"]
             throughput[f"timing_per_token_ms/{phase}"] = 1000 * per_token
     return throughput
+
+
+def repeated_ngrams(batch: Batch, size: int = 4, rows: int = 256) -> float:
+    """Share of a response's n-grams of `size` tokens that it contains before, over the first `rows` responses."""
+    lengths = batch.response_lengths[:rows]
+    row = torch.arange(len(lengths)).repeat_interleave(lengths)
+    ids, count = batch.response_ids[: len(row)].long(), max(len(row) - size + 1, 0)
+    code = row[:count].clone()  # of row and tokens; two of 2**64 are hardly ever the same
+    for shift in range(size):
+        code = code * 6364136223846793005 + ids[shift : shift + count] + 1
+    code = code[row[:count] == row[size - 1 :]] if count else code
+    return 1 - len(code.unique()) / len(code) if len(code) else 0.0
 
 
 def zero_signal_groups(batch: Batch) -> int:

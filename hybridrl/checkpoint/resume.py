@@ -77,6 +77,11 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
             log(f"{step} was saved by verl: resuming from it (trainer.resume_mode=disable starts from scratch)")
             return Checkpoint(store.step_number(step), step, {})
         log(f"{step} is skipped: {'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}")
+    if damaged := store.step_directories(directory):
+        # Started from scratch, the run would replace them one by one.
+        cause = f"trainer.default_local_dir={directory}: none of its checkpoints is intact and healthy"
+        fix = f"name one to use anyway with trainer.resume_mode=resume_path trainer.resume_from_path={damaged[-1]}, or "
+        raise ConfigError(cause, fix=f"{fix}start from scratch with trainer.resume_mode=disable")
     if other := matching_run(directory, fingerprint):
         log(f"{other} has checkpoints of the same data, model and estimator; starting from scratch")
     return None

@@ -1,5 +1,6 @@
 """A run from start to end, whatever is trained: directory, checkpoints, session, workers, tracker, loop."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -105,6 +106,8 @@ def run(config: C, job_class: Callable[[C], Job]) -> None:
             tracker.log(0, start_up)
         saver = stack.enter_context(closing(Saver(workers, store, save_plan(config, job, plan), parts, tracker)))
         health = HealthMonitor(read_metrics(directory) if resume else {})
+        gc.collect()
+        gc.freeze()  # modules and data stay for the run: a full collection would look through them all, for 0.25 s
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
     draw_curves(directory)
     info(summary(directory))

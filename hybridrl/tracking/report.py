@@ -7,6 +7,7 @@ line, so nothing is buffered until a step ends; `read_metrics` joins them.
 import json
 import math
 import os
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ class JsonlSink(Sink):
                 os.fsync(file.fileno())
             temporary.replace(path)
         elif path.exists():
-            path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+            names = (path.with_name(f"{path.stem}.previous-{number}{path.suffix}") for number in count(1))
+            path.replace(next(name for name in names if not name.exists()))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -181,9 +183,23 @@ def summary(run_dir: Path) -> str:
         seconds["other"] = total - sum(seconds.values())
         parts = [f"  {phase:<14}{spent:10.1f} s {spent / total:7.1%}" for phase, spent in seconds.items() if spent > 0]
         blocks.append([f"{'total seconds':<16}{total:10.1f} s", *parts])
+    if health := _health_block(steps):
+        blocks.append(["diagnoses (docs/health.md)", *health])
     files = [f"  {pattern:<16}{meaning}" for pattern, meaning in CONTENTS.items() if any(run_dir.glob(pattern))]
     blocks.append([f"output directory: {run_dir}", *files])
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _health_block(steps: dict[int, Metrics]) -> list[str]:
+    """Return every diagnosis of the run with the ranges of steps in which it held."""
+    lines = []
+    for name in sorted({name for metrics in steps.values() for name in metrics if name.startswith("health/")}):
+        held = [step for step, metrics in steps.items() if metrics.get(name)]
+        begins = [step for step in held if step - 1 not in held]
+        ends = [step for step in held if step + 1 not in held]
+        ranges = (f"{a} to {b}" if a < b else f"{a}" for a, b in zip(begins, ends, strict=True))
+        lines.append(f"  {name.removeprefix('health/'):<18}steps {', '.join(ranges)}")
+    return lines
 
 
 def _panels(steps: dict[int, Metrics]) -> dict[str, dict[str, Series]]:

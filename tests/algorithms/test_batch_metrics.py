@@ -6,6 +6,7 @@ import torch
 from hybridrl.algorithms.batch_metrics import (
     batch_metrics,
     mismatch_metrics,
+    repeated_ngrams,
     throughput_metrics,
     value_metrics,
     zero_signal_groups,
@@ -57,6 +58,7 @@ def test_metrics_are_mean_and_extremes_under_verls_names(step):
         "prompt_length/mean": 2.0,
         "prompt_length/max": 3.0,
         "prompt_length/min": 1.0,
+        "response/repeated_ngrams": 0.0,
         "critic/zero_signal_groups": 1,
         "actor/entropy": 3.0,
         "perf/total_num_tokens": 12,
@@ -70,6 +72,15 @@ def test_the_entropy_is_of_all_that_was_sampled_also_where_a_rejection_left_some
     found = batch_metrics(step, sampled)
     assert found["actor/entropy"] == (1 + 2 + 3 + 4 + 5) / 5
     assert found["critic/advantages/mean"] == pytest.approx((1 - 3 + 0) / 3)
+
+
+def test_repeated_ngrams_are_counted_within_each_response(make_batch):
+    batch = make_batch([9, 3, 6])
+    batch.response_ids = torch.tensor([7, 7, 7, 7, 7, 7, 1, 2, 3, 7, 7, 7, 7, 7, 7, 7, 1, 2], dtype=torch.int32)
+    # 7777 thrice, 7771, 7712, 7123; none of three tokens; 7777, 7771, 7712: 2 of 9 were there before.
+    assert repeated_ngrams(batch) == pytest.approx(2 / 9)
+    assert repeated_ngrams(batch, size=2, rows=1) == pytest.approx(4 / 8)
+    assert repeated_ngrams(make_batch([2, 1])) == 0.0
 
 
 def test_without_entropies_there_is_no_metric_of_them(step):

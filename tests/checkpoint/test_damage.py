@@ -199,6 +199,14 @@ def test_a_broken_link_is_named_and_skipped(run, tmp_path):
         choose(run, "global_step_9")
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over_without_a_word(run):
+    for step in (OLDER, NEWER):
+        (run / step / "state.json").unlink()
+    with pytest.raises(ConfigError, match=rf"none of its checkpoints .*resume_from_path={run / NEWER}, or start from"):
+        choose(run)
+    assert select_checkpoint("disable", None, run, "fingerprint", pytest.fail) is None
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser can read everything")
 def test_a_checkpoint_without_read_permission_is_named_and_skipped(run):
     (run / NEWER).chmod(0)

@@ -1,8 +1,12 @@
 """The rules of a run's health, each with the series that it is made for and one that only looks like it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from hybridrl.health import HealthMonitor
+from hybridrl.health.rules import RULES
 
 HEALTHY = {
     "critic/score/mean": 0.4,
@@ -138,3 +142,8 @@ def test_weights_after_a_collapse_are_not_to_be_resumed_from():
     assert monitor.active and not monitor.problem()
     monitor.judge(3, HEALTHY | {"actor/ppo_kl": 9.2})
     assert monitor.problem() == "the update changed the log-prob of a sampled token by 9.2 on average"
+
+
+def test_the_page_lists_every_code():
+    page = (Path(__file__).parents[2] / "docs" / "health.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([\w-]+)` \|", page, re.M) == [rule.code for rule in RULES]

@@ -75,6 +75,14 @@ def test_the_phases_add_up_to_the_total_seconds(tmp_path):
     assert "switch" not in lines
 
 
+def test_the_summary_has_every_diagnosis_with_its_steps(tmp_path):
+    held = {2: 1.0, 3: 1.0, 4: 0.0, 5: 1.0}
+    lines = rows(
+        summary(write(tmp_path, [{"step": 1}, *({"step": s, "health/truncation": v} for s, v in held.items())]))
+    )
+    assert lines["truncation"] == ["steps", "2", "to", "3,", "5"]
+
+
 def test_the_summary_lists_the_existing_files(tmp_path):
     (tmp_path / "logs").mkdir()
     lines = rows(summary(write(tmp_path, RUN)))

@@ -39,10 +39,12 @@ def test_values_that_json_lacks_are_null(tmp_path):
 def test_a_new_run_in_an_old_directory_starts_empty_and_the_old_metrics_are_moved_aside(tmp_path):
     with tracker(tmp_path, []) as run:
         run.log(1, {"a": 1})
-    with tracker(tmp_path, []) as run:
-        run.log(1, {"a": 2})
-    assert lines(tmp_path) == [{"step": 1, "a": 2}]
-    assert json.loads((tmp_path / "metrics.previous.jsonl").read_text()) == {"step": 1, "a": 1}
+    for value in (2, 3):
+        with tracker(tmp_path, []) as run:
+            run.log(1, {"a": value})
+    assert lines(tmp_path) == [{"step": 1, "a": 3}]
+    for number in (1, 2):
+        assert json.loads((tmp_path / f"metrics.previous-{number}.jsonl").read_text()) == {"step": 1, "a": number}
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Checks keys against one another and against this machine; each value by itself w
 from dataclasses import asdict
 
 from hybridrl.config.checks import algorithm, training
+from hybridrl.config.checks.engine import check_engine_arguments
 from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
@@ -35,6 +36,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     resolve_trained(policy, section.rollout.max_model_len or 0, LOWER, trainer, check)
     check_lora_sync(config, check)
     _check_sampling(config, check.at(ROLLOUT))
+    check_engine_arguments(section.rollout, check.at(ROLLOUT))
     algorithm.check_data(config.data, check)
     algorithm.check_estimator(config, check)
     algorithm.check_bypass(config, check)

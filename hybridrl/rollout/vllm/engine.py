@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from hybridrl.config import ConfigError
 from hybridrl.config.checks.model import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
@@ -164,7 +163,7 @@ def sampling_params(request: Request) -> SamplingParams:
 def engine_arguments(
     device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
 ) -> dict[str, Any]:
-    """Return vLLM's arguments; ConfigError if `engine_kwargs` has one that this vLLM does not know."""
+    """Return vLLM's arguments. Those in `engine_kwargs` were checked with the configuration."""
     arguments: dict[str, Any] = {
         "model": str(resolve_model(model.path)),
         "skip_tokenizer_init": True,
@@ -203,14 +202,7 @@ def engine_arguments(
     if model.lora_rank and not model.lora.merge:  # one adapter at a time
         rank = next(rank for rank in ENGINE_RANKS if rank >= model.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
-    custom = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
-    unknown = custom.keys() - {field.name for field in fields(AsyncEngineArgs)}
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.engine_kwargs.vllm: this vLLM has no argument {names}", fix="leave it out"
-        )
-    return arguments | custom
+    return arguments | {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
 
 
 def unlink_segments() -> None:

@@ -1,0 +1,46 @@
+"""Arguments of vLLM's engine in the configuration: those that hybridrl sets, and names that vLLM does not have."""
+
+from dataclasses import fields
+
+import pytest
+
+from hybridrl.config.checks.engine import FIXED, KEY, SET_BY, vllm_arguments
+from hybridrl.config.load import resolve_config
+from hybridrl.config.schema import PPOConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def errors(argument: str) -> list[str]:
+    overrides = ["data.train_files=x", "actor_rollout_ref.model.path=m", f"+{ROLLOUT}{KEY}.{argument}"]
+    return [one.text for one in resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True).findings.errors]
+
+
+def test_an_argument_that_a_key_sets_is_rejected_with_that_key():
+    (text,) = errors("max_model_len=4096")
+    assert text == (
+        f"{ROLLOUT}{KEY}.max_model_len=4096: {ROLLOUT}.max_model_len sets it, for trainer and engine alike; "
+        f"set {ROLLOUT}.max_model_len=4096"
+    )
+
+
+def test_an_argument_that_would_make_every_importance_ratio_wrong_is_rejected():
+    (text,) = errors("logprobs_mode=raw_logprobs")
+    assert "or every importance ratio is wrong; leave it out" in text
+
+
+def test_a_name_that_the_engine_does_not_have_is_rejected_with_the_nearest_one():
+    (text,) = errors("kv_cache_dtyp=fp8")
+    assert "the engine of the installed vLLM has no such argument; did you mean kv_cache_dtype" in text
+
+
+@pytest.mark.parametrize("argument", ["kv_cache_dtype=fp8", "seed=null", "attention_backend=TRITON_ATTN"])
+def test_other_arguments_reach_the_engine(argument):
+    assert errors(argument) == []
+
+
+def test_the_names_are_those_of_vllm_itself():
+    from vllm import AsyncEngineArgs  # slow to import
+
+    assert vllm_arguments() == {field.name for field in fields(AsyncEngineArgs)}
+    assert vllm_arguments() >= {*SET_BY, *FIXED}
