@@ -17,8 +17,12 @@ settings.load_profile("hybridrl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest goes first, where several processes share the files (scripts/test.sh)."""
+    """Where several processes share the files (scripts/test.sh), what takes longest goes first, and the tests that start
+    many processes themselves go to one of them, so that they do not compete with each other."""
     items.sort(key=lambda item: "integration" in item.path.parts, reverse=True)
+    for item in items:
+        alone = "integration" in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("integration" if alone else str(item.path)))
 
 
 MakeBatch = Callable[..., Batch]
