@@ -16,6 +16,8 @@ from hybridrl.cluster.session import RaySession, lost_component
 from hybridrl.runtime.guard import kill_cause
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
+SEARCHED_LINES = 300  # of a log, for its first error
+LOGGED_ERROR = re.compile(r"\b[\w.]*(Error|Exception): .+")
 LOG_LINES = 8  # shown of a dead actor
 
 Actor = ActorHandle
@@ -105,8 +107,8 @@ def gather(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[st
     while waiting:
         done, rest = wait(waiting, timeout)
         if not done:
-            late = ", ".join(str(refs.index(ref)) for ref in rest)
-            message = f"{what}: no response from rank {late} within {timeout:g} s ({len(refs) - len(rest)} responded)"
+            late = ", ".join(_name(refs.index(ref), logs) for ref in rest)
+            message = f"{what}: no response from {late} within {timeout:g} s ({len(refs) - len(rest)} responded)"
             chosen = dict(ray.get_runtime_context().runtime_env)
             # With a broken runtime_env no process starts, and Ray reports nothing.
             hint = f"; check ray_kwargs.ray_init.runtime_env={chosen}: processes that cannot start never respond"
@@ -154,17 +156,27 @@ def _root_failure(
     dead = [index for index, error in errors.items() if isinstance(error, RayActorError)]
     if dead:
         rank, first = dead[0], errors[dead[0]]
+    lines, name = [], _name(rank, logs)
+    if rank < len(logs):
+        try:
+            lines = Path(logs[rank]).read_text(errors="replace").splitlines()[-SEARCHED_LINES:] or ["(nothing)"]
+        except OSError:
+            lines = ["(the file is on another machine)"]
     if isinstance(first, RayActorError):
         check_ray()
-        log = ""
-        if rank < len(logs):
-            try:
-                last = Path(logs[rank]).read_text(errors="replace").splitlines()[-LOG_LINES:] or ["(nothing)"]
-            except OSError:
-                last = ["(the file is on another machine)"]
-            log = "\n".join([f"\n{logs[rank]} ends with:", *("  " + line[:200] for line in last)])
-        return WorkerDied(f"{what}: the process of rank {rank} died: {cause(first)}{log}")
-    return RemoteFailure(f"{what}: rank {rank} failed: {_describe(first)}")
+        last = [f"{logs[rank]} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
+        return WorkerDied("\n".join([f"{what}: the process of {name} died: {cause(first)}", *last]))
+    # An engine's own processes log what went wrong, and their parent raises that something did.
+    description = _describe(first)
+    logged = next((line[match.start() :] for line in lines if (match := LOGGED_ERROR.search(line))), "")
+    if logged and logged not in description:
+        description = f"{description}\nthe first error in {logs[rank]}: {logged[:500]}"
+    return RemoteFailure(f"{what}: {name} failed: {description}")
+
+
+def _name(rank: int, logs: Sequence[str]) -> str:
+    """Return the name of an actor, which its log file has as well, such as rollout-1."""
+    return Path(logs[rank]).stem if rank < len(logs) else f"rank {rank}"
 
 
 def _describe(error: RayTaskError) -> str:

@@ -93,13 +93,27 @@ def test_a_failure_names_role_method_and_rank_with_the_workers_own_traceback():
 
 
 def test_a_dead_rank_is_the_root_of_the_failures_of_its_peers(tmp_path):
-    (tmp_path / "1.log").write_text("".join(f"line {number}\n" for number in range(20)))
+    (tmp_path / "train-1.log").write_text("".join(f"line {number}\n" for number in range(20)))
     lost_peer = Call(error=task_error("connection closed by peer"))
-    group = workers(lost_peer, Call(error=RayActorError()), logs=[str(tmp_path / f"{rank}.log") for rank in (0, 1)])
-    with pytest.raises(WorkerDied, match=r"train worker\.work: the process of rank 1 died: ") as failure:
+    logs = [str(tmp_path / f"train-{rank}.log") for rank in (0, 1)]
+    group = workers(lost_peer, Call(error=RayActorError()), logs=logs)
+    with pytest.raises(WorkerDied, match=r"train worker\.work: the process of train-1 died: ") as failure:
         group.broadcast(work, timeout=1)
-    assert f"{tmp_path}/1.log ends with:\n  line 12\n" in str(failure.value)
+    assert f"{tmp_path}/train-1.log ends with:\n  line 12\n" in str(failure.value)
     assert "closed by peer" not in str(failure.value)
+
+
+def test_a_failure_names_the_actor_of_a_mixed_call_and_the_first_error_in_its_log(tmp_path):
+    logs = [str(tmp_path / name) for name in ("train-0.log", "train-1.log", "rollout-0.log")]
+    (tmp_path / "rollout-0.log").write_text(
+        "starting\n(EngineCore pid=7) ERROR [core.py:11] ValueError: No available memory for the cache blocks.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    failed = Call(error=task_error("Engine core initialization failed. See root cause above."))
+    with pytest.raises(RemoteFailure, match=r"^start-up: rollout-0 failed: ValueError: Engine core") as failure:
+        gather([Call(), Call(), failed], "start-up", 1, logs)
+    last = str(failure.value).splitlines()[-1]
+    assert last == f"the first error in {logs[2]}: ValueError: No available memory for the cache blocks."
 
 
 def test_the_log_of_another_machine_is_named(tmp_path):
@@ -110,7 +124,7 @@ def test_the_log_of_another_machine_is_named(tmp_path):
 def test_ranks_without_a_response_are_named():
     with pytest.raises(WorkerDied) as failure:
         workers(Call(responds=False), Call(), Call(responds=False)).broadcast(work, timeout=0.05)
-    assert str(failure.value) == "train worker.work: no response from rank 0, 2 within 0.05 s (1 responded)"
+    assert str(failure.value) == "train worker.work: no response from rank 0, rank 2 within 0.05 s (1 responded)"
 
 
 def test_silence_names_the_runtime_environment_that_the_user_set(ray):
