@@ -4,6 +4,7 @@ from copy import copy
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hybridrl.batch import token_rows
 from hybridrl.weights.buckets import Bucket, SyncPlan
@@ -188,6 +189,17 @@ def test_other_log_probs_stop_the_run():
         r"after the weight sync, rollout server 0 differs from the trainer by 0.5 on average and 0.5 at most .*0.0001"
     )
     with pytest.raises(StaleWeights, match=message):
+        sync.verify()
+
+
+def test_what_is_allowed_grows_with_the_log_probs_of_a_collapsed_policy():
+    sync, _ = built()
+    sync.publish(0)
+    sync.expected = torch.tensor([-100.0, -300.0])
+    sync.servers.score = lambda server, ids: [-100.0015, -300.0015]
+    sync.verify()
+    sync.servers.score = lambda server, ids: [-100.0025, -300.0025]
+    with pytest.raises(StaleWeights, match=r"whose mean is -200 \(0.002 and 0.002 are allowed\)"):
         sync.verify()
 
 
