@@ -5,12 +5,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-select="not gpu and not slow" share=loadgroup
+select="not gpu and not slow"
 if [[ ${1:-} == --all ]]; then
-    select="not gpu" share=loadfile
+    select="not gpu"
     shift
 fi
 bash scripts/install.sh --dev
 # Tests start a Ray of their own and log to no account.
 unset RAY_ADDRESS RAY_NAMESPACE WANDB_API_KEY
-exec .venv/bin/python -m pytest -m "$select" -n 2 --dist "$share" --no-loadscope-reorder --durations=10 "$@"
+exec .venv/bin/python -m pytest -m "$select" -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

@@ -17,12 +17,8 @@ settings.load_profile("hybridrl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the files (scripts/test.sh), what takes longest goes first. Tests that start many
-    processes of their own go to one of those, so that they do not compete with each other."""
+    """What takes longest goes first, where several processes share the files (scripts/test.sh)."""
     items.sort(key=lambda item: "integration" in item.path.parts, reverse=True)
-    for item in items:
-        alone = "integration" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("integration" if alone else str(item.path)))
 
 
 MakeBatch = Callable[..., Batch]

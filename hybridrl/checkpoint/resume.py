@@ -67,7 +67,13 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
         return None
     if mode == "resume_path":
         return _from_path(path or "", log)
-    if good := store.newest_good(directory, log):
+    skipped: list[str] = []
+
+    def skip(line: str) -> None:
+        skipped.append(line)
+        log(line)
+
+    if good := store.newest_good(directory, skip):
         return good
     # verl's are not used once hybridrl has a good one in the directory, whatever its step: the run has continued since,
     # or started over.
@@ -76,10 +82,10 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
         if not faults:
             log(f"{step} was saved by verl: resuming from it (trainer.resume_mode=disable starts from scratch)")
             return Checkpoint(store.step_number(step), step, {})
-        log(f"{step} is skipped: {'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}")
+        skip(f"{step} is skipped: {'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}")
     if damaged := store.step_directories(directory):
         # Started from scratch, the run would replace them one by one.
-        cause = f"trainer.default_local_dir={directory}: none of its checkpoints is intact and healthy"
+        cause = f"trainer.default_local_dir={directory}: none of its checkpoints is intact and healthy ({skipped[0]})"
         fix = f"name one to use anyway with trainer.resume_mode=resume_path trainer.resume_from_path={damaged[-1]}, or "
         raise ConfigError(cause, fix=f"{fix}start from scratch with trainer.resume_mode=disable")
     if other := matching_run(directory, fingerprint):

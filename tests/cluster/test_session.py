@@ -73,6 +73,7 @@ class Placed:
         return [str(gpu) for gpu in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+@pytest.mark.slow
 def test_each_rank_is_given_one_of_the_visible_gpus_and_its_engine_sees_them_all(monkeypatch):
     """Ray accepts the number of GPUs that it is started with. An engine gets the indices of its GPUs from its ranks."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")

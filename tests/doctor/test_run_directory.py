@@ -69,7 +69,12 @@ def test_other_files_are_a_warning(check, tmp_path: Path):
 def test_checkpoints_that_are_not_resumed_from_are_a_warning(check, tmp_path: Path):
     (tmp_path / "run" / "global_step_9").mkdir(parents=True)
     assert "checkpoints, up to global_step_9" in check("trainer.resume_mode=disable")["run.directory"].cause
-    assert "is skipped" in check()["run.resume"].cause  # of a damaged one under auto
+
+
+def test_a_directory_with_nothing_but_damaged_checkpoints_is_an_error(check, tmp_path: Path):
+    (tmp_path / "run" / "global_step_9").mkdir(parents=True)
+    finding = check()["run.resume"]
+    assert finding.severity == "error" and "global_step_9 is skipped: manifest.json: missing" in finding.cause
 
 
 def test_a_missing_checkpoint_is_an_error(check, tmp_path: Path):

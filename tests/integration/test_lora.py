@@ -108,6 +108,7 @@ def save(workers: TrainWorkers, directory: Path) -> None:
     assert saved.meta and all(".lora_" in name for name in saved.meta), "the base is not saved"
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_gets_base_and_adapter_again(parts):
     engine, workers = parts
     if not engine.sync.plan.adapter:

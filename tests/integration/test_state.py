@@ -140,6 +140,7 @@ def test_without_the_optimizer_only_the_model_resumes(two, tmp_path):
         assert actual["loss"] == with_it["loss"] and actual["lr"] == fresh["lr"] != with_it["lr"]
 
 
+@pytest.mark.slow
 def test_training_can_start_from_a_saved_actor_which_has_its_settings(start, tmp_path):
     group = start(1)
     update(group, 1)
