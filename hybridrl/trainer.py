@@ -4,6 +4,7 @@ Knows no configuration, no Ray and no rollout engine. Asynchronous training is a
 supervised fine-tuning another `Task`; neither edits this file.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,6 +26,7 @@ class Task(Protocol):
     """What the loop trains. A task that shares its devices with nothing else inherits the answers below."""
 
     @property
+    @abstractmethod
     def epochs(self) -> float:
         """Epochs of the training data used so far, counted from the start of the run."""
 
@@ -33,9 +35,11 @@ class Task(Protocol):
         """Whether the data of the run is used up before its steps."""
         return False
 
+    @abstractmethod
     def train_step(self, step: int) -> dict[str, float]:
         """Train one step; returns its metrics."""
 
+    @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
         """Validate the model as it is after `step` steps; returns metrics, none without validation data."""
 

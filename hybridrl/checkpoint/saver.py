@@ -110,7 +110,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self.latest: dict[str, Any] = {}  # the state after the last complete step
         self.updates = 0  # begun by then
-        self.saved = 0  # the step of the last save
+        self.saved: int | None = None  # the step of the last save, unless it failed
         self.publishing: Future[Checkpoint | None] | None = None
         self.writing = False  # by the workers, as far as they were asked
         self.abandoned = Event()
@@ -145,8 +145,8 @@ class Saver:
                 return self._log_failure(error)
             state = self.latest | {"recovery": save is Save.RECOVERY} | self.log.state_dict()
             try:
-                sharded = self._write(directory)
-                self.store.complete(step, state, sharded)
+                state["sharded"] = sharded = self._write(directory)
+                self.store.complete(step, state)
             except (OSError, RuntimeError) as error:
                 return self._log_failure(self.store.failed(step, error))
             self.saved, self.writing = step, bool(sharded)
@@ -158,13 +158,13 @@ class Saver:
     def rescue(self, error: Exception, prepare: Callable[[], None]) -> None:
         """Save the last complete step before an error ends the run, unless it is saved, or the weights have changed;
         `prepare` brings the devices into the state for it."""
-        step = self.latest.get("step", 0)
-        if not self.plan.times.ever or step == self.saved or self.models.updates_begun != self.updates:
-            return self.finish()
-        self.latest["stopped"] = str(error)
+        step = self.latest.get("step")
+        sound = step is not None and self.models.updates_begun == self.updates
         try:
-            prepare()
-            self.start(Save.RECOVERY)
+            if self.plan.times.ever and sound and step != self.saved:
+                self.latest["stopped"] = str(error)
+                prepare()
+                self.start(Save.RECOVERY)
             self.finish()
         except Exception as second:  # the first error is the one to report
             warn(f"step {step} could not be saved: {second}")
@@ -225,4 +225,5 @@ class Saver:
 
     def _log_failure(self, error: SaveFailed) -> None:
         self.failed = error
-        warn(f"{error}; training continues")
+        self.saved = None
+        warn(str(error))

@@ -140,7 +140,11 @@ class Store:
         self._lock = _lock(directory)
         for writing in directory.glob(".global_step_*.writing"):
             if state := _complete_state(writing):  # all is on disk, and the run ended before it could publish it
-                info(f"{self.publish(step_number(writing), state).path} is complete: published")
+                try:
+                    info(f"{self._publish(step_number(writing), state).path} is complete: published")
+                except OSError as error:  # removes nothing: it may succeed once there is room
+                    self.close()
+                    raise SaveFailed(f"{writing} is complete and could not be published: {error}") from error
         self._clean()
 
     def close(self) -> None:
@@ -157,10 +161,9 @@ class Store:
             raise self.failed(step, error) from error
         return writing
 
-    def complete(self, step: int, state: dict[str, Any], sharded: list[str]) -> None:
-        """Write the state of a checkpoint of which only the shards of these models are missing."""
-        text = json.dumps(state | {"sharded": sharded}, indent=1)
-        (self._hidden(step, "writing") / STATE).write_text(text, encoding="utf-8")
+    def complete(self, step: int, state: dict[str, Any]) -> None:
+        """Write the state of a checkpoint of which only the shards of the models in state["sharded"] are missing."""
+        _write_state(self._hidden(step, "writing"), state)
 
     def is_written(self, step: int, sharded: list[str]) -> bool:
         """Return whether all shards of these models are on disk."""
@@ -168,19 +171,22 @@ class Store:
 
     def publish(self, step: int, state: dict[str, Any]) -> Checkpoint:
         """Publish a written checkpoint with its state, then delete those not retained. May run in a thread."""
+        try:
+            return self._publish(step, state)
+        except OSError as error:
+            raise self.failed(step, error) from error
+
+    def _publish(self, step: int, state: dict[str, Any]) -> Checkpoint:
         assert state.keys() >= REQUIRED
         writing, final = self._hidden(step, "writing"), self.directory / f"global_step_{step}"
         replaced, latest = self._hidden(step, "replaced"), self.directory / f".{LATEST}.writing"
-        try:
-            older = [one for one in list_checkpoints(self.directory) if one.step != step]
-            state = state | {"published": 1 + max((one.state["published"] for one in older), default=0)}
-            (writing / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-            write_manifest(writing)
-            publish(writing, final, replaced)
-            latest.write_text(str(step))
-            publish(latest, self.directory / LATEST)
-        except OSError as error:
-            raise self.failed(step, error) from error
+        older = [one for one in list_checkpoints(self.directory) if one.step != step]
+        state = state | {"published": 1 + max((one.state["published"] for one in older), default=0)}
+        _write_state(writing, state)
+        write_manifest(writing)
+        publish(writing, final, replaced)
+        latest.write_text(str(step))
+        publish(latest, self.directory / LATEST)
         published = Checkpoint(step, final, state)
         kept = {one.path for one in retained([*older, published], self.keep, self.keep_best)}
         for path in (replaced, *(one.path for one in older if one.path not in kept)):
@@ -227,6 +233,14 @@ class Store:
             _remove(hidden)
 
 
+def _write_state(writing: Path, state: dict[str, Any]) -> None:
+    """Write state.json in one step: until the checkpoint is published, a kill must leave the one before."""
+    temporary = writing / f".{STATE}.writing"
+    temporary.write_text(json.dumps(state, indent=1), encoding="utf-8")
+    flush_to_disk(temporary)
+    temporary.replace(writing / STATE)
+
+
 def _has_shards(directory: Path, sharded: list[str]) -> bool:
     """Return whether all shards of these models are on disk: torch.distributed.checkpoint writes their index once every
     rank has written and flushed its own."""
@@ -237,7 +251,7 @@ def _complete_state(writing: Path) -> dict[str, Any] | None:
     """Return the state of a checkpoint of which everything is on disk; None if something is missing."""
     try:
         state = json.loads((writing / STATE).read_text(encoding="utf-8"))
-        return state if _has_shards(writing, state.pop("sharded")) else None
+        return state if _has_shards(writing, state["sharded"]) else None
     except (OSError, ValueError, KeyError):
         return None
 

@@ -16,7 +16,7 @@ Metrics = Mapping[str, float]
 
 FIRST, WINDOW = 10, 100  # training steps kept from the start of a run, and up to now
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-SCORE, LENGTH = "critic/score/mean", "response_length/mean"
+SCORE = "critic/score/mean"
 REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty")
 
 
@@ -68,12 +68,22 @@ class History:
         """Return a metric's mean over the first steps."""
         return _mean(_values(name, self.first))
 
-    def learned(self) -> bool:
-        """Return whether the mean score of the last five steps is above that of the first ones, noise aside."""
-        now, scores = self.now(SCORE), _values(SCORE, self.first)
+    def sustained(self, name: str, count: int, least: float) -> float | None:
+        """Return a metric's value now if it was at least `least` in each of the last `count` steps."""
+        values = self.last(name, count)
+        return values[-1] if len(values) == count and min(values) >= least else None
+
+    def fell(self, name: str, share: float) -> tuple[float, float] | None:
+        """Return a metric's start and its value now if it fell to `share` or less while the score did not rise."""
+        start, now = self.start(name), self.now(name)
+        return (start, now) if start is not None and now is not None and now <= share * start and self.flat() else None
+
+    def flat(self, count: int = 5) -> bool:
+        """Return whether the mean score of the last steps is not above that of the first ones by its standard error."""
+        now, scores = self.now(SCORE, count), _values(SCORE, self.first)
         if now is None or len(scores) < 2:
-            return True
-        return now > fmean(scores) + stdev(scores) / math.sqrt(len(scores))
+            return False
+        return now <= fmean(scores) + stdev(scores) / math.sqrt(len(scores))
 
 
 @dataclass(frozen=True)
@@ -90,12 +100,11 @@ class Rule:
 
 
 def truncation(history: History) -> Diagnosis | None:
-    shares = history.last("response_length/clip_ratio", 2)
-    if len(shares) < 2 or min(shares) < 0.3:
+    share, longest = history.sustained("response_length/clip_ratio", 2, 0.3), history.now("response_length/max", 1) or 0
+    if share is None:
         return None
-    longest = history.now("response_length/max", 1) or 0
     return Diagnosis(
-        f"{shares[-1]:.0%} of the responses are cut off at {longest:.0f} tokens, before the model ended them",
+        f"{share:.0%} of the responses are cut off at {longest:.0f} tokens, before the model ended them",
         f"set data.max_response_length={2 * longest:.0f}, or shape the reward towards shorter responses",
     )
 
@@ -105,14 +114,9 @@ def no_signal(history: History) -> Diagnosis | None:
     best, worst = history.last("critic/score/max", 3), history.last("critic/score/min", 3)
     if len(best) == 3 and best == worst:
         cause = f"every response of the last 3 steps has the score {best[-1]:g}, so there is nothing to learn from"
-        return Diagnosis(
-            cause, "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward"
-        )
-    if (
-        _values("critic/advantages/max", list(history.recent)[-3:])
-        == [0.0] * 3
-        == history.last("critic/advantages/min", 3)
-    ):
+        fix = "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward"
+        return Diagnosis(cause, fix)
+    if history.last("critic/advantages/max", 3) + history.last("critic/advantages/min", 3) == [0.0] * 6:
         cause = "every advantage of the last 3 steps is 0: no two responses to the same prompt differ in score"
         return Diagnosis(cause, f"raise {ROLLOUT}.n, or use data of other difficulty")
     return None
@@ -131,11 +135,11 @@ def policy_jump(history: History) -> Diagnosis | None:
 
 
 def clipping(history: History) -> Diagnosis | None:
-    shares = history.last("actor/pg_clipfrac", 5)
-    if len(shares) < 5 or min(shares) < 0.3:
+    share = history.sustained("actor/pg_clipfrac", 5, 0.3)
+    if share is None:
         return None
     return Diagnosis(
-        f"{shares[-1]:.0%} of the tokens are clipped in every one of the last 5 steps, and teach nothing",
+        f"{share:.0%} of the tokens are clipped in every one of the last 5 steps, and teach nothing",
         f"lower {ACTOR}.optim.lr or {ACTOR}.ppo_epochs, or raise {ACTOR}.ppo_mini_batch_size",
     )
 
@@ -144,7 +148,7 @@ def kl_jump(history: History) -> Diagnosis | None:
     """The distance to the reference is large, and ten times what it was."""
     for name in REFERENCE_KL:
         values = history.last(name, 21)
-        if values and values[-1] > 1.0 and values[-1] > 10 * median([*values[:-1], 0.0]):
+        if values and values[-1] > max(1.0, 10 * median(values[:-1] or [0.0])):
             return Diagnosis(
                 f"{name} rose to {values[-1]:.2g} nats per token: the policy leaves its reference",
                 f"raise {ACTOR}.kl_loss_coef (or algorithm.kl_ctrl.kl_coef), or lower {ACTOR}.optim.lr",
@@ -153,21 +157,21 @@ def kl_jump(history: History) -> Diagnosis | None:
 
 
 def entropy_collapse(history: History) -> Diagnosis | None:
-    first, now = history.start("actor/entropy"), history.now("actor/entropy")
-    if first is None or now is None or now > 0.1 * first or history.learned():
+    fell = history.fell("actor/entropy", 0.1)
+    if fell is None:
         return None
     return Diagnosis(
-        f"entropy fell from {first:.2g} to {now:.2g} and the score did not rise: the policy repeats itself",
+        f"entropy fell from {fell[0]:.2g} to {fell[1]:.2g} and the score did not rise: the policy repeats itself",
         f"lower {ACTOR}.optim.lr, raise {ACTOR}.clip_ratio_high, or set {ACTOR}.entropy_coeff=0.001",
     )
 
 
 def length_collapse(history: History) -> Diagnosis | None:
-    first, now = history.start(LENGTH), history.now(LENGTH)
-    if first is None or now is None or now > 0.2 * first or history.learned():
+    fell = history.fell("response_length/mean", 0.2)
+    if fell is None:
         return None
     return Diagnosis(
-        f"responses shrank from {first:.0f} to {now:.0f} tokens and the score did not rise",
+        f"responses shrank from {fell[0]:.0f} to {fell[1]:.0f} tokens and the score did not rise",
         f"lower {ACTOR}.optim.lr; see whether the reward favours short responses",
     )
 
@@ -200,15 +204,13 @@ def overfitting(history: History) -> Diagnosis | None:
 
 def flat_score(history: History) -> Diagnosis | None:
     """After a hundred steps the score is where it was in the first ten, and not at its upper end."""
-    now, highest = history.now(SCORE, 50), max(history.last("critic/score/max", WINDOW), default=0.0)
-    scores = _values(SCORE, history.first)
-    if history.steps < WINDOW or now is None or len(scores) < 2:
-        return None
-    if now > fmean(scores) + stdev(scores) / math.sqrt(len(scores)) or now >= 0.9 * highest:
+    first, now = history.start(SCORE), history.now(SCORE, 50)
+    highest = max(history.last("critic/score/max", WINDOW), default=0.0)
+    if history.steps < WINDOW or now is None or now >= 0.9 * highest or not history.flat(50):
         return None
     return Diagnosis(
-        f"the mean score has not risen in {history.steps} steps: {fmean(scores):.3g} in the first {len(scores)}, "
-        f"{now:.3g} in the last 50",
+        f"the mean score has not risen in {history.steps} steps: {first:.3g} in the first {FIRST}, {now:.3g} in the "
+        "last 50",
         f"raise {ACTOR}.optim.lr or {ROLLOUT}.n, or use easier data",
     )
 

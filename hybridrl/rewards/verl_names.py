@@ -172,7 +172,7 @@ class _Replacements(MetaPathFinder, Loader):
                 raise AttributeError(f"module {module.__name__} has no attribute {name}")
             raise ImportError(self._missing(full), name=full)
 
-        module.__getattr__ = member  # type: ignore[method-assign]
+        vars(module)["__getattr__"] = member
 
     def _missing(self, name: str) -> str:
         parts = name.split(".")

@@ -93,7 +93,7 @@ class SFTTask(Task):
             batch = to_batch([self.training[row] for row in self.order.rows(self.position, self.size)])
             updates, _ = self.workers.update_mini_batches(batch, [range(len(batch))], self.workers.policy.loss, step)
         self.position += self.size
-        metrics = {name.replace("actor", "train"): mean for name, mean in updates.items() if name != "actor/pg_loss"}
+        metrics = {name.replace("actor/", "train/"): mean for name, mean in updates.items() if name != "actor/pg_loss"}
         metrics["training/epoch"] = (self.position - 1) // len(self.training)
         metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
         return metrics | self.watch.take()

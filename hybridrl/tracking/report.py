@@ -66,8 +66,8 @@ class JsonlSink(Sink):
                 os.fsync(file.fileno())
             temporary.replace(path)
         elif path.exists():
-            names = (path.with_name(f"{path.stem}.previous-{number}{path.suffix}") for number in count(1))
-            path.replace(next(name for name in names if not name.exists()))
+            free = (path.with_name(f"{path.stem}.previous-{number}{path.suffix}") for number in count(1))
+            path.replace(next(other for other in free if not other.exists()))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -194,9 +194,9 @@ def _health_block(steps: dict[int, Metrics]) -> list[str]:
     """Return every diagnosis of the run with the ranges of steps in which it held."""
     lines = []
     for name in sorted({name for metrics in steps.values() for name in metrics if name.startswith("health/")}):
-        held = [step for step, metrics in steps.items() if metrics.get(name)]
-        begins = [step for step in held if step - 1 not in held]
-        ends = [step for step in held if step + 1 not in held]
+        held = {step for step, metrics in steps.items() if metrics.get(name)}
+        begins = sorted(step for step in held if step - 1 not in held)
+        ends = sorted(step for step in held if step + 1 not in held)
         ranges = (f"{a} to {b}" if a < b else f"{a}" for a, b in zip(begins, ends, strict=True))
         lines.append(f"  {name.removeprefix('health/'):<18}steps {', '.join(ranges)}")
     return lines

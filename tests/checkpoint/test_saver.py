@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
-from hybridrl.checkpoint.store import Store, check, list_checkpoints
+from hybridrl.checkpoint.store import SaveFailed, Store, check, list_checkpoints
 
 
 def times(steps=0, epochs=None, seconds=None, recovery_seconds=600.0) -> SaveTimes:
@@ -134,6 +134,7 @@ def test_the_state_of_every_part_lies_in_state_json_with_what_identifies_the_run
         "healthy": False,
         "reason": "an update was not finite",
         "published": 1,
+        "sharded": ["actor"],
     }
 
 
@@ -172,7 +173,47 @@ def test_a_checkpoint_that_is_complete_when_its_run_ends_is_published_at_the_nex
     interrupted(store, written=True)
     with closing(Store(store.directory)):
         (checkpoint,) = list_checkpoints(store.directory)
-        assert checkpoint.step == 2 and not check(checkpoint.path) and "sharded" not in checkpoint.state
+        assert checkpoint.step == 2 and not check(checkpoint.path)
+
+
+@pytest.mark.parametrize("call", ["write_manifest", "publish"])
+def test_one_that_is_being_published_when_its_run_ends_is_published_at_the_next_start(store, monkeypatch, call):
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    models = Models(at_once=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hybridrl.checkpoint.store.{call}", kill)
+        saver = saver_of(models, store)
+        saver.completed(2, {}, "")
+        saver.start(Save.KEPT)
+        models.write()
+        with pytest.raises(KeyboardInterrupt):
+            saver.publishing.result()
+    store.close()
+    with closing(Store(store.directory)):
+        (checkpoint,) = list_checkpoints(store.directory)
+        assert checkpoint.step == 2 and not check(checkpoint.path)
+
+
+def test_a_full_disk_at_the_start_removes_nothing(store, monkeypatch):
+    interrupted(store, written=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridrl.checkpoint.store.write_manifest", lambda directory: (directory / "no" / "room").mkdir())
+        with pytest.raises(SaveFailed, match=r"\.global_step_2\.writing is complete and could not be published: "):
+            Store(store.directory)
+    with closing(Store(store.directory)):
+        assert [one.step for one in list_checkpoints(store.directory)] == [2]
+
+
+def test_a_save_that_failed_does_not_count_as_saved(store):
+    saver = saver_of(Models(at_once=False, error="rank 1: No space left on device"), store)
+    saver.completed(1, {}, "")
+    saver.start(Save.KEPT)
+    saver.finish()
+    saver.models = Models()
+    saver.rescue(ERROR, lambda: None)
+    assert state(store, 1)["stopped"] == str(ERROR)
 
 
 def test_one_that_is_not_complete_is_removed(store):

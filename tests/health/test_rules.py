@@ -115,8 +115,8 @@ def test_metrics_that_a_run_does_not_have_or_that_are_not_finite_are_no_diagnosi
 
 
 def test_a_diagnosis_is_reported_when_it_begins_and_when_it_is_over():
-    warned, told = [], []
-    monitor = HealthMonitor(warn=warned.append, info=told.append)
+    warned, informed = [], []
+    monitor = HealthMonitor(warn=warned.append, info=informed.append)
     logged = [monitor.judge(step, row) for step, row in enumerate(series(3, response_length_clip_ratio=0.5), start=1)]
     assert logged == [{}, {"health/truncation": 1.0}, {"health/truncation": 1.0}]
     assert warned == [
@@ -125,7 +125,7 @@ def test_a_diagnosis_is_reported_when_it_begins_and_when_it_is_over():
     ]
     logged = [monitor.judge(step, row) for step, row in enumerate(series(6), start=4)]
     assert [row["health/truncation"] for row in logged] == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
-    assert told == ["step 8: truncation of step 2 is over"] and len(warned) == 1
+    assert informed == ["step 8: truncation of step 2 is over"] and len(warned) == 1
 
 
 def test_a_resumed_run_reports_nothing_a_second_time():

@@ -1,6 +1,7 @@
 """The client of the rollout servers, with servers that generate in this process: every branch, without Ray."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -250,7 +251,8 @@ class Slow(FakeServer):
         self.works, self.sampled = works, 0
 
     async def take(self) -> list[tuple[int, Completion]]:
-        await asyncio.wait([asyncio.ensure_future(self.killed.wait())], timeout=0.5)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.killed.wait(), 0.5)
         if self.killed.is_set():
             raise ServerFailure("the actor was killed", "ray.kill")
         return await super().take()
