@@ -1,8 +1,20 @@
 """Ray: joining or starting it, placing actors on devices, calling them with deadlines. Does not know models."""
 
-from hybridrl.cluster.group import Actor, Group, Pending, RemoteFailure, WorkerDied, cause, gather, kill, spawn
+from hybridrl.cluster.group import (
+    Actor,
+    Group,
+    OutOfMemory,
+    Pending,
+    RemoteFailure,
+    WorkerDied,
+    cause,
+    gather,
+    kill,
+    spawn,
+)
 from hybridrl.cluster.session import RaySession
 
 __all__ = [
-    "Actor", "Group", "Pending", "RaySession", "RemoteFailure", "WorkerDied", "cause", "gather", "kill", "spawn",
+    "Actor", "Group", "OutOfMemory", "Pending", "RaySession", "RemoteFailure", "WorkerDied", "cause", "gather", "kill",
+    "spawn",
 ]  # fmt: skip

@@ -19,6 +19,12 @@ POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # of a log, for its first error
 LOGGED_ERROR = re.compile(r"\b[\w.]*(Error|Exception): .+")
 LOG_LINES = 8  # shown of a dead actor
+# In the messages of torch on CUDA and CPU, of Python, of Ray's memory monitor, and of `kill_cause`.
+LACK_OF_MEMORY = re.compile(
+    r"out of memory|can.t allocate memory|_ALLOC_FAILED|\bMemoryError\b|low on memory|memory pressure"
+    r"|killed by the kernel",
+    re.IGNORECASE,
+)
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
@@ -30,6 +36,18 @@ class RemoteFailure(RuntimeError):
 
 class WorkerDied(RemoteFailure):
     """A process died or does not respond; a new one may succeed."""
+
+
+class OutOfMemory(WorkerDied):
+    """An actor had not enough memory for a call, in the middle of which others may wait for it: all must start anew.
+
+    `call` names role and method; `tokens` are those of its largest micro-batch, if that has several rows.
+    """
+
+    def __init__(self, message: str, call: str) -> None:
+        super().__init__(message)
+        self.call = call
+        self.tokens: int | None = None
 
 
 class Group:
@@ -154,8 +172,10 @@ def _root_failure(
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
     errors = {refs.index(ref): _error(ref) for ref in ready}
     dead = [index for index, error in errors.items() if isinstance(error, RayActorError)]
-    if dead:
-        rank, first = dead[0], errors[dead[0]]
+    short = [index for index, error in errors.items() if error is not None and LACK_OF_MEMORY.search(cause(error))]
+    if short or dead:
+        rank = (short or dead)[0]
+        first = errors[rank]
     lines, name = [], _name(rank, logs)
     if rank < len(logs):
         try:
@@ -165,7 +185,10 @@ def _root_failure(
     if isinstance(first, RayActorError):
         check_ray()
         last = [f"{logs[rank]} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
-        return WorkerDied("\n".join([f"{what}: the process of {name} died: {cause(first)}", *last]))
+        message = "\n".join([f"{what}: the process of {name} died: {cause(first)}", *last])
+        return OutOfMemory(message, what) if short else WorkerDied(message)
+    if short:
+        return OutOfMemory(f"{what}: {name} ran out of memory: {cause(first)}", what)
     # An engine's own processes log what went wrong, and their parent raises that something did.
     description = _describe(first)
     logged = next((line[match.start() :] for line in lines if (match := LOGGED_ERROR.search(line))), "")

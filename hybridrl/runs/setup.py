@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl import device as devices
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
-from hybridrl.checkpoint.store import Store, list_checkpoints
-from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
+from hybridrl.checkpoint.store import Store
+from hybridrl.cluster import Group, RaySession, spawn
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
+from hybridrl.runs.restarts import Lowered, with_restarts
 from hybridrl.runs.resume import ResumePlan, restore
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
@@ -58,31 +59,12 @@ class Job(Protocol):
 
 
 def train(config: C, job_class: Callable[[C], Job]) -> None:
-    """Run training, with restarts if `trainer.max_restarts` allows them."""
-    with_restarts(lambda: run(config, job_class), config.trainer)
+    """Run training, as often as `with_restarts` allows."""
+    with_restarts(lambda lowered: run(config, job_class, lowered), config)
 
 
-def with_restarts(attempt: Callable[[], None], trainer: SFTTrainerConfig) -> None:
-    """Make the attempt; again from the last checkpoint if a worker dies, `trainer.max_restarts` times.
-
-    A worker that dies before the attempt's first checkpoint restarts the run as it began, for example from an explicit
-    path, which `resume_mode=auto` need not find.
-    """
-    directory = Path(trainer.default_local_dir).expanduser()
-    for restarts_left in reversed(range(trainer.max_restarts + 1)):
-        before = list_checkpoints(directory)
-        try:
-            return attempt()
-        except WorkerDied as death:
-            if not restarts_left:
-                raise
-            info(f"{death}\nrestarting the workers from the last checkpoint (restarts left: {restarts_left - 1})")
-            if list_checkpoints(directory) != before:
-                trainer.resume_mode = "auto"
-
-
-def run(config: C, job_class: Callable[[C], Job]) -> None:
-    """One attempt, which leaves nothing running however it ends."""
+def run(config: C, job_class: Callable[[C], Job], lowered: Lowered) -> None:
+    """One attempt, which leaves nothing running however it ends; checkpoints tell what was `lowered` for memory."""
     began = time.monotonic()
     directory = open_run_directory(config)
     job = job_class(config)
@@ -104,7 +86,9 @@ def run(config: C, job_class: Callable[[C], Job]) -> None:
             restore(config, plan, workers, parts, job.rows)
         else:
             tracker.log(0, start_up)
-        saver = stack.enter_context(closing(Saver(workers, store, save_plan(config, job, plan), parts, tracker)))
+        saver = stack.enter_context(
+            closing(Saver(workers, store, save_plan(config, job, plan, lowered), parts, tracker))
+        )
         health = HealthMonitor(read_metrics(directory) if resume else {})
         gc.collect()
         gc.freeze()  # modules and data stay for the run: a full collection would look through them all, for 0.25 s
@@ -137,13 +121,13 @@ def save_times(trainer: SFTTrainerConfig) -> SaveTimes:
     return SaveTimes(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs, trainer.ckpt_freq_secs)
 
 
-def save_plan(config: Config, job: Job, plan: ResumePlan) -> SavePlan:
+def save_plan(config: Config, job: Job, plan: ResumePlan, lowered: Lowered) -> SavePlan:
     return SavePlan(
         contents=job.contents,
         times=save_times(config.trainer),
         complete=job.tokenizer.save_pretrained,
         config=as_yaml(config),
-        fixed=plan.identity.state(),
+        fixed=plan.identity.state() | {"lowered": lowered},
         asynchronous=job.asynchronous_saves,
     )
 

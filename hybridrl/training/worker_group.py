@@ -19,7 +19,7 @@ from hybridrl.algorithms.lookup import bind, find_policy_loss, imported
 from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
-from hybridrl.cluster import Group, Pending
+from hybridrl.cluster import Group, OutOfMemory, Pending
 from hybridrl.tracking import Stopwatch
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
@@ -151,8 +151,19 @@ class TrainWorkers:
         shares = plan(batch.lengths.numpy(), len(self.group), budget)
         rows = self.group.share(batch.only())
         parts = [(rows, micro_batches, *arguments) for micro_batches in shares]
-        columns = self.group.scatter(method, parts, timeout=self.timeout, **options)
+        columns = self._scatter(method, parts, shares, batch, **options)
         return _in_row_order(columns, shares, batch.response_lengths, budget)
+
+    def _scatter(
+        self, method: Callable[..., Any], parts: list[tuple], shares: list[MicroBatches], batch: Batch, **options: Any
+    ) -> list[Any]:
+        """Call every rank; a lack of memory is raised with the tokens of the largest micro-batch."""
+        try:
+            return self.group.scatter(method, parts, timeout=self.timeout, **options)
+        except OutOfMemory as error:
+            tokens, rows = max((int(batch.lengths[rows].sum()), len(rows)) for share in shares for rows in share)
+            error.tokens = tokens if rows > 1 else None
+            raise
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +212,7 @@ class TrainWorkers:
         self.updates_begun += 1
         shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, budget)
         parts = [(*part, loss, step) for part in parts]
-        results = self.group.scatter(TrainWorker.update_policy, parts, timeout=self.timeout)
+        results = self._scatter(TrainWorker.update_policy, parts, shares, batch)
         metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
         if not loss.own_old_log_probs:
             return metrics, []
@@ -214,10 +225,10 @@ class TrainWorkers:
         self.updates_begun += 1
         with self.watch("update_critic"):
             mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
-            _, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, budget)
+            shares, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, budget)
             parts = [(*part, self.critic.loss, step) for part in parts]
-            shares = self.group.scatter(TrainWorker.update_critic, parts, timeout=self.timeout)
-        return self._mean_metrics(shares[:: budget.devices], "critic") | self.watch.take()
+            metrics = self._scatter(TrainWorker.update_critic, parts, shares, batch)
+        return self._mean_metrics(metrics[:: budget.devices], "critic") | self.watch.take()
 
     def _mini_batches(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget

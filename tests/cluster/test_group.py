@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl.cluster import group as module
-from hybridrl.cluster.group import Group, RemoteFailure, WorkerDied, cause, gather, wait
+from hybridrl.cluster.group import Group, OutOfMemory, RemoteFailure, WorkerDied, cause, gather, wait
 
 
 @dataclass(eq=False)
@@ -64,6 +64,16 @@ def task_error(message: str) -> RayTaskError:
     return RayTaskError("work", traceback, ValueError(message))
 
 
+class Died(RayActorError):
+    """An actor's death with Ray's message."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 @pytest.fixture(autouse=True)
 def ray(monkeypatch) -> FakeRay:
     stand_in = FakeRay()
@@ -101,6 +111,21 @@ def test_a_dead_rank_is_the_root_of_the_failures_of_its_peers(tmp_path):
         group.broadcast(work, timeout=1)
     assert f"{tmp_path}/train-1.log ends with:\n  line 12\n" in str(failure.value)
     assert "closed by peer" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        task_error("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        task_error("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"),
+        Died("The actor died.\n\texit detail: Worker was killed due to the node running low on memory."),
+    ],
+)
+def test_a_lack_of_memory_is_the_root_of_all_other_failures(error):
+    lost = Call(error=Died("worker died. connection error code 2. End of file"))
+    with pytest.raises(OutOfMemory, match="rank 1") as failure:
+        workers(lost, Call(error=error)).broadcast(work, timeout=1)
+    assert failure.value.call == "train worker.work"
 
 
 def test_a_failure_names_the_actor_of_a_mixed_call_and_the_first_error_in_its_log(tmp_path):
@@ -148,16 +173,6 @@ def test_a_part_of_a_group_keeps_role_and_logs():
     part = workers(Call("a"), Call("b"), Call("c"), logs=["0", "1", "2"]).only([2, 0])
     assert (part.role, part.logs, len(part)) == ("train worker", ["2", "0"], 2)
     assert part.broadcast(work, timeout=1) == [("c",), ("a",)]
-
-
-class Died(RayActorError):
-    """An actor's death with Ray's message."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def compared_metrics(directory: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def weights_and_moments(directory: Path) -> dict[str, torch.Tensor]:
-    saved = read_shards(directory / f"global_step_{STEPS}" / "actor", section="")
+def weights_and_moments(directory: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    saved = read_shards(directory / f"global_step_{step}" / "actor", section="")
     assert any("exp_avg_sq" in name for name in saved.meta)
     return {name: saved.read(name) for name in saved.meta}
 

@@ -1,47 +1,19 @@
-"""What every run sets up: restarts, directories, plans, and what is rejected once tokenizer and data are loaded."""
+"""What every run sets up: directories, plans, and what is rejected once tokenizer and data are loaded."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen2Config
 
-from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import WorkerDied
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs.prepare import reject_unknown_tokens
-from hybridrl.runs.setup import open_store, padded_plans, with_restarts
+from hybridrl.runs.setup import open_store, padded_plans
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
 from tests.training.families import model_config
-
-GOOD = {"healthy": True, "recovery": False, "metrics": {}}
-
-
-@pytest.mark.parametrize("began", ["resume_path", "disable", "auto"])
-@pytest.mark.parametrize("saves", [False, True])
-def test_a_run_that_died_before_its_first_checkpoint_restarts_as_it_began(tmp_path, began, saves):
-    """Not from a checkpoint of an earlier run in the same directory."""
-    store = Store(tmp_path)
-    store.begin(30)
-    store.publish(30, GOOD)
-    trainer = SimpleNamespace(default_local_dir=str(tmp_path), max_restarts=1, resume_mode=began)
-    modes: list[str] = []
-
-    def attempt() -> None:
-        modes.append(trainer.resume_mode)
-        if len(modes) == 1:
-            if saves:
-                store.begin(2)
-                store.publish(2, GOOD)
-            raise WorkerDied("gone")
-
-    with_restarts(attempt, trainer)
-    store.close()
-    assert modes == [began, "auto" if saves else began]
 
 
 def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_path):

@@ -1,0 +1,136 @@
+"""What a run does after a lack of memory: what is lowered, in which order, and what a resumed run keeps of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.checkpoint.store import Store
+from hybridrl.cluster import OutOfMemory, WorkerDied
+from hybridrl.config import load_ppo_config, load_sft_config
+from hybridrl.runs.restarts import with_restarts
+
+ACTOR = "actor_rollout_ref.actor"
+GOOD = {"healthy": True, "recovery": False, "metrics": {}}
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    (tmp_path / "model.safetensors").touch()
+    files = [f"data.train_files={tmp_path}/train.jsonl", f"trainer.default_local_dir={tmp_path}"]
+    return [*files, "trainer.device=cpu"]
+
+
+@pytest.fixture
+def load(arguments, tmp_path):
+    def build(*overrides: str):
+        return load_ppo_config([*arguments, f"actor_rollout_ref.model.path={tmp_path}", *overrides])
+
+    return build
+
+
+def lacks(call: str, tokens: int | None) -> OutOfMemory:
+    error = OutOfMemory(f"train worker.{call}: train-1 ran out of memory", f"train worker.{call}")
+    error.tokens = tokens
+    return error
+
+
+def run(config, *errors: Exception) -> list[dict[str, object]]:
+    """Make one attempt per error and one that succeeds; returns what each was told to have been lowered."""
+    attempts: list[dict[str, object]] = []
+
+    def attempt(lowered: dict[str, list]) -> None:
+        attempts.append({key: now for key, (_, now) in lowered.items()})
+        if len(attempts) <= len(errors):
+            raise errors[len(attempts) - 1]
+
+    with_restarts(attempt, config)
+    return attempts
+
+
+@pytest.mark.parametrize("began", ["resume_path", "disable", "auto"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_run_that_died_before_its_first_checkpoint_restarts_as_it_began(load, tmp_path, began, saves):
+    """Not from a checkpoint of an earlier run in the same directory."""
+    store = Store(tmp_path)
+    store.begin(30)
+    store.publish(30, GOOD)
+    config = load("trainer.max_restarts=1")
+    trainer, modes = config.trainer, []
+    trainer.resume_mode, trainer.resume_from_path = began, f"{tmp_path}/global_step_30"
+
+    def attempt(_: object) -> None:
+        modes.append(trainer.resume_mode)
+        if len(modes) == 1:
+            if saves:
+                store.begin(2)
+                store.publish(2, GOOD)
+            raise WorkerDied("gone")
+
+    with_restarts(attempt, config)
+    store.close()
+    assert modes == [began, "auto" if saves else began]
+
+
+def test_a_micro_batch_that_was_too_large_is_halved_whatever_larger_size_was_allowed(load):
+    config = load(f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=16384")
+    key = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    assert run(config, lacks("update_policy", 9000), lacks("update_policy", 4400)) == [{}, {key: 4500}, {key: 2200}]
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 2200
+    assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu == 16384
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        ("update_policy", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+        ("log_probs", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"),
+        ("reference_log_probs", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
+        ("values", "critic.forward_micro_batch_size_per_gpu"),
+        ("update_critic", "critic.ppo_micro_batch_size_per_gpu"),
+    ],
+)
+def test_each_call_has_its_own_number_of_rows(load, call, key):
+    more = ["algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"]
+    assert run(load(*more, f"{key}=8"), lacks(call, 900)) == [{}, {key: 4}]
+
+
+def test_when_every_micro_batch_is_one_row_activations_are_recomputed(load):
+    config = load("actor_rollout_ref.model.enable_gradient_checkpointing=false")
+    key = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    assert run(config, lacks("update_policy", None)) == [{}, {key: True}]
+
+
+def test_with_nothing_left_to_lower_the_error_lists_what_was_tried(load):
+    config, key = load(f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"), f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    with pytest.raises(OutOfMemory, match=f"ran out of memory\ntried: {key}=1 instead of 2, .*\nno setting is left"):
+        run(config, lacks("update_policy", 900), lacks("update_policy", None))
+
+
+def test_a_lack_of_memory_elsewhere_counts_as_a_restart(load):
+    assert run(load("trainer.max_restarts=1"), lacks("offload", None)) == [{}, {}]
+    with pytest.raises(OutOfMemory, match="no setting is left"):
+        run(load(), lacks("offload", None))
+    with pytest.raises(WorkerDied, match=r"^gone$"):
+        run(load(), WorkerDied("gone"))
+
+
+def test_a_supervised_run_lowers_its_own_key(arguments, tmp_path):
+    config = load_sft_config([*arguments, f"model.path={tmp_path}", "data.max_token_len_per_gpu=8192"])
+    assert run(config, lacks("update_policy", 8000)) == [{}, {"data.max_token_len_per_gpu": 4000}]
+
+
+def test_a_resumed_run_keeps_what_was_lowered_unless_it_is_configured_anew(load, tmp_path):
+    tokens, rows = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    store = Store(tmp_path)
+    store.begin(3)
+    store.publish(3, GOOD | {"lowered": {tokens: [16384, 4096], rows: [8, 2]}})
+    store.close()
+    config = load(f"{rows}=4")
+    assert run(config) == [{tokens: 4096}]
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 4096
+    named = [f"{rows}=8", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_3"]
+    assert run(load(*named)) == [{tokens: 4096, rows: 2}]
+    assert run(load(f"{rows}=8", "trainer.resume_mode=disable")) == [{}]
