@@ -90,11 +90,12 @@ class HybridEngine:
         self.mode, self.client.available = mode, mode is Mode.ROLLOUT
 
     def _move_trainers(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> None:
-        """Move what may leave the devices, and record the memory of the rank that holds most, in GiB."""
+        """Move what may leave the devices, and record the memory of the rank with most in use or least free, in GiB."""
         moves = {"to_host": to_host, "policy": policy, "critic": critic}
         memory = self.ranks.broadcast(TrainWorker.offload, timeout=self.timeout, **moves)
         for name in memory[0]:
-            self.memory[f"perf/{name}"] = max(rank[name] for rank in memory)
+            worst = min if name.endswith("free_gb") else max
+            self.memory[f"perf/{name}"] = worst(rank[name] for rank in memory)
 
     def _rebuild_dead_servers(self) -> None:
         """Rebuild every server that does not respond, and put it to sleep."""

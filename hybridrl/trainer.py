@@ -5,6 +5,7 @@ supervised fine-tuning another `Task`; neither edits this file.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -53,6 +54,9 @@ class Task(Protocol):
     def problem(self) -> str:
         """Why a run should not resume from the last step if it can help it; empty: no reason."""
         return ""
+
+    def show_samples(self, step: int) -> None:
+        """Print a few samples of the step."""
 
 
 class Evaluator(Protocol):
@@ -129,6 +133,7 @@ class Trainer:
             problem = self.workers.problem() or self.task.problem() or self.health.problem()
             self.saver.completed(step, metrics, problem)
             self.workers.stop_if_broken(self.schedule.max_skipped_updates, self.saver.store)
+            self.health.act()
             save = self.saver.due(step, (epochs, self.task.epochs), last=last)
             if save or stopping:
                 self.task.before_save()
@@ -148,6 +153,8 @@ class Trainer:
         if self.schedule.validates(step, self._is_last(step)):
             metrics |= self.task.validate(step)
         metrics |= self.health.judge(step, metrics)
+        if self.health.shows:
+            self.task.show_samples(step)
         # Log before saving: otherwise a run resumed from this checkpoint would miss the step's metrics.
         self.tracker.log(step, metrics | self.task.take_metrics() | {"training/global_step": step})
         self.saver.poll()
@@ -170,6 +177,7 @@ class RLTask(Task):
         self.algorithm, self.experience, self.devices, self.workers = algorithm, experience, devices, workers
         self.evaluator, self.sample_log = evaluator, sample_log
         self.refresh_reference_every = refresh_reference_every
+        self.samples: Sequence[Episode] = ()  # of the last step
         self.watch = Stopwatch()
 
     @property
@@ -194,7 +202,8 @@ class RLTask(Task):
         batch, update_metrics = workers.update(batch, step)  # critic and policy, each when it is due
         if algorithm.uses_reference and _due(step, self.refresh_reference_every):
             workers.refresh_reference()
-        self.sample_log.training_samples(step, collected.samples)
+        self.samples = collected.samples
+        self.sample_log.training_samples(step, self.samples)
         return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
 
     def _step_metrics(self, collected: Collected, batch: Batch) -> dict[str, float]:
@@ -219,3 +228,6 @@ class RLTask(Task):
 
     def problem(self) -> str:
         return self.experience.problem()
+
+    def show_samples(self, step: int) -> None:
+        self.sample_log.show(step, self.samples)

@@ -13,7 +13,7 @@ from hybridrl.checkpoint.saver import Save
 from hybridrl.checkpoint.store import SaveFailed
 from hybridrl.cluster import WorkerDied
 from hybridrl.experience.collector import Collected
-from hybridrl.health import HealthMonitor
+from hybridrl.health import HealthMonitor, Unhealthy
 from hybridrl.health.rules import Diagnosis, Rule
 from hybridrl.runtime import signals
 from hybridrl.trainer import RLTask, Schedule, Trainer
@@ -271,6 +271,17 @@ def test_a_diagnosis_is_logged_and_weights_after_a_collapse_are_not_healthy():
     loop.fit(0, {})
     assert loop.tracker.logged[1]["health/collapse"] == 1.0
     assert ("save", 1, 1.0, "collapsed", Save.KEPT) in task.calls
+
+
+def test_a_diagnosis_shows_samples_and_ends_the_run_where_it_is_to_be_stopped():
+    task = RecordingTask()
+    task.show_samples = lambda step: task.calls.append(("show", step))
+    rule = Rule("flat", lambda history: Diagnosis("no signal", "other data") if history.step == 2 else None, shows=True)
+    loop = trainer(task, Schedule(5, validate_every=-1), health=HealthMonitor(rules=[rule], actions={"flat": "stop"}))
+    with pytest.raises(Unhealthy, match=r"trainer\.on_diagnosis\.flat=stop: no signal; other data"):
+        loop.fit(0, {})
+    assert list(loop.tracker.logged) == [1, 2] and steps(task, "show") == [2]
+    assert task.calls[-1][:2] == ("rescue", 2)
 
 
 class RecordingStep:

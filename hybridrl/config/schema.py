@@ -282,6 +282,7 @@ class SFTTrainerConfig(Section):
     reset_optimizer: bool
     max_restarts: values.Natural
     max_skipped_updates: values.Positive
+    on_diagnosis: Annotated[dict[str, Any], values.diagnoses]
     startup_timeout: values.Seconds
     step_timeout: values.Seconds
 

@@ -78,6 +78,12 @@ def pair(value: list[Any]) -> Fault | None:
     return None if len(value) == 2 else Fault("expected 2 values: [a, b]")
 
 
+def diagnoses(value: dict[str, Any]) -> Fault | None:
+    """A rule: actions by the code of a diagnosis."""
+    unknown = [f"{code}: {action}" for code, action in value.items() if code not in DIAGNOSES or action not in ACTIONS]
+    return Fault(f"{unknown[0]} is not one of {' | '.join(DIAGNOSES)}: {' | '.join(ACTIONS)}") if unknown else None
+
+
 def name_or_function(names: tuple[str, ...]) -> Callable[[str], Fault | None]:
     """A rule: one of the built-in names, or a custom function as path/to/file.py:function."""
 
@@ -102,6 +108,11 @@ Decay = Annotated[float, Range(least=0, below=1)]
 TopK = Annotated[int, Range(least=-1)]
 Frequency = Annotated[int, Means({"false": -1})]
 
+DIAGNOSES = (
+    "policy-jump", "kl-jump", "truncation", "no-signal", "clipping", "entropy-collapse", "length-collapse",
+    "repetition", "overfitting", "memory-full", "flat-score",
+)  # fmt: skip
+ACTIONS = ("off", "warn", "stop", "rollback")
 REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
 

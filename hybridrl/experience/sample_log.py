@@ -7,7 +7,9 @@ from pathlib import Path
 
 from hybridrl.experience.episodes import Episode
 from hybridrl.tracking import SampleRow, Tracker
-from hybridrl.tracking.console import warn
+from hybridrl.tracking.console import console, sample_table, warn
+
+EXAMPLES = 3  # shown with a diagnosis
 
 
 class SampleLog:
@@ -26,9 +28,13 @@ class SampleLog:
         if self.validation_dir:
             self._dump(Path(self.validation_dir), step, episodes)
         if self.shown > 0:
-            rows = [(one, math.nan if one.score.value is None else one.score.value) for one in episodes[: self.shown]]
-            table = [SampleRow(_prompt_text(one), one.text, str(one.prompt.ground_truth), score) for one, score in rows]
-            self.tracker.samples(step, table)
+            self.tracker.samples(step, _rows(episodes[: self.shown]))
+
+    @staticmethod
+    def show(step: int, episodes: Sequence[Episode]) -> None:
+        """Print the samples of a few prompts."""
+        some = episodes[:: max(1, -(-len(episodes) // EXAMPLES))]
+        console.print(sample_table(f"samples of step {step}", _rows(some)))
 
     @staticmethod
     def _dump(directory: Path, step: int, episodes: Sequence[Episode]) -> None:
@@ -68,6 +74,12 @@ def dump_samples(path: Path, step: int, episodes: Sequence[Episode]) -> None:
         for episode in episodes
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _rows(episodes: Sequence[Episode]) -> list[SampleRow]:
+    scores = [math.nan if one.score.value is None else one.score.value for one in episodes]
+    pairs = zip(episodes, scores, strict=True)
+    return [SampleRow(_prompt_text(one), one.text, str(one.prompt.ground_truth), score) for one, score in pairs]
 
 
 def _prompt_text(episode: Episode) -> str:

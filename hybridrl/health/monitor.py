@@ -8,8 +8,17 @@ from hybridrl.tracking.console import info, warn
 OVER = 5  # steps in a row without a diagnosis after which it is over
 
 
+class Unhealthy(RuntimeError):
+    """A diagnosis that ends the run; with `rollback` it continues from its last healthy checkpoint."""
+
+    def __init__(self, message: str, *, rollback: bool) -> None:
+        super().__init__(message)
+        self.rollback = rollback
+
+
 class HealthMonitor:
-    """The diagnoses of a run. `earlier` are the metrics of the steps that a resumed run has done, by step."""
+    """The diagnoses of a run. `earlier` are the metrics of the steps that a resumed run has done, by step; `actions`
+    say by code what a diagnosis does: off, warn (also without one), stop, rollback."""
 
     def __init__(
         self,
@@ -17,11 +26,15 @@ class HealthMonitor:
         rules: Sequence[Rule] = RULES,
         warn: Callable[[str], None] = warn,
         info: Callable[[str], None] = info,
+        actions: Mapping[str, str] | None = None,
     ) -> None:
-        self.rules, self.warn, self.info = rules, warn, info
+        self.actions = actions or {}
+        self.rules = [rule for rule in rules if self.actions.get(rule.code) != "off"]
+        self.warn, self.info = warn, info
         self.history = History()
         self.active: dict[str, Diagnosis] = {}
         self.begun: dict[str, int] = {}  # every code so far, with the step at which it last began
+        self.new: list[str] = []  # what began with the last step
         self._quiet: dict[str, int] = {}
         for step, metrics in (earlier or {}).items():
             if step > 0:
@@ -29,8 +42,8 @@ class HealthMonitor:
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Judge a step and report what begins or is over; returns `health/<code>`, 1 or 0, for every code so far."""
-        begun, over = self._advance(step, metrics)
-        for code in begun:
+        self.new, over = self._advance(step, metrics)
+        for code in self.new:
             diagnosis = self.active[code]
             self.warn(f"step {step}: {diagnosis.cause}; {diagnosis.fix} [{code}]")
         for code in over:
@@ -39,8 +52,21 @@ class HealthMonitor:
 
     def problem(self) -> str:
         """Return why a run should not resume from the weights as they are; empty: no reason."""
-        causes = [self.active[rule.code].cause for rule in self.rules if rule.damages and rule.code in self.active]
-        return causes[0] if causes else ""
+        damaging = {rule.code for rule in self.rules if rule.damages or self.actions.get(rule.code) == "rollback"}
+        return next((self.active[code].cause for code in self.active if code in damaging), "")
+
+    @property
+    def shows(self) -> bool:
+        """Whether responses make plain what began with the last step."""
+        return any(rule.shows and rule.code in self.new for rule in self.rules)
+
+    def act(self) -> None:
+        """Raise Unhealthy if what began with the last step is to end the run."""
+        for code in self.new:
+            action, diagnosis = self.actions.get(code), self.active[code]
+            if action in ("stop", "rollback"):
+                cause = f"trainer.on_diagnosis.{code}={action}: {diagnosis.cause}; {diagnosis.fix}"
+                raise Unhealthy(cause, rollback=action == "rollback")
 
     def _advance(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], list[str]]:
         """Add a step; returns the codes that begin with it and those that are over."""

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from hybridrl.tracking.sink import is_validation_score
@@ -18,6 +19,11 @@ FIRST, WINDOW = 10, 100  # training steps kept from the start of a run, and up t
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SCORE = "critic/score/mean"
 REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty")
+FREE_MEMORY = {
+    "perf/host_memory_free_gb": ("host memory", "set trainer.max_restarts=1: a run that is killed is then continued"),
+    "perf/device_free_gb": ("device memory", f"lower {ROLLOUT}.gpu_memory_utilization"),
+}
+LEAST_STEPS, HORIZON = 20, 5  # steps of a trend, and how many times its own length it is extended
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,10 @@ class History:
     recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=WINDOW))
     validations: list[Validation] = field(default_factory=list)
     steps: int = 0
+    step: int = 0
 
     def add(self, step: int, metrics: Metrics) -> None:
-        self.steps += 1
+        self.steps, self.step = self.steps + 1, step
         self.recent.append(metrics)
         if len(self.first) < FIRST:
             self.first.append(metrics)
@@ -90,13 +97,14 @@ class History:
 class Rule:
     """A judgement with a stable code. While it holds, the codes in `explains` are its consequences and not reported.
 
-    `damages`: the weights of such a step are not what a run should resume from.
+    `damages`: the weights of such a step are not what a run should resume from. `shows`: responses make it plain.
     """
 
     code: str
     judge: Callable[[History], Diagnosis | None]
     explains: tuple[str, ...] = ()
     damages: bool = False
+    shows: bool = False
 
 
 def truncation(history: History) -> Diagnosis | None:
@@ -208,23 +216,54 @@ def flat_score(history: History) -> Diagnosis | None:
     highest = max(history.last("critic/score/max", WINDOW), default=0.0)
     if history.steps < WINDOW or now is None or now >= 0.9 * highest or not history.flat(50):
         return None
-    return Diagnosis(
-        f"the mean score has not risen in {history.steps} steps: {first:.3g} in the first {FIRST}, {now:.3g} in the "
-        "last 50",
-        f"raise {ACTOR}.optim.lr or {ROLLOUT}.n, or use easier data",
+    # What else was measured, in the order in which it would explain the most.
+    candidates = (
+        ("critic/zero_signal_groups", 0.5, "of the prompts have responses of equal score", f"raise {ROLLOUT}.n"),
+        ("response_length/clip_ratio", 0.2, "of the responses are cut off", "raise data.max_response_length"),
+        ("actor/pg_clipfrac", 0.1, "of the tokens are clipped", f"lower {ACTOR}.optim.lr"),
     )
+    measured = ((history.now(name) or 0.0, least, what, fix) for name, least, what, fix in candidates)
+    likely = [(f"; {share:.0%} {what}", fix) for share, least, what, fix in measured if share >= least]
+    reason, fix = likely[0] if likely else ("", f"raise {ACTOR}.optim.lr or {ROLLOUT}.n, or use easier data")
+    means = f"{first:.3g} in the first {FIRST}, {now:.3g} in the last 50"
+    return Diagnosis(f"the mean score has not risen in {history.steps} steps: {means}{reason}", fix)
+
+
+def memory_full(history: History) -> Diagnosis | None:
+    """Free memory has fallen steadily and will be gone within a few times the steps in which it fell."""
+    for name, (what, fix) in FREE_MEMORY.items():
+        free = history.last(name, WINDOW)
+        quarter = len(free) // 4
+        if len(free) < LEAST_STEPS:
+            continue
+        # Medians of quarters: one large allocation is a single fall, and noise does not fall three times alike.
+        levels = [median(free[part * quarter : (part + 1) * quarter]) for part in range(4)]
+        falls = [before - after for before, after in pairwise(levels)]
+        fall = fmean(falls)
+        if min(falls) < fall / 2 or fall <= 0:
+            continue
+        steps = levels[-1] / fall * quarter - quarter / 2
+        if steps <= HORIZON * len(free):
+            hours = steps * (history.now("timing_s/step", 1) or 0.0) / 3600
+            return Diagnosis(
+                f"{what} falls by {1024 * fall / quarter:.0f} MiB per step, {free[-1]:.1f} GiB are left: it is full at "
+                f"step {history.step + steps:.0f}, in {hours:.1f} h",
+                fix,
+            )
+    return None
 
 
 RULES = (
     Rule("policy-jump", policy_jump, damages=True, explains=("clipping", "no-signal", "kl-jump", "flat-score")),
     Rule("kl-jump", kl_jump, damages=True),
-    Rule("truncation", truncation, explains=("no-signal", "flat-score")),
-    Rule("no-signal", no_signal, explains=("flat-score",)),
+    Rule("truncation", truncation, explains=("no-signal", "flat-score"), shows=True),
+    Rule("no-signal", no_signal, explains=("flat-score",), shows=True),
     Rule("clipping", clipping),
-    Rule("entropy-collapse", entropy_collapse, damages=True, explains=("repetition",)),
-    Rule("length-collapse", length_collapse, damages=True),
-    Rule("repetition", repetition),
+    Rule("entropy-collapse", entropy_collapse, damages=True, explains=("repetition",), shows=True),
+    Rule("length-collapse", length_collapse, damages=True, shows=True),
+    Rule("repetition", repetition, shows=True),
     Rule("overfitting", overfitting),
+    Rule("memory-full", memory_full),
     Rule("flat-score", flat_score),
 )
 

@@ -1,4 +1,5 @@
-"""Attempts of a run: again after a worker's death, and with smaller micro-batches after a lack of memory.
+"""Attempts of a run: again after a worker's death, with smaller micro-batches after a lack of memory, and with half the
+learning rate after a diagnosis that the user wants to be answered so.
 
 An attempt is a complete run, which resumes from the last checkpoint. A lack of memory needs one, too: the rank that has
 too little raises in the middle of a collective, where the other ranks wait for it and cannot be called back.
@@ -12,12 +13,16 @@ from typing import Any, NamedTuple
 from hybridrl.checkpoint.store import list_checkpoints, read_checkpoint
 from hybridrl.cluster import OutOfMemory, WorkerDied
 from hybridrl.config import PPOConfig, SFTConfig
+from hybridrl.health import Unhealthy
 from hybridrl.tracking.console import info, warn
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
 Config = PPOConfig | SFTConfig
-Lowered = dict[str, list]  # by key, the configured value and the one used instead
+Adjusted = dict[str, list]  # by key, the configured value and the one used instead
+
+ROLLBACKS = 3  # at most
+HARMLESS = "which changes nothing but memory and time"
 
 
 class Sizes(NamedTuple):
@@ -68,47 +73,60 @@ SFT_SWITCHES = ("model.enable_gradient_checkpointing", "engine.fsdp_config.optim
 SFT_SIZES = {"update_policy": Sizes("data.max_token_len_per_gpu", None, None, SFT_SWITCHES)}
 
 
-def with_restarts(attempt: Callable[[Lowered], None], config: Config) -> None:
-    """Make the attempt; again from its last checkpoint if a worker dies, `trainer.max_restarts` times, and as often as
-    there is a smaller setting if it is memory that lacks.
+def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
+    """Make the attempt; again from its last checkpoint if a worker dies, `trainer.max_restarts` times, if memory lacks
+    as often as there is a smaller setting, and a few times if a diagnosis rolls the run back.
 
     An attempt that ends before its first checkpoint is repeated as it began, for example from an explicit path, which
     `resume_mode=auto` need not find.
     """
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir).expanduser()
-    lowered, restarts_left = lowered_before(config), trainer.max_restarts
+    adjusted, restarts_left, rollbacks_left = adjusted_before(config), trainer.max_restarts, ROLLBACKS
     while True:
         before = list_checkpoints(directory)
         try:
-            return attempt(lowered)
+            return attempt(adjusted)
         except WorkerDied as death:
-            if isinstance(death, OutOfMemory) and (key := lower(config, death, lowered)):
-                warn(f"{death}\nstarting again from the last checkpoint with {described(key, lowered)}")
+            if isinstance(death, OutOfMemory) and (key := lower(config, death, adjusted)):
+                warn(f"{death}\nstarting again from the last checkpoint with {described(key, adjusted)}, {HARMLESS}")
             elif restarts_left:
                 restarts_left -= 1
                 info(f"{death}\nrestarting the workers from the last checkpoint (restarts left: {restarts_left})")
             elif isinstance(death, OutOfMemory):
-                raise exhausted(death, lowered) from None
+                raise exhausted(death, adjusted) from None
             else:
                 raise
+        except Unhealthy as diagnosis:
+            healthy = [one.step for one in list_checkpoints(directory) if one.state["healthy"]]
+            if not (diagnosis.rollback and healthy and rollbacks_left):
+                raise
+            rollbacks_left -= 1
+            key = "optim.lr" if isinstance(config, SFTConfig) else f"{ACTOR}.optim.lr"
+            adjust(config, key, _get(config, key) / 2, adjusted)
+            warn(f"{diagnosis}\nback to step {healthy[-1]}, and on with {described(key, adjusted)}")
         if list_checkpoints(directory) != before:
             trainer.resume_mode = "auto"
 
 
-def lower(config: Config, lack: OutOfMemory, lowered: Lowered) -> str | None:
-    """Change the one setting of the configuration that lets the call take less memory, and note it in `lowered`;
+def lower(config: Config, lack: OutOfMemory, adjusted: Adjusted) -> str | None:
+    """Change the one setting of the configuration that lets the call take less memory, and note it in `adjusted`;
     returns its key, None if there is none."""
     sizes = (SFT_SIZES if isinstance(config, SFTConfig) else PPO_SIZES).get(lack.call.rpartition(".")[2])
     for key, value in smaller(config, sizes, lack.tokens).items() if sizes else ():
-        lowered[key] = [lowered.get(key, [_get(config, key)])[0], value]
-        _set(config, key, value)
+        adjust(config, key, value, adjusted)
         return key
     return None
 
 
-def exhausted(lack: OutOfMemory, lowered: Lowered) -> OutOfMemory:
+def adjust(config: Config, key: str, value: Any, adjusted: Adjusted) -> None:
+    """Set a key, and note it with the value that was configured."""
+    adjusted[key] = [adjusted.get(key, [_get(config, key)])[0], value]
+    _set(config, key, value)
+
+
+def exhausted(lack: OutOfMemory, adjusted: Adjusted) -> OutOfMemory:
     """Return the error of a run for which nothing is left to lower."""
-    tried = "".join(f"\ntried: {described(key, lowered)}" for key in lowered)
+    tried = "".join(f"\ntried: {described(key, adjusted)}" for key in adjusted if not key.endswith(".lr"))
     fix = "take more devices, a smaller model or an adapter (lora_rank=32); python -m hybridrl.doctor plans the memory"
     return OutOfMemory(f"{lack}{tried}\nno setting is left that would take less memory here: {fix}", lack.call)
 
@@ -127,26 +145,26 @@ def smaller(config: Config, sizes: Sizes, tokens: int | None) -> dict[str, Any]:
     return values | {key: True for key in switches if not _get(config, key)}
 
 
-def lowered_before(config: Config) -> Lowered:
-    """Set what an earlier run had to lower, as the checkpoint to resume from has it, unless it is configured otherwise
-    since; returns it."""
+def adjusted_before(config: Config) -> Adjusted:
+    """Set what was adjusted in an earlier run, as the checkpoint to resume from has it, unless it is configured
+    otherwise since; returns it."""
     trainer = config.trainer
     found = None
     if trainer.resume_mode == "resume_path":
         found = read_checkpoint(Path(trainer.resume_from_path).expanduser())
     elif trainer.resume_mode == "auto":
         found = next(reversed(list_checkpoints(Path(trainer.default_local_dir).expanduser())), None)
-    saved = found.state.get("lowered", {}) if found else {}
-    lowered = {key: values for key, values in saved.items() if _get(config, key) == values[0]}
-    for key, (_, value) in lowered.items():
+    saved = found.state.get("adjusted", {}) if found else {}
+    adjusted = {key: values for key, values in saved.items() if _get(config, key) == values[0]}
+    for key, (_, value) in adjusted.items():
         _set(config, key, value)
-        warn(f"memory did not suffice in this run before: it goes on with {described(key, lowered)}")
-    return lowered
+        warn(f"as adjusted earlier in this run, it continues with {described(key, adjusted)}")
+    return adjusted
 
 
-def described(key: str, lowered: Lowered) -> str:
-    before, now = (str(value).lower() for value in lowered[key])
-    return f"{key}={now} instead of {before}, which changes nothing but memory and time"
+def described(key: str, adjusted: Adjusted) -> str:
+    before, now = (str(value).lower() for value in adjusted[key])
+    return f"{key}={now} instead of {before}"
 
 
 def _get(config: Config, key: str) -> Any:

@@ -20,7 +20,7 @@ from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
-from hybridrl.runs.restarts import Lowered, with_restarts
+from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, restore
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
@@ -60,11 +60,11 @@ class Job(Protocol):
 
 def train(config: C, job_class: Callable[[C], Job]) -> None:
     """Run training, as often as `with_restarts` allows."""
-    with_restarts(lambda lowered: run(config, job_class, lowered), config)
+    with_restarts(lambda adjusted: run(config, job_class, adjusted), config)
 
 
-def run(config: C, job_class: Callable[[C], Job], lowered: Lowered) -> None:
-    """One attempt, which leaves nothing running however it ends; checkpoints tell what was `lowered` for memory."""
+def run(config: C, job_class: Callable[[C], Job], adjusted: Adjusted) -> None:
+    """One attempt, which leaves nothing running however it ends; checkpoints record which settings were `adjusted`."""
     began = time.monotonic()
     directory = open_run_directory(config)
     job = job_class(config)
@@ -87,9 +87,10 @@ def run(config: C, job_class: Callable[[C], Job], lowered: Lowered) -> None:
         else:
             tracker.log(0, start_up)
         saver = stack.enter_context(
-            closing(Saver(workers, store, save_plan(config, job, plan, lowered), parts, tracker))
+            closing(Saver(workers, store, save_plan(config, job, plan, adjusted), parts, tracker))
         )
-        health = HealthMonitor(read_metrics(directory) if resume else {})
+        earlier = read_metrics(directory) if resume else {}
+        health = HealthMonitor(earlier, actions=config.trainer.on_diagnosis)
         gc.collect()
         gc.freeze()  # modules and data stay for the run: a full collection would look through them all, for 0.25 s
         stack.callback(gc.unfreeze)  # at the end of the process, libraries report what is left as leaks
@@ -121,13 +122,13 @@ def save_times(trainer: SFTTrainerConfig) -> SaveTimes:
     return SaveTimes(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs, trainer.ckpt_freq_secs)
 
 
-def save_plan(config: Config, job: Job, plan: ResumePlan, lowered: Lowered) -> SavePlan:
+def save_plan(config: Config, job: Job, plan: ResumePlan, adjusted: Adjusted) -> SavePlan:
     return SavePlan(
         contents=job.contents,
         times=save_times(config.trainer),
         complete=job.tokenizer.save_pretrained,
         config=as_yaml(config),
-        fixed=plan.identity.state() | {"lowered": lowered},
+        fixed=plan.identity.state() | {"adjusted": adjusted},
         asynchronous=job.asynchronous_saves,
     )
 

@@ -50,7 +50,7 @@ class PlainSink(Sink):
         self._console.print(Text(" - ".join([f"step:{step}", *values])), soft_wrap=True)
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
-        self._console.print(sample_table(step, rows))
+        self._console.print(sample_table(f"validation samples, step {step}", rows))
 
 
 class TerminalSink(Sink):
@@ -83,7 +83,7 @@ class TerminalSink(Sink):
             self._progress.update(self._bar, completed=step, left=left)
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
-        self._console.print(sample_table(step, rows))
+        self._console.print(sample_table(f"validation samples, step {step}", rows))
 
     def close(self) -> None:
         self._progress.stop()
@@ -122,8 +122,8 @@ def step_line(step: int, metrics: dict[str, float]) -> Text:
     return line
 
 
-def sample_table(step: int, rows: list[SampleRow]) -> Table:
-    table = Table(title=f"validation samples, step {step}", title_justify="left", show_lines=True)
+def sample_table(title: str, rows: list[SampleRow]) -> Table:
+    table = Table(title=title, title_justify="left", show_lines=True)
     for column in ("prompt", "response", "ground truth"):
         table.add_column(column, overflow="fold")
     table.add_column("score", justify="right")

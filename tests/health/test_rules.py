@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.health import HealthMonitor
+from hybridrl.config.values import DIAGNOSES
+from hybridrl.health import HealthMonitor, Unhealthy
 from hybridrl.health.rules import RULES
 
 HEALTHY = {
@@ -23,6 +24,9 @@ HEALTHY = {
     "actor/pg_clipfrac": 0.02,
     "actor/lr": 1e-3,
     "actor/kl_loss": 0.01,
+    "perf/host_memory_free_gb": 100.0,
+    "perf/device_free_gb": 20.0,
+    "timing_s/step": 360.0,
 }
 
 
@@ -70,6 +74,10 @@ def collapsing(low: float):
         (series(20, response_length_mean=lambda step: 100.0 * collapsing(0.1)(step)), [(15, "length-collapse")]),
         (series(20, response_repeated_ngrams=lambda step: 0.1 if step <= 10 else 0.9), [(12, "repetition")]),
         (series(130), [(100, "flat-score")]),
+        (series(30, perf_host_memory_free_gb=lambda step: 100.0 - step + 0.3 * (step % 2)), [(20, "memory-full")]),
+        (series(130, perf_host_memory_free_gb=lambda step: 100.0 - 3 * (step % 5), critic_score_mean=0.95), []),
+        (series(60, perf_host_memory_free_gb=lambda step: 100.0 if step < 30 else 40.0), []),
+        (series(60, perf_device_free_gb=lambda step: 20.0 - 0.001 * step), []),
         (series(130, critic_score_mean=lambda step: 0.4 + 0.02 * (step % 2) + 0.002 * step), []),
         (series(130, critic_score_mean=lambda step: 0.95 + 0.01 * (step % 2)), []),
     ],
@@ -77,7 +85,8 @@ def collapsing(low: float):
         "healthy", "truncated", "truncated every other step", "constant score", "no advantages",
         "constant for two steps", "one large update", "one large update downwards", "clipped",
         "away from the reference", "away from the start", "slowly away from the reference", "entropy", "length",
-        "repetition", "flat", "slow but rising", "solved",
+        "repetition", "flat", "leak", "noisy memory", "one large allocation", "a leak that does not matter",
+        "slow but rising", "solved",
     ],
 )  # fmt: skip
 def test_each_series_has_its_code_and_no_other(rows, expected):
@@ -142,6 +151,52 @@ def test_weights_after_a_collapse_are_not_to_be_resumed_from():
     assert monitor.active and not monitor.problem()
     monitor.judge(3, HEALTHY | {"actor/ppo_kl": 9.2})
     assert monitor.problem() == "the update changed the log-prob of a sampled token by 9.2 on average"
+
+
+def test_a_forecast_names_step_and_time_at_which_memory_is_full():
+    """99 GiB at step 1 and one less with each step: none is left at step 100, 80 steps of six minutes after step 20."""
+    warned: list[str] = []
+    monitor = HealthMonitor(warn=warned.append)
+    for step, row in enumerate(series(20, perf_host_memory_free_gb=lambda step: 100.0 - step), start=1):
+        monitor.judge(step, row)
+    assert len(warned) == 1 and warned[0].startswith(
+        "step 20: host memory falls by 1024 MiB per step, 80.0 GiB are left: it is full at step 100, in 8.0 h; "
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        ({"critic/zero_signal_groups": 0.7}, "; 70% of the prompts have responses of equal score; raise actor_"),
+        ({"response_length/clip_ratio": 0.25}, "; 25% of the responses are cut off; raise data.max_response_length"),
+        ({"actor/pg_clipfrac": 0.2}, "; 20% of the tokens are clipped; lower actor_rollout_ref.actor.optim.lr"),
+        ({}, "in the last 50; raise actor_rollout_ref.actor.optim.lr or "),
+    ],
+)
+def test_a_flat_score_is_reported_with_what_would_explain_it(measured, words):
+    warned: list[str] = []
+    monitor = HealthMonitor(warn=warned.append)
+    for step, row in enumerate(series(100), start=1):
+        monitor.judge(step, row | measured)
+    assert len(warned) == 1 and words in warned[0]
+
+
+def test_a_diagnosis_can_end_the_run_or_be_turned_off():
+    rows = series(2, response_length_clip_ratio=0.5)
+    for action in ("stop", "rollback"):
+        monitor = HealthMonitor(warn=lambda text: None, actions={"truncation": action})
+        for step, row in enumerate(rows, start=1):
+            monitor.act()
+            monitor.judge(step, row)
+        with pytest.raises(Unhealthy, match=f"trainer.on_diagnosis.truncation={action}: 50% of the responses") as error:
+            monitor.act()
+        assert error.value.rollback == (action == "rollback") == bool(monitor.problem())
+    monitor = HealthMonitor(warn=lambda text: None, actions={"truncation": "off"})
+    assert [monitor.judge(step, row) for step, row in enumerate(rows, start=1)] == [{}, {}]
+
+
+def test_the_codes_that_can_be_configured_are_those_of_the_rules():
+    assert [rule.code for rule in RULES] == list(DIAGNOSES)
 
 
 def test_the_page_lists_every_code():

@@ -63,4 +63,4 @@ def test_a_run_whose_rank_lacks_memory_in_every_call_ends_as_one_that_has_enough
     gaps = {name: float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0] if "exp_avg" not in name}
     assert max(gaps.values()) < 1e-6
     state = json.loads((tmp_path / "little" / "global_step_2" / "state.json").read_text())
-    assert sorted(state["lowered"]) == sorted(LOWERED)
+    assert sorted(state["adjusted"]) == sorted(LOWERED)
