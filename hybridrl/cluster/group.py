@@ -39,7 +39,7 @@ class WorkerDied(RemoteFailure):
 
 
 class OutOfMemory(WorkerDied):
-    """An actor had not enough memory for a call, in the middle of which others may wait for it: all must be started again.
+    """An actor had not enough memory for a call, in which others may wait for it: all must be started again.
 
     `call` names role and method; `tokens` are those of its largest micro-batch, if that has several rows.
     """
