@@ -6,7 +6,9 @@ are used again. Weights are those before the step if the checkpoint of the step 
 """
 
 import argparse
+import contextlib
 import json
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,7 +41,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print all rows for programs")
     options = parser.parse_args(argv)
     try:
-        rows = replay(options.directory.expanduser().absolute(), options.step)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output has the rows only
+            rows = replay(options.directory.expanduser().absolute(), options.step)
     except ConfigError as error:
         info(f"error: {error}")
         return EXIT_REJECTED
@@ -57,21 +60,18 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
         asked = "no step" if step is None else f"step {step} is not among those"
         raise ConfigError(f"{directory}: {asked} of which the batch was kept ({', '.join(map(str, kept)) or 'none'})")
     step = max(kept) if step is None else step
-    before = [one for one in list_checkpoints(directory) if one.step < step and not check(one.path)]
-    if not before and step > 1:
+    before = {one.step: one for one in list_checkpoints(directory) if one.step < step and not check(one.path)}
+    saved = before[max(before)] if before else None
+    if saved is None and step > 1:
         raise ConfigError(f"{directory} has no intact checkpoint of a step before {step}")
     config = load_ppo_config([], config_name="config", config_dir=directory)
     batch = read_batch(kept[step])
     with ExitStack() as stack:
         workers = start(config, directory, stack)
-        if before:
-            workers.load(before[-1].path, {"actor": ["model"]})
-        weights = f"the weights of step {before[-1].step}" if before else "the weights before the first step"
-        inexact = (
-            f", {step - 1 - before[-1].step} steps earlier than those it had"
-            if before and before[-1].step < step - 1
-            else ""
-        )
+        if saved is not None:
+            workers.load(saved.path, {"actor": ["model"]})
+        weights = f"the weights after step {saved.step}" if saved else "the weights before the first step"
+        inexact = f" (it had those after step {step - 1})" if saved and saved.step < step - 1 else ""
         info(f"step {step} again, {len(batch)} rows, with {weights}{inexact}")
         again = workers.forward_log_probs(batch)
         norms = workers.row_norms(again, step)
