@@ -55,8 +55,8 @@ class Task(Protocol):
         """Why a run should not resume from the last step if it can help it; empty: no reason."""
         return ""
 
-    def show_samples(self, step: int) -> None:
-        """Print a few samples of the step."""
+    def diagnosed(self, step: int, *, show: bool) -> None:
+        """Keep what the step trained on, and print a few of its samples if `show`."""
 
 
 class Evaluator(Protocol):
@@ -153,8 +153,8 @@ class Trainer:
         if self.schedule.validates(step, self._is_last(step)):
             metrics |= self.task.validate(step)
         metrics |= self.health.judge(step, metrics)
-        if self.health.shows:
-            self.task.show_samples(step)
+        if self.health.new:
+            self.task.diagnosed(step, show=self.health.shows)
         # Log before saving: otherwise a run resumed from this checkpoint would miss the step's metrics.
         self.tracker.log(step, metrics | self.task.take_metrics() | {"training/global_step": step})
         self.saver.poll()
@@ -177,7 +177,7 @@ class RLTask(Task):
         self.algorithm, self.experience, self.devices, self.workers = algorithm, experience, devices, workers
         self.evaluator, self.sample_log = evaluator, sample_log
         self.refresh_reference_every = refresh_reference_every
-        self.samples: Sequence[Episode] = ()  # of the last step
+        self.trained: tuple[Batch, Sequence[Episode]] | None = None  # what the last step trained on
         self.watch = Stopwatch()
 
     @property
@@ -202,8 +202,8 @@ class RLTask(Task):
         batch, update_metrics = workers.update(batch, step)  # critic and policy, each when it is due
         if algorithm.uses_reference and _due(step, self.refresh_reference_every):
             workers.refresh_reference()
-        self.samples = collected.samples
-        self.sample_log.training_samples(step, self.samples)
+        self.trained = batch, collected.samples
+        self.sample_log.training_samples(step, collected.samples)
         return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
 
     def _step_metrics(self, collected: Collected, batch: Batch) -> dict[str, float]:
@@ -229,5 +229,9 @@ class RLTask(Task):
     def problem(self) -> str:
         return self.experience.problem()
 
-    def show_samples(self, step: int) -> None:
-        self.sample_log.show(step, self.samples)
+    def diagnosed(self, step: int, *, show: bool) -> None:
+        assert self.trained is not None
+        batch, samples = self.trained
+        self.sample_log.keep(step, batch)
+        if show:
+            self.sample_log.show(step, samples)

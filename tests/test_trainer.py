@@ -266,21 +266,21 @@ def test_updates_that_are_broken_end_the_run_after_their_step_is_logged_and_save
 
 def test_a_diagnosis_is_logged_and_weights_after_a_collapse_are_not_healthy():
     task, rule = RecordingTask(), Rule("collapse", lambda history: Diagnosis("collapsed", "lower lr"), damages=True)
-    task.problem = lambda: ""
+    task.problem, task.diagnosed = lambda: "", lambda step, show: task.calls.append(("show", step, show))
     loop = trainer(task, Schedule(1, validate_every=-1), health=HealthMonitor(rules=[rule]))
     loop.fit(0, {})
     assert loop.tracker.logged[1]["health/collapse"] == 1.0
-    assert ("save", 1, 1.0, "collapsed", Save.KEPT) in task.calls
+    assert ("save", 1, 1.0, "collapsed", Save.KEPT) in task.calls and ("show", 1, False) in task.calls
 
 
 def test_a_diagnosis_shows_samples_and_ends_the_run_where_it_is_to_be_stopped():
     task = RecordingTask()
-    task.show_samples = lambda step: task.calls.append(("show", step))
+    task.diagnosed = lambda step, show: task.calls.append(("show", step, show))
     rule = Rule("flat", lambda history: Diagnosis("no signal", "other data") if history.step == 2 else None, shows=True)
     loop = trainer(task, Schedule(5, validate_every=-1), health=HealthMonitor(rules=[rule], actions={"flat": "stop"}))
     with pytest.raises(Unhealthy, match=r"trainer\.on_diagnosis\.flat=stop: no signal; other data"):
         loop.fit(0, {})
-    assert list(loop.tracker.logged) == [1, 2] and steps(task, "show") == [2]
+    assert list(loop.tracker.logged) == [1, 2] and ("show", 2, True) in task.calls
     assert task.calls[-1][:2] == ("rescue", 2)
 
 

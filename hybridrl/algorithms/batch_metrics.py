@@ -30,7 +30,7 @@ def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, floa
     )
     metrics["response_length/clip_ratio"] = _mean(batch.truncated)
     metrics["response/repeated_ngrams"] = repeated_ngrams(batch)
-    metrics["critic/zero_signal_groups"] = zero_signal_groups(batch)
+    metrics |= zero_signal(batch)
     if batch.entropies is not None and sampled.any():
         metrics["actor/entropy"] = _mean(batch.entropies[sampled])
     metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
@@ -116,12 +116,13 @@ def repeated_ngrams(batch: Batch, size: int = 4, rows: int = 256) -> float:
     return 1 - len(code.unique()) / len(code) if len(code) else 0.0
 
 
-def zero_signal_groups(batch: Batch) -> int:
-    """Number of groups whose responses all have the same score, so that they carry no signal."""
+def zero_signal(batch: Batch) -> dict[str, float]:
+    """Number and share of groups whose responses all have the same score, so that they carry no signal."""
     groups, index = batch.group.unique(return_inverse=True)
     largest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, index, batch.rewards, "amax")
     smallest = torch.full((len(groups),), torch.inf).scatter_reduce(0, index, batch.rewards, "amin")
-    return int((largest == smallest).sum())
+    count = int((largest == smallest).sum())
+    return {"critic/zero_signal_groups": count, "critic/zero_signal_share": count / len(groups)}
 
 
 def _mean_square_ratio(log_ratio: Tensor) -> Tensor:

@@ -169,6 +169,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "migrate",
         "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",
     ),
+    "replay": ("replay", "DIR [--step N]: computes a step of a run again, and names the rows that moved the gradient"),
     "selftest-resume": (
         "selftest_resume",
         "key=value ...: kills a short run repeatedly and compares it with one that was not killed",

@@ -1,24 +1,29 @@
-"""Sampled episodes in files, and a few of them as tables in the trackers."""
+"""Sampled episodes in files, a few of them as tables, and the batches of steps that are worth another look."""
 
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from hybridrl.batch import Batch
 from hybridrl.experience.episodes import Episode
 from hybridrl.tracking import SampleRow, Tracker
 from hybridrl.tracking.console import console, sample_table, warn
 
-EXAMPLES = 3  # shown with a diagnosis
+EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are retained
 
 
 class SampleLog:
     """Writes all samples of a step to a .jsonl file in `training_dir` and `validation_dir`, if set, and the first
-    `shown` of a validation to the tracker."""
+    `shown` of a validation to the tracker; batches to `replay_dir`."""
 
-    def __init__(self, tracker: Tracker, *, training_dir: str | None, validation_dir: str | None, shown: int) -> None:
+    def __init__(
+        self, tracker: Tracker, *, training_dir: str | None, validation_dir: str | None, replay_dir: Path, shown: int
+    ) -> None:
         self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
-        self.shown = shown
+        self.replay_dir, self.shown = replay_dir, shown
 
     def training_samples(self, step: int, episodes: Sequence[Episode]) -> None:
         if self.training_dir:
@@ -35,6 +40,16 @@ class SampleLog:
         """Print the samples of a few prompts."""
         some = episodes[:: max(1, -(-len(episodes) // EXAMPLES))]
         console.print(sample_table(f"samples of step {step}", _rows(some)))
+
+    def keep(self, step: int, batch: Batch) -> None:
+        """Write the batch that a step trained on, for `doctor replay`; the last few are retained."""
+        try:
+            self.replay_dir.mkdir(exist_ok=True)
+            np.savez(self.replay_dir / f"{step}.npz", **batch.__getstate__())
+        except OSError as error:
+            warn(f"{self.replay_dir}: {error.strerror or error}; the batch of step {step} is not kept")
+        for older in replays(self.replay_dir)[:-REPLAYS]:
+            older.unlink()
 
     @staticmethod
     def _dump(directory: Path, step: int, episodes: Sequence[Episode]) -> None:
@@ -74,6 +89,19 @@ def dump_samples(path: Path, step: int, episodes: Sequence[Episode]) -> None:
         for episode in episodes
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def replays(directory: Path) -> list[Path]:
+    """Return the batches that were kept, by step."""
+    return sorted(directory.glob("*.npz"), key=lambda path: int(path.stem))
+
+
+def read_batch(path: Path) -> Batch:
+    """Return a batch that was kept."""
+    batch = Batch.__new__(Batch)
+    with np.load(path, allow_pickle=False) as arrays:
+        batch.__setstate__(dict(arrays))
+    return batch
 
 
 def _rows(episodes: Sequence[Episode]) -> list[SampleRow]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hybridrl.health.rules import RULES, Diagnosis, History, Rule
+from hybridrl.health.rules import RULES, WINDOW, Diagnosis, History, Rule
 from hybridrl.tracking.console import info, warn
 
 OVER = 5  # steps in a row without a diagnosis after which it is over
@@ -36,9 +36,17 @@ class HealthMonitor:
         self.begun: dict[str, int] = {}  # every code so far, with the step at which it last began
         self.new: list[str] = []  # what began with the last step
         self._quiet: dict[str, int] = {}
-        for step, metrics in (earlier or {}).items():
-            if step > 0:
+        done = {step: metrics for step, metrics in (earlier or {}).items() if step > 0}
+        for number, (step, metrics) in enumerate(done.items()):
+            if number < len(done) - WINDOW:
+                self.history.add(step, metrics)
+            else:
                 self._advance(step, metrics)
+        before: set[str] = set()
+        for step, metrics in done.items():
+            held = {name.removeprefix("health/") for name in metrics if name.startswith("health/") and metrics[name]}
+            self.begun |= dict.fromkeys(held - before, step)
+            before = held
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Judge a step and report what begins or is over; returns `health/<code>`, 1 or 0, for every code so far."""

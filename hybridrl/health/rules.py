@@ -218,7 +218,7 @@ def flat_score(history: History) -> Diagnosis | None:
         return None
     # What else was measured, in the order in which it would explain the most.
     candidates = (
-        ("critic/zero_signal_groups", 0.5, "of the prompts have responses of equal score", f"raise {ROLLOUT}.n"),
+        ("critic/zero_signal_share", 0.5, "of the prompts have responses of equal score", f"raise {ROLLOUT}.n"),
         ("response_length/clip_ratio", 0.2, "of the responses are cut off", "raise data.max_response_length"),
         ("actor/pg_clipfrac", 0.1, "of the tokens are clipped", f"lower {ACTOR}.optim.lr"),
     )

@@ -83,6 +83,7 @@ class PPOJob:
             tracker,
             training_dir=trainer.rollout_data_dir,
             validation_dir=trainer.validation_data_dir,
+            replay_dir=Path(trainer.default_local_dir).expanduser() / "replay",
             shown=trainer.log_val_generations,
         )
         if self.resume.checkpoint:

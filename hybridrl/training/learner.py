@@ -7,7 +7,7 @@ rows that caused it are written to a file.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -163,6 +163,16 @@ class Learner:
         gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
         self.optimizers.zero_grad()
         return gradient
+
+    def row_norms(self, batch: Batch, mini_batch: MiniBatch, loss: Loss) -> list[float]:
+        """Return the norm of the gradient of each micro-batch alone, without an update; collective."""
+        self.model.train()
+        norms = []
+        for rows in mini_batch.micro_batches:
+            *_, norm = self._gradient(batch, replace(mini_batch, micro_batches=[rows]), loss, math.inf)
+            self.optimizers.zero_grad()
+            norms.append(norm)
+        return norms
 
     def _write_rows(self, batch: Batch, mini_batch: MiniBatch, finite: Tensor, all_finite: bool, name: str) -> None:
         """Write the micro-batches whose loss is not finite to a file, for diagnosis: `torch.load` gives a dictionary.

@@ -219,6 +219,23 @@ class TrainWorkers:
         columns = [columns for _, columns in results]
         return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)
 
+    def row_norms(self, batch: Batch, step: int) -> list[float]:
+        """The norm of each row's share of the policy's gradient, in the mini-batch that has it in the first epoch."""
+        shared, devices = self.group.share(batch.only(*POLICY_FIELDS)), self.policy.updates.budget.devices
+        mini_batches = self.policy.updates.mini_batches(batch.group, step)
+        written, norms = batch.per_row(batch.response_mask.long()), [0.0] * len(batch)
+        for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
+            totals = Totals.counted(written[list(rows)])
+            # One row at a time: the ranks of the first sequence-parallel group have it, all others nothing.
+            alone, nothing = MiniBatch([[row] for row in rows], totals), MiniBatch([[] for _ in rows], totals)
+            parts = [
+                (shared, alone if rank < devices else nothing, self.policy.loss) for rank in range(len(self.group))
+            ]
+            results = self.group.scatter(TrainWorker.row_norms, parts, timeout=self.timeout)
+            for row, norm in zip(rows, results[0], strict=True):
+                norms[row] = norm
+        return norms
+
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """The step's updates of the critic. Returns the updates' mean metrics."""
         assert self.critic is not None

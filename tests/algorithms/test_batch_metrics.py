@@ -9,7 +9,7 @@ from hybridrl.algorithms.batch_metrics import (
     repeated_ngrams,
     throughput_metrics,
     value_metrics,
-    zero_signal_groups,
+    zero_signal,
 )
 from hybridrl.batch import Batch
 
@@ -60,6 +60,7 @@ def test_metrics_are_mean_and_extremes_under_verls_names(step):
         "prompt_length/min": 1.0,
         "response/repeated_ngrams": 0.0,
         "critic/zero_signal_groups": 1,
+        "critic/zero_signal_share": 0.5,
         "actor/entropy": 3.0,
         "perf/total_num_tokens": 12,
         "perf/response_tokens": 6,
@@ -134,7 +135,7 @@ def test_without_a_critic_there_are_no_value_metrics(make_batch):
 
 def test_a_group_in_which_all_scored_the_same_says_nothing(make_batch):
     batch = make_batch([1] * 5, group=[4, 9, 4, 9, 6], rewards=[1.0, 0.0, 1.0, 0.5, 0.0])
-    assert zero_signal_groups(batch) == 2
+    assert zero_signal(batch) == {"critic/zero_signal_groups": 2, "critic/zero_signal_share": pytest.approx(2 / 3)}
 
 
 def test_engine_and_trainer_are_compared_token_by_token(make_batch):

@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.data.prompts import Prompt
 from hybridrl.experience.episodes import Episode, Turn
-from hybridrl.experience.sample_log import SampleLog, dump_samples
+from hybridrl.experience.sample_log import SampleLog, dump_samples, read_batch, replays
 from hybridrl.rewards.score import Score
 from hybridrl.tracking import SampleRow
 
@@ -77,7 +77,7 @@ def test_a_step_dumped_again_replaces_the_earlier_dump(tmp_path):
 
 def test_training_and_validation_samples_go_to_their_own_directories(tracker, tmp_path):
     places = {"training_dir": str(tmp_path / "train"), "validation_dir": str(tmp_path / "val")}
-    log = SampleLog(tracker, **places, shown=0)
+    log = SampleLog(tracker, **places, replay_dir=tmp_path, shown=0)
     log.training_samples(3, [RIGHT])
     log.validation_samples(4, [FAULTY])
     assert rows_of(tmp_path / "train" / "3.jsonl")[0]["output"] == "4 ✓"
@@ -87,7 +87,7 @@ def test_training_and_validation_samples_go_to_their_own_directories(tracker, tm
 
 def test_a_resumed_run_deletes_the_samples_of_later_steps_and_nothing_else(tracker, tmp_path):
     training, validation = tmp_path / "train", tmp_path / "val"
-    log = SampleLog(tracker, training_dir=str(training), validation_dir=str(validation), shown=0)
+    log = SampleLog(tracker, training_dir=str(training), validation_dir=str(validation), replay_dir=tmp_path, shown=0)
     for step in (0, 2, 3, 10):
         log.training_samples(step, [RIGHT])
         log.validation_samples(step, [RIGHT])
@@ -100,7 +100,9 @@ def test_a_resumed_run_deletes_the_samples_of_later_steps_and_nothing_else(track
 
 def test_a_full_disk_costs_the_samples_of_a_step_and_does_not_end_the_run(tracker, tmp_path, capsys):
     (tmp_path / "3.jsonl").symlink_to("/dev/full")
-    SampleLog(tracker, training_dir=str(tmp_path), validation_dir=None, shown=0).training_samples(3, [RIGHT])
+    SampleLog(tracker, training_dir=str(tmp_path), validation_dir=None, replay_dir=Path(), shown=0).training_samples(
+        3, [RIGHT]
+    )
     assert list(tmp_path.iterdir()) == [], "no partial file is left"
     (warning,) = capsys.readouterr().out.splitlines()
     assert warning == f"warning: {tmp_path}/3.jsonl could not be written: No space left on device; training continues"
@@ -109,23 +111,44 @@ def test_a_full_disk_costs_the_samples_of_a_step_and_does_not_end_the_run(tracke
 def test_without_directories_nothing_is_deleted(tracker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "9.jsonl").touch()
-    SampleLog(tracker, training_dir=None, validation_dir=None, shown=0).delete_after(0)
-    SampleLog(tracker, training_dir=str(tmp_path / "none yet"), validation_dir=None, shown=0).delete_after(0)
+    SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=Path(), shown=0).delete_after(0)
+    SampleLog(
+        tracker, training_dir=str(tmp_path / "none yet"), validation_dir=None, replay_dir=Path(), shown=0
+    ).delete_after(0)
     assert (tmp_path / "9.jsonl").exists()
 
 
 def test_without_directories_nothing_is_written(tracker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    log = SampleLog(tracker, training_dir=None, validation_dir=None, shown=1)
+    log = SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=Path(), shown=1)
     log.training_samples(1, [RIGHT])
     log.validation_samples(1, [RIGHT])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_validation_samples_are_shown(tracker):
-    log = SampleLog(tracker, training_dir=None, validation_dir=None, shown=2)
+    log = SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=Path(), shown=2)
     log.validation_samples(5, [RIGHT, FAULTY, RIGHT])
     ((step, (right, faulty)),) = tracker.shown
     assert step == 5
     assert right == SampleRow("system: Be brief.\nuser: 2 + 2?", "4 ✓", "4", 1.0)
     assert faulty.response == "five" and math.isnan(faulty.score)
+
+
+def test_the_batches_of_the_last_few_diagnoses_are_kept(tracker, tmp_path, make_batch):
+    log = SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=tmp_path / "replay", shown=0)
+    batch = make_batch([2, 1], rewards=[0.0, 1.0])
+    for step in (8, 9, 10, 11):
+        log.keep(step, batch)
+    assert [path.stem for path in replays(tmp_path / "replay")] == ["9", "10", "11"]
+    kept = read_batch(tmp_path / "replay" / "11.npz")
+    assert kept.rewards.tolist() == [0.0, 1.0] and kept.response_ids.tolist() == batch.response_ids.tolist()
+    assert kept.values is None
+
+
+def test_three_samples_of_different_prompts_are_shown(capsys):
+    rows = [sample(f"prompt {row // 2}", f"response {row}", Score(1.0)) for row in range(12)]
+    SampleLog.show(7, rows)
+    shown = capsys.readouterr().out
+    assert "samples of step 7" in shown
+    assert [f"response {row} " in shown for row in range(12)] == [row in (0, 4, 8) for row in range(12)]

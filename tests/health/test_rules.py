@@ -144,6 +144,18 @@ def test_a_resumed_run_reports_nothing_a_second_time():
     assert monitor.judge(6, rows[5]) == {"health/truncation": 1.0} and not warned
 
 
+def test_a_diagnosis_that_began_long_ago_keeps_its_step_in_a_resumed_run():
+    logged = {
+        step: HEALTHY | {"response_length/clip_ratio": 0.5, "health/truncation": float(step > 1)}
+        for step in range(1, 301)
+    }
+    informed: list[str] = []
+    monitor = HealthMonitor(logged, warn=lambda text: None, info=informed.append)
+    for step in range(301, 306):
+        monitor.judge(step, HEALTHY)
+    assert informed == ["step 305: truncation of step 2 is over"]
+
+
 def test_weights_after_a_collapse_are_not_to_be_resumed_from():
     monitor = HealthMonitor(warn=lambda text: None)
     monitor.judge(1, HEALTHY | {"response_length/clip_ratio": 0.9})
@@ -167,7 +179,7 @@ def test_a_forecast_names_step_and_time_at_which_memory_is_full():
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
-        ({"critic/zero_signal_groups": 0.7}, "; 70% of the prompts have responses of equal score; raise actor_"),
+        ({"critic/zero_signal_share": 0.7}, "; 70% of the prompts have responses of equal score; raise actor_"),
         ({"response_length/clip_ratio": 0.25}, "; 25% of the responses are cut off; raise data.max_response_length"),
         ({"actor/pg_clipfrac": 0.2}, "; 20% of the tokens are clipped; lower actor_rollout_ref.actor.optim.lr"),
         ({}, "in the last 50; raise actor_rollout_ref.actor.optim.lr or "),

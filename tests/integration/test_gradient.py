@@ -192,6 +192,20 @@ def test_a_rank_without_rows_does_not_change_the_gradient(groups):
         torch.testing.assert_close(shared[name], value, rtol=1e-4, atol=1e-7)
 
 
+def test_the_norm_of_each_row_is_that_of_its_gradient_alone(groups, config, sharing):
+    batch, totals = ragged_batch(3), Totals.of(ragged_batch(3))
+    expected = []
+    for row in range(3):
+        alone = [(batch, MiniBatch([[row]], totals), LOSS, False)]
+        gradients = groups[1].scatter(TrainWorker.gradient, alone, timeout=120)[0]
+        expected.append(math.sqrt(sum(float(value.square().sum()) for value in gradients.values())))
+    assert min(expected) > 1e-3
+    for key, group in groups.items():
+        plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), loss=LOSS)
+        workers = TrainWorkers(group, plan_, None, "float32", 120)
+        assert workers.row_norms(batch, step=1) == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_dummy_row_cannot_spoil_an_update(groups):
     """The first rank has no row of the mini-batch; its dummy row would give a NaN."""
     batch = ragged_batch(2)

@@ -1,0 +1,143 @@
+"""`python -m hybridrl.doctor replay DIR [--step N]`: computes a step again from the checkpoint before it, and names the
+rows that moved the gradient.
+
+A run keeps the batch of a step with which a diagnosis begins, in DIR/replay. The run must have ended, as its devices
+are used again. Weights are those before the step if the checkpoint of the step before it was retained.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch import Batch, spans
+from hybridrl.checkpoint.store import check, list_checkpoints
+from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.experience.sample_log import read_batch, replays
+from hybridrl.runs.prepare import tokenizer_elsewhere
+from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
+from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
+from hybridrl.runtime.cli import EXIT_REJECTED
+from hybridrl.tracking.console import info
+from hybridrl.tracking.report import read_metrics
+from hybridrl.training.worker import TrainWorker
+from hybridrl.training.worker_group import TrainWorkers
+
+SHOWN_CHARACTERS = 60
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hybridrl.doctor replay", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's directory (trainer.default_local_dir)")
+    parser.add_argument("--step", type=int, help="one of which the batch was kept; default: the last")
+    parser.add_argument("--rows", type=int, default=10, help="how many rows to show")
+    parser.add_argument("--json", action="store_true", help="print all rows for programs")
+    options = parser.parse_args(argv)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output has the rows only
+            rows = replay(options.directory.expanduser().absolute(), options.step)
+    except ConfigError as error:
+        info(f"error: {error}")
+        return EXIT_REJECTED
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        Console().print(table(rows[: options.rows]))
+    return 0
+
+
+def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
+    """Return each row of the step with its share of the gradient, the largest first. Raises ConfigError."""
+    kept = {int(path.stem): path for path in replays(directory / "replay")}
+    if not kept or (step is not None and step not in kept):
+        asked = "no step" if step is None else f"step {step} is not among those"
+        raise ConfigError(f"{directory}: {asked} of which the batch was kept ({', '.join(map(str, kept)) or 'none'})")
+    step = max(kept) if step is None else step
+    before = {one.step: one for one in list_checkpoints(directory) if one.step < step and not check(one.path)}
+    saved = before[max(before)] if before else None
+    if saved is None and step > 1:
+        raise ConfigError(f"{directory} has no intact checkpoint of a step before {step}")
+    config = load_ppo_config([], config_name="config", config_dir=directory)
+    batch = read_batch(kept[step])
+    with ExitStack() as stack:
+        workers = start(config, directory, stack)
+        if saved is not None:
+            workers.load(saved.path, {"actor": ["model"]})
+        weights = f"the weights after step {saved.step}" if saved else "the weights before the first step"
+        inexact = f" (it had those after step {step - 1})" if saved and saved.step < step - 1 else ""
+        info(f"step {step} again, {len(batch)} rows, with {weights}{inexact}")
+        again = workers.forward_log_probs(batch)
+        norms = workers.row_norms(again, step)
+    logged = read_metrics(directory).get(step, {}).get("actor/grad_norm")
+    if logged is not None:
+        info(f"actor/grad_norm of the step was {logged:.4g}")
+    return described(again, norms, tokenizer_elsewhere(config))
+
+
+def start(config: PPOConfig, directory: Path, stack: ExitStack) -> TrainWorkers:
+    """Start the run's training ranks, without rollout servers; `stack` ends them."""
+    trainer, algorithm = config.trainer, build_algorithm(config)
+    session = start_session(trainer, config.ray_kwargs.ray_init)
+    stack.callback(session.close)
+    logs = directory / "replay" / "logs"
+    logs.mkdir(exist_ok=True)
+    group = start_train_workers(session, logs)
+    place = group.broadcast(TrainWorker.location, timeout=trainer.startup_timeout)[0]
+    worker, address = ppo_worker_config(config, algorithm, directory, 1), f"{place['address']}:{place['port']}"
+    group.broadcast(TrainWorker.build, worker, address, timeout=trainer.startup_timeout)
+    critic = build_critic_plan(config) if algorithm.uses_critic else None
+    plans = padded_plans(group, build_policy_plan(config), critic, trainer.step_timeout)
+    return TrainWorkers(group, *plans, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
+
+
+def described(batch: Batch, norms: list[float], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
+    """Return a description of every row, that with the largest gradient first."""
+    gaps = (batch.old_log_probs - batch.rollout_log_probs).abs()
+    rows = []
+    for row in sorted(range(len(batch)), key=lambda row: -norms[row]):
+        part = batch.select([row])
+        places = spans(batch.response_lengths, batch.position.new_tensor([row]))
+        rows.append(
+            {
+                "position": int(batch.position[row]),
+                "sample": int(batch.sample[row]),
+                "gradient": norms[row],
+                "share": norms[row] ** 2 / sum(norm**2 for norm in norms),
+                "score": float(batch.rewards[row]),
+                "advantage": float(part.written_mean(part.advantages)[0]),
+                "tokens": int(batch.response_lengths[row]),
+                "least_log_prob": float(batch.old_log_probs[places].min()),
+                "largest_gap": float(gaps[places].max()),
+                "prompt": tokenizer.decode(part.prompt_ids.tolist(), skip_special_tokens=True),
+                "response": tokenizer.decode(part.response_ids.tolist(), skip_special_tokens=True),
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, object]]) -> Table:
+    """Return the rows for people."""
+    columns = (
+        "position",
+        "sample",
+        "gradient",
+        "share",
+        "score",
+        "advantage",
+        "tokens",
+        "least_log_prob",
+        "largest_gap",
+    )
+    result = Table(*(name.replace("_", "\n") for name in columns), "prompt ... response", show_lines=False)
+    for row in rows:
+        numbers = [f"{row[name]:.3g}" if isinstance(row[name], float) else str(row[name]) for name in columns]
+        text = f"{row['prompt']} ... {row['response']}"
+        result.add_row(*numbers, Text(" ".join(text.split())[: 2 * SHOWN_CHARACTERS]))
+    return result
