@@ -1,5 +1,5 @@
-"""What a process of this machine is doing, asked from outside: on request it writes the stacks of all its threads to its
-log, and the kernel tells of one that cannot.
+"""What a process of this machine is doing, asked from outside: on request it writes the stacks of all its threads to
+its log, and the kernel knows about one that cannot.
 
 The processes of an actor are those that write to its log: the actor itself, and an engine's own processes."""
 
@@ -29,7 +29,7 @@ Frame = tuple[str, str, str]  # file, line, function
 
 def write_stacks_on_request() -> None:
     """Have this process write the stacks of all its threads to its standard error when it gets REQUEST, whatever it is
-    executing, and go on."""
+    executing; it is not disturbed."""
     faulthandler.register(REQUEST, file=2, all_threads=True)
 
 

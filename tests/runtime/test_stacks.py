@@ -1,4 +1,4 @@
-"""What processes are doing, asked from outside: real processes that compute, wait, are stopped, or know nothing of it."""
+"""What processes are doing, asked from outside: real processes that compute, wait, are stopped, or do not respond."""
 
 import os
 import signal
