@@ -92,6 +92,11 @@ def join_group(
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def collective_timeout() -> timedelta:
+    """Return the time limit of collectives of all training ranks; torch gives further groups another one by default."""
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+
+
 def enable_determinism(device: str) -> None:
     """Use only deterministic kernels, and fail where there is none."""
     if device == "cuda":

@@ -54,10 +54,11 @@ class HybridEngine:
             try:
                 self._switch(version)
                 break
-            except RemoteFailure:  # a server that died is rebuilt, and all weights are sent again
-                dead = list(self.fleet.dead())
+            except RemoteFailure as failure:  # a server that died is rebuilt, and all weights are sent again
+                dead = list(self.fleet.dead(failure.silent))
                 if not retries_left or not dead:
                     raise
+                logger.warning("the weight sync failed, and is repeated: %s", failure)
                 self.fleet.kill(dead)  # a silent one may live and still read the buckets, which are freed next
                 self.sync.abort(dead)
                 self._move_trainers(to_host=True)  # an engine may need its cache's memory before it can sleep
@@ -83,7 +84,7 @@ class HybridEngine:
             self._enter(Mode.TRAINING)
 
     def _return_devices(self) -> None:
-        self.fleet.sleep(ignore_failures=True)  # a dead server is rebuilt when it is needed
+        self.fleet.sleep(kill_failed=True)
         self._move_trainers(to_host=False)
 
     def _enter(self, mode: Mode) -> None:
@@ -101,7 +102,7 @@ class HybridEngine:
         """Rebuild every server that does not respond, and put it to sleep."""
         if dead := self.fleet.dead():
             self._move_trainers(to_host=True)
-            for index, cause in dead.items():
+            for index, cause in list(dead.items()):
                 logger.warning("rollout server %d was lost (%s); rebuilding it", index, cause)
                 self.fleet.rebuild(index, asleep=True)
                 self.client.replace(index, self.fleet.handle(index))

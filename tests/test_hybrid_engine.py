@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.cluster import Group, RemoteFailure
+from hybridrl.cluster import Group, RemoteFailure, WorkerDied
 from hybridrl.hybrid_engine import HybridEngine, Mode
 from hybridrl.rollout import ModeError
 from hybridrl.training.worker import TrainWorker
@@ -40,14 +40,14 @@ class Fleet:
     def handle(self, index):
         return f"server {index}"
 
-    def sleep(self, *, ignore_failures=False):
+    def sleep(self, *, kill_failed=False):
         self.calls.append("sleep")
 
     def wake(self, part):
         self.calls.append(f"wake {part}")
 
-    def dead(self):
-        return dict(self.lost)
+    def dead(self, silent=()):
+        return self.lost | dict.fromkeys(silent, "it did not respond")
 
     def kill(self, indices):
         self.calls.append(f"kill {indices}")
@@ -61,13 +61,17 @@ class Sync:
     """Weights that arrive, unless a server dies: then it is in `fails`."""
 
     def __init__(self, calls: list[str], fleet: Fleet) -> None:
-        self.calls, self.fleet, self.fails = calls, fleet, []
+        self.calls, self.fleet, self.fails, self.silent = calls, fleet, [], []
 
     def publish(self, version):
         self.calls.append(f"publish {version}")
         if self.fails:
             self.fleet.lost = {self.fails.pop(): "it died"}
             raise RemoteFailure("rollout server.load_bucket: rank 1 failed")
+        if self.silent:
+            failure = WorkerDied("rollout server.load_bucket: no response from rollout-1 within 300 s")
+            failure.silent = (self.silent.pop(),)
+            raise failure
 
     def restore(self, index):
         self.calls.append(f"restore {index}")
@@ -158,12 +162,20 @@ def test_a_server_that_dies_during_a_sync_is_killed_before_its_buckets_are_freed
     assert calls == [*TO_ROLLOUT[:3], *failed, *rebuilt, *TO_ROLLOUT]
 
 
+def test_a_server_that_is_silent_during_a_sync_is_replaced_although_it_responds_to_checks(engine, calls, caplog):
+    engine.sync.silent = [1]
+    engine.fleet.kill = lambda indices: (calls.append(f"kill {indices}"), setattr(engine.fleet, "lost", {1: "silent"}))
+    engine.to_rollout(3)
+    assert calls.index("kill [1]") < calls.index("rebuild 1 asleep") < calls.index("verify")
+    assert "the weight sync failed, and is repeated: rollout server.load_bucket: no response from" in caplog.text
+
+
 def test_a_sync_that_fails_too_often_or_without_a_death_ends_the_run(engine):
     engine.sync.fails = [0, 1]
     with pytest.raises(RemoteFailure):
         engine.to_rollout(3)
     engine.fleet.lost, engine.sync.fails = {}, [1]
-    engine.fleet.dead = dict
+    engine.fleet.dead = lambda silent=(): {}
     with pytest.raises(RemoteFailure):
         engine.to_rollout(3)
     assert engine.mode is Mode.TRAINING

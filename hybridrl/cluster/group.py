@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
@@ -13,11 +13,13 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.cluster.session import RaySession, lost_component
+from hybridrl.cluster.watchdog import Watch, name, table
 from hybridrl.runtime.guard import kill_cause
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # of a log, for its first error
 LOGGED_ERROR = re.compile(r"\b[\w.]*(Error|Exception): .+")
+TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 LOG_LINES = 8  # shown of a dead actor
 # In the messages of torch on CUDA and CPU, of Python, of Ray's memory monitor, and of `kill_cause`.
 LACK_OF_MEMORY = re.compile(
@@ -25,13 +27,17 @@ LACK_OF_MEMORY = re.compile(
     r"|killed by the kernel",
     re.IGNORECASE,
 )
+STEP_LIMIT, START_LIMIT = "trainer.step_timeout", "trainer.startup_timeout"  # keys of the limits of calls
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
 
 
 class RemoteFailure(RuntimeError):
-    """A remote call failed; the message names the actor, the call and the first failure with its own traceback."""
+    """A remote call failed; the message names the actor, the call and the first failure with its own traceback.
+    `silent` are the logs of the actors that did not respond in time."""
+
+    silent: tuple[str, ...] = ()
 
 
 class WorkerDied(RemoteFailure):
@@ -83,14 +89,16 @@ class Group:
         calls = zip(self.actors, parts, strict=True)
         return [getattr(actor, method.__name__).remote(*part, **kwargs) for actor, part in calls]
 
-    def finish(self, refs: Sequence[Pending], method: Callable[..., Any], *, timeout: float) -> list[Any]:
-        """Return the results of started calls in rank order."""
-        return gather(refs, f"{self.role}.{method.__name__}", timeout, self.logs)
+    def finish(
+        self, refs: Sequence[Pending], method: Callable[..., Any], *, timeout: float, about: str = ""
+    ) -> list[Any]:
+        """Return the results of started calls in rank order; an error names what they are `about`."""
+        return gather(refs, f"{self.role}.{method.__name__}", timeout, self.logs, about=about)
 
     def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]:
         """Make the same call on every actor; return the ranks that failed or did not respond in time, and why."""
         refs = self.start(method, *args)
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        ready = list(_finished(refs, f"{self.role}.{method.__name__}", timeout, self.logs))
         silent = {rank: f"no response within {timeout:g} s" for rank, ref in enumerate(refs) if ref not in ready}
         errors = {rank: _error(ref) for rank, ref in enumerate(refs) if ref in ready}
         return silent | {rank: cause(error) for rank, error in errors.items() if error is not None}
@@ -118,30 +126,53 @@ def kill(actor: Actor) -> None:
     ray.kill(actor)
 
 
-def gather(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str] = ()) -> list[Any]:
+def control_limit(step_timeout: float) -> float:
+    """Return the limit of a call that moves weights or controls an engine, which takes seconds: five minutes, more only
+    if the limit of a step is above its default of two hours."""
+    return min(step_timeout, max(300.0, step_timeout / 24))
+
+
+def gather(
+    refs: Sequence[Pending],
+    what: str,
+    timeout: float,
+    logs: Sequence[str] = (),
+    *,
+    key: str = STEP_LIMIT,
+    about: str = "",
+) -> list[Any]:
     """Return the results of remote calls. Raises the first failure as soon as it is known, or its root failure.
-    `timeout` is the time without any result, not the total. `what` names role and method, `logs` the log files."""
-    waiting, results = list(refs), {}
-    while waiting:
-        done, rest = wait(waiting, timeout)
-        if not done:
-            late = ", ".join(_name(refs.index(ref), logs) for ref in rest)
-            message = f"{what}: no response from {late} within {timeout:g} s ({len(refs) - len(rest)} responded)"
-            chosen = dict(ray.get_runtime_context().runtime_env)
-            # With a broken runtime_env no process starts, and Ray reports nothing.
-            hint = f"; check ray_kwargs.ray_init.runtime_env={chosen}: processes that cannot start never respond"
-            raise WorkerDied(message + hint * bool(chosen))
+    `timeout` is the time without any result, not the total, from the key `key`. `what` names role and method, `logs`
+    the log files."""
+    results = {}
+    for ref in _finished(refs, what, timeout, logs):
         try:
-            results[done[0]] = ray.get(done[0])
+            results[ref] = ray.get(ref)
         except (RayActorError, RayTaskError) as error:
-            raise _root_failure(refs, what, error, refs.index(done[0]), logs) from None
-        waiting = rest
+            raise _root_failure(refs, f"{what}{about}", error, refs.index(ref), logs) from None
+    if len(results) < len(refs):
+        raise _late(
+            f"{what}{about}", [refs.index(ref) for ref in refs if ref not in results], len(results), timeout, logs, key
+        )
     return [results[ref] for ref in refs]
 
 
-def wait(refs: Sequence[Pending], timeout: float) -> tuple[list[Pending], list[Pending]]:
-    """Return one finished call, if any finishes in time, and the others. Raises WorkerDied if Ray is lost, which
-    `ray.wait` itself notices late."""
+def _finished(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str]) -> Iterator[Pending]:
+    """Yield each call once it has finished, until none does for `timeout` seconds. Reports silent ranks meanwhile."""
+    waiting, watch = list(refs), Watch(what, logs)
+    while waiting:
+        done, waiting = wait(waiting, timeout, lambda rest: watch.look([refs.index(ref) for ref in rest]))
+        if not done:
+            return
+        yield done[0]
+    watch.end()
+
+
+def wait(
+    refs: Sequence[Pending], timeout: float, look: Callable[[Sequence[Pending]], None] = lambda refs: None
+) -> tuple[list[Pending], list[Pending]]:
+    """Return one finished call, if any finishes in time, and the others; `look` is called with those that have not
+    every POLL_SECONDS. Raises WorkerDied if Ray is lost, which `ray.wait` itself notices late."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
@@ -149,6 +180,20 @@ def wait(refs: Sequence[Pending], timeout: float) -> tuple[list[Pending], list[P
         if done or left <= POLL_SECONDS:
             return done, rest
         check_ray()
+        look(rest)
+
+
+def _late(what: str, ranks: Sequence[int], responded: int, timeout: float, logs: Sequence[str], key: str) -> WorkerDied:
+    """Return the failure of a call that these ranks did not respond to in time."""
+    late = ", ".join(name(rank, logs) for rank in ranks)
+    limit = f"; the limit follows from {key}" * bool(key)
+    message = f"{what}: no response from {late} within {timeout:g} s ({responded} responded{limit})"
+    chosen = dict(ray.get_runtime_context().runtime_env)
+    # With a broken runtime_env no process starts, and Ray reports nothing.
+    hint = f"; check ray_kwargs.ray_init.runtime_env={chosen}: processes that cannot start never respond"
+    failure = WorkerDied("\n".join([message + hint * bool(chosen), *table(ranks, logs)]))
+    failure.silent = tuple(logs[rank] for rank in ranks if rank < len(logs))
+    return failure
 
 
 def check_ray() -> None:
@@ -168,38 +213,38 @@ def _error(ref: Pending) -> RayActorError | RayTaskError | None:
 def _root_failure(
     refs: Sequence[Pending], what: str, first: Exception, rank: int, logs: Sequence[str]
 ) -> RemoteFailure:
-    """Return the failure that caused the others: a rank that died comes before a rank that lost its peer."""
-    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
+    """Return the failure that caused the others: a rank that died comes before a rank that lost its peer. A rank that
+    others waited for in a collective until it timed out counts as dead."""
+    ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
     errors = {refs.index(ref): _error(ref) for ref in ready}
     dead = [index for index, error in errors.items() if isinstance(error, RayActorError)]
     short = [index for index, error in errors.items() if error is not None and LACK_OF_MEMORY.search(cause(error))]
     if short or dead:
         rank = (short or dead)[0]
         first = errors[rank]
-    lines, name = [], _name(rank, logs)
+    lines, failed = [], name(rank, logs)
     if rank < len(logs):
         try:
             lines = Path(logs[rank]).read_text(errors="replace").splitlines()[-SEARCHED_LINES:] or ["(nothing)"]
         except OSError:
             lines = ["(the file is on another machine)"]
+    peers = []
+    if silent and TIMED_OUT.search("\n".join([str(first), *lines[-LOG_LINES:]])):
+        peers = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
     if isinstance(first, RayActorError):
         check_ray()
         last = [f"{logs[rank]} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
-        message = "\n".join([f"{what}: the process of {name} died: {cause(first)}", *last])
+        message = "\n".join([f"{what}: the process of {failed} died: {cause(first)}", *last, *peers])
         return OutOfMemory(message, what) if short else WorkerDied(message)
     if short:
-        return OutOfMemory(f"{what}: {name} ran out of memory: {cause(first)}", what)
+        return OutOfMemory(f"{what}: {failed} ran out of memory: {cause(first)}", what)
     # An engine's own processes log what went wrong, and their parent raises that something did.
     description = _describe(first)
     logged = next((line[match.start() :] for line in lines if (match := LOGGED_ERROR.search(line))), "")
     if logged and logged not in description:
         description = f"{description}\nthe first error in {logs[rank]}: {logged[:500]}"
-    return RemoteFailure(f"{what}: {name} failed: {description}")
-
-
-def _name(rank: int, logs: Sequence[str]) -> str:
-    """Return the name of an actor, which its log file has as well, such as rollout-1."""
-    return Path(logs[rank]).stem if rank < len(logs) else f"rank {rank}"
+    kind = WorkerDied if peers else RemoteFailure
+    return kind("\n".join([f"{what}: {failed} failed: {description}", *peers]))
 
 
 def _describe(error: RayTaskError) -> str:

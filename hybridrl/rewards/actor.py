@@ -177,14 +177,16 @@ class _RemoteScorer:
 
     def start(self) -> bool:
         call = self._handle.start.remote(self._index)
-        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._log])
+        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._log], key="")
         if isinstance(reply, str):
             raise ConfigError(reply)
         return reply
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
         call = self._handle.score.remote(self._index, packed(requests))
-        (reply,) = gather([call], "scorer.score", self._seconds * (1 + len(requests)), [self._log])
+        (reply,) = gather(
+            [call], "scorer.score", self._seconds * (1 + len(requests)), [self._log], key="reward.timeout"
+        )
         scores, reason = pickle.loads(reply)
         yield from scores
         if reason is not None:

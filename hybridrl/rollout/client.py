@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+from hybridrl.cluster.watchdog import SILENT_SECONDS
 from hybridrl.rollout.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
+CHECKS = 9  # of a server's progress before its silence is reported
 LOOK_SECONDS = 2.0  # between looks for servers that hang, and for a lost cluster
 
 
@@ -46,6 +48,7 @@ class Server(Protocol):
     def submit(self, requests: list[tuple[int, Request]]) -> None: ...
     async def take(self) -> list[tuple[int, Completion]]: ...
     async def check(self) -> int: ...  # the tokens that its engine has sampled so far
+    async def activity(self) -> str: ...  # where its processes are
     def kill(self) -> None: ...
 
 
@@ -64,6 +67,7 @@ class Lane:
     """One server and its work; `given` is everything that it was given since it was last idle.
 
     `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
+    Its silence is not reported before the loop time `due`.
     """
 
     server: Server
@@ -74,6 +78,7 @@ class Lane:
     tokens: int = 0
     checked: float = 0.0
     moved: float = 0.0
+    due: float = 0.0
 
 
 class RolloutClient:
@@ -247,16 +252,23 @@ class RolloutClient:
             self._fail(error)
 
     async def _check(self, lane: Lane) -> None:
+        """Report a silent server, each time after twice as long; kill it at the limit."""
         loop = asyncio.get_running_loop()
-        if loop.time() - lane.checked >= self.timeout / 4:
+        if loop.time() - lane.checked >= min(self.timeout / 4, SILENT_SECONDS / CHECKS):
             lane.checked, tokens = loop.time(), await self._tokens(lane)
             if tokens not in (None, lane.tokens):
                 lane.tokens, lane.moved = tokens, loop.time()
-        if lane.running and loop.time() - lane.moved >= self.timeout:
-            index, waiting = self.lanes.index(lane), len(lane.running)
-            message = "rollout server %d has sampled no token for %g s, with %d requests unfinished; killing it"
-            logger.warning(message, index, self.timeout, waiting)
-            lane.server.kill()
+        silence = loop.time() - lane.moved
+        hung = silence >= self.timeout
+        if not lane.running or (not hung and loop.time() < max(lane.moved + SILENT_SECONDS, lane.due)):
+            return
+        lane.due = loop.time() + silence
+        limit = f" (actor_rollout_ref.rollout.request_timeout={self.timeout:g}); killing it" if hung else ""
+        message = "rollout server %d has sampled no token for %.3g s, with %d requests unfinished%s: %s"
+        index, waiting, server = self.lanes.index(lane), len(lane.running), lane.server
+        logger.warning(message, index, silence, waiting, limit, await server.activity())
+        if hung:
+            server.kill()
             lane.moved = loop.time()
 
     def _fail(self, error: Exception) -> None:

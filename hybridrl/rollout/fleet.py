@@ -1,6 +1,7 @@
 """All rollout servers of a run: spawned, started, checked, killed and rebuilt. Knows neither trainers nor weights."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl import device as devices
 from hybridrl.cluster import Actor, Group, Pending, RaySession, cause, gather, kill, spawn
-from hybridrl.cluster.group import check_ray
+from hybridrl.cluster.group import START_LIMIT, check_ray
+from hybridrl.cluster.watchdog import explain
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.client import RolloutClient, ServerFailure
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
@@ -29,8 +31,8 @@ class EngineGroup(Group):
 class RemoteServer:
     """A server actor as the client uses it."""
 
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
+    def __init__(self, actor: Actor, log: str) -> None:
+        self.actor, self.log = actor, log
 
     def submit(self, requests: list[tuple[int, Request]]) -> None:
         self.actor.submit.remote(requests)
@@ -40,6 +42,9 @@ class RemoteServer:
 
     async def check(self) -> int:
         return await _result(self.actor.call.remote(RolloutEngine.check.__name__))
+
+    async def activity(self) -> str:
+        return (await asyncio.to_thread(explain, [self.log]))[self.log]
 
     def kill(self) -> None:
         kill(self.actor)
@@ -71,6 +76,7 @@ class RolloutFleet:
         self.startup_timeout, self.timeout = startup_timeout, timeout
         self.tp_size = rollout.tensor_model_parallel_size
         names = [str(logs / f"rollout-{index}.log") for index in range(devices // self.tp_size)]
+        self.lost: dict[int, str] = {}  # servers that have to be rebuilt, with the reason
         self.servers = EngineGroup(
             [self._spawn(index, log) for index, log in enumerate(names)], "rollout server", names
         )
@@ -91,24 +97,31 @@ class RolloutFleet:
         )
 
     def handle(self, index: int) -> RemoteServer:
-        return RemoteServer(self.servers.actors[index])
+        return RemoteServer(self.servers.actors[index], self.servers.logs[index])
 
     def start(self, gpus: list[list[str]]) -> list[Pending]:
         """Start building every server's engine; `gpus` are those of each device. Returns the pending calls."""
         self.gpus = gpus
         return [self._start(index) for index in range(len(self))]
 
-    def sleep(self, *, ignore_failures: bool = False) -> None:
-        """Put all engines to sleep."""
-        call = self.servers.failures if ignore_failures else self.servers.broadcast
-        call(RolloutEngine.sleep, timeout=self.timeout)
+    def sleep(self, *, kill_failed: bool = False) -> None:
+        """Put all engines to sleep. With `kill_failed` a server that does not is killed, which frees its device, and is
+        rebuilt when it is needed."""
+        if kill_failed:
+            self.lost = self.servers.failures(RolloutEngine.sleep, timeout=self.timeout) | self.lost
+            self.kill(list(self.lost))
+        else:
+            self.servers.broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
     def wake(self, part: str) -> None:
         self.servers.broadcast(RolloutEngine.wake, part, timeout=self.timeout)
 
-    def dead(self) -> dict[int, str]:
-        """Return the servers that are dead or do not respond, with the reason."""
-        return self.servers.failures(RolloutEngine.check, timeout=CHECK_SECONDS)
+    def dead(self, silent: Collection[str] = ()) -> dict[int, str]:
+        """Return the servers that are dead or do not respond, with the reason; those with these logs did not respond to
+        another call."""
+        found = {index: "it did not respond" for index, log in enumerate(self.servers.logs) if log in silent}
+        self.lost = found | self.servers.failures(RolloutEngine.check, timeout=CHECK_SECONDS) | self.lost
+        return self.lost
 
     def kill(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -117,9 +130,10 @@ class RolloutFleet:
     def rebuild(self, index: int, *, asleep: bool = False) -> None:
         """Replace a server by a new one, awake and without weights; an old process that still lives is killed."""
         self.kill([index])
+        self.lost.pop(index, None)
         log = self.servers.logs[index]
         self.servers.actors[index] = self._spawn(index, log)
-        gather([self._start(index)], "rollout server.start", self.startup_timeout, [log])
+        gather([self._start(index)], "rollout server.start", self.startup_timeout, [log], key=START_LIMIT)
         if asleep:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 

@@ -8,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.cluster import Group, RaySession, gather
+from hybridrl.cluster.group import START_LIMIT, control_limit
 from hybridrl.config import PPOConfig
 from hybridrl.config.files import resolve_model
 from hybridrl.config.help import batch_arithmetic
@@ -137,7 +138,8 @@ def start_devices(
     config: PPOConfig, session: RaySession, worker: WorkerConfig, logs: Path, probe: list[int]
 ) -> tuple[Group, HybridEngine]:
     """Start training ranks and rollout servers at the same time; returns when both are ready for the first sync."""
-    section, limit, timeout = config.actor_rollout_ref, config.trainer.startup_timeout, config.trainer.step_timeout
+    section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
+    timeout = control_limit(config.trainer.step_timeout)
     workers = start_train_workers(session, logs)
     fleet = RolloutFleet(
         session,
@@ -149,13 +151,13 @@ def start_devices(
         timeout=timeout,
     )
     info(f"starting {len(workers)} training ranks and {len(fleet.servers)} rollout servers; their logs: {logs}")
-    places = workers.broadcast(TrainWorker.location, timeout=limit)
+    places = gather(workers.start(TrainWorker.location), "train worker.location", limit, workers.logs, key=START_LIMIT)
     starting = fleet.start([place["gpus"] for place in places])
     if session.device == "cuda":  # an engine measures how much memory is free, so nothing else may use it meanwhile
-        gather(starting, "rollout server.start", limit, fleet.servers.logs)
+        gather(starting, "rollout server.start", limit, fleet.servers.logs, key=START_LIMIT)
         fleet.sleep()
     building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
-    gather([*building, *starting], "start-up", limit, [*workers.logs, *fleet.servers.logs])
+    gather([*building, *starting], "start-up", limit, [*workers.logs, *fleet.servers.logs], key=START_LIMIT)
     if session.device == "cpu":
         fleet.sleep()
     dtype = section.actor.fsdp_config.dtype or "float32"

@@ -8,7 +8,8 @@ from typing import Any
 
 from hybridrl.checkpoint.fingerprints import data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.saver import Stateful
-from hybridrl.cluster import RaySession
+from hybridrl.cluster import RaySession, gather
+from hybridrl.cluster.group import START_LIMIT
 from hybridrl.config import SFTConfig
 from hybridrl.data.conversations import ConversationDataset, to_batch
 from hybridrl.data.order import PromptOrder
@@ -50,9 +51,11 @@ class SFTJob:
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, limit = self.config, self.config.trainer.startup_timeout
         group = start_train_workers(session, directory / "logs")
-        place = group.broadcast(TrainWorker.location, timeout=limit)[0]
+        locating = group.start(TrainWorker.location)
+        place, *_ = gather(locating, "train worker.location", limit, group.logs, key=START_LIMIT)
         worker = sft_worker_config(config, directory, plan.steps)
-        group.broadcast(TrainWorker.build, worker, f"{place['address']}:{place['port']}", timeout=limit)
+        building = group.start(TrainWorker.build, worker, f"{place['address']}:{place['port']}")
+        gather(building, "start-up", limit, group.logs, key=START_LIMIT)
         timeout = config.trainer.step_timeout
         plans = padded_plans(group, sft_policy_plan(config), None, timeout)
         return TrainWorkers(group, *plans, config.engine.fsdp_config.dtype, timeout)

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from hybridrl.runtime.keeper import END_SECONDS, is_keeper
+from hybridrl.runtime.stacks import REQUEST, write_stacks_on_request
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_KILLED = 128 + signal.SIGKILL
@@ -33,13 +34,14 @@ def guarded(work: Callable[[], int]) -> int:
     if child == 0:
         end_with_parent(guard, signal.SIGTERM)
         os.setsid()
+        write_stacks_on_request()
         return work()
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(child, number)
 
-    for number in FORWARDED:
+    for number in (*FORWARDED, REQUEST):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, forward)
     pid, status = os.wait()
@@ -66,12 +68,13 @@ def end_with_parent(parent: int, how: signal.Signals) -> None:
 
 def begin_actor(log_file: str) -> None:
     """Have an actor end with the Ray of its machine, whose end it does not notice while waiting in a collective, and
-    redirect the output of its process and children to a file."""
+    redirect the output of its process and children to a file, to which it writes its stacks on request."""
     end_with_parent(os.getppid(), signal.SIGKILL)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    write_stacks_on_request()
 
 
 def _prctl(option: int, value: int) -> None:

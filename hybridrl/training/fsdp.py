@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,7 +27,10 @@ def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
     """Return a mesh of all ranks: one group of shards, or several groups that replicate one another."""
     if shards == ranks:
         return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+    grid = torch.arange(ranks).view(-1, shards)
+    timeout = devices.collective_timeout()
+    groups = [dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout)[0] for part in (grid.T, grid)]
+    return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=("replicate", "shard"))
 
 
 Model = TypeVar("Model", LanguageModel, ValueModel)

@@ -20,6 +20,7 @@ from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group, OutOfMemory, Pending
+from hybridrl.cluster.group import control_limit
 from hybridrl.tracking import Stopwatch
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
@@ -305,11 +306,12 @@ class TrainWorkers:
 
     def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
         """Write parts of each model's state in the background; returns once they are copied to host memory."""
-        self.group.broadcast(TrainWorker.start_save, str(directory), contents, timeout=self.timeout)
+        limit = control_limit(self.timeout)
+        self.group.broadcast(TrainWorker.start_save, str(directory), contents, timeout=limit)
 
     def finished_save(self) -> bool:
         """Whether every rank has written everything. Raises RemoteFailure, once, if one could not."""
-        return all(self.group.broadcast(TrainWorker.finished_save, timeout=self.timeout))
+        return all(self.group.broadcast(TrainWorker.finished_save, timeout=control_limit(self.timeout)))
 
     def load(self, directory: Path, contents: dict[str, list[str]]) -> dict[str, int]:
         """Read parts of each model's state, on any number of ranks. Returns how many updates each model has had."""

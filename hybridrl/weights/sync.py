@@ -74,7 +74,9 @@ class Workers(Protocol):
     def broadcast(self, method: Callable[..., Any], *args: Any, timeout: float) -> list[Any]: ...
     def scatter(self, method: Callable[..., Any], parts: Sequence[tuple], *, timeout: float) -> list[Any]: ...
     def start_each(self, method: Callable[..., Any], parts: Sequence[tuple]) -> list[Any]: ...
-    def finish(self, refs: Sequence[Any], method: Callable[..., Any], *, timeout: float) -> list[Any]: ...
+    def finish(
+        self, refs: Sequence[Any], method: Callable[..., Any], *, timeout: float, about: str = ""
+    ) -> list[Any]: ...
     def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]: ...
 
 
@@ -131,14 +133,17 @@ class ColocatedSync:
     def _send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
         """Send buckets to these servers; all ranks take part, as gathering is collective. While the servers read one
         bucket, the ranks fill the next one in the other half of their memory."""
-        servers, reading = self.servers.only(indices), []
-        for bucket in buckets:
-            filled = self.trainers.broadcast(WeightSource.fill_bucket, bucket, timeout=self.timeout)
+        servers, reading, read = self.servers.only(indices), [], ""
+        for number, bucket in enumerate(buckets, start=1):
+            names = [tensor.name for tensor in bucket.tensors]
+            about = f" (bucket {number} of {len(buckets)}: {' ... '.join([*names[:1], *names[-1:]])})"
+            filling = self.trainers.start_each(WeightSource.fill_bucket, [(bucket,)] * len(self.trainers))
+            filled = self.trainers.finish(filling, WeightSource.fill_bucket, timeout=self.timeout, about=about)
             shares = [filled[index * self.tp_size : (index + 1) * self.tp_size] for index in indices]
             parts = [(bucket, *map(list, zip(*share, strict=True)), adapter) for share in shares]
-            servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout)
-            reading = servers.start_each(WeightTarget.load_bucket, parts)
-        servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout)
+            servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
+            reading, read = servers.start_each(WeightTarget.load_bucket, parts), about
+        servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
 
     def abort(self, dead: Sequence[int]) -> None:
         self.servers.failures(WeightTarget.finish_weights, timeout=self.timeout)  # the others wait for more buckets

@@ -1,5 +1,6 @@
 """Calls of a group without Ray: results, deadlines, and which of several failures is raised."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -9,7 +10,18 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl.cluster import group as module
-from hybridrl.cluster.group import Group, OutOfMemory, RemoteFailure, WorkerDied, cause, gather, wait
+from hybridrl.cluster import watchdog
+from hybridrl.cluster.group import (
+    START_LIMIT,
+    Group,
+    OutOfMemory,
+    RemoteFailure,
+    WorkerDied,
+    cause,
+    control_limit,
+    gather,
+    wait,
+)
 
 
 @dataclass(eq=False)
@@ -80,6 +92,8 @@ def ray(monkeypatch) -> FakeRay:
     monkeypatch.setattr(module, "ray", stand_in)
     monkeypatch.setattr(module, "lost_component", lambda: None)
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "activities", lambda logs: {log: f"in sleep ({log})" for log in logs})
+    monkeypatch.setattr(watchdog, "durations", defaultdict(list))
     return stand_in
 
 
@@ -149,7 +163,73 @@ def test_the_log_of_another_machine_is_named(tmp_path):
 def test_ranks_without_a_response_are_named():
     with pytest.raises(WorkerDied) as failure:
         workers(Call(responds=False), Call(), Call(responds=False)).broadcast(work, timeout=0.05)
-    assert str(failure.value) == "train worker.work: no response from rank 0, rank 2 within 0.05 s (1 responded)"
+    assert str(failure.value) == (
+        "train worker.work: no response from rank 0, rank 2 within 0.05 s (1 responded; the limit follows from "
+        "trainer.step_timeout)"
+    )
+
+
+def test_at_the_limit_the_message_names_key_rank_place_and_log():
+    logs = ["/logs/train-0.log", "/logs/train-1.log"]
+    with pytest.raises(WorkerDied) as failure:
+        gather([Call(), Call(responds=False)], "start-up", 0.05, logs, key=START_LIMIT, about=" (bucket 3)")
+    assert str(failure.value) == (
+        "start-up (bucket 3): no response from train-1 within 0.05 s (1 responded; the limit follows from "
+        "trainer.startup_timeout)\n  train-1: in sleep (/logs/train-1.log); its log: /logs/train-1.log"
+    )
+    assert failure.value.silent == ("/logs/train-1.log",)
+
+
+def test_a_rank_that_others_waited_for_until_their_collective_timed_out_counts_as_dead():
+    lost_peer = Call(error=task_error("[gloo] Timed out waiting 600000ms for recv operation to complete"))
+    with pytest.raises(WorkerDied, match=r"train-0 failed: ValueError: .gloo. Timed out") as failure:
+        gather([lost_peer, Call(responds=False)], "train worker.work", 1, ["/logs/train-0.log", "/logs/train-1.log"])
+    last = str(failure.value).splitlines()[-2:]
+    assert last == [
+        "not responding meanwhile:",
+        "  train-1: in sleep (/logs/train-1.log); its log: /logs/train-1.log",
+    ]
+
+
+def reports(caplog) -> list[list[str]]:
+    return [message.splitlines() for message in caplog.messages if "still waiting" in message]
+
+
+def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(monkeypatch, caplog):
+    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.05)
+    group = workers(Call(responds=False), Call(), logs=["/logs/train-0.log", "/logs/train-1.log"])
+    with pytest.raises(WorkerDied):
+        group.broadcast(work, timeout=0.6)
+    first, *later = reports(caplog)
+    assert first == [
+        "train worker.work: 1 not done after 0 s (the first such call); still waiting",
+        "  train-0: in sleep (/logs/train-0.log); its log: /logs/train-0.log",
+    ]
+    assert 2 <= len(later) <= 3, "after 0.05, 0.1, 0.2 and 0.4 s"
+
+
+def test_a_call_that_usually_takes_long_is_reported_after_five_times_its_median(monkeypatch, caplog):
+    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.01)
+    watchdog.durations["train worker.work"] += [0.001, 0.04, 10.0]
+    with pytest.raises(WorkerDied):
+        workers(Call(responds=False)).broadcast(work, timeout=0.15)
+    assert not reports(caplog)
+    assert workers(Call(responds=False)).failures(work, timeout=0.3)
+    ((report,),) = reports(caplog)
+    assert report == "train worker.work: 1 not done after 0 s (usually 0.04 s); still waiting"
+
+
+def test_only_calls_that_were_completed_count_as_usual():
+    workers(Call(), Call()).broadcast(work, timeout=1)
+    with pytest.raises(WorkerDied):
+        workers(Call(responds=False)).broadcast(work, timeout=0.01)
+    (duration,) = watchdog.durations["train worker.work"]
+    assert 0 <= duration < 0.1
+
+
+@pytest.mark.parametrize(("step", "control"), [(60, 60), (7200, 300), (14400, 600)])
+def test_calls_that_take_seconds_have_a_limit_of_minutes(step, control):
+    assert control_limit(step) == control
 
 
 def test_silence_names_the_runtime_environment_that_the_user_set(ray):

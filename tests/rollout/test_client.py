@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from hybridrl.rollout import Completion, ModeError, Request, RolloutClient, RolloutFailure, Sampling
+from hybridrl.rollout import client as module
 from hybridrl.rollout.client import ServerFailure
 
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
@@ -47,6 +49,9 @@ class FakeServer:
         if not self.well:
             raise ServerFailure("dead", "dead")
         return 3 * self.returned
+
+    async def activity(self) -> str:
+        return "VLLM::EngineCore (pid 7) stopped (state T)"
 
     def kill(self) -> None:
         self.killed.set()
@@ -269,8 +274,32 @@ def test_a_server_that_samples_nothing_for_too_long_is_killed_and_rebuilt(dead, 
     made, wanted = client([dead, FakeServer()], timeout=0.1), requests(6)
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert dead.killed.is_set() and made.restarts == 1
-    message = "rollout server 0 has sampled no token for 0.1 s, with 6 requests unfinished; killing it"
-    assert message in caplog.messages
+    (message,) = (line for line in caplog.messages if "no token" in line)
+    assert re.fullmatch(
+        r"rollout server 0 has sampled no token for 0\.\d+ s, with 6 requests unfinished "
+        r"\(actor_rollout_ref\.rollout\.request_timeout=0\.1\); killing it: VLLM::EngineCore \(pid 7\) stopped .*",
+        message,
+    )
+
+
+def test_silence_is_reported_with_the_place_of_the_server_long_before_the_limit(monkeypatch, caplog):
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    made, wanted = client([Slow(works=False)], timeout=30.0), requests(4)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert made.restarts == 0
+    reports = [line.split(" for ")[1] for line in caplog.messages]
+    assert 3 <= len(reports) <= 4, "after 0.05, 0.1, 0.2 and 0.4 s"
+    assert all(
+        line.endswith(" s, with 8 requests unfinished: VLLM::EngineCore (pid 7) stopped (state T)") for line in reports
+    )
+
+
+def test_a_server_that_samples_is_not_reported_however_long_its_responses_take(monkeypatch, caplog):
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    client([Slow(works=True)], timeout=30.0).generate_all(requests(4))
+    assert not caplog.messages
 
 
 def test_a_server_is_hung_however_many_responses_come_from_others():

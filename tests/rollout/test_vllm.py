@@ -55,6 +55,14 @@ def test_weights_of_adapted_layers_are_loaded_under_the_names_of_a_model_without
     assert list(model.state_dict()) == adapted and not places
 
 
+def test_the_users_own_level_of_vllms_log_stays(monkeypatch):
+    rollout = SimpleNamespace(dtype="bfloat16")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert vllm_environment(rollout)["VLLM_LOGGING_LEVEL"] == "WARNING"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert vllm_environment(rollout)["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
 def test_float32_products_are_exact_in_triton():
     assert vllm_environment(SimpleNamespace(dtype="float32"))["TRITON_F32_DEFAULT"] == "ieee"
     assert "TRITON_F32_DEFAULT" not in vllm_environment(SimpleNamespace(dtype="bfloat16"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridrl.batch import token_rows
-from hybridrl.weights.buckets import Bucket, SyncPlan
+from hybridrl.weights.buckets import Bucket, SyncPlan, Tensor
 from hybridrl.weights.sync import ColocatedSync, StaleWeights
 
 MODEL, ADAPTER = [Bucket([], 64), Bucket([], 128, start=64)], [Bucket([], 8)]
@@ -20,7 +20,7 @@ class Workers:
     """Remote workers that respond at once; calls are recorded as (workers, method, arguments)."""
 
     def __init__(self, calls: list, actors: list[str]) -> None:
-        self.calls, self.actors = calls, actors
+        self.calls, self.actors, self.about = calls, actors, []
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -43,7 +43,8 @@ class Workers:
             self.calls.append((actor, method.__name__, part))
         return [(actor, part) for actor, part in zip(self.actors, parts, strict=True)]
 
-    def finish(self, refs, method, *, timeout):
+    def finish(self, refs, method, *, timeout, about=""):
+        self.about.append(f"{method.__name__}{about}")
         return [getattr(self, method.__name__)(actor, *part) for actor, part in refs]
 
 
@@ -126,6 +127,19 @@ def test_each_server_reads_its_ranks_memory_and_the_next_bucket_is_filled_meanwh
         "release_buckets",
     ]
     assert ("s1", "finish_sync", (1, 4)) in calls
+
+
+def test_an_error_names_the_bucket_that_was_on_its_way():
+    named = [Bucket([Tensor(name, [1], "float32", 0, 4) for name in names], 64) for names in (["a", "b", "c"], ["d"])]
+    sync, _ = built(SyncPlan(named, []))
+    sync.publish(4)
+    buckets = [" (bucket 1 of 2: a ... c)", " (bucket 2 of 2: d ... d)"]
+    assert [line for line in sync.trainers.about if "fill_bucket" in line] == [
+        f"fill_bucket{about}" for about in buckets
+    ]
+    assert [f"load_bucket{about}" for about in buckets] == [
+        line for line in sync.servers.about if "load" in line and "(" in line
+    ]
 
 
 def test_a_tensor_parallel_server_gets_the_memory_of_all_its_ranks():

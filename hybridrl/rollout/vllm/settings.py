@@ -1,6 +1,7 @@
 """What vLLM must be given from outside: environment variables, and the size of its cache on CPU. Does not import it."""
 
 import math
+import os
 
 import psutil
 import torch
@@ -10,7 +11,6 @@ from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 
 ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     # vLLM's asynchronous engine is a child process in either case; 0 saves a second one.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -25,9 +25,10 @@ CPU_BLOCK = 128  # tokens per cache block of vLLM's CPU build
 
 def vllm_environment(rollout: RolloutConfig) -> dict[str, str]:
     """Return the environment variables of a server with vLLM."""
+    chosen = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
     if rollout.dtype == "float32":  # Triton rounds the factors of float32 products to TF32 by default
-        return ENVIRONMENT | {"TRITON_F32_DEFAULT": "ieee"}
-    return ENVIRONMENT
+        chosen["TRITON_F32_DEFAULT"] = "ieee"
+    return ENVIRONMENT | chosen
 
 
 def cache_bytes_per_token(model: ModelConfig, rollout: RolloutConfig) -> int:

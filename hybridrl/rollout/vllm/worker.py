@@ -34,6 +34,7 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import ADAPTER_CONFIG
 from hybridrl.rollout.vllm import repairs  # noqa: F401  repairs vLLM when it is imported
 from hybridrl.runtime.guard import end_with_parent
+from hybridrl.runtime.stacks import write_stacks_on_request
 from hybridrl.weights.buckets import Handle, Tensor, digest, open_buffer
 
 BACKEND = "hybridrl"
@@ -210,3 +211,4 @@ def load_adapter(manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor], s
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 import_libraries(json.loads(os.environ.get(LIBRARIES, "[]")))
+write_stacks_on_request()

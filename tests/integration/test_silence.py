@@ -1,0 +1,139 @@
+"""Real ranks, servers and engines that are stopped: they are named with the place where they are, and replaced where
+they can be."""
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridrl.cluster import group, watchdog
+from hybridrl.rollout import client
+from hybridrl.runs.ppo import probe_ids, start_devices
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.training.worker_group import TrainWorkers
+from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens
+
+pytestmark = pytest.mark.slow
+STOPPED_SECONDS = 6.0
+LIMIT = 10.0
+
+
+@pytest.fixture(scope="module")
+def parts(config, session, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    worker = ppo_worker_config(config, build_algorithm(config), logs, steps=10)
+    workers, engine = start_devices(config, session, worker, logs, probe_ids(PROMPT))
+    return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch) -> None:
+    """Report after a second."""
+    for module in (watchdog, client):
+        monkeypatch.setattr(module, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(group, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.2)
+
+
+@pytest.fixture
+def stopped() -> Iterator[list[psutil.Process]]:
+    """Processes to continue in the end."""
+    processes: list[psutil.Process] = []
+    yield processes
+    for process in processes:
+        if process.is_running():
+            process.resume()
+
+
+def process_of(log: str, number: int = 0) -> psutil.Process:
+    """The actor that writes to a log, or with number 1 the engine of a server."""
+    writers = [process for process in psutil.Process().children(recursive=True) if writes_to(process, log)]
+    names = ["ray::", "EngineCore"]
+    return next(process for process in writers if names[number] in process.cmdline()[0])
+
+
+def writes_to(process: psutil.Process, log: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/2") == log
+    except OSError:
+        return False
+
+
+def stop_for_some_seconds(process: psutil.Process) -> None:
+    process.suspend()
+    threading.Timer(STOPPED_SECONDS, process.resume).start()
+
+
+def test_a_stopped_rank_and_the_ranks_that_wait_for_it_are_named(parts, caplog):
+    engine, workers = parts
+    wanted = requests()
+    engine.to_rollout(0)
+    batch = rows(wanted, generate(engine, wanted))
+    engine.to_training()
+    watchdog.durations.clear()
+    caplog.clear()
+    stop_for_some_seconds(process_of(engine.ranks.logs[1]))
+    assert largest_gap(workers, batch) < 1e-4, "nothing is lost"
+    report = next(line for line in caplog.messages if "train worker.log_probs: 2 not done after" in line)
+    first, second = report.splitlines()[1:]
+    assert re.search(r"^  train-0: ray::TrainWorker.* \(pid \d+\) in \w+ \(\w+\.py:\d+", first)
+    assert re.search(
+        r"^  train-1: ray::TrainWorker.* \(pid \d+\) stopped \(state T.*\); its log: /.*/train-1\.log$", second
+    )
+    assert "Current thread" in Path(engine.ranks.logs[0]).read_text()
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["server", "engine"])
+def test_a_stopped_server_or_engine_is_named_while_it_should_generate(parts, caplog, number):
+    engine, _ = parts
+    engine.to_rollout(0)
+    wanted = requests()
+    undisturbed = tokens(generate(engine, wanted))
+    caplog.clear()
+    process = process_of(engine.fleet.servers.logs[0], number)
+    stop_for_some_seconds(process)
+    assert tokens(generate(engine, wanted)) == undisturbed
+    (report, *_) = [line for line in caplog.messages if "rollout server 0 has sampled no token" in line]
+    assert f"(pid {process.pid}) stopped (state T" in report
+    assert not any("rollout server 1" in line for line in caplog.messages)
+    assert engine.client.restarts == 0
+    engine.to_training()
+
+
+@pytest.mark.parametrize("call", ["wake", "load_bucket", "sleep"])
+def test_a_server_that_does_not_finish_a_call_is_replaced_within_its_limit(parts, monkeypatch, caplog, stopped, call):
+    engine, workers = parts
+    wanted, restarts, log = requests(), engine.client.restarts, engine.fleet.servers.logs[0]
+    stopped += [process_of(log, call != "sleep")]
+    owner = engine.sync if call == "load_bucket" else engine.fleet
+    monkeypatch.setattr(owner, "timeout", LIMIT)
+    if call == "load_bucket":
+        send, waiting = engine.sync._send, list(stopped)
+
+        def stop_and_send(*arguments, **options):
+            while waiting:
+                waiting.pop().suspend()
+            send(*arguments, **options)
+
+        monkeypatch.setattr(engine.sync, "_send", stop_and_send)
+    if call == "sleep":
+        engine.to_rollout(3)
+    caplog.clear()
+    if call != "load_bucket":
+        stopped[0].suspend()
+    engine.to_training()
+    engine.to_rollout(4)
+    responses = generate(engine, wanted)
+    engine.to_training()
+    assert largest_gap(workers, rows(wanted, responses)) < 1e-4
+    assert engine.client.restarts == restarts + 1
+    assert not stopped[0].is_running() or stopped[0].status() == psutil.STATUS_ZOMBIE
+    if call != "sleep":
+        about = r" \(bucket 1 of \d+: .*\)" if call == "load_bucket" else ""
+        message = rf"the weight sync failed, and is repeated: rollout server\.{call}{about}: no response from rollout-0"
+        (failed,) = (line for line in caplog.messages if re.match(message, line))
+        assert f"(pid {stopped[0].pid}) stopped (state T" in failed
