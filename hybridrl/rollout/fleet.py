@@ -1,21 +1,29 @@
 """All rollout servers of a run: spawned, started, checked, killed and rebuilt. Knows neither trainers nor weights."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl import device as devices
-from hybridrl.cluster import Actor, Group, Pending, RaySession, cause, gather, kill, spawn
+from hybridrl.cluster import Actor, Group, Pending, RaySession, RemoteFailure, cause, gather, kill, spawn
 from hybridrl.cluster.group import check_ray
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.client import RolloutClient, ServerFailure
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
+from hybridrl.rollout.ladder import MARK, MemoryLadder, Settings, with_settings
 from hybridrl.rollout.server import RolloutServer
+from hybridrl.rollout.statistics import engine_metrics
 from hybridrl.rollout.types import Completion, Request
+from hybridrl.runtime.guard import oom_kills
+from hybridrl.tracking.console import info
 
 CHECK_SECONDS = 30.0
+SHORT_OF_MEMORY = re.compile(rf"{MARK}: (.*)")
+KILLED = "as if killed"
 
 
 class EngineGroup(Group):
@@ -27,29 +35,28 @@ class EngineGroup(Group):
 
 
 class RemoteServer:
-    """A server actor as the client uses it."""
+    """A server actor as the client uses it; `failure` makes of a remote error what the client gets."""
 
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
+    def __init__(self, actor: Actor, failure: Callable[[Exception], ServerFailure]) -> None:
+        self.actor, self.failure = actor, failure
 
     def submit(self, requests: list[tuple[int, Request]]) -> None:
         self.actor.submit.remote(requests)
 
     async def take(self) -> list[tuple[int, Completion]]:
-        return await _result(self.actor.take.remote())
+        return await self._result(self.actor.take.remote())
 
     async def check(self) -> int:
-        return await _result(self.actor.call.remote(RolloutEngine.check.__name__))
+        return await self._result(self.actor.call.remote(RolloutEngine.check.__name__))
 
     def kill(self) -> None:
         kill(self.actor)
 
-
-async def _result(ref: Pending) -> Any:
-    try:
-        return await ref
-    except (RayActorError, RayTaskError) as error:
-        raise ServerFailure(str(error), cause(error)) from error
+    async def _result(self, ref: Pending) -> Any:
+        try:
+            return await ref
+        except (RayActorError, RayTaskError) as error:
+            raise self.failure(error) from error
 
 
 class RolloutFleet:
@@ -70,6 +77,9 @@ class RolloutFleet:
         self.session, self.model, self.rollout = session, model, rollout
         self.startup_timeout, self.timeout = startup_timeout, timeout
         self.tp_size = rollout.tensor_model_parallel_size
+        self.ladder = MemoryLadder(rollout, session.device)
+        self.built_with: dict[int, Settings] = {}
+        self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned
         names = [str(logs / f"rollout-{index}.log") for index in range(devices // self.tp_size)]
         self.servers = EngineGroup(
             [self._spawn(index, log) for index, log in enumerate(names)], "rollout server", names
@@ -91,12 +101,50 @@ class RolloutFleet:
         )
 
     def handle(self, index: int) -> RemoteServer:
-        return RemoteServer(self.servers.actors[index])
+        return RemoteServer(self.servers.actors[index], partial(self._failure, index))
 
     def start(self, gpus: list[list[str]]) -> list[Pending]:
         """Start building every server's engine; `gpus` are those of each device. Returns the pending calls."""
         self.gpus = gpus
         return [self._start(index) for index in range(len(self))]
+
+    def finish_start(self, starting: Sequence[Pending]) -> None:
+        """Wait for the engines; those that cannot start for lack of memory are built again with less."""
+        for index, ref in enumerate(starting):
+            try:
+                self._finish(index, ref)
+            except RemoteFailure as failure:
+                if not self.lost(index, str(failure)):
+                    raise
+                self.rebuild(index)
+
+    def lost(self, index: int, cause: str) -> bool:
+        """Note why a server was lost. Returns whether for lack of memory: every engine built from now on then gets
+        less, if this one had what the present settings give; EngineShortOfMemory at the floor."""
+        match = SHORT_OF_MEMORY.search(cause)
+        if not match and not (KILLED in cause and oom_kills() != self.oom_kills[index]):
+            return False
+        reason = match[1] if match else "it was killed by the kernel for lack of memory"
+        self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}")
+        self.rollout = with_settings(self.rollout, self.ladder.settings)
+        return True
+
+    def _failure(self, index: int, error: Exception) -> ServerFailure:
+        """Return a lost server's failure for the client, with all that was tried against a lack of memory."""
+        reason = cause(error)
+        self.lost(index, reason)
+        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ladder.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Build engines with the memory settings that worked in the run so far."""
+        before = self.ladder.settings
+        self.ladder.load_state_dict(state)
+        self.rollout = with_settings(self.rollout, self.ladder.settings)
+        if self.ladder.settings != before:
+            info(f"engines start with what had enough memory before: {self.ladder.overrides()}")
 
     def sleep(self, *, ignore_failures: bool = False) -> None:
         """Put all engines to sleep."""
@@ -105,6 +153,13 @@ class RolloutFleet:
 
     def wake(self, part: str) -> None:
         self.servers.broadcast(RolloutEngine.wake, part, timeout=self.timeout)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the engines did since the last call; nothing if one of them is dead, which is rebuilt later."""
+        try:
+            return engine_metrics(self.servers.broadcast(RolloutEngine.take_stats, timeout=CHECK_SECONDS))
+        except RemoteFailure:
+            return {}
 
     def dead(self) -> dict[int, str]:
         """Return the servers that are dead or do not respond, with the reason."""
@@ -115,16 +170,23 @@ class RolloutFleet:
             kill(self.servers.actors[index])
 
     def rebuild(self, index: int, *, asleep: bool = False) -> None:
-        """Replace a server by a new one, awake and without weights; an old process that still lives is killed."""
-        self.kill([index])
-        log = self.servers.logs[index]
-        self.servers.actors[index] = self._spawn(index, log)
-        gather([self._start(index)], "rollout server.start", self.startup_timeout, [log])
+        """Replace a server by a new one, awake and without weights; an old process that still lives is killed. An
+        engine that lacks memory is built again with less."""
+        while True:
+            self.kill([index])
+            self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
+            try:
+                self._finish(index, self._start(index))
+                break
+            except RemoteFailure as failure:
+                if not self.lost(index, str(failure)):
+                    raise
         if asleep:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
     def _spawn(self, index: int, log: str) -> Actor:
         environment = devices.environment(self.session.device, self.session.per_machine)
+        self.oom_kills[index] = oom_kills()
         environment |= ENGINES[self.rollout.name].environment(self.rollout)
         # Control calls must get through while requests run: an asynchronous actor accepts as many as come.
         return spawn(RolloutServer, self.session, index * self.tp_size, environment, log, max_concurrency=1000)
@@ -133,4 +195,8 @@ class RolloutFleet:
         ranks = range(index * self.tp_size, (index + 1) * self.tp_size)
         gpus = [str(gpu) for rank in ranks for gpu in self.gpus[rank]]
         engines = self.session.per_machine // self.tp_size
+        self.built_with[index] = self.ladder.settings
         return self.servers.actors[index].start.remote(self.session.device, gpus, self.model, self.rollout, engines)
+
+    def _finish(self, index: int, starting: Pending) -> None:
+        gather([starting], "rollout server.start", self.startup_timeout, [self.servers.logs[index]])
