@@ -108,15 +108,20 @@ class RolloutFleet:
         self.gpus = gpus
         return [self._start(index) for index in range(len(self))]
 
-    def finish_start(self, starting: Sequence[Pending]) -> None:
-        """Wait for the engines; those that cannot start for lack of memory are built again with less."""
-        for index, ref in enumerate(starting):
-            try:
+    def finish_start(
+        self, starting: Sequence[Pending], others: Sequence[Pending] = (), logs: Sequence[str] = ()
+    ) -> None:
+        """Wait for the engines, and for `others` that start at the same time and have these logs. Engines that cannot
+        start for lack of memory are built again with less."""
+        try:
+            every_log = [*self.servers.logs[: len(starting)], *logs]
+            gather([*starting, *others], "start-up", self.startup_timeout, every_log)
+        except RemoteFailure as failure:
+            if MARK not in str(failure) and KILLED not in str(failure):
+                raise
+            for index, ref in enumerate(starting):
                 self._finish(index, ref)
-            except RemoteFailure as failure:
-                if not self.lost(index, str(failure)):
-                    raise
-                self.rebuild(index)
+            gather(others, "start-up", self.startup_timeout, logs)
 
     def lost(self, index: int, cause: str) -> bool:
         """Note why a server was lost. Returns whether for lack of memory: every engine built from now on then gets
@@ -172,15 +177,9 @@ class RolloutFleet:
     def rebuild(self, index: int, *, asleep: bool = False) -> None:
         """Replace a server by a new one, awake and without weights; an old process that still lives is killed. An
         engine that lacks memory is built again with less."""
-        while True:
-            self.kill([index])
-            self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
-            try:
-                self._finish(index, self._start(index))
-                break
-            except RemoteFailure as failure:
-                if not self.lost(index, str(failure)):
-                    raise
+        self.kill([index])
+        self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
+        self._finish(index, self._start(index))
         if asleep:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
@@ -199,4 +198,10 @@ class RolloutFleet:
         return self.servers.actors[index].start.remote(self.session.device, gpus, self.model, self.rollout, engines)
 
     def _finish(self, index: int, starting: Pending) -> None:
-        gather([starting], "rollout server.start", self.startup_timeout, [self.servers.logs[index]])
+        """Wait for an engine; one that cannot start for lack of memory is built again with less."""
+        try:
+            gather([starting], "rollout server.start", self.startup_timeout, [self.servers.logs[index]])
+        except RemoteFailure as failure:
+            if not self.lost(index, str(failure)):
+                raise
+            self.rebuild(index)

@@ -17,6 +17,7 @@ SHORTAGE = re.compile(
     re.IGNORECASE,
 )
 # The share of the device that an engine may use is too small for it: a smaller share would not help.
+SHARE_TOO_LARGE = re.compile(r"less than desired \w+ memory", re.IGNORECASE)  # others use the device
 SHARE_TOO_SMALL = re.compile(r"no available memory for the cache|larger than the available KV cache", re.IGNORECASE)
 MARK = "the engine ran out of memory"
 KEY, SEQUENCES, SHARE = "actor_rollout_ref.rollout", "max_num_seqs", "gpu_memory_utilization"
@@ -27,10 +28,7 @@ Settings = dict[str, float]  # by key below `actor_rollout_ref.rollout`
 
 
 class EngineShortOfMemory(RuntimeError):
-    """The engine cannot start, or died, for lack of memory."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{MARK}: {reason}")
+    """The engine cannot start, or died, for lack of memory. A server's message is MARK and the reason in one line."""
 
 
 def shortage(lines: Iterable[str]) -> str | None:
@@ -63,7 +61,8 @@ def one_notch_lower(settings: Settings, attempt: int, device: str, reason: str) 
     """
     sequences = _fewer_sequences(settings)
     memory = {} if SHARE_TOO_SMALL.search(reason) else _less_memory(settings, device)
-    lower = (sequences or memory) if attempt % 2 == 0 else (memory or sequences)
+    memory_first = attempt % 2 == 1 or SHARE_TOO_LARGE.search(reason)
+    lower = (memory or sequences) if memory_first else (sequences or memory)
     return settings | lower if lower else None
 
 
@@ -97,7 +96,7 @@ class MemoryLadder:
         lower = one_notch_lower(used, len(self.tried), self.device, reason)
         self.tried.append((used, reason))
         if lower is None or len(self.tried) > self.limit:
-            raise EngineShortOfMemory(f"{reason}\n{self.table()}\n{self._hint(reason)}")
+            raise EngineShortOfMemory(f"{MARK}: {reason}\n{self.table()}\n{self._hint(reason)}")
         self.settings = lower
         logger.warning("%s; engines are built with %s from now on; to keep it, set %s", reason, self, self.overrides())
 

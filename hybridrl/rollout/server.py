@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.engine import ENGINES
-from hybridrl.rollout.ladder import EngineShortOfMemory, shortage
+from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, shortage
 from hybridrl.rollout.types import Completion, Request
 from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private
@@ -51,7 +51,7 @@ class RolloutServer:
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine."""
         if self.lacked:
-            raise EngineShortOfMemory(self.lacked)
+            raise EngineShortOfMemory(f"{MARK}: {self.lacked}")
         try:
             return await getattr(self.engine, method)(*args)
         except Exception as error:
@@ -67,7 +67,7 @@ class RolloutServer:
         if not self.lacked and oom_kills() != self.oom_kills:
             self.lacked = "the kernel killed a process of its machine for lack of memory"
         if self.lacked:
-            raise EngineShortOfMemory(self.lacked) from error
+            raise EngineShortOfMemory(f"{MARK}: {self.lacked}") from error
 
     async def submit(self, requests: list[tuple[Ticket, Request]]) -> None:
         """Start requests, whose responses are fetched with `take`."""

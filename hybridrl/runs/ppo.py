@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.saver import Stateful
-from hybridrl.cluster import Group, RaySession, RemoteFailure, gather
+from hybridrl.cluster import Group, RaySession
 from hybridrl.config import PPOConfig
 from hybridrl.config.files import resolve_model
 from hybridrl.config.help import batch_arithmetic
@@ -25,7 +25,6 @@ from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.pool import check_loads
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.rollout.fleet import RolloutFleet
-from hybridrl.rollout.ladder import MARK
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume
 from hybridrl.runs.settings import ppo_worker_config, training_sampling, validation_sampling
@@ -173,13 +172,7 @@ def start_devices(
         starting = []
         fleet.sleep()
     building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
-    try:
-        gather([*building, *starting], "start-up", limit, [*workers.logs, *fleet.servers.logs])
-    except RemoteFailure as failure:
-        if MARK not in str(failure):
-            raise
-        fleet.finish_start(starting)
-        gather(building, "start-up", limit, workers.logs)
+    fleet.finish_start(starting, building, workers.logs)
     if session.device == "cpu":
         fleet.sleep()
     dtype = section.actor.fsdp_config.dtype or "float32"

@@ -14,11 +14,16 @@ from tests.integration.answers import PROMPT, generate, requests, tokens
 LACKING = Path(__file__).with_name("no_memory.py")
 
 
+@pytest.fixture(scope="module")
+def config(overrides, tmp_path_factory):
+    lacking = {"actor_rollout_ref.model.external_lib": f"[{LACKING}]", "trainer.n_gpus_per_node": 1}
+    return load_ppo_config(overrides(tmp_path_factory.mktemp("run"), lacking))
+
+
 @pytest.mark.slow
 def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_it_comes_back_lower(
-    overrides, session, tmp_path, caplog
+    config, session, tmp_path, caplog
 ):
-    config = load_ppo_config(overrides(tmp_path, {"actor_rollout_ref.model.external_lib": f"[{LACKING}]"}))
     worker = ppo_worker_config(config, build_algorithm(config), tmp_path, steps=10)
     _, engine = start_devices(config, session, worker, tmp_path, probe_ids(PROMPT))
     (warning,) = (line for line in caplog.messages if "to keep it" in line)

@@ -11,7 +11,7 @@ from hybridrl.rollout.statistics import engine_metrics
 from hybridrl.rollout.vllm.engine import VllmEngine
 from hybridrl.rollout.vllm.settings import CPU_BLOCK, cache_bytes_per_token, vllm_environment
 
-SHARED = [1, *range(20, 20 + 2 * CPU_BLOCK)]  # two full blocks of the cache
+SHARED = [1, *range(20, 20 + CPU_BLOCK)]  # a full block of the cache; a request begins with two and ends with three
 REQUESTS = [
     Request(p, s, [*SHARED, 3 + p], request_seed(7, p, s), Sampling(200, (), ignore_eos=True))
     for p in range(2)
@@ -56,5 +56,4 @@ def test_a_starved_cache_preempts_requests_and_changes_no_token(sampled):
     assert plenty["rollout/kv_cache_usage/max"] < short["rollout/kv_cache_usage/max"] > 0.9
     assert plenty["rollout/running_requests/max"] == len(REQUESTS) > short["rollout/running_requests/max"]
     assert plenty["rollout/tokens_per_s"] > 0
-    # Seven of eight requests find the two full blocks that the first one has computed, unless they start with it.
     assert plenty["rollout/prefix_cache_hit_share"] > 0 == short["rollout/prefix_cache_hit_share"]

@@ -60,6 +60,13 @@ def test_a_share_that_is_too_small_for_the_cache_is_not_lowered_further():
     assert notches("cuda", NO_ROOM) == [(128, 0.5), (64, 0.5), (32, 0.5), (16, 0.5)]
 
 
+def test_a_share_that_the_device_does_not_have_free_is_lowered_first():
+    assert notches("cuda", "ValueError: Free memory is less than desired GPU memory utilization", 2) == [
+        (256, 0.4),
+        (256, 0.3),
+    ]
+
+
 def test_at_the_floor_there_is_nothing_to_lower():
     assert notches("cuda", max_num_seqs=1, gpu_memory_utilization=0.1) == []
     assert notches("cuda", max_num_seqs=1, gpu_memory_utilization=0.2) == [(1, 0.1)]
@@ -155,34 +162,41 @@ def test_a_server_lost_for_another_reason_is_built_with_the_same_settings(fleet)
     assert fleet.lost(0, killed) and fleet.rollout.max_num_seqs == 128
 
 
-def test_an_engine_that_cannot_start_for_lack_of_memory_is_built_again_with_less(fleet, monkeypatch):
-    built: list[int] = []
+@pytest.fixture
+def starts(fleet, monkeypatch) -> list[int]:
+    """What every engine that is waited for was built with; it starts with at most 64 requests at a time. A call that is
+    waited for is the server's number and what it was built with."""
+    attempts: list[int] = []
 
-    def finish(index, pending):
-        built.append(fleet.rollout.max_num_seqs)
-        if fleet.rollout.max_num_seqs > 64 or pending == "first":
-            raise fleets.RemoteFailure(f"EngineShortOfMemory: the engine ran out of memory: {NO_ROOM}\n  File ...")
+    def gather(pending, what, timeout, logs):
+        for _, sequences in pending:
+            attempts.append(sequences)
+            if sequences > 64:
+                raise fleets.RemoteFailure(f"{what}: {logs[0]}: the engine ran out of memory: {NO_ROOM}\n  File ...")
 
     def start(index):
         fleet.built_with[index] = fleet.ladder.settings
+        return (index, fleet.rollout.max_num_seqs)
 
-    fleet.servers = SimpleNamespace(actors=["old", "old"], logs=["a.log", "b.log"])
-    for name, method in {
-        "_finish": finish,
-        "_start": start,
-        "_spawn": lambda *_: "new",
-        "kill": lambda _: None,
-    }.items():
+    fleet.servers, fleet.startup_timeout = SimpleNamespace(actors=["old", "old"], logs=["a.log", "b.log"]), 60.0
+    monkeypatch.setattr(fleets, "gather", gather)
+    for name, method in {"_start": start, "_spawn": lambda *_: "new", "kill": lambda _: None}.items():
         monkeypatch.setattr(fleet, name, method, raising=False)
-    fleet.finish_start(["first"])
-    assert built == [256, 128, 64] and fleet.servers.actors == ["new", "old"]
+    return attempts
 
 
-def test_a_start_that_fails_for_another_reason_is_not_repeated(fleet, monkeypatch):
-    def finish(index, pending):
+def test_engines_that_cannot_start_for_lack_of_memory_are_built_again_with_less(fleet, starts):
+    fleet.finish_start([(0, 256), (1, 256)], others=[("trainer", 0)], logs=["train.log"])
+    # All at once; then the first server with ever less, and the second with what the first one started with.
+    assert starts == [256, 256, 128, 64, 256, 64, 0] and fleet.servers.actors == ["new", "new"]
+
+
+def test_a_start_that_fails_for_another_reason_is_not_repeated(fleet, starts, monkeypatch):
+    def gather(*_):
+        starts.append(0)
         raise fleets.RemoteFailure("rollout server.start: rollout-0 failed: ValueError: no such model")
 
-    monkeypatch.setattr(fleet, "_finish", finish, raising=False)
+    monkeypatch.setattr(fleets, "gather", gather)
     with pytest.raises(fleets.RemoteFailure, match="no such model"):
-        fleet.finish_start(["first"])
-    assert fleet.rollout == Section()
+        fleet.finish_start([(0, 256)])
+    assert starts == [0] and fleet.rollout == Section()
