@@ -154,6 +154,20 @@ def test_two_servers_that_lack_memory_at_the_same_time_lower_the_settings_once(f
     assert (fleet.rollout.max_num_seqs, fleet.rollout.gpu_memory_utilization) == (128, 0.5)
 
 
+def test_a_resumed_run_starts_its_engines_with_what_worked_and_logs_it_once(fleet, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(fleets, "info", lines.append)
+    worked = {"max_num_seqs": 64, "gpu_memory_utilization": 0.4}
+    state = {"engine_memory": {"configured": dict(fleet.ladder.configured), "lowered": worked}}
+    fleet.load_state_dict(state)  # before the engines start, and again with all other parts of the run
+    fleet.load_state_dict(state)
+    assert (fleet.rollout.max_num_seqs, fleet.rollout.gpu_memory_utilization) == (64, 0.4)
+    assert lines == [
+        "engines start with what had enough memory before: actor_rollout_ref.rollout.max_num_seqs=64 "
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4"
+    ]
+
+
 def test_a_server_lost_for_another_reason_is_built_with_the_same_settings(fleet):
     killed = "it ended without a message, as if killed by hand or by a scheduler"
     assert not fleet.lost(0, killed) and not fleet.lost(1, "no response within 30 s")
