@@ -55,12 +55,14 @@ class HybridEngine:
                 self._switch(version)
                 break
             except RemoteFailure as failure:  # a server that died is rebuilt, and all weights are sent again
-                dead = list(self.fleet.dead(failure.silent))
+                dead = self.fleet.dead(failure.silent)
                 if not retries_left or not dead:
                     raise
                 logger.warning("the weight sync failed, and is repeated: %s", failure)
-                self.fleet.kill(dead)  # a silent one may live and still read the buckets, which are freed next
-                self.sync.abort(dead)
+                for index, cause in dead.items():
+                    self.fleet.lost(index, cause)
+                self.fleet.kill(list(dead))  # a silent one may live and still read the buckets, which are freed next
+                self.sync.abort(list(dead))
                 self._move_trainers(to_host=True)  # an engine may need its cache's memory before it can sleep
                 self._return_devices()
         self.version = version
@@ -104,14 +106,19 @@ class HybridEngine:
             self._move_trainers(to_host=True)
             for index, cause in list(dead.items()):
                 logger.warning("rollout server %d was lost (%s); rebuilding it", index, cause)
-                self.fleet.rebuild(index, asleep=True)
+                self.fleet.lost(index, cause)
+                self._rebuild(index, asleep=True)
                 self.client.replace(index, self.fleet.handle(index))
             self._move_trainers(to_host=False)
+
+    def _rebuild(self, index: int, *, asleep: bool = False) -> None:
+        self.fleet.rebuild(index, asleep=asleep)
+        self.client.capacity = self.fleet.rollout.max_num_seqs  # less, if an engine ran out of memory
 
     def _revive(self, index: int) -> RemoteServer:
         """Rebuild a server that was lost while generating, with the same weights. The others keep generating."""
         with self.rebuilding:
-            self.fleet.rebuild(index)
+            self._rebuild(index)
             self._move_trainers(to_host=False, critic=False)
             self.sync.restore(index)
             self._move_trainers(to_host=True, critic=False)
@@ -119,9 +126,13 @@ class HybridEngine:
         return self.fleet.handle(index)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return seconds and the probe's gap since the last call, memory, and servers lost since the start."""
+        """Return seconds, the engines' statistics and the probe's gap since the last call, memory, and servers lost
+        since the start."""
         lost = {"rollout/engine_restarts": self.client.restarts, "rollout/retried_requests": self.client.retried}
-        return self.watch.take() | self.memory | self.sync.take_metrics() | lost
+        metrics = self.watch.take() | self.memory | self.sync.take_metrics() | self.fleet.take_metrics() | lost
+        if "perf/weights_gb" in metrics:
+            metrics["perf/weights_gb_per_s"] = metrics["perf/weights_gb"] / metrics["timing_s/update_weights"]
+        return metrics
 
 
 class TrainingModeGroup(Group):

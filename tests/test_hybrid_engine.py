@@ -28,8 +28,8 @@ class Fleet:
     """Two rollout servers; those in `dies` die, one in each call of `dead`."""
 
     def __init__(self, calls: list[str]) -> None:
-        self.calls, self.lost = calls, {}
-        self.rollout = SimpleNamespace(request_retries=1)
+        self.calls, self.gone, self.causes = calls, {}, []
+        self.rollout = SimpleNamespace(request_retries=1, max_num_seqs=8)
 
     def client(self, revive):
         self.revive = revive
@@ -47,13 +47,21 @@ class Fleet:
         self.calls.append(f"wake {part}")
 
     def dead(self, silent=()):
-        return self.lost | dict.fromkeys(silent, "it did not respond")
+        return self.gone | dict.fromkeys(silent, "it did not respond")
+
+    def take_metrics(self):
+        return {"rollout/preemptions": 4}
 
     def kill(self, indices):
         self.calls.append(f"kill {indices}")
 
+    def lost(self, index, cause):
+        self.causes.append((index, cause))
+        if "memory" in cause:
+            self.rollout.max_num_seqs = 4
+
     def rebuild(self, index, *, asleep=False):
-        self.lost.pop(index, None)
+        self.gone.pop(index, None)
         self.calls.append(f"rebuild {index}{' asleep' if asleep else ''}")
 
 
@@ -61,12 +69,12 @@ class Sync:
     """Weights that arrive, unless a server dies: then it is in `fails`."""
 
     def __init__(self, calls: list[str], fleet: Fleet) -> None:
-        self.calls, self.fleet, self.fails, self.silent = calls, fleet, [], []
+        self.calls, self.fleet, self.fails, self.silent, self.cause = calls, fleet, [], [], "it died"
 
     def publish(self, version):
         self.calls.append(f"publish {version}")
         if self.fails:
-            self.fleet.lost = {self.fails.pop(): "it died"}
+            self.fleet.gone = {self.fails.pop(): self.cause}
             raise RemoteFailure("rollout server.load_bucket: rank 1 failed")
         if self.silent:
             failure = WorkerDied("rollout server.load_bucket: no response from rollout-1 within 300 s")
@@ -83,7 +91,7 @@ class Sync:
         self.calls.append(f"abort {dead}")
 
     def take_metrics(self):
-        return {"training/probe_log_prob_diff": 1e-6}
+        return {"training/probe_log_prob_diff": 1e-6, "perf/weights_gb": 3.0}
 
 
 @pytest.fixture
@@ -148,7 +156,7 @@ def test_ranks_are_not_called_in_rollout_mode_but_for_what_needs_no_device(engin
 
 
 def test_a_server_that_died_asleep_is_rebuilt_before_the_weights_are_published(engine, calls):
-    engine.fleet.lost = {1: "killed"}
+    engine.fleet.gone = {1: "killed"}
     engine.to_rollout(3)
     rebuilt = ["policy and critic to the host", "rebuild 1 asleep", "replace 1", "policy and critic to the devices"]
     assert calls == rebuilt + TO_ROLLOUT
@@ -164,17 +172,24 @@ def test_a_server_that_dies_during_a_sync_is_killed_before_its_buckets_are_freed
 
 def test_a_server_that_is_silent_during_a_sync_is_replaced_although_it_responds_to_checks(engine, calls, caplog):
     engine.sync.silent = [1]
-    engine.fleet.kill = lambda indices: (calls.append(f"kill {indices}"), setattr(engine.fleet, "lost", {1: "silent"}))
+    engine.fleet.kill = lambda indices: (calls.append(f"kill {indices}"), setattr(engine.fleet, "gone", {1: "silent"}))
     engine.to_rollout(3)
     assert calls.index("kill [1]") < calls.index("rebuild 1 asleep") < calls.index("verify")
     assert "the weight sync failed, and is repeated: rollout server.load_bucket: no response from" in caplog.text
+
+
+def test_a_server_that_dies_of_memory_during_a_sync_is_known_before_it_is_killed_and_gets_fewer_requests(engine):
+    engine.sync.fails = [1]
+    engine.sync.cause = "the engine ran out of memory"
+    engine.to_rollout(3)
+    assert engine.fleet.causes[0] == (1, "the engine ran out of memory") and engine.client.capacity == 4
 
 
 def test_a_sync_that_fails_too_often_or_without_a_death_ends_the_run(engine):
     engine.sync.fails = [0, 1]
     with pytest.raises(RemoteFailure):
         engine.to_rollout(3)
-    engine.fleet.lost, engine.sync.fails = {}, [1]
+    engine.fleet.gone, engine.sync.fails = {}, [1]
     engine.fleet.dead = lambda silent=(): {}
     with pytest.raises(RemoteFailure):
         engine.to_rollout(3)
@@ -188,13 +203,16 @@ def test_a_server_lost_while_generating_gets_the_same_weights(engine, calls):
     assert calls == ["rebuild 1", "policy to the devices", "restore 1", "policy to the host", "verify 1"]
 
 
-def test_metrics_are_seconds_memory_the_gap_and_losses(engine):
+def test_metrics_are_seconds_memory_the_gap_the_rate_of_a_sync_the_engines_statistics_and_losses(engine):
     engine.to_rollout(0)
     metrics = engine.take_metrics()
-    assert metrics.pop("timing_s/update_weights") >= 0 and metrics.pop("timing_s/switch") >= 0
+    assert metrics.pop("perf/weights_gb_per_s") == 3.0 / metrics.pop("timing_s/update_weights")
+    assert metrics.pop("timing_s/switch") >= 0
     assert metrics == {
         "perf/max_memory": 2.0,
         "training/probe_log_prob_diff": 1e-6,
+        "perf/weights_gb": 3.0,
+        "rollout/preemptions": 4,
         "rollout/engine_restarts": 0,
         "rollout/retried_requests": 0,
     }

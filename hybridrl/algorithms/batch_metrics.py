@@ -26,6 +26,7 @@ def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, floa
         | _spread("critic/returns", batch.returns[written])
         | value_metrics(batch)
         | _spread("response_length", batch.response_lengths)
+        | _quantiles("response_length", batch.response_lengths)
         | _spread("prompt_length", batch.prompt_lengths)
     )
     metrics["response_length/clip_ratio"] = _mean(batch.truncated)
@@ -139,6 +140,16 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
         return {}
     values = values.float()
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
+
+
+def _quantiles(name: str, values: Tensor) -> dict[str, float]:
+    """The least values that half, 90% and 99% of them do not exceed; an empty dict if there are none."""
+    ordered = values.sort().values
+    return {
+        f"{name}/p{share}": float(ordered[-(-share * len(ordered) // 100) - 1])
+        for share in (50, 90, 99)
+        if len(ordered)
+    }
 
 
 class Disagreement(RuntimeError):

@@ -23,7 +23,7 @@ TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 LOG_LINES = 8  # shown of a dead actor
 # In the messages of torch on CUDA and CPU, of Python, of Ray's memory monitor, and of `kill_cause`.
 LACK_OF_MEMORY = re.compile(
-    r"out of memory|can.t allocate memory|_ALLOC_FAILED|\bMemoryError\b|low on memory|memory pressure"
+    r"out of memory|can.?.?t allocate memory|bad_alloc|ALLOC_FAILED|\bMemoryError\b|low on memory|memory pressure"
     r"|killed by the kernel",
     re.IGNORECASE,
 )

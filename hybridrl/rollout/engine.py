@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Protocol
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.rollout.statistics import EngineStats
 from hybridrl.rollout.types import Completion, Request
 from hybridrl.rollout.vllm.settings import vllm_environment
 from hybridrl.weights.buckets import Bucket, Handle
@@ -62,6 +63,9 @@ class RolloutEngine(Protocol):
 
     async def check(self) -> int:
         """Return the tokens that it has sampled so far, by which one that works is known; raise if it is dead."""
+
+    async def take_stats(self) -> EngineStats:
+        """Return what it did since the last call."""
 
 
 @dataclass(frozen=True)

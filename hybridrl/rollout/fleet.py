@@ -1,23 +1,31 @@
 """All rollout servers of a run: spawned, started, checked, killed and rebuilt. Knows neither trainers nor weights."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl import device as devices
-from hybridrl.cluster import Actor, Group, Pending, RaySession, cause, gather, kill, spawn
+from hybridrl.cluster import Actor, Group, Pending, RaySession, RemoteFailure, cause, gather, kill, spawn
 from hybridrl.cluster.group import START_LIMIT, check_ray
 from hybridrl.cluster.watchdog import explain
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.client import RolloutClient, ServerFailure
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
+from hybridrl.rollout.ladder import MARK, MemoryLadder, Settings, with_settings
 from hybridrl.rollout.server import RolloutServer
+from hybridrl.rollout.statistics import engine_metrics
 from hybridrl.rollout.types import Completion, Request
+from hybridrl.runtime.guard import oom_kills
+from hybridrl.tracking.console import info
 
 CHECK_SECONDS = 30.0
+SHORT_OF_MEMORY = re.compile(rf"{MARK}: (.*)")
+KILLED = "as if killed"
 
 
 class EngineGroup(Group):
@@ -29,19 +37,19 @@ class EngineGroup(Group):
 
 
 class RemoteServer:
-    """A server actor as the client uses it."""
+    """A server actor as the client uses it; `failure` makes of a remote error what the client gets."""
 
-    def __init__(self, actor: Actor, log: str) -> None:
-        self.actor, self.log = actor, log
+    def __init__(self, actor: Actor, log: str, failure: Callable[[Exception], ServerFailure]) -> None:
+        self.actor, self.log, self.failure = actor, log, failure
 
     def submit(self, requests: list[tuple[int, Request]]) -> None:
         self.actor.submit.remote(requests)
 
     async def take(self) -> list[tuple[int, Completion]]:
-        return await _result(self.actor.take.remote())
+        return await self._result(self.actor.take.remote())
 
     async def check(self) -> int:
-        return await _result(self.actor.call.remote(RolloutEngine.check.__name__))
+        return await self._result(self.actor.call.remote(RolloutEngine.check.__name__))
 
     async def activity(self) -> str:
         return (await asyncio.to_thread(explain, [self.log]))[self.log]
@@ -49,12 +57,11 @@ class RemoteServer:
     def kill(self) -> None:
         kill(self.actor)
 
-
-async def _result(ref: Pending) -> Any:
-    try:
-        return await ref
-    except (RayActorError, RayTaskError) as error:
-        raise ServerFailure(str(error), cause(error)) from error
+    async def _result(self, ref: Pending) -> Any:
+        try:
+            return await ref
+        except (RayActorError, RayTaskError) as error:
+            raise self.failure(error) from error
 
 
 class RolloutFleet:
@@ -75,8 +82,11 @@ class RolloutFleet:
         self.session, self.model, self.rollout = session, model, rollout
         self.startup_timeout, self.timeout = startup_timeout, timeout
         self.tp_size = rollout.tensor_model_parallel_size
+        self.ladder = MemoryLadder(rollout, session.device)
+        self.built_with: dict[int, Settings] = {}
+        self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned
         names = [str(logs / f"rollout-{index}.log") for index in range(devices // self.tp_size)]
-        self.lost: dict[int, str] = {}  # servers that have to be rebuilt, with the reason
+        self.gone: dict[int, str] = {}  # servers that have to be rebuilt, with the reason
         self.servers = EngineGroup(
             [self._spawn(index, log) for index, log in enumerate(names)], "rollout server", names
         )
@@ -97,48 +107,99 @@ class RolloutFleet:
         )
 
     def handle(self, index: int) -> RemoteServer:
-        return RemoteServer(self.servers.actors[index], self.servers.logs[index])
+        return RemoteServer(self.servers.actors[index], self.servers.logs[index], partial(self._failure, index))
 
     def start(self, gpus: list[list[str]]) -> list[Pending]:
         """Start building every server's engine; `gpus` are those of each device. Returns the pending calls."""
         self.gpus = gpus
         return [self._start(index) for index in range(len(self))]
 
+    def finish_start(
+        self, starting: Sequence[Pending], others: Sequence[Pending] = (), logs: Sequence[str] = ()
+    ) -> None:
+        """Wait for the engines, and for `others` that start at the same time and have these logs. Engines that cannot
+        start for lack of memory are built again with less."""
+        try:
+            every_log = [*self.servers.logs[: len(starting)], *logs]
+            gather([*starting, *others], "start-up", self.startup_timeout, every_log, key=START_LIMIT)
+        except RemoteFailure as failure:
+            if MARK not in str(failure) and KILLED not in str(failure):
+                raise
+            for index, ref in enumerate(starting):
+                self._finish(index, ref)
+            gather(others, "start-up", self.startup_timeout, logs, key=START_LIMIT)
+
+    def lost(self, index: int, cause: str) -> bool:
+        """Note why a server was lost. Returns whether for lack of memory: every engine built from now on then gets
+        less, if this one had what the present settings give; EngineShortOfMemory at the floor."""
+        match = SHORT_OF_MEMORY.search(cause)
+        if not match and not (KILLED in cause and oom_kills() != self.oom_kills[index]):
+            return False
+        reason = match[1] if match else "it was killed by the kernel for lack of memory"
+        self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}")
+        self.rollout = with_settings(self.rollout, self.ladder.settings)
+        return True
+
+    def _failure(self, index: int, error: Exception) -> ServerFailure:
+        """Return a lost server's failure for the client, with all that was tried against a lack of memory."""
+        reason = cause(error)
+        self.lost(index, reason)
+        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ladder.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Build engines with the memory settings that worked in the run so far."""
+        before = self.ladder.settings
+        self.ladder.load_state_dict(state)
+        self.rollout = with_settings(self.rollout, self.ladder.settings)
+        if self.ladder.settings != before:
+            info(f"engines start with what had enough memory before: {self.ladder.overrides()}")
+
     def sleep(self, *, kill_failed: bool = False) -> None:
         """Put all engines to sleep. With `kill_failed` a server that does not is killed, which frees its device, and is
         rebuilt when it is needed."""
         if kill_failed:
-            self.lost = self.servers.failures(RolloutEngine.sleep, timeout=self.timeout) | self.lost
-            self.kill(list(self.lost))
+            self.gone = self.servers.failures(RolloutEngine.sleep, timeout=self.timeout) | self.gone
+            self.kill(list(self.gone))
         else:
             self.servers.broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
     def wake(self, part: str) -> None:
         self.servers.broadcast(RolloutEngine.wake, part, timeout=self.timeout)
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the engines did since the last call; nothing if one of them is dead, which is rebuilt later."""
+        try:
+            return engine_metrics(self.servers.broadcast(RolloutEngine.take_stats, timeout=CHECK_SECONDS))
+        except RemoteFailure:
+            return {}
+
     def dead(self, silent: Collection[str] = ()) -> dict[int, str]:
         """Return the servers that are dead or do not respond, with the reason; those with these logs did not respond to
         another call."""
         found = {index: "it did not respond" for index, log in enumerate(self.servers.logs) if log in silent}
-        self.lost = found | self.servers.failures(RolloutEngine.check, timeout=CHECK_SECONDS) | self.lost
-        return self.lost
+        self.gone = found | self.servers.failures(RolloutEngine.check, timeout=CHECK_SECONDS) | self.gone
+        return self.gone
 
     def kill(self, indices: Sequence[int]) -> None:
         for index in indices:
             kill(self.servers.actors[index])
 
     def rebuild(self, index: int, *, asleep: bool = False) -> None:
-        """Replace a server by a new one, awake and without weights; an old process that still lives is killed."""
+        """Replace a server by a new one, awake and without weights; an old process that still lives is killed. An
+        engine that lacks memory is built again with less."""
         self.kill([index])
-        self.lost.pop(index, None)
-        log = self.servers.logs[index]
-        self.servers.actors[index] = self._spawn(index, log)
-        gather([self._start(index)], "rollout server.start", self.startup_timeout, [log], key=START_LIMIT)
+        self.gone.pop(index, None)
+        self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
+        self._finish(index, self._start(index))
         if asleep:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
     def _spawn(self, index: int, log: str) -> Actor:
         environment = devices.environment(self.session.device, self.session.per_machine)
+        self.oom_kills[index] = oom_kills()
         environment |= ENGINES[self.rollout.name].environment(self.rollout)
         # Control calls must get through while requests run: an asynchronous actor accepts as many as come.
         return spawn(RolloutServer, self.session, index * self.tp_size, environment, log, max_concurrency=1000)
@@ -147,4 +208,15 @@ class RolloutFleet:
         ranks = range(index * self.tp_size, (index + 1) * self.tp_size)
         gpus = [str(gpu) for rank in ranks for gpu in self.gpus[rank]]
         engines = self.session.per_machine // self.tp_size
+        self.built_with[index] = self.ladder.settings
         return self.servers.actors[index].start.remote(self.session.device, gpus, self.model, self.rollout, engines)
+
+    def _finish(self, index: int, starting: Pending) -> None:
+        """Wait for an engine; one that cannot start for lack of memory is built again with less."""
+        try:
+            logs = [self.servers.logs[index]]
+            gather([starting], "rollout server.start", self.startup_timeout, logs, key=START_LIMIT)
+        except RemoteFailure as failure:
+            if not self.lost(index, str(failure)):
+                raise
+            self.rebuild(index)

@@ -3,12 +3,14 @@ finish; every other method of the engine is reached through `call`."""
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.engine import ENGINES
+from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, shortage
 from hybridrl.rollout.types import Completion, Request
-from hybridrl.runtime.guard import begin_actor
+from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private
 
 # A pause before finished responses are returned lets more of them finish: a remote call costs more than a response.
@@ -23,6 +25,11 @@ class RolloutServer:
     def __init__(self, log_file: str) -> None:
         begin_actor(log_file)
         work_in_private()  # an engine leaves its sockets behind, and its processes if this one is killed
+        self._begin(Path(log_file))
+
+    def _begin(self, log: Path) -> None:
+        self.log, self.log_start, self.oom_kills = log, log.stat().st_size, oom_kills()
+        self.lacked = ""  # why the engine is short of memory: it is to be rebuilt, though it may live
         self.finished: asyncio.Queue[tuple[Ticket, Completion | Exception]] = asyncio.Queue()
         self.running: set[asyncio.Task] = set()
 
@@ -32,14 +39,35 @@ class RolloutServer:
         """Build the engine, whose weights arrive later. Returns this process's id."""
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self.engine = ENGINES[rollout.name].build(device, model, rollout, engines_per_machine)
         self.fixed = rollout.full_determinism
-        await self.engine.connect()
+        try:
+            self.engine = ENGINES[rollout.name].build(device, model, rollout, engines_per_machine)
+            await self.engine.connect()
+        except Exception as error:
+            self._raise_if_short(error)
+            raise
         return os.getpid()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine."""
-        return await getattr(self.engine, method)(*args)
+        if self.lacked:
+            raise EngineShortOfMemory(f"{MARK}: {self.lacked}")
+        try:
+            return await getattr(self.engine, method)(*args)
+        except Exception as error:
+            self._raise_if_short(error)
+            raise
+
+    def _raise_if_short(self, error: Exception) -> None:
+        """Raise EngineShortOfMemory if that is why an engine failed. Its own processes write the reason to the log."""
+        with self.log.open(errors="replace") as file:
+            file.seek(self.log_start)
+            logged = [line for line in file if " WARNING " not in line]
+        self.lacked = shortage([f"{type(error).__name__}: {error}", *logged]) or ""
+        if not self.lacked and oom_kills() != self.oom_kills:
+            self.lacked = "the kernel killed a process of its machine for lack of memory"
+        if self.lacked:
+            raise EngineShortOfMemory(f"{MARK}: {self.lacked}") from error
 
     async def submit(self, requests: list[tuple[Ticket, Request]]) -> None:
         """Start requests, whose responses are fetched with `take`."""
@@ -66,6 +94,7 @@ class RolloutServer:
             finished.append(self.finished.get_nowait())
         for _, result in finished:
             if isinstance(result, Exception):
+                self._raise_if_short(result)
                 raise RuntimeError(f"the engine failed: {type(result).__name__}: {result}") from result
         return finished
 

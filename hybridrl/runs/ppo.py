@@ -1,8 +1,11 @@
 """A reinforcement learning run, put together: data and reward first, then devices, then the task."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -65,7 +68,8 @@ class PPOJob:
         load = partial(tokenizer_elsewhere, config)
         self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, load))
         worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
-        group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids))
+        saved = plan.checkpoint.state if plan.checkpoint else {}
+        group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
         self.scorers.wait_until_loaded()
         timeout, export_dtype = config.trainer.step_timeout, config.actor_rollout_ref.rollout.dtype
         plans = padded_plans(group, inputs.policy, inputs.critic, timeout)
@@ -98,7 +102,13 @@ class PPOJob:
             sample_log,
             config.actor_rollout_ref.ref.refresh_freq,
         )
-        return task, {"experience": experience, "algorithm": self.algorithm, "workers": workers}
+        parts = {
+            "experience": experience,
+            "algorithm": self.algorithm,
+            "workers": workers,
+            "engines": self.engine.fleet,
+        }
+        return task, parts
 
     def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...]) -> SynchronousExperience:
         config, data, reward = self.config, self.config.data, self.config.reward
@@ -135,9 +145,15 @@ class PPOJob:
 
 
 def start_devices(
-    config: PPOConfig, session: RaySession, worker: WorkerConfig, logs: Path, probe: list[int]
+    config: PPOConfig,
+    session: RaySession,
+    worker: WorkerConfig,
+    logs: Path,
+    probe: list[int],
+    saved: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Group, HybridEngine]:
-    """Start training ranks and rollout servers at the same time; returns when both are ready for the first sync."""
+    """Start training ranks and rollout servers at the same time; returns when both are ready for the first sync.
+    `saved` is the state of the checkpoint to resume from."""
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
     timeout = control_limit(config.trainer.step_timeout)
     workers = start_train_workers(session, logs)
@@ -152,12 +168,14 @@ def start_devices(
     )
     info(f"starting {len(workers)} training ranks and {len(fleet.servers)} rollout servers; their logs: {logs}")
     places = gather(workers.start(TrainWorker.location), "train worker.location", limit, workers.logs, key=START_LIMIT)
+    fleet.load_state_dict(saved)
     starting = fleet.start([place["gpus"] for place in places])
     if session.device == "cuda":  # an engine measures how much memory is free, so nothing else may use it meanwhile
-        gather(starting, "rollout server.start", limit, fleet.servers.logs, key=START_LIMIT)
+        fleet.finish_start(starting)
+        starting = []
         fleet.sleep()
     building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
-    gather([*building, *starting], "start-up", limit, [*workers.logs, *fleet.servers.logs], key=START_LIMIT)
+    fleet.finish_start(starting, building, workers.logs)
     if session.device == "cpu":
         fleet.sleep()
     dtype = section.actor.fsdp_config.dtype or "float32"

@@ -20,6 +20,7 @@ from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
+from hybridrl.health.advice import advise
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, restore
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
@@ -97,6 +98,8 @@ def run(config: C, job_class: Callable[[C], Job], adjusted: Adjusted) -> None:
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
     draw_curves(directory)
     info(summary(directory))
+    for advice in advise(read_metrics(directory), config):
+        info(f"\nadvice: {advice}")
 
 
 def open_run_directory(config: Config) -> Path:

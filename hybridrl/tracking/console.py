@@ -109,6 +109,7 @@ def step_line(step: int, metrics: dict[str, float]) -> Text:
         ("kl", metrics.get("actor/ppo_kl"), ".1e"),
         ("lr", metrics.get("train/lr"), ".1e"),
         ("grad", metrics.get("actor/grad_norm", metrics.get("train/grad_norm")), ".3g"),
+        ("engine restarts", metrics.get("rollout/engine_restarts") or None, ".0f"),
     ]
     line = Text(f"step {step:<4}")
     for name, value, form in shown:

@@ -103,6 +103,7 @@ class ColocatedSync:
         self.version = -1
         self.servers_with_base: set[Any] = set()  # that have the model which an adapter is added to
         self.gaps: list[float] = []
+        self.sent = 0  # bytes published since `take_metrics`
         limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.plan = trainers.broadcast(WeightSource.plan_weights, rollout.dtype, limit, timeout=timeout)[0]
 
@@ -114,7 +115,9 @@ class ColocatedSync:
         self._send_all(range(len(self.servers)))
 
     def restore(self, index: int) -> None:
+        sent = self.sent
         self._send_all([index])
+        self.sent = sent
 
     def _send_all(self, indices: Sequence[int]) -> None:
         """Send what these servers need: the model, or only the adapter to those that have its base already."""
@@ -139,6 +142,7 @@ class ColocatedSync:
             about = f" (bucket {number} of {len(buckets)}: {' ... '.join([*names[:1], *names[-1:]])})"
             filling = self.trainers.start_each(WeightSource.fill_bucket, [(bucket,)] * len(self.trainers))
             filled = self.trainers.finish(filling, WeightSource.fill_bucket, timeout=self.timeout, about=about)
+            self.sent += bucket.bytes
             shares = [filled[index * self.tp_size : (index + 1) * self.tp_size] for index in indices]
             parts = [(bucket, *map(list, zip(*share, strict=True)), adapter) for share in shares]
             servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
@@ -178,6 +182,7 @@ class ColocatedSync:
                 )
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the largest difference of the probe's log-probs since the last call."""
-        gaps, self.gaps = self.gaps, []
-        return {"training/probe_log_prob_diff": max(gaps)} if gaps else {}
+        """Return the largest difference of the probe's log-probs since the last call, and the GB published."""
+        gaps, self.gaps, sent, self.sent = self.gaps, [], self.sent, 0
+        published = {"perf/weights_gb": sent / 1e9} if sent else {}
+        return published | ({"training/probe_log_prob_diff": max(gaps)} if gaps else {})

@@ -3,12 +3,14 @@
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.rollout import Request, Sampling
+from hybridrl.rollout import Request, Sampling, server
 from hybridrl.rollout.engine import ENGINES
+from hybridrl.rollout.ladder import EngineShortOfMemory
 from hybridrl.rollout.server import RolloutServer
 
 
@@ -44,10 +46,24 @@ class FakeEngine:
         return 10 * request.seed
 
 
+@pytest.fixture(autouse=True)
+def log(tmp_path) -> Path:
+    """The log of the server, with a line of an earlier one."""
+    file = tmp_path / "rollout-0.log"
+    file.write_text("torch.OutOfMemoryError: CUDA out of memory: of an earlier engine\n")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 async def started(monkeypatch: pytest.MonkeyPatch, gpus: list[str] | None = None, fixed: bool = False) -> RolloutServer:
     monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module=__name__, name="FakeEngine"))
     server = RolloutServer.__new__(RolloutServer)  # without an actor's log file
     server.finished, server.running = asyncio.Queue(), set()
+    server._begin(Path("rollout-0.log"))
     assert await server.start("cuda", gpus or [], None, SimpleNamespace(name="vllm", full_determinism=fixed), 1)
     return server
 
@@ -97,4 +113,34 @@ def test_whatever_ends_a_request_is_raised_by_take(monkeypatch, fixed, reason):
         await server.take()
 
     with pytest.raises(RuntimeError, match=f"the engine failed: {reason}"):
+        asyncio.run(take())
+
+
+def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_and_from_then_on(monkeypatch, log):
+    async def call() -> None:
+        server = await started(monkeypatch)
+        with log.open("a") as file:
+            file.write(
+                " WARNING reduce it to avoid out of memory\n torch.OutOfMemoryError: CUDA out of memory. Tried\n"
+            )
+        server.engine.broken = True
+        for _ in range(2):
+            with pytest.raises(
+                EngineShortOfMemory, match=r"^the engine ran out of memory: torch.OutOf.*memory. Tried$"
+            ):
+                await server.call("hold")
+            server.engine.broken = False  # it lives, but has not all of its memory
+
+    asyncio.run(call())
+
+
+def test_an_engine_that_was_killed_by_the_kernel_lacked_memory(monkeypatch):
+    async def take() -> None:
+        one = await started(monkeypatch)
+        one.engine.broken = True
+        await one.submit(requests(1))
+        monkeypatch.setattr(server, "oom_kills", lambda: 1 + (one.oom_kills or 0))
+        await one.take()
+
+    with pytest.raises(EngineShortOfMemory, match="the kernel killed a process of its machine for lack of memory"):
         asyncio.run(take())

@@ -53,6 +53,11 @@ def test_without_a_reward_the_score_is_shown():
     assert "reward 0.900" in step_line(1, {"critic/score/mean": 0.9}).plain
 
 
+def test_engines_that_were_restarted_are_shown_and_none_is_not():
+    assert step_line(7, {"critic/score/mean": 0.9, "rollout/engine_restarts": 2}).plain.endswith("engine restarts 2")
+    assert "restarts" not in step_line(7, {"rollout/engine_restarts": 0}).plain
+
+
 def test_the_remaining_time_is_the_mean_after_the_first_two_steps():
     # Steps 1 and 2 end at 100 and 150, steps 3 and 4 take 10 and 20 seconds.
     assert seconds_left([100.0], 4) is None

@@ -191,8 +191,17 @@ def test_equal_log_probs_pass_and_their_largest_gap_is_reported_once():
     sync.publish(0)
     sync.servers.offset = 5e-5
     sync.verify()
-    assert sync.take_metrics() == {"training/probe_log_prob_diff": pytest.approx(5e-5, rel=1e-2)}
+    assert sync.take_metrics()["training/probe_log_prob_diff"] == pytest.approx(5e-5, rel=1e-2)
     assert sync.take_metrics() == {}
+
+
+def test_the_bytes_that_a_sync_publishes_are_counted_and_of_an_adapter_only_its_own():
+    sync, _ = built(SyncPlan(MODEL, ADAPTER))
+    sync.publish(0)
+    sync.restore(1)  # a lost server's weights are no sync
+    assert sync.take_metrics() == {"perf/weights_gb": (64 + 128 + 8) / 1e9}
+    sync.publish(1)
+    assert sync.take_metrics() == {"perf/weights_gb": 8 / 1e9}
 
 
 def test_other_log_probs_stop_the_run():

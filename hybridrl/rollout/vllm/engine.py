@@ -23,8 +23,10 @@ from hybridrl.config.checks.model import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.rollout.statistics import EngineStats
 from hybridrl.rollout.types import Completion, Request
 from hybridrl.rollout.vllm import repairs
+from hybridrl.rollout.vllm.observer import Observer
 from hybridrl.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
 from hybridrl.weights.buckets import Bucket, Handle
@@ -48,7 +50,9 @@ class VllmEngine:
         self.version = -1
         self.sampled = 0  # tokens of finished responses
         self.asleep: frozenset[str] = frozenset()
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self.observer = Observer()
+        arguments = AsyncEngineArgs(**arguments)
+        self.engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: self.observer])
 
     async def connect(self) -> None:
         await self._call(self.engine.collective_rpc("init_weight_transfer_engine", args=({},)))
@@ -59,10 +63,12 @@ class VllmEngine:
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
         parameters, adapter = sampling_params(request), self._adapter()
+        self.observer.submitted()
         async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
             response = output.outputs[0]
         token_ids = np.asarray(response.token_ids, dtype=np.int64)
         self.sampled += len(token_ids)
+        self.observer.stats.tokens += len(token_ids)
         log_probs = np.asarray(response.logprobs.logprobs, dtype=np.float32)
         return Completion(token_ids, log_probs, response.finish_reason == "length", version)
 
@@ -87,6 +93,9 @@ class VllmEngine:
         await self.engine.check_health()
         states = self.engine.output_processor.request_states.values()
         return self.sampled + sum(len(state.detokenizer.output_token_ids) for state in states)
+
+    async def take_stats(self) -> EngineStats:
+        return self.observer.take()
 
     async def sleep(self) -> None:
         """On CUDA memory is freed: the cache's, and that of the weights, which come back from the trainer; the base of
@@ -184,7 +193,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "seed": rollout.seed,
         "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
-        "disable_log_stats": True,
+        "disable_log_stats": True,  # those that vLLM writes to its log
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": f"{EngineProcess.__module__}.{EngineProcess.__name__}",
     }

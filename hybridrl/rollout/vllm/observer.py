@@ -1,0 +1,51 @@
+"""Engine statistics, from what vLLM's scheduler reports after every iteration."""
+
+import time
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from hybridrl.rollout.statistics import EngineStats
+
+
+class Observer(StatLoggerBase):
+    """One of vLLM's stat loggers, which only adds up."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self.running = 0
+        self.since: float | None = None  # the end of the last iteration, or the first request after a pause
+
+    def submitted(self) -> None:
+        """Note that the engine gets a request."""
+        if self.since is None:
+            self.since = time.monotonic()
+
+    def take(self) -> EngineStats:
+        """Return what was added up since the last call."""
+        taken, self.stats = self.stats, EngineStats()
+        return taken
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if iteration_stats is not None:
+            self.stats.preemptions += iteration_stats.num_preempted_reqs
+        if scheduler_stats is None:
+            return
+        now, running = time.monotonic(), scheduler_stats.num_running_reqs
+        waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self.stats.prefix_queries += scheduler_stats.prefix_cache_stats.queries
+        self.stats.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        if self.since is not None:  # otherwise it is the probe of a weight sync
+            # Requests that finished in this iteration ran in it, and so did those that were admitted.
+            in_iteration = max(running, self.running)
+            self.stats.observe(now - self.since, in_iteration, waiting, scheduler_stats.kv_cache_usage)
+        self.running, self.since = running, now if running or waiting else None
+
+    def log_engine_initialized(self) -> None:
+        return
