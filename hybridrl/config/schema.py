@@ -295,6 +295,7 @@ class TrainerConfig(SFTTrainerConfig):
     log_val_generations: values.Natural
     rollout_data_dir: str | None
     validation_data_dir: str | None
+    spool_samples: bool
     val_before_train: bool
     val_only: bool
     max_critic_ckpt_to_keep: values.Positive | None
