@@ -275,7 +275,7 @@ class SFTTrainerConfig(Section):
     save_freq_secs: values.AboveZero | None
     max_actor_ckpt_to_keep: values.Positive | None
     keep_best_ckpt: str | None
-    ckpt_freq_secs: float
+    ckpt_freq_secs: float | None
     resume_mode: values.ResumeMode
     resume_from_path: str | None
     resume_allow: list[str]
