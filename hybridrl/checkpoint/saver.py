@@ -23,11 +23,12 @@ POLL_SECONDS = 0.1
 WHOLE = "hf_model"
 
 # Without a frequency, a recovery checkpoint is due once the time since the last save is so many times what that cost:
-# the seconds that training waited for it, and a share of those in which it was written, which slow the steps down.
-LEAST_INTERVAL = 50
-WRITING_SHARE = 0.1
-# Between lines about recovery checkpoints (the last is always reported), and from one that failed to another attempt.
-QUIET_SECONDS = 600.0
+# the seconds that training waited for it, and a share of those in which it was written, which slow steps down on CPU.
+# At the latest it is due after LONGEST_INTERVAL seconds, which are also the time from one that failed to the next try.
+LEAST_TIMES = 100
+WRITING_SHARE = 0.25
+LONGEST_INTERVAL = 600.0
+QUIET_SECONDS = 600.0  # between lines about recovery checkpoints; the last one is always reported
 
 
 class HasState(Protocol):
@@ -92,7 +93,7 @@ class SaveTimes:
     def recovers(self, seconds: float, cost: float) -> bool:
         """Whether to save a step to recover from, `seconds` after the last save, which cost training `cost` seconds."""
         if self.recovery_seconds is None:
-            return seconds >= LEAST_INTERVAL * cost
+            return seconds >= min(LEAST_TIMES * cost, LONGEST_INTERVAL)
         return 0 < self.recovery_seconds <= seconds
 
 
@@ -137,11 +138,8 @@ class Saver:
             return Save.KEPT
         if self.writing or self.publishing is not None:
             return None
-        cost = self.blocked + WRITING_SHARE * max(self.took - self.blocked, 0.0)
-        recovers = times.recovers(
-            now - self.saved_at, max(cost, QUIET_SECONDS / LEAST_INTERVAL if self.failed else 0.0)
-        )
-        return Save.RECOVERY if recovers else None
+        cost = math.inf if self.failed else self.blocked + WRITING_SHARE * max(self.took - self.blocked, 0.0)
+        return Save.RECOVERY if times.recovers(now - self.saved_at, cost) else None
 
     def completed(self, step: int, metrics: dict[str, float], problem: str) -> None:
         """Record the state after a step, which `start` saves, or `rescue` if the next one fails. `problem` says why a

@@ -35,11 +35,13 @@ RESUMED = re.compile(r"resuming after step (\d+)|^step:(0) ", re.MULTILINE)
 
 # Saving and publishing take a fraction of a step: a kill waits for their files, or it would never coincide with one.
 MOMENTS = {"in the step": "", "while it is saved": "*.writing", "while it is published": "*.writing/manifest.json"}
+ON_DISK = "after its last shard is on disk"
 VICTIMS = {
     "the driver": "",
     "a train worker": "ray::TrainWorker",
     "a rollout server": "ray::RolloutServer",
     "an engine": "EngineCore",
+    "the raylet": "raylet/raylet",
     "a scorer": "hybridrl.rewards.process",
     "everything": "",
 }
@@ -68,7 +70,8 @@ def main(argv: list[str]) -> int:
     test = Selftest(words, config.critic.enable, arguments.steps, directory)
     try:
         test.run_unbroken()
-        problems = test.run_killed(directory / "killed", random.Random(arguments.seed), arguments.kills)
+        kills = draw_kills(random.Random(arguments.seed), arguments.kills, arguments.steps, test.step_seconds)
+        problems = test.run_killed(directory / "killed", kills)
     except RunFailed as failure:
         info(f"failed: {failure}")
         return EXIT_FAILED
@@ -109,19 +112,19 @@ class Selftest:
         seconds = [record["timing_s/step"] for record in self.unbroken.records() if "timing_s/step" in record]
         self.step_seconds = statistics.median(seconds)
 
-    def run_killed(self, directory: Path, rng: random.Random, kills: int) -> list[str]:
+    def run_killed(self, directory: Path, kills: Sequence["Kill"]) -> list[str]:
         """Kill a run repeatedly, each time restarting it. Returns its differences, the steps lost beyond what is
         promised, and the processes left running."""
         self.kills: list[str] = []
         self.lost: list[int] = []
         run = self._start(directory)
-        for number, kill in enumerate(draw_kills(rng, kills, self.steps, self.step_seconds), start=1):
+        for number, kill in enumerate(kills, start=1):
             done = False
             while not done and not run.reach(kill):
                 done = self._finish(run) == 0
                 run = run if done else run.restart()
             late = "came too late: the run was done"
-            self.kills.append(f"kill {number} of {kills}" + (f" {late}" if done else f": {kill}"))
+            self.kills.append(f"kill {number} of {len(kills)}" + (f" {late}" if done else f": {kill}"))
             info(self.kills[-1])
             if not done:
                 run.kill(kill.victim)
@@ -191,7 +194,7 @@ class Run:
         self.before = left_running  # by earlier runs in the directory
         directory.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self.logged = log.tell()  # by earlier runs
+            self.logged = self.log.stat().st_size  # by earlier runs
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.processes: set[psutil.Process] = set()  # that existed at the last kill; empty if it was not killed
 
@@ -217,13 +220,19 @@ class Run:
 
     def reach(self, kill: Kill) -> bool:
         """Wait for the moment of a kill. Returns False if the run ended before."""
-        pattern = MOMENTS[kill.moment]
-        while self.last_step() < kill.after or (pattern and not any(self.directory.glob(pattern))):
+        while self.last_step() < kill.after or not self._is_moment(kill):
             if self.process.poll() is not None:
                 return False
             time.sleep(POLL_SECONDS)
         time.sleep(kill.seconds)
         return self.process.poll() is None
+
+    def _is_moment(self, kill: Kill) -> bool:
+        if kill.moment == ON_DISK:
+            places = (f".global_step_{kill.after}.writing", f"global_step_{kill.after}")
+            return any((self.directory / place / "actor" / SHARDS).is_file() for place in places)
+        pattern = MOMENTS[kill.moment]
+        return not pattern or any(self.directory.glob(pattern))
 
     def kill(self, victim: str) -> None:
         """Kill the process; the driver if there is none of its kind."""
