@@ -44,6 +44,11 @@ class HybridEngine:
         self.rebuilding = threading.Lock()  # the client rebuilds servers in threads
         self._enter(Mode.TRAINING)
 
+    @property
+    def weights(self) -> str:
+        """Digests of the weights that the engines have in rollout mode: equal for equal weights."""
+        return self.sync.weights
+
     def to_rollout(self, version: int) -> None:
         """Prepare the engines to generate with the trainer's weights; does nothing if they are prepared already."""
         if self.mode is Mode.ROLLOUT and self.version == version:

@@ -156,7 +156,7 @@ class Change:
 def config_changes(saved: dict[str, Any], present: dict[str, Any], *, step: Path, same_rows: bool) -> list[Change]:
     """Return the changes of a resolved configuration since the checkpoint in `step` was saved, whose models are
     compared with the present ones; `same_rows`: whether the data's fingerprint is unchanged."""
-    old, new = _flatten(saved), _flatten(present)
+    old, new = flatten(saved), flatten(present)
     unused = () if new.get("critic.enable") else ("critic.",)
     impossible = {key: why for key, why in _mismatches(step, old, new).items() if not key.startswith(unused)}
     # A key that did not exist when the checkpoint was saved counts as empty there.
@@ -205,10 +205,11 @@ def check_changes(changes: list[Change], allow: list[str], reset_optimizer: bool
     raise ConfigError("\n".join(lines))
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by their dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
 
 

@@ -4,6 +4,7 @@ what is complete, so that a step that fails in the meantime costs no checkpoint.
 At most one save is in progress. A failed save costs only itself: training continues, and older checkpoints are intact.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,14 @@ from hybridrl.tracking.console import info, warn
 
 POLL_SECONDS = 0.1
 WHOLE = "hf_model"
+
+# Without a frequency, a recovery checkpoint is due once the time since the last save is so many times what that cost:
+# the seconds that training waited for it, and a share of those in which it was written, which slow steps down on CPU.
+# At the latest it is due after LONGEST_INTERVAL seconds, which are also the time from one that failed to the next try.
+LEAST_TIMES = 100
+WRITING_SHARE = 0.25
+LONGEST_INTERVAL = 600.0
+QUIET_SECONDS = 600.0  # between lines about recovery checkpoints; the last one is always reported
 
 
 class HasState(Protocol):
@@ -60,12 +69,12 @@ class Save(Enum):
 class SaveTimes:
     """When a checkpoint is saved to be kept, and when only to recover from. A checkpoint is kept every `steps` steps
     (0: at the end only; -1: never), `epochs` epochs, `seconds` seconds. The last step is kept wherever anything is.
-    Recovery does not depend on it: 0 or fewer `recovery_seconds` turn it off."""
+    Recovery does not depend on it: 0 or fewer `recovery_seconds` turn it off, None is as often as it costs little."""
 
     steps: int
     epochs: float | None
     seconds: float | None
-    recovery_seconds: float
+    recovery_seconds: float | None
 
     @property
     def keeps_any(self) -> bool:
@@ -73,7 +82,7 @@ class SaveTimes:
 
     @property
     def ever(self) -> bool:
-        return self.keeps_any or self.recovery_seconds > 0
+        return self.keeps_any or self.recovery_seconds is None or self.recovery_seconds > 0
 
     def keeps(self, step: int, epochs: tuple[float, float], seconds: float) -> bool:
         """Whether to keep a step; `epochs` were done before and after it, the last kept one is `seconds` old."""
@@ -81,7 +90,10 @@ class SaveTimes:
         by_epochs = self.epochs is not None and epochs[0] // self.epochs < epochs[1] // self.epochs
         return by_steps or by_epochs or (self.seconds is not None and seconds >= self.seconds)
 
-    def recovers(self, seconds: float) -> bool:
+    def recovers(self, seconds: float, cost: float) -> bool:
+        """Whether to save a step to recover from, `seconds` after the last save, which cost training `cost` seconds."""
+        if self.recovery_seconds is None:
+            return seconds >= min(LEAST_TIMES * cost, LONGEST_INTERVAL)
         return 0 < self.recovery_seconds <= seconds
 
 
@@ -115,14 +127,19 @@ class Saver:
         self.writing = False  # by the workers, as far as they were asked
         self.abandoned = Event()
         self.failed: SaveFailed | None = None  # if the last save failed
+        self.blocked = self.took = 0.0  # seconds of the last save: those in which training waited, and all of them
         self.saved_at = self.kept_at = time.monotonic()
+        self.reported_at, self.unreported = -math.inf, ""
 
     def due(self, step: int, epochs: tuple[float, float], *, last: bool) -> Save | None:
         """Whether a step is to be saved, and how long it stays; `epochs` were done before and after it."""
         now, times = time.monotonic(), self.plan.times
         if times.keeps_any and (last or times.keeps(step, epochs, now - self.kept_at)):
             return Save.KEPT
-        return Save.RECOVERY if times.recovers(now - self.saved_at) else None
+        if self.writing or self.publishing is not None:
+            return None
+        cost = math.inf if self.failed else self.blocked + WRITING_SHARE * max(self.took - self.blocked, 0.0)
+        return Save.RECOVERY if times.recovers(now - self.saved_at, cost) else None
 
     def completed(self, step: int, metrics: dict[str, float], problem: str) -> None:
         """Record the state after a step, which `start` saves, or `rescue` if the next one fails. `problem` says why a
@@ -135,25 +152,29 @@ class Saver:
     def start(self, save: Save) -> None:
         """Save the last complete step; returns when all models are copied to host memory."""
         self.finish()
-        self.saved_at, step = time.monotonic(), self.latest["step"]
+        self.saved_at = time.monotonic()
         if save is Save.KEPT:
             self.kept_at = self.saved_at
         with self.watch("save_checkpoint"):
-            try:
-                directory = self.store.begin(step)
-            except SaveFailed as error:
-                return self._log_failure(error)
-            state = self.latest | {"recovery": save is Save.RECOVERY} | self.log.state_dict()
-            try:
-                state["sharded"] = sharded = self._write(directory)
-                self.store.complete(step, state)
-            except (OSError, RuntimeError) as error:
-                return self._log_failure(self.store.failed(step, error))
-            self.saved, self.writing = step, bool(sharded)
-            self.abandoned.clear()
-            self.publishing = self.thread.submit(self._publish, step, state, sharded)
-            if not self.plan.asynchronous:
-                self.finish()
+            self._start(save, self.latest["step"])
+        self.blocked = time.monotonic() - self.saved_at
+
+    def _start(self, save: Save, step: int) -> None:
+        try:
+            directory = self.store.begin(step)
+        except SaveFailed as error:
+            return self._log_failure(error)
+        state = self.latest | {"recovery": save is Save.RECOVERY} | self.log.state_dict()
+        try:
+            state["sharded"] = sharded = self._write(directory, save)
+            self.store.complete(step, state)
+        except (OSError, RuntimeError) as error:
+            return self._log_failure(self.store.failed(step, error))
+        self.saved, self.writing = step, bool(sharded)
+        self.abandoned.clear()
+        self.publishing = self.thread.submit(self._publish, step, state, sharded)
+        if not self.plan.asynchronous:
+            self.finish()
 
     def rescue(self, error: Exception, prepare: Callable[[], None]) -> None:
         """Save the last complete step before an error ends the run, unless it is saved, or the weights have changed;
@@ -169,11 +190,11 @@ class Saver:
         except Exception as second:  # the first error is the one to report
             warn(f"step {step} could not be saved: {second}")
 
-    def _write(self, directory: Path) -> list[str]:
+    def _write(self, directory: Path, save: Save) -> list[str]:
         """Write what the driver has, and start the workers' writing. Returns the models that they write in shards."""
         (directory / "config.yaml").write_text(self.plan.config, encoding="utf-8")
         for name, parts in self.plan.contents.items():
-            if WHOLE in parts:
+            if WHOLE in parts and (save is Save.KEPT or parts == [WHOLE]):  # no run resumes from it
                 self.models.export(directory / name / HUGGINGFACE, name)
         sharded = {name: [part for part in parts if part != WHOLE] for name, parts in self.plan.contents.items()}
         self.models.start_save(directory, sharded)
@@ -187,12 +208,18 @@ class Saver:
             if self.abandoned.wait(POLL_SECONDS):
                 return None
         saved, note = self.store.publish(step, state), ""
+        now = time.monotonic()
+        self.took = now - self.saved_at
         if saved.state["recovery"]:
             note = " (a recovery checkpoint)"
         elif WHOLE not in self.plan.contents["actor"]:
             merge = f"python -m hybridrl.model_merger merge --local_dir {saved.path}/actor --target_dir merged"
             note = f" (to merge it: {merge})"
-        info(f"saved {saved.path}{note}")
+        size = sum(path.stat().st_size for path in saved.path.rglob("*"))
+        self.unreported = f"saved {saved.path}: {size / 1e6:,.1f} MB in {self.took:.1f} s{note}"
+        if not saved.state["recovery"] or now - self.reported_at >= QUIET_SECONDS:
+            info(self.unreported)
+            self.unreported, self.reported_at = "", now
         return saved
 
     def poll(self) -> None:
@@ -216,6 +243,8 @@ class Saver:
         """End the thread; what the workers write to the end is published when the run is started again."""
         self.abandoned.set()
         self.thread.shutdown()
+        if self.unreported:
+            info(self.unreported)
 
     def finish(self) -> None:
         """Wait for the save in progress, if there is one."""

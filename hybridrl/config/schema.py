@@ -275,7 +275,7 @@ class SFTTrainerConfig(Section):
     save_freq_secs: values.AboveZero | None
     max_actor_ckpt_to_keep: values.Positive | None
     keep_best_ckpt: str | None
-    ckpt_freq_secs: float
+    ckpt_freq_secs: float | None
     resume_mode: values.ResumeMode
     resume_from_path: str | None
     resume_allow: list[str]
@@ -296,6 +296,7 @@ class TrainerConfig(SFTTrainerConfig):
     log_val_generations: values.Natural
     rollout_data_dir: str | None
     validation_data_dir: str | None
+    spool_samples: bool
     val_before_train: bool
     val_only: bool
     max_critic_ckpt_to_keep: values.Positive | None

@@ -1,11 +1,12 @@
 """`python -m hybridrl.doctor selftest-resume key=value ...`: kills a short run at random moments, restarts it until it
-is done, and compares it bit for bit with a run that was not killed."""
+is done, and compares it bit for bit with a run that was not killed. Reports how many complete steps each kill cost."""
 
 import argparse
 import contextlib
 import json
 import math
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -29,14 +30,18 @@ from hybridrl.tracking.console import info
 SHOWN = 5
 POLL_SECONDS = 0.005
 EXIT_SECONDS = 30.0
+MOST_LOST = 1  # complete steps: a kill can come between the end of a step and that of its checkpoint
+RESUMED = re.compile(r"resuming after step (\d+)|^step:(0) ", re.MULTILINE)
 
 # Saving and publishing take a fraction of a step: a kill waits for their files, or it would never coincide with one.
 MOMENTS = {"in the step": "", "while it is saved": "*.writing", "while it is published": "*.writing/manifest.json"}
+ON_DISK = "after its last shard is on disk"
 VICTIMS = {
     "the driver": "",
     "a train worker": "ray::TrainWorker",
     "a rollout server": "ray::RolloutServer",
     "an engine": "EngineCore",
+    "the raylet": "raylet/raylet",
     "a scorer": "hybridrl.rewards.process",
     "everything": "",
 }
@@ -65,17 +70,19 @@ def main(argv: list[str]) -> int:
     test = Selftest(words, config.critic.enable, arguments.steps, directory)
     try:
         test.run_unbroken()
-        problems = test.run_killed(directory / "killed", random.Random(arguments.seed), arguments.kills)
+        kills = draw_kills(random.Random(arguments.seed), arguments.kills, arguments.steps, test.step_seconds)
+        problems = test.run_killed(directory / "killed", kills)
     except RunFailed as failure:
         info(f"failed: {failure}")
         return EXIT_FAILED
     except KeyboardInterrupt:
         info(f"stopped; the runs so far are in {directory}")
         return EXIT_INTERRUPTED
+    info(f"complete steps that were trained again after a kill: {', '.join(map(str, test.lost)) or 'none'}")
     if problems:
         info("\n".join(problems[:SHOWN] + [f"... {len(problems) - SHOWN} more"] * (len(problems) > SHOWN)))
         fix = "" if config.trainer.deterministic else "; try trainer.deterministic=true"
-        info(f"failed: the killed run differs from the unbroken one, both are in {directory}{fix}")
+        info(f"failed: the killed run differs from the unbroken one or lost steps, both are in {directory}{fix}")
         return EXIT_FAILED
     info(f"{arguments.kills} kills, and the run ended as the unbroken one, bit for bit; no process was left running")
     if not arguments.dir:
@@ -105,24 +112,33 @@ class Selftest:
         seconds = [record["timing_s/step"] for record in self.unbroken.records() if "timing_s/step" in record]
         self.step_seconds = statistics.median(seconds)
 
-    def run_killed(self, directory: Path, rng: random.Random, kills: int) -> list[str]:
-        """Kill a run repeatedly, each time restarting it. Returns its differences and the processes left running."""
+    def run_killed(self, directory: Path, kills: Sequence["Kill"]) -> list[str]:
+        """Kill a run repeatedly, each time restarting it. Returns its differences, the steps lost beyond what is
+        promised, and the processes left running."""
         self.kills: list[str] = []
+        self.lost: list[int] = []
         run = self._start(directory)
-        for number, kill in enumerate(draw_kills(rng, kills, self.steps, self.step_seconds), start=1):
+        for number, kill in enumerate(kills, start=1):
             done = False
             while not done and not run.reach(kill):
-                done = run.finish() == 0
+                done = self._finish(run) == 0
                 run = run if done else run.restart()
             late = "came too late: the run was done"
-            self.kills.append(f"kill {number} of {kills}" + (f" {late}" if done else f": {kill}"))
+            self.kills.append(f"kill {number} of {len(kills)}" + (f" {late}" if done else f": {kill}"))
             info(self.kills[-1])
             if not done:
                 run.kill(kill.victim)
-        while run.finish() != 0:
+        while self._finish(run) != 0:
             run = run.restart()
-        left_running = run.left_running()
-        return differences(self.unbroken.directory, directory, self.steps) + left_running
+        lost = [f"a kill cost {steps} complete steps" for steps in self.lost if steps > MOST_LOST]
+        return differences(self.unbroken.directory, directory, self.steps) + lost + run.left_running()
+
+    def _finish(self, run: "Run") -> int:
+        """Wait for the end of a run, and record what it had to train again. Returns the exit status."""
+        status, resumed_after = run.finish(), run.resumed_after()
+        if run.reached is not None and resumed_after is not None:
+            self.lost.append(max(run.reached - resumed_after, 0))
+        return status
 
     def _start(self, directory: Path) -> "Run":
         """Start the user's run in another directory, with every step saved and every sample written."""
@@ -170,11 +186,15 @@ def draw_kills(rng: random.Random, count: int, steps: int, step_seconds: float) 
 class Run:
     """A run in its own processes; its output is appended to `<directory>.log`."""
 
-    def __init__(self, command: list[str], directory: Path, left_running: Sequence[str] = ()) -> None:
+    def __init__(
+        self, command: list[str], directory: Path, left_running: Sequence[str] = (), reached: int | None = None
+    ) -> None:
         self.command, self.directory, self.log = command, directory, directory.with_suffix(".log")
+        self.reached = reached  # the last step of the run before this one
         self.before = left_running  # by earlier runs in the directory
         directory.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self.logged = self.log.stat().st_size  # by earlier runs
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.processes: set[psutil.Process] = set()  # that existed at the last kill; empty if it was not killed
 
@@ -182,7 +202,12 @@ class Run:
         """Start a run that was killed again. Raises RunFailed for one that ended by itself."""
         if not self.processes:
             raise self.failure()
-        return Run(self.command, self.directory, self.left_running())
+        return Run(self.command, self.directory, self.left_running(), self.last_step())
+
+    def resumed_after(self) -> int | None:
+        """Return the step that a run which has ended resumed after; None if it was killed before that."""
+        found = RESUMED.search(self.log.read_bytes()[self.logged :].decode(errors="replace"))
+        return int(found[1] or found[2]) if found else None
 
     def finish(self) -> int:
         """Wait for the end. Returns the exit status."""
@@ -195,13 +220,19 @@ class Run:
 
     def reach(self, kill: Kill) -> bool:
         """Wait for the moment of a kill. Returns False if the run ended before."""
-        pattern = MOMENTS[kill.moment]
-        while self.last_step() < kill.after or (pattern and not any(self.directory.glob(pattern))):
+        while self.last_step() < kill.after or not self._is_moment(kill):
             if self.process.poll() is not None:
                 return False
             time.sleep(POLL_SECONDS)
         time.sleep(kill.seconds)
         return self.process.poll() is None
+
+    def _is_moment(self, kill: Kill) -> bool:
+        if kill.moment == ON_DISK:
+            places = (f".global_step_{kill.after}.writing", f"global_step_{kill.after}")
+            return any((self.directory / place / "actor" / SHARDS).is_file() for place in places)
+        pattern = MOMENTS[kill.moment]
+        return not pattern or any(self.directory.glob(pattern))
 
     def kill(self, victim: str) -> None:
         """Kill the process; the driver if there is none of its kind."""

@@ -12,6 +12,7 @@ from hybridrl.data.prompts import PromptDataset
 from hybridrl.experience.batching import PromptGroup, group_by_prompt, to_batch
 from hybridrl.experience.dynamic_sampling import Draws, GroupFilter
 from hybridrl.experience.episodes import Episode, EpisodeRunner
+from hybridrl.experience.spool import Spool
 from hybridrl.rewards.score import FaultGuard, Score, component_means
 from hybridrl.rollout import Sampling
 
@@ -47,6 +48,8 @@ class Experience(Protocol):
 class ModeSwitch(Protocol):
     """Gives the devices to the engines, with the weights of a version, or to the trainers."""
 
+    @property
+    def weights(self) -> str: ...
     def to_rollout(self, version: int) -> None: ...
     def to_training(self) -> None: ...
 
@@ -56,7 +59,8 @@ class SynchronousExperience:
 
     `group_filter` drops groups without signal and draws further prompts (DAPO); with `greedy_baseline` one more
     response per prompt is sampled greedily (ReMax, Li et al. 2023); `reward_keys` name the reward components (GDPO);
-    `mask_truncated` excludes truncated responses from training. The run has `prompts_in_all` prompts; None: no end.
+    `mask_truncated` excludes truncated responses from training. The run has `prompts_in_all` prompts; None: no end. A
+    `spool` keeps the finished responses of a step for a run that is resumed in it.
     """
 
     def __init__(
@@ -75,11 +79,12 @@ class SynchronousExperience:
         reward_keys: tuple[str, ...] = (),
         mask_truncated: bool = False,
         prompts_in_all: int | None = None,
+        spool: Spool | None = None,
     ) -> None:
         self.engine, self.prompts, self.order, self.runner, self.guard = engine, prompts, order, runner, guard
         self.prompts_per_step, self.samples_per_prompt, self.sampling = prompts_per_step, samples_per_prompt, sampling
         self.group_filter, self.greedy_baseline = group_filter, greedy_baseline
-        self.reward_keys, self.mask_truncated = reward_keys, mask_truncated
+        self.reward_keys, self.mask_truncated, self.spool = reward_keys, mask_truncated, spool
         self.prompts_in_all = sys.maxsize if prompts_in_all is None else prompts_in_all
         self.position = 0  # prompts drawn since the run began
 
@@ -95,12 +100,16 @@ class SynchronousExperience:
         """Run episodes on the next prompts with the policy after `step - 1` steps; metrics have verl's names."""
         assert not self.finished
         self.engine.to_rollout(version=step - 1)
+        if self.spool:
+            self.spool.open(step, self.engine.weights)
         metrics: Counter[str] = Counter()  # sums over all rounds of this step
         draws, episodes = self._draw(metrics)
         groups, scores = draws.kept[: draws.wanted], [episode.score for episode in episodes]
         if self.greedy_baseline:
             groups, greedy_scores = self._with_greedy(groups, metrics)
             scores += greedy_scores
+        if self.spool:
+            self.spool.finish(len(scores))
         self.engine.to_training()
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
         reported = draws.metrics() | self.guard.check(scores) | component_means(scores)
@@ -134,7 +143,7 @@ class SynchronousExperience:
             start = self.position + draws.prompts
             positions = range(start, start + count)
             prompts = [self.prompts[row] for row in self.order.rows(start, count)]
-            some, seconds = self.runner.run(prompts, self.samples_per_prompt, self.sampling, positions)
+            some, seconds = self.runner.run(prompts, self.samples_per_prompt, self.sampling, positions, self.spool)
             self.guard.apply([episode.score for episode in some])
             metrics.update(seconds)
             episodes += some
@@ -150,7 +159,7 @@ class SynchronousExperience:
         all scores as well."""
         prompts, positions = [group.episodes[0].prompt for group in groups], [group.position for group in groups]
         sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-        episodes, seconds = self.runner.run(prompts, 1, sampling, positions)
+        episodes, seconds = self.runner.run(prompts, 1, sampling, positions, self.spool)
         scores = [episode.score for episode in episodes]
         self.guard.apply(scores)
         metrics["timing_s/gen_max"] = sum(seconds.values())

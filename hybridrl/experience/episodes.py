@@ -6,13 +6,14 @@ that the order in which they happened to finish changes nothing.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
 from hybridrl.data.prompts import Prompt
+from hybridrl.experience.spool import Spool
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest, Shaping
 from hybridrl.rollout import Completion, Request, RolloutClient, Sampling, request_seed
@@ -90,33 +91,46 @@ class EpisodeRunner:
         self.client, self.scorers, self.seed, self.shaping = client, scorers, seed, shaping or Shaping()
 
     def run(
-        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, seed_keys: Sequence[int | str]
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        seed_keys: Sequence[int | str],
+        spool: Spool | None = None,
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return `count` scored episodes per prompt, in order, and the seconds it took.
 
-        Each seed derives from the prompt's seed key, one per prompt, and the number of the sample.
+        Each seed derives from the prompt's seed key, one per prompt, and the number of the sample. What the spool has
+        is not sampled again, and the rest is added to it.
         """
         requests = [
             Request(index, sample, prompt.ids, request_seed(self.seed, seed_keys[index], sample), sampling)
             for index, prompt in enumerate(prompts)
             for sample in range(count)
         ]
-        return asyncio.run(self._run(prompts, requests))
+        return asyncio.run(self._run(prompts, requests, spool))
 
     async def _run(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request]
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], spool: Spool | None
     ) -> tuple[list[Episode], dict[str, float]]:
         began = time.monotonic()
-        responses: list[tuple[int, Completion]] = []
-        scores: list[Future[Score]] = []
+        spooled = spool.find(requests) if spool else {}
+        scored = {index: one.score for index, one in spooled.items() if one.score and not self.scorers.in_one_call}
+        responses = [(index, spooled[index].completion) for index in scored]
+        scores = [_resolved(score) for score in scored.values()]
 
         def submit(finished: list[tuple[int, Completion]]) -> list[Future[Score]]:
             pairs = [(prompts[requests[index].prompt], completion) for index, completion in finished]
-            return self.scorers.submit(
+            futures = self.scorers.submit(
                 [ScoringRequest(p.data_source, None, p.ground_truth, p.extra_info, c.token_ids) for p, c in pairs]
             )
+            if spool:
+                for (index, completion), future in zip(finished, futures, strict=True):
+                    spool.add(requests[index], completion, future)
+            return futures
 
-        async for finished in self.client.stream(requests):
+        unscored = {index: one.completion for index, one in spooled.items() if index not in scored}
+        async for finished in self._finished(requests, unscored, without=scored.keys()):
             responses += finished
             if not self.scorers.in_one_call:
                 scores += submit(finished)
@@ -131,6 +145,16 @@ class EpisodeRunner:
         seconds = {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
         return [episode for _, episode in sorted(episodes, key=lambda item: item[0])], seconds
 
+    async def _finished(
+        self, requests: Sequence[Request], known: Mapping[int, Completion], without: Collection[int]
+    ) -> AsyncIterator[list[tuple[int, Completion]]]:
+        """Yield the responses with the indices of their requests: those that are known, then the others."""
+        if known:
+            yield list(known.items())
+        if missing := [index for index in range(len(requests)) if index not in known and index not in without]:
+            async for finished in self.client.stream([requests[index] for index in missing]):
+                yield [(missing[place], completion) for place, completion in finished]
+
     def _episode(self, prompt: Prompt, request: Request, completion: Completion, score: Score) -> Episode:
         """Return the episode with the shaped score; a number of token rewards other than that of tokens is a fault of
         the grader."""
@@ -140,3 +164,9 @@ class EpisodeRunner:
             score = Score(None, fault="type", detail=detail)
         turn = Turn.of(request.prompt_ids, completion)
         return Episode(prompt, request.prompt, request.sample, [turn], text, self.shaping.shaped(score, length))
+
+
+def _resolved(score: Score) -> Future[Score]:
+    future: Future[Score] = Future()
+    future.set_result(score)
+    return future

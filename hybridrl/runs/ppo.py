@@ -21,13 +21,14 @@ from hybridrl.experience.collector import SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter
 from hybridrl.experience.episodes import EpisodeRunner
 from hybridrl.experience.sample_log import SampleLog
+from hybridrl.experience.spool import Spool
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.pool import check_loads
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.rollout.fleet import RolloutFleet
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
-from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume
+from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
 from hybridrl.runs.settings import ppo_worker_config, training_sampling, validation_sampling
 from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Tracker
@@ -55,6 +56,7 @@ class PPOJob:
         self.rows = order.size
         self.description = batch_arithmetic(config)
         self.contents = contents_to_save(config, algorithm)
+        self.spool: Spool | None = None
         self.asynchronous_saves = config.actor_rollout_ref.actor.checkpoint.async_save
 
     def plan(self, directory: Path) -> ResumePlan:
@@ -70,6 +72,10 @@ class PPOJob:
         worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
         saved = plan.checkpoint.state if plan.checkpoint else {}
         group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
+        if config.trainer.spool_samples:
+            fingerprints = sample_fingerprints(config, plan.identity.data)
+            whole = config.actor_rollout_ref.rollout.full_determinism
+            self.spool = stack.enter_context(Spool(directory / "spool", *fingerprints, whole_steps=whole))
         self.scorers.wait_until_loaded()
         timeout, export_dtype = config.trainer.step_timeout, config.actor_rollout_ref.rollout.dtype
         plans = padded_plans(group, inputs.policy, inputs.critic, timeout)
@@ -130,6 +136,7 @@ class PPOJob:
             reward_keys=tuple(config.algorithm.gdpo_reward_keys),
             mask_truncated=config.algorithm.mask_truncated,
             prompts_in_all=self.resume.total_prompts,
+            spool=self.spool,
         )
 
     def schedule(self, steps: int) -> Schedule:

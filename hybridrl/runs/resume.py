@@ -1,14 +1,15 @@
 """Resuming: which checkpoint a run starts from, what is read of it, and where that goes."""
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hybridrl.algorithms import Algorithm
 from hybridrl.checkpoint.fingerprints import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.read import check_parts
-from hybridrl.checkpoint.resume import check_compatible, resume_summary, select_checkpoint
+from hybridrl.checkpoint.resume import check_compatible, flatten, resume_summary, select_checkpoint
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.checkpoint.store import Checkpoint, is_verl
 from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
@@ -94,6 +95,16 @@ def identify(config: PPOConfig, algorithm: Algorithm, rows: int) -> Identity:
     run = fingerprint(data_print, model, config.algorithm.adv_estimator)
     bases = {f"{key}.path": model_fingerprint(model.path) for key, model in adapted_models(config, algorithm).items()}
     return Identity(data_print, run, bases)
+
+
+def sample_fingerprints(config: PPOConfig, data: str) -> tuple[str, str]:
+    """Fingerprints of what determines a response besides its request and the weights, and of what determines a score
+    besides the response. Of custom reward functions the files count, not what these import or read."""
+    rollout, model, reward = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, asdict(config.reward)
+    engine = fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha)
+    places = (str(value).partition(":")[0] for value in flatten(reward).values())
+    code = [hashlib.sha256(Path(place).read_bytes()).hexdigest() for place in places if place.endswith(".py")]
+    return engine, fingerprint(reward, code, data, code_fingerprint())
 
 
 def adapted_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelConfig]:

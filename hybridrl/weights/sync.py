@@ -27,6 +27,10 @@ class StaleWeights(RuntimeError):
 class WeightSync(Protocol):
     """Brings the trainers' weights to the rollout engines and proves that they have arrived."""
 
+    @property
+    def weights(self) -> str:
+        """Digests of the weights of the last `publish`: equal for equal weights."""
+
     def publish(self, version: int) -> None:
         """Send the present weights to all servers; from then on they sample tokens with this version."""
 
@@ -104,8 +108,13 @@ class ColocatedSync:
         self.servers_with_base: set[Any] = set()  # that have the model which an adapter is added to
         self.gaps: list[float] = []
         self.sent = 0  # bytes published since `take_metrics`
+        self.digests: dict[bool, list[int]] = {}  # of the buckets last sent: of the model, and of an adapter
         limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.plan = trainers.broadcast(WeightSource.plan_weights, rollout.dtype, limit, timeout=timeout)[0]
+
+    @property
+    def weights(self) -> str:
+        return str(sorted(self.digests.items()))
 
     def publish(self, version: int) -> None:
         arguments = token_rows([self.probe]), [[0]], 1.0
@@ -137,12 +146,14 @@ class ColocatedSync:
         """Send buckets to these servers; all ranks take part, as gathering is collective. While the servers read one
         bucket, the ranks fill the next one in the other half of their memory."""
         servers, reading, read = self.servers.only(indices), [], ""
+        self.digests[adapter] = []
         for number, bucket in enumerate(buckets, start=1):
             names = [tensor.name for tensor in bucket.tensors]
             about = f" (bucket {number} of {len(buckets)}: {' ... '.join([*names[:1], *names[-1:]])})"
             filling = self.trainers.start_each(WeightSource.fill_bucket, [(bucket,)] * len(self.trainers))
             filled = self.trainers.finish(filling, WeightSource.fill_bucket, timeout=self.timeout, about=about)
             self.sent += bucket.bytes
+            self.digests[adapter].append(filled[0][1])  # the same on every rank
             shares = [filled[index * self.tp_size : (index + 1) * self.tp_size] for index in indices]
             parts = [(bucket, *map(list, zip(*share, strict=True)), adapter) for share in shares]
             servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)

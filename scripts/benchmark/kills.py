@@ -1,8 +1,10 @@
 """Kills runs of the quickstart at random moments, restarts them, and compares each with an unbroken run:
 
-python scripts/benchmark/kills.py [--runs N] [--steps N] [--kills N] [--seed N] [--out DIR] [key=value ...]
+python scripts/benchmark/kills.py [--runs N] [--steps N] [--kills N] [--on-disk] [--seed N] [--out DIR] [key=value ...]
 
-Prints a line per run and writes all to DIR/kills.json. Exits with status 1 if a run differs or leaves processes behind.
+With --on-disk every process is killed, 2 s or more after the last shard of a checkpoint is on disk. Prints a line per
+kill and run, and writes all to DIR/kills.json. Exits with status 1 if a run differs, loses more than a step, or leaves
+processes behind.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from warm_start import TOP, warm_start
 
-from hybridrl.doctor.selftest_resume import Selftest
+from hybridrl.doctor.selftest_resume import ON_DISK, Kill, Selftest, draw_kills
 
 
 def main() -> int:
@@ -30,10 +32,17 @@ def main() -> int:
     for number in range(arguments.runs):
         began, directory = time.monotonic(), out / f"killed-{number}"
         shutil.rmtree(directory, ignore_errors=True)
-        differences = test.run_killed(directory, random.Random(arguments.seed + number), arguments.kills)
-        results.append({"run": number, "kills": test.kills, "differences": differences})
+        rng = random.Random(arguments.seed + number)
+        if arguments.on_disk:
+            moments = sorted(rng.sample(range(1, arguments.steps), arguments.kills))
+            kills = [Kill(step, ON_DISK, 2 + rng.uniform(0, test.step_seconds), "everything") for step in moments]
+        else:
+            kills = draw_kills(rng, arguments.kills, arguments.steps, test.step_seconds)
+        differences = test.run_killed(directory, kills)
+        results.append({"run": number, "kills": test.kills, "lost": test.lost, "differences": differences})
         result = "; ".join(differences[:3]) or "bit-identical"
-        print(f"run {number}: {result} ({time.monotonic() - began:.0f} s)", flush=True)
+        lost = f"complete steps lost by kill: {test.lost}"
+        print(f"run {number}: {result}; {lost} ({time.monotonic() - began:.0f} s)", flush=True)
         (out / "kills.json").write_text(json.dumps(results, indent=1))
         if not differences:
             shutil.rmtree(directory)
@@ -47,6 +56,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kills", type=int, default=1, help="how often each run is killed")
+    parser.add_argument("--on-disk", action="store_true", help="kill everything after a checkpoint is on disk")
     parser.add_argument("--seed", type=int, default=0, help="for the moments and processes of the kills")
     parser.add_argument("--out", type=Path, default=TOP / "outputs" / "kills", help="directory of the runs")
     return parser.parse_known_args()

@@ -11,7 +11,7 @@ from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store, check, list_checkpoints
 
 
-def times(steps=0, epochs=None, seconds=None, recovery_seconds=600.0) -> SaveTimes:
+def times(steps=0, epochs=None, seconds=None, recovery_seconds: float | None = 600.0) -> SaveTimes:
     return SaveTimes(steps, epochs, seconds, recovery_seconds)
 
 
@@ -52,7 +52,7 @@ def test_steps_epochs_and_seconds_add_up():
 @pytest.mark.parametrize(("chosen", "keeps"), [(times(-1), False), (times(-1, epochs=1), True), (times(0), True)])
 def test_recovery_does_not_depend_on_whether_any_step_is_kept(chosen, keeps):
     assert chosen.keeps_any is keeps
-    assert chosen.ever and chosen.recovers(10_000.0)
+    assert chosen.ever and chosen.recovers(10_000.0, cost=0.0)
 
 
 def test_nothing_is_ever_saved_where_both_are_switched_off():
@@ -60,9 +60,18 @@ def test_nothing_is_ever_saved_where_both_are_switched_off():
 
 
 def test_a_recovery_save_is_due_after_its_seconds_and_never_where_they_are_switched_off():
-    assert times(recovery_seconds=600).recovers(600.0)
-    assert not times(recovery_seconds=600).recovers(599.0)
-    assert not times(recovery_seconds=-1).recovers(10_000.0)
+    assert times(recovery_seconds=600).recovers(600.0, cost=100.0)
+    assert not times(recovery_seconds=600).recovers(599.0, cost=0.0)
+    assert not times(recovery_seconds=-1).recovers(10_000.0, cost=0.0)
+
+
+def test_without_a_frequency_a_recovery_save_is_due_once_the_last_one_was_one_percent_of_the_time_since():
+    automatic = times(-1, recovery_seconds=None)
+    assert automatic.ever
+    assert automatic.recovers(0.0, cost=0.0)  # after the first step: what a save costs is not known yet
+    assert automatic.recovers(60.0, cost=0.6)
+    assert not automatic.recovers(59.9, cost=0.6)
+    assert automatic.recovers(600.0, cost=60.0)  # at the latest
 
 
 class Part:
@@ -234,6 +243,89 @@ def test_a_save_that_workers_cannot_write_leaves_nothing_and_training_continues(
     saver.start(Save.KEPT)
     saver.finish()
     assert saver.failed is None and [one.step for one in list_checkpoints(store.directory)] == [2]
+
+
+# How often a recovery checkpoint is saved, and what is reported of it.
+
+
+class Slow(Models):
+    """Workers of whose weights a copy takes some seconds."""
+
+    def __init__(self, seconds: float, **more: object) -> None:
+        super().__init__(**more)
+        self.seconds = seconds
+
+    def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
+        time.sleep(self.seconds)
+        super().start_save(directory, contents)
+
+
+def due(saver: Saver, step: int) -> Save | None:
+    return saver.due(step, (0.0, 0.0), last=False)
+
+
+def test_recovery_checkpoints_are_saved_as_often_as_their_cost_allows(store, monkeypatch):
+    now = time.monotonic()
+    saver = saver_of(Slow(0.2), store, times(-1, recovery_seconds=None))
+    saver.completed(1, {}, "")
+    assert due(saver, 1) is Save.RECOVERY
+    saver.start(Save.RECOVERY)
+    saver.finish()
+    assert due(saver, 2) is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 19)
+    assert due(saver, 2) is None  # 100 x 0.2 s are not over yet
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    assert due(saver, 2) is Save.RECOVERY
+
+
+def test_no_recovery_checkpoint_is_begun_while_one_is_written(store):
+    models = Models(at_once=False)
+    saver = saver_of(models, store, times(-1, recovery_seconds=None))
+    saver.completed(1, {}, "")
+    saver.start(Save.RECOVERY)
+    saver.blocked = 0.0
+    assert due(saver, 2) is None
+    models.write()
+    saver.finish()
+    saver.blocked = saver.took = 0.0
+    assert due(saver, 2) is Save.RECOVERY
+
+
+def test_after_a_failed_recovery_save_the_next_one_waits(store, monkeypatch):
+    saver = saver_of(Models(at_once=False, error="rank 1: No space left on device"), store, times(-1, None, None, None))
+    saver.completed(1, {}, "")
+    saver.start(Save.RECOVERY)
+    saver.finish()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 500)
+    assert due(saver, 2) is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 601)
+    assert due(saver, 2) is Save.RECOVERY
+
+
+def test_a_recovery_checkpoint_leaves_out_the_whole_model_which_no_run_resumes_from(store):
+    models, exported = Models(), []
+    models.export = lambda directory, name: exported.append(directory.parent.parent.name)
+    saver = saver_of(models, store)
+    saver.plan.contents["actor"].append("hf_model")
+    for step, save in [(1, Save.RECOVERY), (2, Save.KEPT)]:
+        saver.completed(step, {}, "")
+        saver.start(save)
+    saver.finish()
+    assert exported == [".global_step_2.writing"]
+
+
+def test_size_and_seconds_are_reported_of_recovery_checkpoints_now_and_then_and_of_the_last(store, capsys):
+    saver = saver_of(Models(), store, times(-1, recovery_seconds=None))
+    for step in (1, 2, 3):
+        saver.completed(step, {}, "")
+        saver.start(Save.RECOVERY)
+        saver.finish()
+    reported = "".join(capsys.readouterr().out.split())
+    assert "global_step_1:0.0MBin" in reported and "(arecoverycheckpoint)" in reported
+    assert "global_step_2" not in reported and "global_step_3" not in reported
+    saver.close()
+    assert "global_step_3:0.0MBin" in "".join(capsys.readouterr().out.split())
 
 
 # Rescue: an error ends the run.

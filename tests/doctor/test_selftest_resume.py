@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.selftest_resume import MOMENTS, VICTIMS, Kill, Run, differences, draw_kills
+from hybridrl.doctor.selftest_resume import MOMENTS, VICTIMS, Kill, Run, Selftest, differences, draw_kills
 
 
 def a_run(directory: Path) -> Path:
@@ -96,6 +96,33 @@ def test_a_run_is_killed_with_all_its_processes_while_it_saves(tmp_path):
     assert len(run.processes) == 2
     assert run.left_running() == []
     assert not run.reach(Kill(5, "in the step", 0.0, "the driver"))
+
+
+STAND_IN = """
+import json, pathlib, sys, time
+directory = pathlib.Path(sys.argv[1])
+directory.mkdir(exist_ok=True)
+metrics, again = directory / "metrics.jsonl", (directory / "again").exists()
+(directory / "again").touch()
+if again:
+    print(f"resuming after step {sys.argv[2]}, restored from there", flush=True)
+    sys.exit(0)
+print("step:0 - timing_s/start_up:1.0", flush=True)
+metrics.write_text("".join(json.dumps({"step": step}) + chr(10) for step in (0, 1, 2, 3)))
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(("checkpoint", "lost"), [(3, 0), (2, 1), (0, 3)])
+def test_complete_steps_that_a_restarted_run_trains_again_are_counted(tmp_path, checkpoint, lost):
+    (tmp_path / "run.py").write_text(STAND_IN)
+    test = Selftest([], critic=False, steps=3, directory=tmp_path)
+    test.lost = []
+    run = Run(["python3", str(tmp_path / "run.py"), str(tmp_path / "run"), str(checkpoint)], tmp_path / "run")
+    assert run.reach(Kill(3, "in the step", 0.0, "the driver"))
+    run.kill("everything")
+    assert test._finish(run) == -9 and test.lost == []
+    assert test._finish(run.restart()) == 0 and test.lost == [lost]
 
 
 def test_rejected_keys_are_named_before_anything_runs(capsys):

@@ -1,0 +1,169 @@
+"""The finished responses of the step under way, kept on disk, so that a crash late in a step does not cost its rollout.
+
+One append-only file per step. A record is a response, with its score, under a hash of everything that determines it:
+the bits of the weights, the settings of the engine, the prompt, the sampling parameters and the seed. So what is found
+is what would be sampled again. A record that a kill cut off ends the file. Records are JSON and arrays: reading them
+runs no code.
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import struct
+import threading
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+from hybridrl.rewards.score import Score
+from hybridrl.rollout import Completion, Request
+from hybridrl.tracking.console import info, warn
+
+HEADER = struct.Struct("<II")  # of a record: its bytes, and their CRC-32
+KEPT = 2  # steps: the one under way, and the one before it while its checkpoint is being written
+
+
+@dataclass(frozen=True)
+class Spooled:
+    """A response of an earlier process; `score` is None if it has to be scored again."""
+
+    completion: Completion
+    score: Score | None
+
+
+class Spool:
+    """The spool of a run, in `directory`, which is deleted when the run ends well. `engine` and `reward` are
+    fingerprints of what determines responses and scores besides a request and the weights. With `whole_steps` only a
+    step whose rollout was complete is used again, as its responses depend on what is sampled with them. A disk that is
+    full costs the spool, not the run."""
+
+    def __init__(self, directory: Path, engine: str, reward: str, *, whole_steps: bool = False) -> None:
+        self.directory, self.engine, self.reward, self.whole_steps = directory, engine, reward, whole_steps
+        self.lock = threading.Lock()  # scores arrive in threads
+        self.file: BinaryIO | None = None
+        self.found: dict[str, Spooled] = {}
+        self.step = self.used = 0
+        self.origin = ""
+        self.failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._close()
+        if error is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def open(self, step: int, weights: str) -> None:
+        """Start a step that samples with these weights: read what an earlier process has left of it."""
+        self._close()
+        self.step, self.used, self.origin = step, 0, _hash(f"{self.engine} {weights}")
+        path = self.directory / f"step_{step}"
+        try:
+            self.directory.mkdir(exist_ok=True)
+            for other in self.directory.glob("step_*"):
+                if not step - KEPT < int(other.name.removeprefix("step_")) <= step:
+                    other.unlink()
+            self.file = path.open("ab", buffering=0)
+            self.found, size = self._read(path.read_bytes())
+            self.file.truncate(size)
+        except OSError as error:
+            self._fail(error)
+
+    def find(self, requests: Sequence[Request]) -> dict[int, Spooled]:
+        """Return what earlier processes have sampled for these requests, by their indices."""
+        if not self.found:
+            return {}
+        keys = (self.found.get(self._key(request)) for request in requests)
+        found = {index: spooled for index, spooled in enumerate(keys) if spooled is not None}
+        self.used += len(found)
+        return found
+
+    def add(self, request: Request, completion: Completion, score: Future[Score]) -> None:
+        """Append a response as soon as it has its score; a fault of the grader is not kept."""
+        score.add_done_callback(lambda future: self._append(self._record(request, completion, future.result())))
+
+    def finish(self, count: int) -> None:
+        """End the rollout of the step, which had this many responses."""
+        if self.found:
+            used = f"{self.used} responses of the {len(self.found)} that were spooled are used again"
+            info(f"step {self.step}: {used if self.used else 'the spool is of other weights or settings: not used'}")
+        self.found = {}
+        if self.whole_steps:
+            self._append(_encoded({"responses": count}))
+
+    def _key(self, request: Request) -> str:
+        return _hash(f"{self.origin} {request.seed} {request.sampling} {list(request.prompt_ids)}")
+
+    def _record(self, request: Request, completion: Completion, score: Score) -> bytes:
+        meta = {
+            "key": self._key(request),
+            "truncated": completion.truncated,
+            "versions": np.asarray(completion.versions).tolist(),
+            "reward": self.reward,
+            "score": vars(score) if score.fault is None else None,
+        }
+        return _encoded(meta, completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4"))
+
+    def _append(self, record: bytes) -> None:
+        with self.lock:
+            if self.file is not None:
+                try:
+                    if self.file.write(record) < len(record):
+                        raise OSError("no space left on device")
+                except OSError as error:
+                    self._fail(error)
+
+    def _read(self, data: bytes) -> tuple[dict[str, Spooled], int]:
+        """Return the responses of a file and the bytes that are used of it: less than all after a kill."""
+        found, offset, complete = {}, 0, not self.whole_steps
+        while offset + HEADER.size <= len(data):
+            size, checksum = HEADER.unpack_from(data, offset)
+            record = data[offset + HEADER.size : offset + HEADER.size + size]
+            if not size or len(record) < size or zlib.crc32(record) != checksum:
+                break
+            offset += HEADER.size + size
+            text, _, arrays = record.partition(b"\n")
+            meta = json.loads(text)
+            if "responses" in meta:
+                complete = len(found) >= meta["responses"]
+            else:
+                found[meta["key"]] = self._decoded(meta, arrays)
+        return (found, offset) if complete else ({}, 0)
+
+    def _decoded(self, meta: dict[str, Any], arrays: bytes) -> Spooled:
+        tokens, log_probs = np.frombuffer(arrays, "<i4").reshape(2, -1)
+        versions = meta["versions"] if isinstance(meta["versions"], int) else np.array(meta["versions"])
+        completion = Completion(tokens.astype(np.int64), log_probs.view("<f4"), meta["truncated"], versions)
+        scored = meta["score"] is not None and meta["reward"] == self.reward
+        return Spooled(completion, Score(**meta["score"]) if scored else None)
+
+    def _close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def _fail(self, error: OSError) -> None:
+        """Go without the spool for this step; deleting its file leaves the room to a checkpoint."""
+        self._close()
+        self.found = {}
+        with contextlib.suppress(OSError):
+            (self.directory / f"step_{self.step}").unlink()
+        if not self.failed:
+            warn(f"{self.directory}: {error}; training continues, but a crash would cost the rollout of its step")
+        self.failed = True
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _encoded(meta: dict[str, Any], *arrays: np.ndarray) -> bytes:
+    record = b"".join((json.dumps(meta).encode(), b"\n", *(array.tobytes() for array in arrays)))
+    return HEADER.pack(len(record), zlib.crc32(record)) + record
