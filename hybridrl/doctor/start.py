@@ -9,7 +9,8 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.custom_code import import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
-from hybridrl.doctor.machine import GIB, check_gpus, check_machine, check_versions
+from hybridrl.doctor.gpus import check_gpus
+from hybridrl.doctor.machine import GIB, check_machine, check_versions
 from hybridrl.doctor.memory_plan import ITEMSIZE, memory_plan
 from hybridrl.runs.resume import contents_to_save
 from hybridrl.runs.settings import build_algorithm

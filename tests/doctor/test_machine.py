@@ -8,13 +8,12 @@ import pytest
 from hybridrl.cluster.session import Cluster
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
+from hybridrl.doctor.gpus import Gpu, check_gpus
 from hybridrl.doctor.machine import (
     Facts,
-    Gpu,
     cgroup_limits,
     check_devices,
     check_extensions,
-    check_gpus,
     check_machine,
     check_versions,
     installed,
