@@ -216,7 +216,8 @@ ONE_GPU = Machine(gpus=1, cores=8, memory_bytes=16 << 30)
             "cpu", 11, 1,
             "trainer.n_gpus_per_node=11: free memory is enough for 10 CPU devices; set trainer.n_gpus_per_node=10"
         ),
-        ("cuda", 1, 2, f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.n_gpus_per_node=1"),
+        ("cuda", 1, 2, f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.n_gpus_per_node=1; set 1"),
+        ("cpu", 4, 3, f"{ROLLOUT}.tensor_model_parallel_size=3: must divide trainer.n_gpus_per_node=4; set 1 or 4"),
         (
             "cpu", 4, 2,
             f"{ROLLOUT}.tensor_model_parallel_size=2: with trainer.n_gpus_per_node=4 on CPU only a single engine can "
