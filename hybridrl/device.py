@@ -33,6 +33,11 @@ def environment(device: str, slots: int) -> dict[str, str]:
     return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "5000"} | _allocator()
 
 
+def compiled_architectures() -> list[str]:
+    """Return the GPU architectures that torch has code for, such as sm_90; asks no driver, and creates no context."""
+    return torch._C._cuda_getArchFlags().split() if torch.version.cuda else []
+
+
 def without_expandable_segments() -> dict[str, str]:
     """Return torch's CUDA allocator settings without expandable segments, if they are requested: other processes can
     open such memory only through a file descriptor of the sender, which containers do not allow."""

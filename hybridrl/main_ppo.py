@@ -9,9 +9,11 @@ from hybridrl.runtime.guard import guarded
 
 def run(config: PPOConfig) -> None:
     """Run one training, from data to saved model. Invalid input is rejected before Ray starts."""
-    from hybridrl.runs.ppo import PPOJob  # torch, Ray and transformers are imported only for a valid configuration
+    from hybridrl.doctor.start import check_run_start  # torch and Ray are imported only for a valid configuration
+    from hybridrl.runs.ppo import PPOJob
     from hybridrl.runs.setup import train
 
+    check_run_start(config)
     train(config, PPOJob)
 
 

@@ -57,7 +57,8 @@ stage() { # stage NAME COMMAND...: print one line with the seconds, or the end o
     printf '%4d s\n' $((SECONDS - start))
 }
 
-# pip would compile every module on one core; byte_compile compiles the large packages on all cores.
+# pip would compile every module on one core; byte_compile compiles on all cores what is large, or imported by every
+# command.
 install() {
     .venv/bin/python -m pip install --no-compile "$@"
 }
@@ -85,7 +86,7 @@ install_project() {
 }
 
 byte_compile() {
-    local packages=(.venv/lib/python*/site-packages/{ray,torch,transformers,vllm})
+    local packages=(.venv/lib/python*/site-packages/{antlr4,hydra,omegaconf,ray,rich,torch,transformers,vllm})
     .venv/bin/python -m compileall -q -j 0 -x '/tests?(ing)?/' "${packages[@]}"
 }
 

@@ -18,7 +18,8 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 
 # Packages and top-level modules in layers, from the entry points down; each imports only from layers below its own.
 LAYERS = """
-    main_ppo  main_sft  model_merger  doctor
+    main_ppo  main_sft  model_merger
+    doctor
     runs
     trainer  evaluation
     experience  hybrid_engine

@@ -48,6 +48,11 @@ def open_tensors(directory: Path) -> Tensors:
         if any(path.glob("*.safetensors")):
             return read_safetensors(path)
     inside = [path.name for path in sorted(directory.iterdir()) if path.is_dir() and path.name in ("actor", "critic")]
+    newest = max(
+        directory.glob("global_step_*/actor"), key=lambda path: (len(path.parent.name), path.parent.name), default=None
+    )
+    if newest:
+        raise ConfigError(f"{directory} holds checkpoints", fix=f"name a model of the newest, {newest}")
     fix = f"name the model in it, {directory / inside[0]}" if inside else "name one, such as .../global_step_N/actor"
     raise ConfigError(f"{directory} holds no saved model", fix=fix)
 

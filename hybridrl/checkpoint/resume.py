@@ -131,6 +131,13 @@ def check_compatible(
     before = config
     if is_intact(checkpoint.path, CONFIG):
         before = yaml.safe_load((checkpoint.path / CONFIG).read_text(encoding="utf-8"))
+        if "actor_rollout_ref" in config and "actor_rollout_ref" not in before:
+            fix = (
+                f"to start from its weights: trainer.resume_mode=disable actor_rollout_ref.model.path={checkpoint.path}"
+            )
+            raise ConfigError(
+                f"{checkpoint.path} is a checkpoint of main_sft, which main_ppo does not resume", fix=f"{fix}/actor"
+            )
     else:
         log(f"{checkpoint.path} has no intact {CONFIG}, so changes of the configuration are unknown")
     changes = config_changes(before, config, step=checkpoint.path, same_rows=checkpoint.state["data"] == data)

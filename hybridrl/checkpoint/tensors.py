@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hybridrl.config import ConfigError
+from hybridrl.config.files import LFS_FIX, is_lfs_pointer
 
 # Names of types in safetensors files.
 TYPES = {
@@ -170,6 +171,8 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except UNREADABLE as error:
         reason = str(error).split("\n")[0] or type(error).__name__
+        if is_lfs_pointer(path):
+            reason = f"it is a Git LFS pointer, not the file that it stands for; {LFS_FIX}"
         raise Unreadable(f"{path} cannot be read: {reason}") from error
 
 

@@ -24,6 +24,9 @@ COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The resources of each machine of a Ray cluster, and the free resources of the cluster."""
@@ -100,6 +103,10 @@ def bundle_of(device: str) -> dict[str, float]:
 
 def _start(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None:
     """Join the existing Ray, or start one that keeps its files in `directory`."""
+    if hook := os.environ.pop(
+        "RAY_RUNTIME_ENV_HOOK", None
+    ):  # workers run the driver's interpreter and sources as they are
+        logger.info("RAY_RUNTIME_ENV_HOOK=%s is not used: workers need no other environment", hook)
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if directory:

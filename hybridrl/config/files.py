@@ -24,6 +24,7 @@ SHARDS = ".metadata"  # the index file that torch.distributed.checkpoint writes
 VERL_SHARDS = "model_world_size_*_rank_*.pt"
 ADAPTER_CONFIG = "adapter_config.json"  # peft's, of a LoRA adapter
 WEIGHT_FILES = ("*.safetensors", "*.bin")
+LFS_POINTER, LFS_FIX = b"version https://git-lfs.github.com/spec/", "download it: git lfs pull"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,15 @@ def parse_dataset_name(entry: str) -> DatasetName:
 
 
 def is_row_file(path: Path) -> bool:
-    return path.name.lower().endswith(ROW_SUFFIXES)
+    return path.name.lower().partition("?")[0].endswith(ROW_SUFFIXES)  # a download may keep the query of its address
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Whether a file only stands for one that Git LFS has not downloaded."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def matches(pattern: str) -> list[str]:
@@ -97,6 +106,7 @@ def _missing_rows(entry: str) -> str:
         return ""
     names = sorted(item.name for item in parent.iterdir() if is_row_file(item)) if parent.is_dir() else []
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    names.sort(key=lambda name: not name.startswith(f"{Path(entry).name}?"))
     near = f" (in {parent} there are {', '.join(names[:5])}{more})" if names else _missing_parent(Path(entry))
     return f"there is no file {entry}{near}"
 

@@ -30,6 +30,8 @@ CUSTOM = "data.custom_cls.path"
 UNKNOWN_SOURCE = "unknown"
 PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
+ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+SYSTEM_FIX = "; put the system message into the user's, or set actor_rollout_ref.model.custom_chat_template"
 # AReaL's texts contain the turns of one model's chat template, which the template of the trained model adds again.
 TURNS = re.compile(r"<[|\uff5c]User[|\uff5c]>(.*)<[|\uff5c]Assistant[|\uff5c]>(?:<think>)?\s*", re.DOTALL)
 
@@ -95,7 +97,7 @@ def load_prompts(
         rows = _custom_rows(config, arguments | {"max_samples": max_samples}, faults).sample(max_samples, **selection)
     else:
         rows = load_rows(files, faults, key=key, max_samples=max_samples, **selection)
-    sources = _check(rows, config, faults, key, has_template=bool(tokenizer.chat_template))
+    sources = _check(rows, config, faults, key, str(tokenizer.chat_template or ""))
 
     prompts = (prompt.messages for row in rows if isinstance(prompt := _parse(row, config), Prompt))
     if tokenizer.chat_template:
@@ -106,7 +108,9 @@ def load_prompts(
     kept, ids, overlong = [], TokenRows(), []
     for index, (row, tokens) in enumerate(with_progress(zip(rows, tokenized, strict=True), len(rows))):
         if isinstance(tokens, TemplateError):
-            faults.add(row.place, f"the chat template rejects it: {tokens}")
+            prompt = _parse(row, config)
+            roles = [message["role"] for message in as_chat(prompt.messages)] if isinstance(prompt, Prompt) else []
+            faults.add(row.place, f"the chat template rejects it: {tokens}{SYSTEM_FIX if 'system' in roles else ''}")
             continue
         if len(tokens) > config.max_prompt_length:
             overlong.append((len(tokens), row.place))
@@ -126,10 +130,11 @@ def load_prompts(
     return PromptDataset(rows.of(kept), ids, config, sources, len(overlong))
 
 
-def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, *, has_template: bool) -> set[str]:
-    """Collect the faults of all rows, log their formats, and return their data sources."""
+def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: str) -> set[str]:
+    """Collect the faults of all rows, log their formats and unknown roles, and return their data sources."""
     formats: Counter[str] = Counter()
     sources: set[str] = set()
+    roles: Counter[str] = Counter()
     chats = 0
     for row in with_progress(rows, len(rows), "checking"):
         prompt = _parse(row, config)
@@ -137,10 +142,16 @@ def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, *, has_temp
             formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
             sources.add(prompt.data_source)
             chats += not isinstance(prompt.messages, str)
+            roles.update({message["role"] for message in as_chat(prompt.messages)})
         else:
             faults.add(row.place, "; ".join(prompt))
     faults.close()
-    if chats and not has_template:
+    for role in (role for role in roles if template and role not in ROLES and role not in template):
+        fix = "rename it, such as to assistant, unless the model was trained on it"
+        logger.warning(
+            "%s: %d rows have messages of the role %s, which is not a usual one; %s", key, roles[role], role, fix
+        )
+    if chats and not template:
         raise ConfigError(
             f"{key}: {chats} rows have chat messages, but the tokenizer has no chat template",
             fix="set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings",
@@ -166,7 +177,10 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
         faults.append(f"{needed}the row has {', '.join(names) or 'no columns'}{hint}")
     reward = values.get("reward_model")
     ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
-    if ground_truth is None:
+    if ground_truth is None and isinstance(reward, str | list):
+        kind = "a text" if isinstance(reward, str) else "a list"
+        faults.append(f'reward_model holds {kind}, {reward!r:.60}, not an object {{"ground_truth": ...}}; convert it')
+    elif ground_truth is None:
         faults.append('no ground truth: the column reward_model must hold {"style": "rule", "ground_truth": ...}')
     if media := multimodal_fault(row.values, messages):
         faults.append(media)

@@ -26,7 +26,15 @@ import pyarrow.ipc
 import pyarrow.parquet
 from rich.progress import track
 
-from hybridrl.config.files import WRITTEN, DatasetName, is_row_file, matches, parse_dataset_name
+from hybridrl.config.files import (
+    LFS_FIX,
+    WRITTEN,
+    DatasetName,
+    is_lfs_pointer,
+    is_row_file,
+    matches,
+    parse_dataset_name,
+)
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 
@@ -63,7 +71,12 @@ class Rows(Sequence[Row]):
 
     def append(self, place: str, values: dict[str, Any], entry: int = 0) -> None:
         row = len(self._packed), place, values, entry
-        self._packed.append(pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL))
+        try:
+            self._packed.append(pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL))
+        except Exception as error:  # of a custom dataset, whose values can be anything
+            name, kind = next((name, type(value).__name__) for name, value in values.items() if not _is_plain(value))
+            cause = f"{place}: the column {name} holds a {kind}, which cannot be stored ({error})"
+            raise ConfigError(cause, fix="return text, numbers, lists and dicts") from error
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -82,6 +95,13 @@ class Rows(Sequence[Row]):
             # The spawn key separates this permutation from those of the epochs (order.py).
             indices = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,))).permutation(len(self))
         return self.of(indices[:count] if count > 0 else indices)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return bool(pickle.dumps(value))
+    except Exception:  # as above
+        return False
 
 
 class Faults:
@@ -157,7 +177,7 @@ def with_progress(items: Iterable[T], count: int, description: str = "tokenizing
 def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, Any]]:
     """Yield every row as its place and its values."""
     try:
-        if ".json" in (suffix.lower() for suffix in path.suffixes[-2:]) or ".jsonl" in path.name.lower():
+        if ".json" in path.name.lower():
             yield from _read_json(path, faults)
         else:
             with ExitStack() as stack:  # memory-mapped instead of read at once
@@ -173,7 +193,8 @@ def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, Any]]:
     except ConfigError:  # a ValueError too, raised by too many faults
         raise
     except (pyarrow.ArrowException, OSError, EOFError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}={path}: not a readable {path.suffix} file ({error})", fix="write it again") from error
+        fix = LFS_FIX if is_lfs_pointer(path) else "write it again"
+        raise ConfigError(f"{key}={path}: not a readable {path.suffix} file ({error})", fix=fix) from error
 
 
 def _read_json(path: Path, faults: Faults) -> Iterator[tuple[str, Any]]:
@@ -188,6 +209,8 @@ def _read_json(path: Path, faults: Faults) -> Iterator[tuple[str, Any]]:
         file.seek(0)
         for number, line in enumerate(file, 1):
             place = f"{path}, line {number}"
+            if number == 1 and is_lfs_pointer(path):
+                raise ConfigError(f"{path} is a Git LFS pointer, not the file that it stands for", fix=LFS_FIX)
             if number == 1 and line.strip() == b"{":
                 return faults.add(place, "an object over several lines; write one object per line, or a list of them")
             try:
@@ -244,7 +267,8 @@ def _files_of(entry: str, key: str) -> list[Path]:
     if path.suffix:
         _checked([path], key)
     names = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
+    near = [name for name in names if name.startswith(f"{path.name}?")]  # as it was downloaded
+    near = near or difflib.get_close_matches(path.name, names, n=1)
     raise ConfigError(f"{key}={entry}: there is no such file", fix=f"did you mean {near[0]}?" if near else "")
 
 

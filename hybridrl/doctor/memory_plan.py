@@ -16,7 +16,8 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
 from hybridrl.device import memory_left
-from hybridrl.doctor.machine import GIB, UTILIZATION, visible_gpus
+from hybridrl.doctor.gpus import UTILIZATION, visible_gpus
+from hybridrl.doctor.machine import GIB
 from hybridrl.doctor.memory_sizes import FULL, Models, Shard, read_models
 from hybridrl.rollout.vllm.settings import cpu_cache_bytes
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
@@ -26,7 +27,8 @@ from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import LearnerConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-ERROR = 0.2  # largest error of the estimate where it was measured
+# What follows from the numbers of parameters, or was measured: the rest is estimated, with errors up to 20%.
+EXACT = ("parameters", "optimizer", "gradients", "reference", "critic", "processes")
 # Measured on CPU with models of negligible size (scripts/benchmark/memory_plan.py): the driver with Ray and two
 # scorers; per device, the train worker, the rollout server and the engine.
 MACHINE_BYTES, DEVICE_BYTES = 1007e6, 1447e6
@@ -247,9 +249,14 @@ class Plan:
     def peak(self) -> float:
         return self.needs[self.fullest].total()
 
+    @property
+    def certain(self) -> float:
+        """What no micro-batch and no setting of an engine changes, in the phase with most of it."""
+        return max(sum(needs[kind] for kind in EXACT) for needs in self.needs.values())
+
 
 def memory_plan(config: PPOConfig, findings: Findings) -> None:
-    """Report the estimate: an error if memory is short by more than the estimate's error, a warning if by less."""
+    """Report the estimate, with an error if what is counted exactly does not fit by itself, else with a warning."""
     gpu = 0  # of the smallest GPU that would be used; GPUs of other machines are not known
     if config.trainer.device == "cuda" and not joins(config.ray_kwargs.ray_init):
         gpu = min((gpu.total for gpu in visible_gpus()[: config.trainer.n_gpus_per_node]), default=0)
@@ -259,14 +266,16 @@ def memory_plan(config: PPOConfig, findings: Findings) -> None:
     except OSError as error:
         findings.info("memory.unknown", f"memory is not estimated: a model's config.json cannot be read ({error})")
         return
-    except (ValueError, ConfigError) as error:
-        findings.error("memory.unknown", f"memory cannot be estimated: {error}")
+    except ConfigError:  # reported with the model or the algorithm
+        return
+    except ValueError as error:
+        findings.error("memory.unknown", f"the model cannot be trained as configured: {error}")
         return
     for index, plan in enumerate(plans):
         findings.info("memory.plan", f"estimated memory of {plan.place}{plan.remark}, in GiB:\n{table(plan)}")
         if plan.available and plan.peak > plan.available:
             fix = suggest_fix(run, lambda changed, index=index: make_plans(changed)[index].peak, plan.available)
-            report = findings.error if plan.peak * (1 - ERROR) > plan.available else findings.warn
+            report = findings.error if plan.certain > plan.available else findings.warn
             cause = f"memory of {plan.place}: {plan.fullest} takes an estimated {_gib(plan.peak)} GiB, and "
             report("memory.lack", f"{cause}{_gib(plan.available)} GiB are free", fix=fix)
     if run.on_cpu or run.gpu:
@@ -278,6 +287,10 @@ def memory_plan(config: PPOConfig, findings: Findings) -> None:
             findings.info("memory.cache", cause)
         else:
             fix = f"raise {UTILIZATION}={rollout.gpu_memory_utilization:g}"
+            widths = (width for width in range(2, run.devices + 1) if run.devices % width == 0)
+            whole, share = run.weights * rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization * run.gpu
+            if wide := next((width for width in widths if run.gpu and whole / width < share), None):
+                fix += f", or set {ROLLOUT}.tensor_model_parallel_size={wide}"
             findings.warn("memory.cache", cause, fix, keys=UTILIZATION)
 
 
@@ -329,8 +342,22 @@ def suggest_fix(run: Run, peak: Callable[[Run], float], limit: float) -> str:
     overrides = " ".join(f"{key}={str(value).lower()}" for key, value in chosen.items())
     if present <= limit:
         return f"set {overrides}"
-    last = "take a smaller model, more devices, or an adapter (actor_rollout_ref.model.lora_rank=32)"
+    last = f"take a smaller model, {_enough_devices(run, peak, limit)}"
+    if not run.config.actor_rollout_ref.model.lora_rank:
+        last += ", or an adapter (actor_rollout_ref.model.lora_rank=32)"
     return f"set {overrides}, which is not enough: {last}" if chosen else last
+
+
+def _enough_devices(run: Run, peak: Callable[[Run], float], limit: float) -> str:
+    """Name the number of GPUs over which the models would fit, each with the same free memory."""
+    for times in () if run.on_cpu else (2, 4, 8, 16, 32, 64):
+        config = copy.deepcopy(run.config)
+        config.trainer.nnodes *= times
+        for section in (config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp):
+            section.fsdp_size = config.trainer.devices
+        if peak(Run(config, run.models, run.gpu)) <= limit:
+            return f"{config.trainer.devices} devices (trainer.nnodes x trainer.n_gpus_per_node)"
+    return "a machine with more memory" if run.on_cpu else "GPUs with more memory"
 
 
 def _candidates(run: Run) -> Iterator[dict[str, list[Any]]]:

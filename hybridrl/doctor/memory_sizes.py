@@ -15,6 +15,7 @@ from hybridrl.checkpoint.export import LAYER, parts
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema import ModelConfig
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
+from hybridrl.training.loading import layer_classes
 from hybridrl.training.lora import add_adapter
 from hybridrl.training.model import blank_language_model, blank_value_model, without_pairs
 from hybridrl.weights.buckets import buffer_bytes, plan_buckets
@@ -124,6 +125,10 @@ def read_models(config: PPOConfig) -> Models:
     section, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     worker = ppo_worker_config(config, build_algorithm(config), Path(), steps=1)
     policy = blank(section.model, "actor_rollout_ref.model")
+    try:
+        layer_classes(policy, section.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap)
+    except ValueError as error:
+        raise ValueError(f"actor_rollout_ref.actor.{error}") from error
     limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     reference = critic = None
     if worker.reference:

@@ -29,6 +29,7 @@ from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.rollout.fleet import RolloutFleet
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
+from hybridrl.runs.reward_trial import trying_reward
 from hybridrl.runs.settings import ppo_worker_config, training_sampling, validation_sampling
 from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Tracker
@@ -71,12 +72,13 @@ class PPOJob:
         self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, load))
         worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
         saved = plan.checkpoint.state if plan.checkpoint else {}
-        group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
+        with trying_reward(config, self.tokenizer, inputs.datasets, self.scorers, logs / "reward.log"):
+            group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
+            self.scorers.wait_until_loaded()
         if config.trainer.spool_samples:
             fingerprints = sample_fingerprints(config, plan.identity.data)
             whole = config.actor_rollout_ref.rollout.full_determinism
             self.spool = stack.enter_context(Spool(directory / "spool", *fingerprints, whole_steps=whole))
-        self.scorers.wait_until_loaded()
         timeout, export_dtype = config.trainer.step_timeout, config.actor_rollout_ref.rollout.dtype
         plans = padded_plans(group, inputs.policy, inputs.critic, timeout)
         return TrainWorkers(group, *plans, export_dtype, timeout)

@@ -45,8 +45,14 @@ class RunInputs:
     validation: PromptDataset | None = None
 
     @property
+    def datasets(self) -> dict[str, PromptDataset]:
+        """The datasets that were loaded, by key."""
+        both = {"data.train_files": self.prompts, "data.val_files": self.validation}
+        return {key: data for key, data in both.items() if data is not None}
+
+    @property
     def data_sources(self) -> set[str]:
-        return {source for data in (self.prompts, self.validation) if data is not None for source in data.data_sources}
+        return {source for data in self.datasets.values() for source in data.data_sources}
 
 
 def prepare(config: PPOConfig) -> RunInputs:
@@ -123,10 +129,11 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
     if inputs.prompts is not None:
         with rejections.gathered():
             inputs.order = build_order(data, inputs.prompts, own)
-    datasets = [dataset for dataset in (inputs.prompts, inputs.validation) if dataset is not None]
-    if datasets:
+    if inputs.datasets:
         with rejections.gathered():
-            reject_unknown_tokens(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *datasets)
+            reject_unknown_tokens(
+                config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *inputs.datasets.values()
+            )
     if uses_built_in(config.reward):
         with rejections.gathered():
             check_data_sources(inputs.data_sources)

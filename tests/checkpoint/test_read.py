@@ -141,3 +141,16 @@ def test_a_missing_file_of_the_index_is_named(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(Unreadable, match=rf"two.safetensors is missing, which {INDEX} names"):
         open_tensors(tmp_path)
+
+
+def test_of_a_run_s_directory_the_newest_checkpoint_is_named(tmp_path):
+    for step in (9, 10):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"name a model of the newest, {tmp_path}/global_step_10/actor"):
+        open_tensors(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    (tmp_path / FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(Unreadable, match=r"model\.safetensors cannot be read: it is a Git LFS pointer.*git lfs pull"):
+        open_tensors(tmp_path)

@@ -13,6 +13,7 @@ import yaml
 
 import hybridrl
 from hybridrl.checkpoint import fingerprints
+from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.fingerprints import (
     code_fingerprint,
     data_fingerprint,
@@ -272,6 +273,13 @@ def test_an_adapter_resumes_only_on_the_weights_it_was_trained_on(config, step, 
         ConfigError, match=r"actor_rollout_ref\.model\.path=.*model: the adapter saved in .* other weights"
     ):
         check_compatible(saved, config, "same", [], False, lambda line: None, other)
+
+
+def test_a_checkpoint_of_main_sft_is_rejected_with_the_key_that_takes_its_weights(config, step):
+    (step / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "x"}, "engine": {}, "optim": {}}))
+    write_manifest(step)
+    with pytest.raises(ConfigError, match=r"is a checkpoint of main_sft.*actor_rollout_ref\.model\.path=.*/actor"):
+        check_compatible(Checkpoint(3, step, {"data": ""}), config, "", [], False, print)
 
 
 def test_impossible_changes_and_those_to_allow_are_rejected_together(config, step):

@@ -1,6 +1,8 @@
 """Arguments of vLLM's engine in the configuration: those that hybridrl sets, and names that vLLM does not have."""
 
+import ast
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +46,21 @@ def test_the_names_are_those_of_vllm_itself():
 
     assert vllm_arguments() == {field.name for field in fields(AsyncEngineArgs)}
     assert vllm_arguments() >= {*SET_BY, *FIXED}
+
+
+# What hybridrl sets and a user may change, or what follows from keys of LoRA, which are checked with the model.
+FREE = {"disable_log_stats", "kv_cache_memory_bytes", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"}
+
+
+def test_every_argument_that_hybridrl_gives_the_engine_is_in_a_table():
+    source = (Path(__file__).parents[2] / "hybridrl" / "rollout" / "vllm" / "engine.py").read_text(encoding="utf-8")
+    function = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "engine_arguments")
+    nodes = [*ast.walk(function)]
+    given = {
+        key.value for node in nodes if isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)
+    }
+    given |= {
+        node.slice.value for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+    }
+    assert len(given) > 20
+    assert given - {*SET_BY, *FIXED} == FREE

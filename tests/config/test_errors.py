@@ -131,7 +131,11 @@ def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load: Load, 
             "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct: by its name (VL) the model reads more than "
             "text, which is not trained yet",
         ),
-        ("trainer.device=cuda", "trainer.device=cuda: this machine has no usable GPU; set trainer.device=cpu"),
+        (
+            "trainer.device=cuda",
+            "trainer.device=cuda: this machine has no usable GPU: CUDA_VISIBLE_DEVICES= hides them; unset it, or set "
+            "trainer.device=cpu",
+        ),
         (
             "trainer.nnodes=2",
             "trainer.nnodes=2: without a Ray cluster to join there is only this machine; "
@@ -212,7 +216,8 @@ ONE_GPU = Machine(gpus=1, cores=8, memory_bytes=16 << 30)
             "cpu", 11, 1,
             "trainer.n_gpus_per_node=11: free memory is enough for 10 CPU devices; set trainer.n_gpus_per_node=10"
         ),
-        ("cuda", 1, 2, f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.n_gpus_per_node=1"),
+        ("cuda", 1, 2, f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.n_gpus_per_node=1; set 1"),
+        ("cpu", 4, 3, f"{ROLLOUT}.tensor_model_parallel_size=3: must divide trainer.n_gpus_per_node=4; set 1 or 4"),
         (
             "cpu", 4, 2,
             f"{ROLLOUT}.tensor_model_parallel_size=2: with trainer.n_gpus_per_node=4 on CPU only a single engine can "

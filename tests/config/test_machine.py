@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pynvml
 import pytest
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.checks.training import this_machine
 
 
@@ -13,6 +13,7 @@ class Driver:
 
     gpus: int = 0
     broken: bool = False
+    missing: bool = False
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pynvml, "nvmlInit", self.init)
@@ -20,6 +21,8 @@ class Driver:
         monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: self.gpus)
 
     def init(self) -> None:
+        if self.missing:
+            raise pynvml.NVMLError_LibraryNotFound
         if self.broken:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
@@ -41,3 +44,24 @@ def test_a_broken_driver_is_rejected_unless_no_gpu_is_asked_for(monkeypatch: pyt
     with pytest.raises(ConfigError, match="is not responding"):
         this_machine()
     assert this_machine(count_gpus=False).gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "driver", "why", "fix"),
+    [
+        ("", Driver(gpus=4), "CUDA_VISIBLE_DEVICES= hides them", "unset it, or set trainer.device=cpu"),
+        (None, Driver(gpus=0), "the NVIDIA driver finds none", "see nvidia-smi -L, or set"),
+        (None, Driver(missing=True), "there is no NVIDIA driver", "install it (in a container: docker run --gpus all)"),
+    ],
+)
+def test_the_reasons_for_a_missing_gpu_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, driver: Driver, why: str, fix: str
+) -> None:
+    driver.install(monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError) as error:
+        load_ppo_config(["data.train_files=a/b", "actor_rollout_ref.model.path=a/b", "trainer.device=cuda"])
+    (line,) = (line for line in error.value.lines if "GPU" in line)
+    assert line.startswith(f"trainer.device=cuda: this machine has no usable GPU: {why}; {fix}")

@@ -173,3 +173,24 @@ def test_an_engine_wider_than_a_machine_takes_that_machine_s_devices(
     assert loaded.notes == [
         f"{ROLLOUT}.tensor_model_parallel_size=16: an engine spans the devices of one machine; 8 is used"
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginning"),
+    [
+        ((f"{ROLLOUT}.temperature=3",), f"{ROLLOUT}.temperature=3: above 1.5 most models sample noise"),
+        ((f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.n=1"), f"{ROLLOUT}.temperature=0: responses are greedy"),
+        ((f"{ACTOR}.optim.lr=1e-2",), f"{ACTOR}.optim.lr=0.01: a policy is destroyed within a few updates"),
+        ((f"{ACTOR}.clip_ratio=0",), f"{ACTOR}.clip_ratio=0: every ratio but 1 is clipped"),
+    ],
+)
+def test_values_with_which_nothing_can_be_learned_are_warnings(load: Load, overrides, beginning: str) -> None:
+    (note,) = load(*QUIET, *overrides).notes
+    assert note.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    "override", [f"{ROLLOUT}.temperature=1.5", f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.clip_ratio=0.01"]
+)
+def test_values_at_the_limits_give_no_warning(load: Load, override: str) -> None:
+    assert load(*QUIET, override).notes == []

@@ -105,3 +105,10 @@ def test_the_file_of_the_class_is_part_of_the_fingerprint(tmp_path: Path, config
     (tmp_path / "custom.py").touch()
     custom = CustomDatasetConfig(f"file://{tmp_path / 'custom.py'}", "Sums")
     assert fingerprinted_files(replace(config, train_files=["any"], custom_cls=custom)) == [tmp_path / "custom.py"]
+
+
+def test_a_field_that_cannot_be_stored_is_named_with_its_row_and_type(load: Load) -> None:
+    source = SUMS.replace('"data_source":', '"numbers": (n for n in range(3)), "data_source":')
+    with pytest.raises(ConfigError) as error:
+        load(source)
+    assert str(error.value).startswith("Sums, row 0: the column numbers holds a generator, which cannot be stored")

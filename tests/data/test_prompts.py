@@ -245,3 +245,34 @@ def test_one_bad_row_among_many_is_named(write: Write, config: DataConfig, plain
     rows[2345] = {"prompt": "x"}
     assert "1 bad row\n" in (message := rejection(write(*rows), config, plain_tokenizer))
     assert "rows.jsonl, line 2346: no ground truth" in message
+
+
+@pytest.mark.parametrize(("reward", "kind"), [('{"ground_truth": "4"}', "a text"), (["4"], "a list, ['4']")])
+def test_a_ground_truth_in_a_text_or_a_list_is_named(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, reward: Any, kind: str
+) -> None:
+    text = rejection(write(row(user("2+2?")) | {"reward_model": reward}), config, tokenizer)
+    assert f"line 1: reward_model holds {kind}" in text
+    assert "no ground truth" not in text and text.endswith("convert it")
+
+
+def test_a_role_that_the_template_does_not_know_is_a_warning(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [row([*user("2+2?"), {"role": "bot", "content": "?"}]), row(user("3+3?"))]
+    load(write(*rows), config, tokenizer)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("data.train_files: 1 rows have messages of the role bot, which is not a usual one; ")
+    caplog.clear()
+    tokenizer.chat_template = "{# bot #}" + str(tokenizer.chat_template)
+    load(write(*rows), config, tokenizer)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_template_without_a_system_role_is_rejected_with_a_fix(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    rule = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    tokenizer.chat_template = rule + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    text = rejection(write(row([{"role": "system", "content": "Be brief."}, *user("2+2?")])), config, tokenizer)
+    assert "System role not supported; put the system message into the user's, or set" in text

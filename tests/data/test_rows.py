@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.rows import Faults, Row, load_rows
+from hybridrl.data.rows import Faults, Row, load_rows, row_files
 
 KEY = "data.train_files"
 ROWS = [{"a": 1, "b": {"c": "x"}}, {"a": 2, "b": {"c": "y"}}]
@@ -186,3 +186,19 @@ def test_reading_stops_at_a_thousand_faults(write: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match=r"^data.train_files: 1000 or more bad rows\n"):
         Path(file := write({"a": 1})).write_text("not JSON\n" * 1500)
         load(file)
+
+
+def test_a_file_with_the_query_of_its_download_is_proposed_and_read(tmp_path: Path, write: Callable[..., str]) -> None:
+    file = write({"a": 1}, name="train.jsonl?download=true")
+    write({"a": 1}, name="train2.jsonl")
+    with pytest.raises(ConfigError, match=r"did you mean train\.jsonl\?download=true\?"):
+        row_files([str(tmp_path / "train.jsonl")])
+    assert [row.values for row in load(file)] == [{"a": 1}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ConfigError) as error:
+        load(str(tmp_path / name))
+    assert str(error.value).endswith("git lfs pull")

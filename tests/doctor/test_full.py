@@ -34,7 +34,7 @@ def test_findings_are_grouped_with_the_worst_first(doctor: Doctor, command: list
     _, output = doctor(*command, "trainer.resume_mode=disable", "--no-reward")
     lines = output.splitlines()
     titles = [line for line in lines if not line.startswith(" ")][:-1]
-    assert titles == ["configuration", "versions", "machine", "devices", "memory", "data", "run", "template"]
+    assert titles == ["configuration", "versions", "machine", "memory", "devices", "data", "run", "template"]
     first = lines[lines.index("run") + 1]
     assert first.startswith("  warning [run.directory]")
     assert lines[lines.index("run") + 2].startswith("      -> name another directory")

@@ -9,14 +9,15 @@ from hybridrl.cluster.session import Cluster
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.device import cgroup_limits
+from hybridrl.doctor.gpus import Gpu, check_gpus
 from hybridrl.doctor.machine import (
     Facts,
-    Gpu,
     check_devices,
-    check_gpus,
+    check_extensions,
     check_machine,
     check_versions,
     installed,
+    missing_symbols,
 )
 
 GIB = 1 << 30
@@ -50,6 +51,16 @@ def test_docker_s_small_shared_memory_is_a_warning_unless_a_ray_cluster_is_joine
     assert "there is no /dev/shm" in warnings(config, shared_free=None)["machine.shm"].cause
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert not warnings(config, shared_free=64 << 20)
+
+
+def test_a_step_with_more_rows_than_ray_s_store_holds_is_a_warning(config: PPOConfig):
+    config.data.train_batch_size, config.actor_rollout_ref.rollout.n = 1024, 16
+    config.actor_rollout_ref.rollout.max_model_len = 8192  # at 40 bytes a token 5 GiB
+    assert "a step may have 5.0 GiB of rows" in warnings(config, shared_free=4 * GIB)["machine.object-store"].cause
+    config.ray_kwargs.ray_init["object_store_memory"] = 6 * GIB
+    assert not warnings(config, shared_free=8 * GIB)
+    config.ray_kwargs.ray_init["object_store_memory"] = 4 * GIB
+    assert "has 4.0 GiB" in warnings(config, shared_free=8 * GIB)["machine.object-store"].cause
 
 
 def test_few_open_files_are_a_warning(config: PPOConfig):
@@ -116,6 +127,8 @@ def versions_found(code: str, device: str = "cpu", **versions: str) -> list[Find
     """Findings with these versions installed (_ for -), or with the real ones."""
     there = {name.replace("_", "-"): version for name, version in versions.items()}
     findings = Findings()
+    if code == "versions.extension":
+        check_extensions(findings)
     check_versions(device, findings, there.get if versions else installed)
     return [finding for finding in findings.items if finding.code == code]
 
@@ -190,6 +203,25 @@ def test_a_torchvision_that_imports_gives_no_finding(install: Install, tmp_path:
     assert not versions_found("versions.extension")
 
 
+def test_the_installed_vllm_has_every_name_that_is_imported_from_it():
+    assert missing_symbols() == []
+
+
+def test_a_name_that_the_library_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "mine.py").write_text(
+        "from lately import One, gone\nfrom lately.deep import module, Two\n"
+        "from lately.away import Three\nfrom lately.all import Four\n"
+    )
+    (tmp_path / "lately" / "deep").mkdir(parents=True)
+    (tmp_path / "lately" / "__init__.py").write_text("LATE = {'One': '.deep'}")
+    (tmp_path / "lately" / "all.py").write_text("from elsewhere import *")
+    (tmp_path / "lately" / "deep" / "__init__.py").write_text("Two = 2")
+    (tmp_path / "lately" / "deep" / "module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert missing_symbols(tmp_path / "engine", "lately") == ["lately.gone", "lately.away.Three"]
+
+
 def test_the_oldest_versions_that_are_tested_are_the_oldest_that_are_allowed():
     top = Path(__file__).parents[2]
     allowed = re.findall(r'\b(torch|vllm|ray)(?: = ")?>=([\d.]+)', (top / "setup.py").read_text().lower())
@@ -210,9 +242,12 @@ def cuda_config(command: list[str]) -> PPOConfig:
     return config
 
 
-def gpu_findings(config: PPOConfig, *gpus: Gpu) -> list[Finding]:
+BUILD = ("12.8", ["sm_80", "sm_90a", "sm_100", "compute_100"])
+
+
+def gpu_findings(config: PPOConfig, *gpus: Gpu, build: tuple[str | None, list[str]] = BUILD) -> list[Finding]:
     findings = Findings()
-    check_gpus(config, findings, lambda: list(gpus))
+    check_gpus(config, findings, lambda: list(gpus), build)
     return findings.items
 
 
@@ -226,7 +261,7 @@ def test_idle_gpus_are_listed_if_the_run_would_use_them(cuda_config: PPOConfig):
 def test_processes_on_a_gpu_are_named_with_the_share_that_would_fit(cuda_config: PPOConfig):
     held = Gpu(0, "A100", 80 * GIB, 20 * GIB, ((4711, "python serve.py, of ann", 58 * GIB),))
     warning = gpu_findings(cuda_config, held)[1]
-    assert warning.code == "gpu.held"
+    assert (warning.code, warning.severity) == ("gpu.held", "error")  # vLLM would not start
     assert "75% of its memory is taken by process 4711 (python serve.py, of ann, 58.0 GiB)" in warning.cause
     assert "gpu_memory_utilization=0.5 of it is free" in warning.cause
     assert warning.fix == "end them (kill 4711), or set actor_rollout_ref.rollout.gpu_memory_utilization=0.22"
@@ -236,6 +271,25 @@ def test_a_gpu_partly_held_by_invisible_processes_is_a_warning_too(cuda_config: 
     warning = gpu_findings(cuda_config, Gpu(1, "A100", 80 * GIB, 60 * GIB))[1]
     assert "25% of its memory is taken by processes that are not visible from here" in warning.cause
     assert "CUDA_VISIBLE_DEVICES" in warning.fix
+
+
+def test_a_torch_without_cuda_and_a_driver_that_is_older_than_it_are_told_apart(cuda_config: PPOConfig):
+    gpu = Gpu(0, "H200", 140 * GIB, 140 * GIB, capability=90, cuda=11080)
+    (error, *_) = gpu_findings(cuda_config, gpu, build=(None, []))
+    assert error.code == "gpu.build" and "is built for CPU" in error.cause
+    (error, *_) = gpu_findings(cuda_config, gpu, build=("12.8", ["sm_90"]))
+    assert error.code == "gpu.driver"
+    assert "is built for CUDA 12.8, and the NVIDIA driver runs programs up to CUDA 11.8" in error.cause
+    assert [one.code for one in gpu_findings(cuda_config, gpu._replace(cuda=12020))] == ["gpu.found"]
+
+
+@pytest.mark.parametrize(("capability", "runs"), [(70, False), (75, False), (80, True), (86, True), (90, True)])
+def test_a_gpu_needs_code_for_its_architecture(cuda_config: PPOConfig, capability: int, runs: bool):
+    findings = gpu_findings(cuda_config, Gpu(0, "GPU", 140 * GIB, 140 * GIB, capability=capability))
+    assert [one.code for one in findings] == ["gpu.architecture"] * (not runs) + ["gpu.found"]
+    newer = Gpu(0, "GPU", 140 * GIB, 140 * GIB, capability=120)  # compute_100 is compiled at the start
+    assert [one.code for one in gpu_findings(cuda_config, newer)] == ["gpu.found"]
+    assert len(gpu_findings(cuda_config, newer, build=("12.8", ["sm_90a", "sm_100"]))) == 2
 
 
 def test_gpus_that_the_run_does_not_use_are_not_queried(cuda_config: PPOConfig, monkeypatch: pytest.MonkeyPatch):

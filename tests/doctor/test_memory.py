@@ -14,7 +14,7 @@ from hybridrl.config.findings import Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.doctor import memory_plan as memory_plan_module
 from hybridrl.doctor import memory_sizes
-from hybridrl.doctor.machine import Gpu
+from hybridrl.doctor.gpus import Gpu
 from hybridrl.doctor.memory_plan import (
     DEVICE_BYTES,
     MACHINE_BYTES,
@@ -450,13 +450,43 @@ def test_a_plan_that_fits_is_reported_as_a_table(load: Load, memory: object) -> 
     assert lines[-1].startswith("total")
 
 
-def test_a_shortage_within_the_estimate_s_error_is_a_warning_and_a_larger_one_an_error(load: Load, memory) -> None:
+def test_a_shortage_is_an_error_only_if_what_is_counted_exactly_does_not_fit(load: Load, memory) -> None:
     config = load()
-    peak = make_plans(run_of(config))[0].peak
-    memory(0.9 * peak)
+    (plan,) = make_plans(run_of(config))
+    processes = MACHINE_BYTES + DEVICE_BYTES * config.trainer.n_gpus_per_node
+    assert plan.certain == processes + config.trainer.n_gpus_per_node * 16 * PARAMETERS  # gradients and two moments
+    memory(plan.certain + 1)
     assert [finding.severity for finding in report(config).items if finding.fix] == ["warning"]
-    memory(0.7 * peak)
+    memory(plan.certain - 1)
     assert [finding.severity for finding in report(config).items if finding.fix] == ["error"]
+
+
+def test_the_number_of_devices_that_would_do_is_named_and_no_adapter_to_a_run_that_has_one(load: Load, memory) -> None:
+    run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=2"))
+
+    def peak(changed: Run) -> float:
+        return 16 * PARAMETERS / changed.config.trainer.devices
+
+    last = "take a smaller model, 8 devices (trainer.nnodes x trainer.n_gpus_per_node)"
+    assert last in suggest_fix(run, peak, 16 * PARAMETERS / 8)
+    run.config.actor_rollout_ref.model.lora_rank = 16
+    assert suggest_fix(run, peak, 16 * PARAMETERS / 8).endswith(last)
+
+
+def test_an_engine_whose_weights_leave_no_room_for_a_cache_is_offered_more_devices(
+    load: Load, memory: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan_module, "visible_gpus", lambda: [Gpu(0, "", int(3.5 * PARAMETERS), 0)] * 4)
+    half = "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"  # of weights in bfloat16: 2 bytes per parameter
+    findings = report(load("trainer.device=cuda", "trainer.n_gpus_per_node=4", half))
+    (finding,) = (item for item in findings.items if item.code == "memory.cache")
+    assert finding.fix.endswith("or set actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+
+
+def test_a_layer_to_shard_that_the_model_lacks_is_an_error(load: Load, memory: object) -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+    (finding,) = report(load(f"{key}=LlamaDecoderLayer")).errors
+    assert f"{key}=LlamaDecoderLayer: the model has no such layer; it has Qwen2DecoderLayer" in finding.cause
 
 
 def test_the_suggested_override_makes_the_run_fit(load: Load, memory) -> None:
@@ -478,7 +508,7 @@ def test_the_suggested_override_makes_the_run_fit(load: Load, memory) -> None:
 def test_an_insufficient_set_of_overrides_is_reported(load: Load, memory) -> None:
     memory(1 * GIB)
     (finding,) = report(load()).errors
-    assert finding.fix.endswith("or an adapter (actor_rollout_ref.model.lora_rank=32)")
+    assert finding.fix.endswith(", a machine with more memory, or an adapter (actor_rollout_ref.model.lora_rank=32)")
 
 
 def test_an_optimizer_on_the_cpu_is_proposed_only_if_nothing_else_helps(load: Load, memory: object) -> None:
@@ -508,7 +538,7 @@ def test_the_smallest_gpu_counts(load: Load, memory: object, monkeypatch: pytest
     (finding,) = (
         item
         for item in report(load("trainer.device=cuda", "trainer.n_gpus_per_node=2")).items
-        if item.severity == "error"
+        if item.code == "memory.lack" and item.cause.startswith("memory of each GPU")
     )
     assert finding.cause.startswith("memory of each GPU: policy update takes an estimated")
 

@@ -1,14 +1,17 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config import load_ppo_config
+from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.reward import spread_rows, try_reward
+from hybridrl.doctor.reward import try_reward
+from hybridrl.rewards.pool import ScorerPool
+from hybridrl.runs.reward_trial import spread_rows, trying_reward
 
 ROWS = [
     {"input": "?", "output": "#### 1", "gts": "1", "score": 1.0, "step": 3},
@@ -111,9 +114,17 @@ def test_without_rows_the_usage_is_shown():
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------
 
 
-def rows(*pairs: tuple[str, object]) -> list[Prompt]:
+class Listed(list[Prompt]):
+    """As much of a dataset as a trial reads."""
+
+    @property
+    def data_sources(self) -> set[str]:
+        return {prompt.data_source for prompt in self}
+
+
+def rows(*pairs: tuple[str, object]) -> Listed:
     """Data sources with ground truths."""
-    return [Prompt(row, [], "?", source, truth, {}) for row, (source, truth) in enumerate(pairs)]
+    return Listed(Prompt(row, [], "?", source, truth, {}) for row, (source, truth) in enumerate(pairs))
 
 
 @pytest.fixture
@@ -121,14 +132,15 @@ def tried(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, monkeyp
     """Findings about rows with the reward in this source, or with the built-in one."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
-    def run(source: str | None, *pairs: tuple[str, object], seconds: float = 20, more: tuple[str, ...] = ()):
+    def run(source: str | None, *pairs: tuple[str, object], seconds: float = 20, more: tuple[str, ...] = (), **others):
         own = []
         if source is not None:
             (tmp_path / "reward.py").write_text(source)
             own = [f"reward.custom_reward_function.path={tmp_path}/reward.py"]
         findings = Findings()
-        config = load_ppo_config([*command, *own, *more]).reward
-        try_reward(config, tokenizer, rows(*pairs), findings, seconds)
+        config = load_ppo_config([*command, *own, *more])
+        validation = {"data.val_files": rows(*others["validation"])} if others else {}
+        try_reward(config, tokenizer, {"data.train_files": rows(*pairs)} | validation, findings, seconds)
         return findings.items
 
     return run
@@ -148,12 +160,15 @@ def tried(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, monkeyp
 def test_the_ground_truth_is_stated_as_the_built_in_scorer_reads_it(tried, source: str, truth: object):
     (one,) = tried(None, (source, truth))
     assert (one.code, one.severity) == ("reward.tried", "info")
-    assert one.cause.startswith(f"{source}: the ground truth against an empty response: 1 against ")
+    assert one.cause.startswith(f"data.train_files, {source}: the ground truth against an empty response: 1 against ")
 
 
 def test_no_response_is_made_from_tests_and_tasks(tried):
     findings = tried(None, ("countdown", {"target": 24, "numbers": [1, 2, 3, 4]}), ("openai/gsm8k", "1"))
-    assert [one.cause.partition(":")[0] for one in findings] == ["countdown", "openai/gsm8k"]
+    assert [one.cause.partition(":")[0] for one in findings] == [
+        "data.train_files, countdown",
+        "data.train_files, openai/gsm8k",
+    ]
     assert "no response can be made" in findings[0].cause
 
 
@@ -166,20 +181,88 @@ def test_a_custom_reward_may_read_a_usual_form(tried):
 def test_a_reward_that_does_not_favour_the_ground_truth_is_a_warning(tried):
     (one,) = tried("def compute_score(solution_str): return 0.5", ("mine", "7"), ("mine", "8"))
     assert (one.code, one.severity) == ("reward.ground-truth", "warning")
-    assert "on 2 of 2 rows" in one.cause and "0.5 against 0.5" in one.cause and "ground truth '7'" in one.cause
+    assert "on 2 of 2 rows" in one.cause and "row 0, ground truth '7', 0.5 against 0.5" in one.cause
+
+
+LAST_MARK = """import re
+def compute_score(solution_str, ground_truth):
+    results = re.findall("#### ?([0-9]*)", solution_str)
+    return float({rule})
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "satisfied"),
+    [
+        ("results[-1:] == [ground_truth]", []),
+        ("ground_truth in results", ["every digit in the format"]),
+        ("bool(results)", ["the ground truth of another row", "the format without a result", "every digit"]),
+        (
+            "len(solution_str) > 0",
+            ["another row", "the prompt itself", "without a result", "digit", "one word 500 times"],
+        ),
+    ],
+)
+def test_a_reward_that_a_wrong_response_satisfies_is_a_warning(tried, rule: str, satisfied: list[str]):
+    truths = [("mine", digit) for digit in "735"]
+    findings = [one for one in tried(LAST_MARK.format(rule=rule), *truths) if one.code != "reward.tried"]
+    assert [one.code for one in findings] == ["reward.satisfied"] * bool(satisfied)
+    for one in findings:
+        assert one.cause.count(" (3 of 3 rows, first row 0)") == len(satisfied)
+        assert all(name in one.cause for name in satisfied)
+
+
+def test_a_guess_that_is_right_on_some_rows_satisfies_nothing(tried):
+    # The last digit of all is 9.
+    findings = tried(LAST_MARK.format(rule="results[-1:] == [ground_truth]"), *[("mine", one) for one in "99"])
+    assert [one.code for one in findings] == ["reward.tried"]
+
+
+def test_a_reward_that_scores_the_same_response_differently_is_a_warning(tried):
+    source = "import random\ndef compute_score(solution_str): return random.random() + bool(solution_str)"
+    findings = {one.code: one for one in tried(source, ("mine", "7"))}
+    assert "row 0, '7'" in findings["reward.not-deterministic"].cause
+
+
+def test_a_truth_that_is_longer_than_a_response_is_a_warning(tried):
+    findings = tried(None, ("math", "x" * 90), more=("data.max_response_length=64",))
+    one = next(one for one in findings if one.code == "reward.truth-length")
+    assert one.text.startswith(
+        "data.max_response_length=64: data.train_files, math: the ground truth alone is longer on"
+    )
+    assert one.fix == "set data.max_response_length=214"  # twice "Answer: \\boxed{...}" and the end token
+
+
+def test_a_reward_that_raises_on_all_rows_of_a_source_is_an_error_which_names_it(tried):
+    source = "def compute_score(solution_str, ground_truth): return float(ground_truth.strip() == solution_str)"
+    findings = tried(source, ("mine", "7"), validation=[("mine", 7), ("mine", 8)])
+    assert [(one.code, one.severity) for one in findings] == [
+        ("reward.tried", "info"),
+        ("reward.fault.raised", "error"),
+    ]
+    assert findings[1].cause.startswith("data.val_files, mine: ")
+    assert "AttributeError: 'int' object has no attribute 'strip'" in findings[1].cause
+    allowed = tried(source, ("mine", 7), more=("reward.on_error=zero",))
+    assert [one.severity for one in allowed] == ["warning"]
+
+
+def test_a_reward_that_raises_on_some_responses_is_a_warning(tried):
+    source = "def compute_score(solution_str, ground_truth): return float(solution_str.split()[-1] == ground_truth)"
+    findings = {one.code: one for one in tried(source, ("mine", "7"))}
+    assert findings["reward.fault.raised"].severity == "warning"
+    assert "first on row 0 with the response ''" in findings["reward.fault.raised"].cause
 
 
 def test_each_data_source_is_compared_separately(tried):
-    source = "def compute_score(data_source, solution_str): return float(data_source == 'a' and bool(solution_str))"
+    source = "def compute_score(data_source, solution_str): return float(data_source == 'a' and solution_str == '1')"
     findings = tried(source, ("a", "1"), ("b", "1"))
-    assert [(one.code, one.cause[0]) for one in findings] == [("reward.tried", "a"), ("reward.ground-truth", "b")]
+    assert [(one.code, one.cause[18]) for one in findings] == [("reward.tried", "a"), ("reward.ground-truth", "b")]
 
 
 def test_an_exception_is_named_with_its_line_and_what_was_printed_is_kept(tried):
-    findings = tried("def compute_score(solution_str):\n    print('here')\n    raise KeyError('boom')", ("a", "1"))
-    (one,) = findings
+    (one,) = tried("def compute_score(solution_str):\n    print('here')\n    raise KeyError('boom')", ("a", "1"))
     assert one.code == "reward.fault.raised"
-    assert one.cause.startswith("5 of 5 responses have no score: KeyError: 'boom' (") and "reward.py:3)" in one.cause
+    assert "10 of 10 responses have no score: KeyError: 'boom' (" in one.cause and "reward.py:3)" in one.cause
     assert "here" in Path(one.fix.removeprefix("see what it printed in ")).read_text()
 
 
@@ -190,12 +273,10 @@ def test_a_value_that_is_no_number_is_named(tried, tmp_path: Path, returned: str
     assert not list(tmp_path.glob("hybridrl-doctor-*"))  # nothing was printed, so nothing is kept
 
 
-def test_a_hanging_reward_loses_only_its_own_responses(tried):
-    source = "import time\ndef compute_score(solution_str): time.sleep(0 if solution_str else 1000); return 1.0"
-    findings = tried(source, ("a", "1"), seconds=2, more=("reward.num_workers=2",))
-    assert findings[0].code == "reward.slow"
-    # The other process scores all but those that were sent together with it.
-    assert findings[0].cause.startswith(("1 of 5 responses had no score after 2 s", "2 of 5"))
+def test_a_hanging_reward_does_not_hang_the_trial(tried):
+    source = "import time\ndef compute_score(solution_str): time.sleep(1000); return 1.0"
+    (one,) = tried(source, ("a", "1"), ("a", "2"), seconds=2)
+    assert one.code == "reward.slow" and one.cause.startswith("11 responses to 1 rows had no score after 2 s")
 
 
 def test_a_reward_that_would_run_in_the_driver_is_tried_in_a_process(tried):
@@ -212,14 +293,43 @@ def test_a_file_that_does_not_load_is_an_error(tried):
 
 
 def test_rewards_that_take_tokens_or_all_responses_at_once_are_called_as_in_a_run(tried):
-    tokens = "def compute_score(response_ids): return float(len(response_ids))"
-    assert "18 against 0" in tried(tokens, ("a", "1"))[0].cause  # bytes of <answer>1</answer>, the longest form
-    batch = "def compute_score(solution_strs): return [float(len(text)) for text in solution_strs]"
+    tokens = "def compute_score(response_ids): return -abs(len(response_ids) - 19.0)"
+    # bytes of <answer>1</answer>, and the end token that an empty response has too
+    assert "0 against -18" in tried(tokens, ("a", "1"))[0].cause
+    batch = "def compute_score(solution_strs): return [float(text == '1') for text in solution_strs]"
     assert tried(batch, ("a", "1"), more=("reward.reward_manager.name=batch",))[0].severity == "info"
 
 
 def test_rows_are_spread_over_sources_and_over_the_data():
-    some = spread_rows(rows(*[("a", n) for n in range(100)], ("b", 0), ("b", 1), ("c", 0)), 8)
-    assert [(p.data_source, p.row) for p in some] == [("a", 0), ("a", 50), ("b", 100), ("b", 101), ("c", 102)]
-    assert len(spread_rows(rows(*[(str(n), n) for n in range(20)]), 8)) == 20
-    assert len(spread_rows(rows(*[("a", n) for n in range(7473)]), 8)) == 8
+    some = spread_rows(rows(*[("a", n) for n in range(100)], ("b", 0), ("b", 1), ("c", 0)))
+    assert [(p.data_source, p.row) for p in some[:5]] == [("a", 0), ("b", 100), ("c", 102), ("a", 13), ("b", 101)]
+    assert [p.row for p in some[5:]] == [26, 39, 52, 65, 78, 91]
+    assert len(spread_rows(rows(*[(str(n), n) for n in range(20)]))) == 20
+    assert len(spread_rows(rows(*[(str(n % 20), n) for n in range(200)]))) == 60
+    assert len(spread_rows(rows(*[("a", n) for n in range(7473)]))) == 8
+    rare = spread_rows(rows(*[("a", n) for n in range(4001)], ("b", 0)))
+    assert [p.row for p in rare if p.data_source == "b"] == [4001]
+
+
+def test_a_run_warns_of_its_reward_and_continues_with_what_is_scored_when_the_engines_are_ready(
+    command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    (tmp_path / "reward.py").write_text("import time\ndef compute_score(solution_str): time.sleep(0.05); return 0.5")
+    config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
+    with ScorerPool(config.reward) as pool:
+        prompts = rows(*[("mine", str(number)) for number in range(8)])
+        with trying_reward(config, tokenizer, {"data.train_files": prompts}, pool, tmp_path / "log"):
+            time.sleep(0.1)  # as long as less than one row takes
+    assert "warning: data.train_files, mine: on 1 of 1 rows the ground truth scores no more" in capsys.readouterr().out
+
+
+def test_a_run_whose_reward_fails_on_every_row_of_a_source_is_rejected(
+    command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path
+):
+    (tmp_path / "reward.py").write_text("def compute_score(ground_truth): return float(ground_truth + 1)")
+    config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
+    fails = pytest.raises(ConfigError, match=r"data.train_files, mine: 10 of 10 responses have no score")
+    with ScorerPool(config.reward, tmp_path / "log") as pool:
+        trying = trying_reward(config, tokenizer, {"data.train_files": rows(("mine", "1"))}, pool, tmp_path / "log")
+        with fails, trying:
+            time.sleep(1)

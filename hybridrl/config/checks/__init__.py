@@ -12,6 +12,7 @@ from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trai
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.schema import PPOConfig, SFTConfig
 
+HIGHEST_TEMPERATURE, HIGHEST_LR = 1.5, 1e-3
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 
@@ -87,7 +88,9 @@ def _resolve_rollout(config: PPOConfig, check: Checker) -> None:
         check.warn(keys, f"an engine spans the devices of one machine; {devices} is used")
         width = rollout.tensor_model_parallel_size = devices
     if devices % width:
-        check.error(keys, f"must divide {DEVICES}={devices}")
+        fitting = [size for size in range(1, devices + 1) if devices % size == 0]
+        fitting = [1, devices] if trainer.device == "cpu" else fitting
+        check.error(keys, f"must divide {DEVICES}={devices}", f"set {' or '.join(map(str, dict.fromkeys(fitting)))}")
     elif trainer.device == "cpu" and 1 < width < devices:
         cause = f"with {DEVICES}={devices} on CPU only a single engine can span several devices"
         check.error(keys, cause, f"set {DEVICES}={width}")
@@ -108,6 +111,18 @@ def _check_sampling(config: PPOConfig, check: Checker) -> None:
     if greedy and rollout.n > 1:
         fix = f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0"
         check.error(f"{greedy} .n", f"all n={rollout.n} responses to a prompt would be equal", fix)
+    if greedy and rollout.n == 1 and not config.trainer.val_only:
+        cause = "responses are greedy: nothing is explored, so that little is learned"
+        check.warn(f"{greedy} .n", cause, f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0")
+    if rollout.temperature > HIGHEST_TEMPERATURE:
+        cause = f"above {HIGHEST_TEMPERATURE:g} most models sample noise, which scores nothing"
+        check.warn(".temperature", cause, f"set {ROLLOUT}.temperature=1.0")
+    lr, optimizer = config.actor_rollout_ref.actor.optim.lr, config.actor_rollout_ref.actor.optim.optimizer
+    if lr > HIGHEST_LR and optimizer == "AdamW":
+        cause = "a policy is destroyed within a few updates; usual are 1e-6, with an adapter 1e-5 to 1e-4, and up to "
+        check.warn(
+            f"{ACTOR}.optim.lr", f"{cause}1e-3 for models of a few million parameters", f"set {ACTOR}.optim.lr=1e-6"
+        )
     validation, key = rollout.val_kwargs, f"{ROLLOUT}.val_kwargs.temperature"
     keys = ".val_kwargs.do_sample .val_kwargs.temperature"
     if validation.do_sample and validation.temperature == 0:

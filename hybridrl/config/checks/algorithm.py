@@ -98,6 +98,9 @@ def check_policy_loss(config: PPOConfig, check: Checker) -> None:
         cause += "which averages over the tokens of a row, then over rows"
         check.warn(f".loss_agg_mode {LOSS_MODE}", cause, valued=False)
     low, high = actor.clip_ratio_low or 0.0, actor.clip_ratio_high or 0.0
+    if entry.clips_ratio and low == high == 0:
+        cause = f"{ACTOR}.clip_ratio=0: every ratio but 1 is clipped, so that only the first update of a step learns"
+        check.warn(f".clip_ratio {LOSS_MODE}", cause, f"set {ACTOR}.clip_ratio=0.2", valued=False)
     if entry.clips_ratio and high < low:
         cause = f"{ACTOR}.clip_ratio_high={high:g} is less than clip_ratio_low={low:g}: the upper side is usually the "
         check.warn(f".clip_ratio_high .clip_ratio_low {LOSS_MODE}", cause + "wider one", valued=False)

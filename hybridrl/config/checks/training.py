@@ -23,30 +23,35 @@ SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% meas
 
 @dataclass(frozen=True)
 class Machine:
-    """`here`: the run would be on this machine, so that what is missing here is an error."""
+    """`here`: the run would be on this machine, so that what is missing here is an error. `no_gpu`: why there is none,
+    and the fix."""
 
     gpus: int
     cores: int
     memory_bytes: int
     here: bool = True
+    no_gpu: tuple[str, str] = ("", "")
 
 
 def this_machine(*, count_gpus: bool = True) -> Machine:
     """Count the devices of this machine. A broken CUDA driver raises ConfigError: it never silently means CPU."""
     visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), 0
-    if count_gpus and (visible is None or visible.strip() not in ("", "-1")):
+    why = "the NVIDIA driver finds none", "see nvidia-smi -L"
+    if visible is not None and visible.strip() in ("", "-1"):
+        why = f"CUDA_VISIBLE_DEVICES={visible} hides them", "unset it"
+    elif count_gpus:
         try:
             pynvml.nvmlInit()
             gpus = pynvml.nvmlDeviceGetCount()
             pynvml.nvmlShutdown()
         except pynvml.NVMLError_LibraryNotFound:
-            gpus = 0
+            why = "there is no NVIDIA driver", "install it (in a container: docker run --gpus all)"
         except pynvml.NVMLError as error:
             cause = f"there is an NVIDIA driver, but it is not responding ({error})"
             fix = "fix the driver (nvidia-smi must work), or set trainer.device=cpu"
             raise ConfigError(cause, fix=fix) from error
         gpus = gpus if visible is None else min(gpus, len(visible.split(",")))
-    return Machine(gpus, len(os.sched_getaffinity(0)), psutil.virtual_memory().available)
+    return Machine(gpus, len(os.sched_getaffinity(0)), psutil.virtual_memory().available, no_gpu=why)
 
 
 def resolve_devices(
@@ -61,7 +66,9 @@ def resolve_devices(
         trainer.n_gpus_per_node = max(machine.gpus if trainer.device == "cuda" else min(machine.cores, 2), 1)
     if machine.here and not (os.environ.get("RAY_ADDRESS") or ray_init.get("address")):
         if trainer.device == "cuda" and machine.gpus == 0:
-            check.error("trainer.device", "this machine has no usable GPU", "set trainer.device=cpu")
+            why, fix = machine.no_gpu
+            cause = f"this machine has no usable GPU{f': {why}' if why else ''}"
+            check.error("trainer.device", cause, f"{fix}{', or ' if fix else ''}set trainer.device=cpu")
         elif trainer.device == "cuda" and trainer.n_gpus_per_node > machine.gpus:
             check.error(DEVICES, f"this machine has {machine.gpus} GPUs", f"set {DEVICES}={machine.gpus}")
         if trainer.nnodes > 1:

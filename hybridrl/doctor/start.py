@@ -1,0 +1,87 @@
+"""What is checked of this machine before anything is loaded: by main_ppo at its start, and by the doctor."""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from hybridrl.checkpoint.read import open_tensors, stored_tensors
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.custom_code import import_libraries, publish_own_keys
+from hybridrl.config.files import is_sharded, resolve_model
+from hybridrl.config.findings import Findings
+from hybridrl.doctor.gpus import check_gpus
+from hybridrl.doctor.machine import GIB, check_machine, check_versions
+from hybridrl.doctor.memory_plan import ITEMSIZE, memory_plan
+from hybridrl.runs.resume import contents_to_save
+from hybridrl.runs.settings import build_algorithm
+from hybridrl.runs.setup import save_times
+from hybridrl.tracking.console import warn
+
+KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
+# Size of each part of a checkpoint in copies of the parameters. Adam has two moments; SGD and Muon have fewer.
+COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
+
+
+def check_run_start(config: PPOConfig) -> None:
+    """Print the warnings of `check_start`; raises ConfigError with all of its errors."""
+    findings = Findings()
+    check_start(config, findings)
+    check_space(config, findings)
+    for finding in findings.items:
+        if finding.severity == "warning":
+            warn(finding.text)
+    findings.close()
+
+
+def check_start(config: PPOConfig, findings: Findings) -> None:
+    """Check versions, machine, GPUs, and the memory of each phase."""
+    check_versions(config.trainer.device, findings)
+    check_machine(config, findings)
+    check_gpus(config, findings)
+    publish_own_keys(config.own)
+    with contextlib.suppress(ConfigError):  # reported with the model, which may be what a library registers
+        import_libraries(config.actor_rollout_ref.model.external_lib)
+    memory_plan(config, findings)
+
+
+def check_space(config: PPOConfig, findings: Findings, steps: int | None = None) -> None:
+    """Compare the disk with the checkpoints that are kept plus the one being written."""
+    times, size = save_times(config.trainer), _checkpoint_bytes(config)
+    if not times.ever or not size:
+        return
+
+    def amount(size: int) -> str:
+        return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"
+
+    directory = Path(config.trainer.default_local_dir).expanduser().absolute()
+    existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
+    free, saves = shutil.disk_usage(existing).free, (steps or 1) // times.steps if times.steps > 0 else 1
+    kept = max(min(config.trainer.max_actor_ckpt_to_keep or saves, saves), 1)
+    cause = f"a checkpoint takes about {amount(size)}, and {amount(free)} are free in {existing}"
+    if (kept + 1) * size <= free:
+        findings.info("run.disk", cause)
+    else:
+        fit = free // size - 1
+        fix = f"set {KEEP}={fit}" if fit > 0 else f"free some, or move {KEY} to a larger disk"
+        findings.warn("run.disk", f"{cause}: not enough for {kept} and one being written", fix, keys=(KEEP, KEY))
+
+
+def _checkpoint_bytes(config: PPOConfig) -> int | None:
+    """Estimate the size of a checkpoint; None if the models are not here or cannot be read, or only an
+    adapter is saved."""
+    section, critic, total = config.actor_rollout_ref, config.critic, 0
+    actor = (section.model, section.actor.fsdp_config.model_dtype)
+    models = {"actor": actor, "critic": (critic.model, critic.fsdp.model_dtype)}
+    try:
+        saved = contents_to_save(config, build_algorithm(config))
+        for name, contents in saved.items():
+            model, dtype = models.get(name, actor)
+            directory = resolve_model(model.path)
+            if model.lora_rank or not directory.is_dir():
+                return None
+            stored = open_tensors(Path(model.path)).meta if is_sharded(model.path) else stored_tensors(directory)
+            count = sum(tensor.shape.numel() for tensor in stored.values())
+            total += count * ITEMSIZE[dtype] * sum(COPIES.get(part, 0) for part in contents)
+    except ConfigError:  # reported with the algorithm or the model
+        return None
+    return total or None

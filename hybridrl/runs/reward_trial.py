@@ -1,0 +1,283 @@
+"""Tries a reward on a few rows of every data source: responses that it should accept, and some that it should not.
+
+A run does so in its scorer pool while the engines start, the doctor in a pool of its own.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config import PPOConfig
+from hybridrl.config.findings import Findings
+from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.data.tokenizer import as_chat
+from hybridrl.rewards.built_in import scorer_of
+from hybridrl.rewards.load import seconds_between_calls, uses_built_in
+from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.tracking.console import warn
+
+ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them
+SEARCHED = 2000  # rows among which they are chosen
+SECONDS = 5.0  # that a run waits for the row in progress
+# How a response states its result, by the built-in scorer that reads it.
+FORMS = {
+    "gsm8k": "#### {}",
+    "math": r"\boxed{{{}}}",
+    "math_dapo": r"Answer: \boxed{{{}}}",
+    "multiple_choice": r"\boxed{{{}}}",
+    "search_qa": "<answer>{}</answer>",
+}
+# Scorers whose ground truth is a task or tests, from which no response can be made.
+UNANSWERED = ("code", "countdown")
+# A custom function may read any of these.
+USUAL = ("{}", FORMS["gsm8k"], FORMS["math_dapo"], FORMS["search_qa"])
+EMPTY, TRUTH, AGAIN, OTHER, ECHO, FORMAT, GUESSES, WORD = range(8)
+# Responses that should score less than the ground truth on most rows.
+WRONG = {
+    OTHER: "the ground truth of another row",
+    ECHO: "the prompt itself",
+    FORMAT: "the format without a result",
+    GUESSES: "every digit in the format",
+    WORD: "one word 500 times",
+}
+FAILED = ("raised", "type", "none", "nan")  # faults of the function, not of the machine
+
+
+@dataclass
+class Response:
+    """A text of one of the kinds above, and its score once there is one."""
+
+    kind: int
+    text: str
+    score: Score | None = None
+    tokens: int = 0
+
+    @property
+    def value(self) -> float | None:
+        return self.score.value if self.score else None
+
+
+@dataclass
+class Trial:
+    """A row of the dataset that `key` names, with the responses tried on it."""
+
+    key: str
+    prompt: Prompt
+    responses: list[Response]
+
+    def best(self, kind: int) -> float | None:
+        """The best score of the responses of a kind; None if there is none."""
+        return max((one.value for one in self.of(kind) if one.value is not None), default=None)
+
+    def of(self, kind: int) -> list[Response]:
+        return [one for one in self.responses if one.kind == kind]
+
+
+class RewardTrial:
+    """Scores responses to a few rows of `datasets`, by key, one row after another in the background, so that it can end
+    after any of them."""
+
+    def __init__(
+        self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, PromptDataset]
+    ) -> None:
+        self.trials: list[Trial] = []
+        self._config, self._tokenizer, self._datasets = config, tokenizer, datasets
+        self._end = threading.Event()
+
+    def start(self, pool: ScorerPool) -> None:
+        self._thread = threading.Thread(target=self._score, args=[pool], daemon=True)
+        self._thread.start()
+
+    def finish(self, findings: Findings, seconds: float, log: Path, *, whole: bool = False) -> None:
+        """Report what is scored once the row in progress (with `whole`: every row) is done, after `seconds` at most.
+        `log` has what the reward printed."""
+        if not whole:
+            self._end.set()
+        self._thread.join(seconds)
+        self._end.set()
+        groups: dict[tuple[str, str], list[Trial]] = {}
+        for trial in self.trials:
+            groups.setdefault((trial.key, trial.prompt.data_source), []).append(trial)
+        for (key, source), trials in groups.items():
+            _report(f"{key}, {source}", trials, self._config, log, findings)
+
+    def _score(self, pool: ScorerPool) -> None:
+        for trial in self._choose():
+            if self._end.is_set():
+                return
+            self.trials.append(trial)
+            row, requests = trial.prompt, []
+            for one in trial.responses:
+                ids = self._tokenizer(one.text, add_special_tokens=False)["input_ids"]
+                ids.append(self._tokenizer.eos_token_id)  # as it is sampled
+                one.tokens = len(ids)
+                requests.append(ScoringRequest(row.data_source, one.text, row.ground_truth, row.extra_info, ids))
+            try:
+                futures = pool.submit(requests)
+            except Exception:  # it has ended, and the run raises why where it waits for it
+                return
+            for one, future in zip(trial.responses, futures, strict=True):
+                one.score = future.result()
+
+    def _choose(self) -> Iterator[Trial]:
+        """The rows to try, of all datasets in turn."""
+        built_in, chosen = uses_built_in(self._config.reward), []
+        for key, prompts in self._datasets.items():
+            some = spread_rows(prompts)
+            chosen.append([Trial(key, prompt, make_responses(prompt, some, built_in)) for prompt in some])
+        yield from (trial for group in zip_longest(*chosen) for trial in group if trial)
+
+
+@contextmanager
+def trying_reward(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    datasets: Mapping[str, PromptDataset],
+    pool: ScorerPool,
+    log: Path,
+) -> Iterator[None]:
+    """Try the reward in a run's pool while the block runs; then print warnings, or raise ConfigError if the reward
+    scores no row of a data source. Not with calls in the driver, which nothing ends, nor with a limited rate."""
+    if not config.reward.num_workers or seconds_between_calls(config.reward):
+        yield
+        return
+    trial, findings = RewardTrial(config, tokenizer, datasets), Findings()
+    trial.start(pool)
+    yield
+    trial.finish(findings, SECONDS, log)
+    for finding in findings.items:
+        if finding.severity == "warning":
+            warn(finding.text)
+    findings.close()
+
+
+def spread_rows(prompts: PromptDataset) -> list[Prompt]:
+    """Select rows of every data source, evenly spaced: first one of each, then a second, and so on."""
+    by_source: dict[str, list[int]] = {}
+    for index in range(0, len(prompts), -(-len(prompts) // SEARCHED)):
+        by_source.setdefault(prompts[index].data_source, []).append(index)
+    for index in range(len(prompts)):  # a rare source is not among them
+        if len(by_source) >= len(prompts.data_sources):
+            break
+        by_source.setdefault(prompts[index].data_source, [index])
+    share = max(min(ROWS, MOST_ROWS // max(len(by_source), 1)), 1)
+    chosen = [indices[:: -(-len(indices) // share)] for indices in by_source.values()]
+    return [prompts[index] for group in zip_longest(*chosen) for index in group if index is not None]
+
+
+def make_responses(prompt: Prompt, rows: Sequence[Prompt], built_in: bool) -> list[Response]:
+    """Make responses that state the ground truth as the scorer reads it, and wrong ones; `rows` have other truths."""
+    scorer, echo = scorer_of(prompt.data_source) if built_in else None, as_chat(prompt.messages)[-1]["content"]
+    made = [Response(EMPTY, ""), Response(ECHO, echo if isinstance(echo, str) else str(echo))]
+    made.append(Response(WORD, " ".join(["the"] * 500)))
+    if scorer in UNANSWERED:
+        return made
+    forms = (FORMS[scorer],) if scorer in FORMS else USUAL
+    truth = _as_text(prompt.ground_truth, scorer)
+    truths = list(dict.fromkeys(form.format(truth) for form in forms))
+    made[1:1] = [*(Response(TRUTH, text) for text in truths), Response(AGAIN, truths[0])]
+    of_source = (_as_text(row.ground_truth, scorer) for row in rows if row.data_source == prompt.data_source)
+    if (other := next((text for text in of_source if text != truth), None)) is not None:
+        made.append(Response(OTHER, "\n".join(form.format(other) for form in forms)))
+    marked = [form for form in forms if form != "{}"]
+    made.append(Response(FORMAT, "\n".join(form.format("") for form in marked)))
+    guesses = "ABCDEFGHIJ" if scorer == "multiple_choice" else "0123456789"
+    made.append(Response(GUESSES, "\n".join(" ".join(map(form.format, guesses)) for form in marked)))
+    return made
+
+
+def _as_text(truth: Any, scorer: str | None) -> str:
+    if scorer == "multiple_choice" and isinstance(truth, int):
+        truth = chr(ord("A") + truth)
+    truth = truth.get("target", truth) if isinstance(truth, dict) else truth
+    return str(truth[0] if isinstance(truth, list) and truth else truth)
+
+
+# -- what the scores say -----------------------------------------------------------------------------------------------
+
+
+def faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:
+    """Each fault, how many scores have it, and the index of the first."""
+    kinds = [score and score.fault for score in scores]
+    for fault, count in Counter(filter(None, kinds)).items():
+        yield fault, count, kinds.index(fault)
+
+
+def _report(place: str, trials: list[Trial], config: PPOConfig, log: Path, findings: Findings) -> None:
+    """Report on one data source of one dataset."""
+    tried = [(trial.prompt.row, one) for trial in trials for one in trial.responses if one.score]
+    scores = [one.score for _, one in tried]
+    hopeless = all(score and (score.fault or "").partition(":")[0] in FAILED for score in scores)
+    for fault, count, first in faults(scores):
+        row, one = tried[first]
+        cause = (
+            f"{place}: {count} of {len(scores)} responses have no score: {scores[first].detail}, first on row {row} "
+        )
+        report = findings.error if hopeless and config.reward.on_error != "zero" else findings.warn
+        fix = f"see what it printed in {log}" if log.is_file() and log.stat().st_size else ""
+        report(f"reward.fault.{fault.partition(':')[0]}", f"{cause}with the response {one.text!r:.60}", fix)
+    _compare(place, trials, findings)
+    _report_wrong(place, [trial for trial in trials if _learns(trial)], findings)
+    for trial in trials:
+        first, again = trial.of(TRUTH)[:1], trial.best(AGAIN)
+        if again is not None and first and first[0].value not in (None, again):
+            cause = f"{place}: the same response scored {first[0].value:g} and then {again:g}: row {trial.prompt.row}, "
+            fix = "unless it is a model that samples, derive its random numbers from the response"
+            findings.warn("reward.not-deterministic", f"{cause}{first[0].text!r:.60}", fix)
+            break
+    limit, key = config.data.max_response_length, "data.max_response_length"
+    shortest = [(min(one.tokens for one in trial.of(TRUTH)), trial) for trial in trials if trial.of(TRUTH)]
+    if long := [(tokens, trial.prompt.row) for tokens, trial in shortest if tokens > limit]:
+        tokens, row = max(long)
+        cause = f"{place}: the ground truth alone is longer on {len(long)} of {len(shortest)} rows: {tokens} tokens on "
+        findings.warn("reward.truth-length", f"{cause}row {row}", f"set {key}={2 * tokens}", keys=key, value=limit)
+
+
+def _learns(trial: Trial) -> bool:
+    """Whether the ground truth scores more than an empty response."""
+    right, empty = trial.best(TRUTH), trial.best(EMPTY)
+    return right is not None and empty is not None and right > empty
+
+
+def _compare(place: str, trials: list[Trial], findings: Findings) -> None:
+    """Compare the ground truth with an empty response."""
+    comparable = [trial for trial in trials if trial.best(TRUTH) is not None and trial.best(EMPTY) is not None]
+    low = [trial for trial in comparable if not _learns(trial)]
+    pairs = Counter(f"{trial.best(TRUTH):g} against {trial.best(EMPTY):g}" for trial in comparable)
+    if low:
+        trial = low[0]
+        truths, truth = trial.of(TRUTH), trial.prompt.ground_truth
+        cause = f"{place}: on {len(low)} of {len(comparable)} rows the ground truth scores no more than an empty "
+        cause += f"response: row {trial.prompt.row}, ground truth {truth!r:.60}, {trial.best(TRUTH):g} against "
+        cause += f"{trial.best(EMPTY):g} (tried as {', '.join(repr(one.text) for one in truths[:3])}"
+        fix = "unless it expects another form, check how it reads response and truth"
+        findings.warn("reward.ground-truth", cause + (", ...)" if len(truths) > 3 else ")"), fix)
+    elif comparable:
+        values = ", ".join(f"{pair} on {count} row{'s' * (count > 1)}" for pair, count in pairs.items())
+        findings.info("reward.tried", f"{place}: the ground truth against an empty response: {values}")
+    elif not any(trial.of(TRUTH) for trial in trials):
+        cause = f"{place}: no response can be made from its ground truth, so only wrong ones were tried"
+        findings.info("reward.tried", cause)
+
+
+def _report_wrong(place: str, trials: list[Trial], findings: Findings) -> None:
+    """Warn of wrong responses that score as much as the ground truth on most rows."""
+    fooled = []
+    for kind, name in WRONG.items():
+        rows = [trial for trial in trials if (value := trial.best(kind)) is not None and value >= trial.best(TRUTH)]
+        # One guess is right where all rows have the same result.
+        different = kind != GUESSES or len({str(trial.prompt.ground_truth) for trial in rows}) > 1
+        if 2 * len(rows) > len(trials) and different:
+            fooled.append(f"{name} ({len(rows)} of {len(trials)} rows, first row {rows[0].prompt.row})")
+    if fooled:
+        cause = f"{place}: as much as for the ground truth is given for {', '.join(fooled)}"
+        fix = "compare the response's final result with the truth: training finds the shortest way to a score"
+        findings.warn("reward.satisfied", cause, fix)
