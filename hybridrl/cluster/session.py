@@ -5,26 +5,45 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray._private.ray_constants
+import ray._private.state
 import ray._private.worker
 from ray._raylet import Config
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hybridrl.config import ConfigError
 from hybridrl.runtime.keeper import PrivateDirectory
+from hybridrl.tracking.console import info
 
 CONNECT_SECONDS = 10.0
+OWN_RAY_SECONDS = 60.0  # for a Ray that was started here to reserve its devices
+POLL_SECONDS = 2.0
+REPORT_SECONDS = 60.0  # between reports of what is missing
 COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration
 
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a Ray cluster: host and address, Ray's number of it, and its resources, all and unreserved."""
+
+    name: str
+    node_id: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+    def has(self, request: Mapping[str, float]) -> bool:
+        return all(self.total.get(name, 0) >= amount for name, amount in request.items())
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,53 @@ def joins(ray_init: dict[str, Any]) -> bool:
 
 def query_cluster(ray_init: dict[str, Any]) -> Cluster:
     """Join the existing Ray, read its resources, and leave. Raises ConfigError if it does not respond."""
+    with joined(ray_init):
+        return Cluster([dict(machine.total) for machine in read_machines()], ray.available_resources())
+
+
+@contextmanager
+def joined(ray_init: dict[str, Any]) -> Iterator[None]:
+    """Join the existing Ray for the time of the block. Raises ConfigError if it does not respond."""
     _start(ray_init, None)
     try:
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return Cluster(alive, ray.available_resources())
+        yield
     finally:
         ray.shutdown()
+
+
+def read_machines() -> list[Machine]:
+    """Return the machines of the Ray that this process is connected to."""
+    free = ray._private.state.available_resources_per_node()
+    return [
+        Machine(
+            f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
+            node["NodeID"],
+            node["Resources"],
+            free.get(node["NodeID"], {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def join_command() -> str:
+    """Return the command by which a further machine joins the Ray that this process is connected to."""
+    return f"ray start --address={ray.get_runtime_context().gcs_address}"
+
+
+def describe_room(machines: Sequence[Machine], request: Mapping[str, float], wanted: int, reserved: int) -> str:
+    """Describe what a run waits for, machine by machine; `request` is what it reserves on each of `wanted` machines."""
+    lines = [f"{reserved} of {wanted} machine(s) reserved, {len(machines)} in Ray:"]
+    width = max((len(machine.name) for machine in machines), default=0)
+    for machine in machines:
+        cells = [
+            f"{name}s: {amount:g} requested, {machine.total.get(name, 0):g} in total, {machine.free.get(name, 0):g} free"
+            for name, amount in request.items()
+        ]
+        lines.append(f"  {machine.name:{width}}  {'; '.join(cells)}")
+    fitting = sum(machine.has(request) for machine in machines)
+    lines += [f"  machine {number} of {wanted} is missing" for number in range(fitting + 1, wanted + 1)]
+    return "\n".join(lines)
 
 
 def lost_component() -> str | None:
@@ -67,20 +127,39 @@ class RaySession:
         self.groups: list[PlacementGroup] = []
         try:
             _start(ray_init, self.directory)
-            bundles = [bundle_of(device) for _ in range(devices_per_machine)]
-            self.groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(machines)]
-            waiting = [group.ready() for group in self.groups]
-            limit = timeout if self.joined else min(timeout, 60)
-            if ray.wait(waiting, num_returns=len(waiting), timeout=limit)[1]:
-                total, free = ray.cluster_resources(), ray.available_resources()
-                raise ConfigError(
-                    f"Ray has no room for {machines} machine(s) with {devices_per_machine} {device} device(s) each: it "
-                    f"has {total.get('GPU', 0):g} GPUs ({free.get('GPU', 0):g} free) on {len(ray.nodes())} machine(s)",
-                    fix="lower trainer.nnodes or trainer.n_gpus_per_node, or wait until other jobs end (ray status)",
-                )
+            self._reserve(machines, timeout if self.joined else min(timeout, OWN_RAY_SECONDS))
         except BaseException:
             self.close()
             raise
+
+    def _reserve(self, machines: int, timeout: float) -> None:
+        """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
+        bundles = [bundle_of(self.device) for _ in range(self.per_machine)]
+        request = {name: amount * self.per_machine for name, amount in bundle_of(self.device).items()}
+        began, reported, ready = time.monotonic(), float("-inf"), []
+        while True:
+            targets: list[str | None] = [None] * machines
+            if self.joined and self.device == "cpu":  # virtual devices fit anywhere: Ray would use a single machine
+                targets = [machine.node_id for machine in read_machines() if machine.has(request)]
+            for target in targets[len(self.groups) : machines]:
+                group = placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=target)
+                self.groups.append(group)
+                ready.append(group.ready())
+            done = ray.wait(ready, num_returns=len(ready), timeout=POLL_SECONDS)[0] if ready else []
+            if len(done) == machines:
+                return
+            room = describe_room(read_machines(), request, machines, len(done))
+            room += f"\n  to add a machine: {join_command()}" * self.joined
+            now = time.monotonic()
+            if now - began >= timeout:
+                cause = f"Ray had no room within {timeout:g} s for trainer.nnodes={machines} x trainer.n_gpus_per_node="
+                fix = "lower them, or wait until other jobs end (ray status)"
+                raise ConfigError(f"{cause}{self.per_machine} on {self.device}", fix=f"{fix}: {room}")
+            if now - reported >= REPORT_SECONDS:
+                info(f"waiting for Ray, up to trainer.startup_timeout={timeout:g} s: {room}")
+                reported = now
+            if len(self.groups) < machines:
+                time.sleep(POLL_SECONDS)
 
     def bundle(self, rank: int) -> tuple[PlacementGroup, int]:
         """Return the placement group and bundle of a device, counted over all machines."""
