@@ -25,13 +25,13 @@ from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
+from hybridrl.tracking.host import cgroup_limits
 
 GIB = 1 << 30
 OPEN_FILES = 4096  # with fewer Ray warns that connections may fail
 # /dev/shm holds NCCL's buffers between two GPUs, those of an engine over several devices, and Ray's objects; Docker's
 # default is 64 MiB.
 SHARED, SHARED_BYTES = Path("/dev/shm"), GIB
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 IDLE_SHARE = 0.03  # share of a GPU's memory that drivers and displays take
 UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 DEVICE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -147,24 +147,6 @@ def memory_left() -> int:
     """Return the bytes that processes may still allocate on the machine or in the container."""
     free, (limit, _) = psutil.virtual_memory().available, cgroup_limits()
     return free if limit is None else min(free, limit)
-
-
-def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> tuple[int | None, float | None]:
-    """Return the bytes that this process's control group and its parents (version 2) leave it, and its cores; None: no
-    limit."""
-    lines = own.read_text().splitlines() if own.is_file() else []
-    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    memory, cores = [], []
-    for directory in (mount / group, *(mount / parent for parent in Path(group).parents)) if group is not None else ():
-        files = [directory / name for name in ("memory.max", "memory.current", "cpu.max", "memory.stat")]
-        most, used, quota, stat = [file.read_text().split() if file.is_file() else [] for file in files]
-        if most and used and most[0] != "max":
-            sizes = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
-            cached = sizes.get("active_file", 0) + sizes.get("inactive_file", 0)  # counted as used, and reclaimable
-            memory.append(int(most[0]) - int(used[0]) + cached)
-        if quota and quota[0] != "max":
-            cores.append(int(quota[0]) / int(quota[1]))
-    return min(memory, default=None), min(cores, default=None)
 
 
 def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = None) -> None:
