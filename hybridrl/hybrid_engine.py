@@ -101,7 +101,9 @@ class HybridEngine:
         if dead := self.fleet.dead():
             self._move_trainers(to_host=True)
             for index, cause in dead.items():
-                logger.warning("rollout server %d was lost (%s); rebuilding it", index, cause)
+                logger.warning(
+                    "rollout server %d was lost (%s); rebuilding it", index, cause, extra={"code": "server-lost"}
+                )
                 self.fleet.rebuild(index, asleep=True)
                 self.client.replace(index, self.fleet.handle(index))
             self._move_trainers(to_host=False)

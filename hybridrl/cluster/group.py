@@ -27,9 +27,13 @@ Pending = ray.ObjectRef  # the result of a call that may still run
 class RemoteFailure(RuntimeError):
     """A remote call failed; the message names the actor, the call and the first failure with its own traceback."""
 
+    code = "worker-failed"
+
 
 class WorkerDied(RemoteFailure):
     """A process died or does not respond; a new one may succeed."""
+
+    code = "worker-died"
 
 
 class Group:

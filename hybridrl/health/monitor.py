@@ -15,7 +15,7 @@ class HealthMonitor:
         self,
         earlier: Mapping[int, Mapping[str, float]] | None = None,
         rules: Sequence[Rule] = RULES,
-        warn: Callable[[str], None] = warn,
+        warn: Callable[[str, str], None] = warn,
         info: Callable[[str], None] = info,
     ) -> None:
         self.rules, self.warn, self.info = rules, warn, info
@@ -32,7 +32,7 @@ class HealthMonitor:
         begun, over = self._advance(step, metrics)
         for code in begun:
             diagnosis = self.active[code]
-            self.warn(f"step {step}: {diagnosis.cause}; {diagnosis.fix} [{code}]")
+            self.warn(f"step {step}: {diagnosis.cause}; {diagnosis.fix}", code)
         for code in over:
             self.info(f"step {step}: {code} of step {self.begun[code]} is over")
         return {f"health/{code}": float(code in self.active) for code in self.begun}

@@ -35,9 +35,13 @@ class ServerFailure(RuntimeError):
 class RolloutFailure(RuntimeError):
     """A response could not be sampled although its server was rebuilt as often as allowed."""
 
+    code = "rollout-failed"
+
 
 class ModeError(RuntimeError):
     """The call needs the devices in the other mode: rollout or training."""
+
+    code = "wrong-mode"
 
 
 class Server(Protocol):
@@ -209,7 +213,11 @@ class RolloutClient:
                 f"(actor_rollout_ref.rollout.request_retries={self.retries}); the last reason:\n{failure}"
             )
         logger.warning(
-            "rollout server %d was lost (%s); rebuilding it and retrying %d requests", index, failure.cause, len(lost)
+            "rollout server %d was lost (%s); rebuilding it and retrying %d requests",
+            index,
+            failure.cause,
+            len(lost),
+            extra={"code": "server-lost"},
         )
         self.restarts += 1
         self.retried += len(lost)
@@ -255,7 +263,7 @@ class RolloutClient:
         if lane.running and loop.time() - lane.moved >= self.timeout:
             index, waiting = self.lanes.index(lane), len(lane.running)
             message = "rollout server %d has sampled no token for %g s, with %d requests unfinished; killing it"
-            logger.warning(message, index, self.timeout, waiting)
+            logger.warning(message, index, self.timeout, waiting, extra={"code": "server-silent"})
             lane.server.kill()
             lane.moved = loop.time()
 

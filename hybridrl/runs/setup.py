@@ -4,7 +4,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl import device as devices
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
-from hybridrl.checkpoint.store import Store, list_checkpoints
+from hybridrl.checkpoint.store import Store, holder, list_checkpoints
 from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
@@ -23,6 +23,7 @@ from hybridrl.health import HealthMonitor
 from hybridrl.runs.resume import ResumePlan, restore
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
+from hybridrl.tracking.faults import RESTART, record, recording
 from hybridrl.tracking.report import read_metrics
 from hybridrl.trainer import Schedule, Task, Trainer
 from hybridrl.training.packing import MicroBatchBudget
@@ -59,7 +60,9 @@ class Job(Protocol):
 
 def train(config: C, job_class: Callable[[C], Job]) -> None:
     """Run training, with restarts if `trainer.max_restarts` allows them."""
-    with_restarts(lambda: run(config, job_class), config.trainer)
+    directory = open_run_directory(config)
+    with nullcontext() if holder(directory) else recording(directory):  # another run's record is not this one's
+        with_restarts(lambda: run(config, job_class, directory), config.trainer)
 
 
 def with_restarts(attempt: Callable[[], None], trainer: SFTTrainerConfig) -> None:
@@ -76,15 +79,15 @@ def with_restarts(attempt: Callable[[], None], trainer: SFTTrainerConfig) -> Non
         except WorkerDied as death:
             if not restarts_left:
                 raise
+            record(RESTART, f"{death}\n(restarts left: {restarts_left - 1})")
             info(f"{death}\nrestarting the workers from the last checkpoint (restarts left: {restarts_left - 1})")
             if list_checkpoints(directory) != before:
                 trainer.resume_mode = "auto"
 
 
-def run(config: C, job_class: Callable[[C], Job]) -> None:
+def run(config: C, job_class: Callable[[C], Job], directory: Path) -> None:
     """One attempt, which leaves nothing running however it ends."""
     began = time.monotonic()
-    directory = open_run_directory(config)
     job = job_class(config)
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
@@ -158,7 +161,8 @@ def start_session(trainer: SFTTrainerConfig, ray_init: dict) -> RaySession:
     assert trainer.n_gpus_per_node is not None
     if trainer.device == "cuda":
         for name in devices.without_expandable_segments():
-            warn(f"{name}: workers run without expandable_segments, as engines could not open the trainer's memory")
+            cause = "workers run without expandable_segments, as engines could not open the trainer's memory"
+            warn(f"{name}: {cause}", "allocator")
     return RaySession(trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, trainer.startup_timeout)
 
 
