@@ -1,7 +1,7 @@
 """`faults.jsonl`: what was reported while a run was under way, and how it ended, for people and for `doctor why`.
 
-Each record is a line, written at once: `{"time", "step", "code", "text", "tail", "memory"}`. A run begins with the code
-`begun` and ends with one that docs/errors.md lists as an end, or without one if it was killed.
+Each record is a line, written at once: `{"time", "step", "code", "text", "tail", "memory", "end"}`. A run begins with
+the code `begun`, and its last record has `"end": true`, unless it was killed.
 """
 
 import json
@@ -50,7 +50,8 @@ def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """One record. `step` is the step under way, 0 before the first; `tail` ends the log of the process it is about."""
+    """One record. `step` is the step under way, 0 before the first; `tail` ends the log of the process it is about;
+    `end`: the run ended with it."""
 
     time: str
     step: int
@@ -58,6 +59,7 @@ class Fault:
     text: str
     tail: list[str] = field(default_factory=list)
     memory: dict[str, int | None] = field(default_factory=dict)
+    end: bool = False
 
     @property
     def at(self) -> datetime:
@@ -84,9 +86,9 @@ class FaultLog(logging.Handler):
         if self._counts[code] <= PER_CODE:
             self.write(code, text, self.tail(text))
 
-    def write(self, code: str, text: str, tail: Sequence[str] = ()) -> None:
+    def write(self, code: str, text: str = "", tail: Sequence[str] = (), *, end: bool = False) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        fault = Fault(now, self.step, code, text, list(tail), memory_now())
+        fault = Fault(now, self.step, code, text, list(tail), memory_now(), end)
         self._unwritten += json.dumps(asdict(fault)).encode() + b"\n"
         with suppress(OSError), (self.directory / FILE).open("ab", buffering=0) as file:
             self._unwritten = self._unwritten[file.write(self._unwritten) :]
@@ -130,16 +132,16 @@ def recording(directory: Path) -> Iterator[None]:
     log, logger = FaultLog(directory), logging.getLogger("hybridrl")
     _current = log
     logger.addHandler(log)
-    log.write(BEGUN, "")
+    log.write(BEGUN)
     try:
         yield
     except BaseException as error:
         text = str(error) or type(error).__name__
         tail = log.tail(text)
-        log.write(code_of(error, tail), text, tail)
+        log.write(code_of(error, tail), text, tail, end=True)
         raise
     else:
-        log.write(FINISHED, "")
+        log.write(FINISHED, end=True)
     finally:
         logger.removeHandler(log)
         _current = None
