@@ -170,6 +170,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",
     ),
     "why": ("why", "DIR: how the run of a directory is, or why it ended, and the command to continue with"),
+    "checkpoints": ("checkpoints", "DIR: every checkpoint of a run with age, size, health and score"),
     "selftest-resume": (
         "selftest_resume",
         "key=value ...: kills a short run repeatedly and compares it with one that was not killed",
