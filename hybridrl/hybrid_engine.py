@@ -110,7 +110,8 @@ class HybridEngine:
         if dead := self.fleet.dead():
             self._move_trainers(to_host=True)
             for index, cause in list(dead.items()):
-                logger.warning("rollout server %d was lost (%s); rebuilding it", index, cause)
+                message = "rollout server %d was lost (%s); rebuilding it"
+                logger.warning(message, index, cause, extra={"code": "server-lost"})
                 self.fleet.lost(index, cause)
                 self._rebuild(index, asleep=True)
                 self.client.replace(index, self.fleet.handle(index))

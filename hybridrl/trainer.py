@@ -20,6 +20,7 @@ from hybridrl.experience.sample_log import SampleLog
 from hybridrl.health import HealthMonitor
 from hybridrl.runtime.signals import StopRequest
 from hybridrl.tracking import Stopwatch, Tracker
+from hybridrl.tracking.faults import begin_step
 from hybridrl.training.worker_group import TrainWorkers
 
 
@@ -146,6 +147,7 @@ class Trainer:
 
     def _run_step(self, step: int, start_up: dict[str, float]) -> dict[str, float]:
         """Run one step, then validate and log; returns its metrics."""
+        begin_step(step)
         with self.watch("step"):
             metrics = self.task.train_step(step)
         metrics |= self.watch.take() | self.saver.watch.take() | start_up

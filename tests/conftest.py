@@ -1,7 +1,8 @@
 """Rows to test with, property tests that draw the same examples every time, and which tests go together."""
 
+import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -58,3 +59,15 @@ def make_batch() -> MakeBatch:
 
 def _tensor(value: object) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int | None], None]]:
+    """Limit the size of files in bytes; None removes the limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+
+    yield limit
+    limit(None)

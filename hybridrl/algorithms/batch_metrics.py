@@ -155,6 +155,8 @@ def _quantiles(name: str, values: Tensor) -> dict[str, float]:
 class Disagreement(RuntimeError):
     """The training log-probs of the sampled tokens are not those that they were sampled with."""
 
+    code = "disagreement"
+
 
 @dataclass(frozen=True)
 class Agreement:

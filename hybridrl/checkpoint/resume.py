@@ -60,6 +60,12 @@ SHAPES = (
 )  # fmt: skip
 
 
+class CheckpointDamaged(ConfigError):
+    """What a run should resume from cannot be used."""
+
+    code = "checkpoint-damaged"
+
+
 def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint: str, log: Log) -> Checkpoint | None:
     """Return the checkpoint to resume from by `trainer.resume_mode`, or None to start from scratch. That of verl has no
     state. One named by its path is used even if it is damaged or not healthy, with a warning."""
@@ -87,7 +93,7 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
         # Started from scratch, the run would replace them one by one.
         cause = f"trainer.default_local_dir={directory}: none of its checkpoints is intact and healthy ({skipped[0]})"
         fix = f"name one to use anyway with trainer.resume_mode=resume_path trainer.resume_from_path={damaged[-1]}, or "
-        raise ConfigError(cause, fix=f"{fix}start from scratch with trainer.resume_mode=disable")
+        raise CheckpointDamaged(cause, fix=f"{fix}start from scratch with trainer.resume_mode=disable")
     if other := matching_run(directory, fingerprint):
         log(f"{other} has checkpoints of the same data, model and estimator; starting from scratch")
     return None
@@ -106,7 +112,7 @@ def _from_path(path: str, log: Log) -> Checkpoint:
     fatal = [fault for fault in faults if fault.partition(":")[0].endswith(ESSENTIAL)]
     if checkpoint is None or fatal:
         cause = f"{key}: {'; '.join(fatal or faults)}, without which it cannot be read"
-        raise ConfigError(cause, fix="name another checkpoint")
+        raise CheckpointDamaged(cause, fix="name another checkpoint")
     for fault in faults:
         log(f"warning: {key}: {fault}; using it anyway, as requested")
     return checkpoint

@@ -188,7 +188,7 @@ class Saver:
                 self.start(Save.RECOVERY)
             self.finish()
         except Exception as second:  # the first error is the one to report
-            warn(f"step {step} could not be saved: {second}")
+            warn(f"step {step} could not be saved: {second}", SaveFailed.code)
 
     def _write(self, directory: Path, save: Save) -> list[str]:
         """Write what the driver has, and start the workers' writing. Returns the models that they write in shards."""
@@ -255,4 +255,4 @@ class Saver:
     def _log_failure(self, error: SaveFailed) -> None:
         self.failed = error
         self.saved = None
-        warn(str(error))
+        warn(str(error), error.code)

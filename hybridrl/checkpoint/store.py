@@ -36,6 +36,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems witho
 class SaveFailed(RuntimeError):
     """A checkpoint could not be saved; earlier ones are intact."""
 
+    code = "save-failed"
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -262,6 +264,19 @@ def _remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
+
+
+def holder(directory: Path) -> str:
+    """Return the process that uses a directory now; empty: none does, or the file system has no locks."""
+    try:
+        with (directory / LOCK).open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "an unnamed process"
+    except OSError:
+        pass
+    return ""
 
 
 def _lock(directory: Path) -> TextIO:

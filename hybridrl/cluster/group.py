@@ -39,9 +39,13 @@ class RemoteFailure(RuntimeError):
 
     silent: tuple[str, ...] = ()
 
+    code = "worker-failed"
+
 
 class WorkerDied(RemoteFailure):
     """A process died or does not respond; a new one may succeed."""
+
+    code = "worker-died"
 
 
 class OutOfMemory(WorkerDied):

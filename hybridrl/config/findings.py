@@ -55,6 +55,8 @@ class ConfigError(ValueError):
     Takes a cause, which names key and value or file, and its `fix`; or several causes or findings, a line each.
     """
 
+    code = "rejected"
+
     def __init__(self, *causes: str | Finding, fix: str = "", keys: Keys = (), value: object = None) -> None:
         fixes = [""] * (len(causes) - 1) + [fix]
         self.findings = tuple(

@@ -169,6 +169,9 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "migrate",
         "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",
     ),
+    "why": ("why", "DIR: how the run of a directory is, or why it ended, and the command to continue with"),
+    "checkpoints": ("checkpoints", "DIR: every checkpoint of a run with age, size, health and score"),
+    "report": ("archive", "DIR [--samples]: packs what a bug report needs of a run, secrets masked"),
     "replay": ("replay", "DIR [--step N]: computes a step of a run again, and names the rows that moved the gradient"),
     "selftest-resume": (
         "selftest_resume",

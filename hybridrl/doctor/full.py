@@ -3,7 +3,6 @@ further ones that still apply if it would reject the configuration. Here are tho
 whether a run can write there, what it contains, the checkpoint to resume from, and the disk space for checkpoints."""
 
 import contextlib
-import fcntl
 import logging
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.checkpoint.store import LOCK, step_directories
+from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.doctor.machine import check_devices, check_extensions
@@ -20,8 +19,9 @@ from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_space, check_start
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import plan_resume
+from hybridrl.tracking.faults import FILE
 
-RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", "logs", "latest_checkpointed_iteration.txt"}
+RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", FILE, "logs", "latest_checkpointed_iteration.txt"}
 
 
 def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None:
@@ -101,15 +101,9 @@ def check_run_directory(config: PPOConfig, inputs: RunInputs, findings: Findings
 
 
 def _check_content(directory: Path, resume_mode: str, findings: Findings) -> None:
-    setting, lock, holder = {"keys": KEY, "value": directory}, directory / LOCK, ""
-    if lock.is_file():
-        with lock.open(encoding="utf-8") as file, contextlib.suppress(OSError):  # as of a file system without locks
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = file.read().strip() or "an unnamed process"
-    if holder:
-        cause = f"another run is using this directory ({holder})"
+    setting = {"keys": KEY, "value": directory}
+    if user := holder(directory):
+        cause = f"another run is using this directory ({user})"
         findings.error("run.directory", cause, "end it, or name another directory", **setting)
     names, steps = {path.name for path in directory.iterdir()}, step_directories(directory)
     if steps and resume_mode == "disable":

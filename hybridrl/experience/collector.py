@@ -20,6 +20,8 @@ from hybridrl.rollout import Sampling
 class NothingToLearnFrom(RuntimeError):
     """A step in which no response at all is left to train on."""
 
+    code = "nothing-to-learn-from"
+
 
 @dataclass(frozen=True)
 class Collected:

@@ -20,6 +20,8 @@ SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 class NoSignal(RuntimeError):
     """A step drew as many prompts as it may, and the responses to too few of them differ."""
 
+    code = "no-signal"
+
 
 @dataclass(frozen=True)
 class GroupFilter:

@@ -58,7 +58,7 @@ class SampleLog:
             dump_samples(path, step, episodes)
         except OSError as error:  # a full disk does not end the run
             path.unlink(missing_ok=True)
-            warn(f"{path} could not be written: {error.strerror or error}; training continues")
+            warn(f"{path} could not be written: {error.strerror or error}; training continues", "samples-lost")
 
     def delete_after(self, step: int) -> None:
         """Delete the samples of later steps, which a run that resumes after this one samples again."""

@@ -11,6 +11,8 @@ OVER = 5  # steps in a row without a diagnosis after which it is over
 class Unhealthy(RuntimeError):
     """A diagnosis that ends the run; with `rollback` it continues from its last healthy checkpoint."""
 
+    code = "unhealthy"
+
     def __init__(self, message: str, *, rollback: bool) -> None:
         super().__init__(message)
         self.rollback = rollback
@@ -24,7 +26,7 @@ class HealthMonitor:
         self,
         earlier: Mapping[int, Mapping[str, float]] | None = None,
         rules: Sequence[Rule] = RULES,
-        warn: Callable[[str], None] = warn,
+        warn: Callable[[str, str], None] = warn,
         info: Callable[[str], None] = info,
         actions: Mapping[str, str] | None = None,
     ) -> None:
@@ -53,7 +55,7 @@ class HealthMonitor:
         self.new, over = self._advance(step, metrics)
         for code in self.new:
             diagnosis = self.active[code]
-            self.warn(f"step {step}: {diagnosis.cause}; {diagnosis.fix} [{code}]")
+            self.warn(f"step {step}: {diagnosis.cause}; {diagnosis.fix}", code)
         for code in over:
             self.info(f"step {step}: {code} of step {self.begun[code]} is over")
         return {f"health/{code}": float(code in self.active) for code in self.begun}

@@ -223,6 +223,8 @@ class Shaping:
 class RewardFaults(RuntimeError):
     """The reward function failed too often to continue."""
 
+    code = "reward-faults"
+
 
 @dataclass
 class FaultGuard:

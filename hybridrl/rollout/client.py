@@ -37,9 +37,13 @@ class ServerFailure(RuntimeError):
 class RolloutFailure(RuntimeError):
     """A response could not be sampled although its server was rebuilt as often as allowed."""
 
+    code = "rollout-failed"
+
 
 class ModeError(RuntimeError):
     """The call needs the devices in the other mode: rollout or training."""
+
+    code = "wrong-mode"
 
 
 class Server(Protocol):
@@ -214,7 +218,11 @@ class RolloutClient:
                 f"(actor_rollout_ref.rollout.request_retries={self.retries}); the last reason:\n{failure}"
             )
         logger.warning(
-            "rollout server %d was lost (%s); rebuilding it and retrying %d requests", index, failure.cause, len(lost)
+            "rollout server %d was lost (%s); rebuilding it and retrying %d requests",
+            index,
+            failure.cause,
+            len(lost),
+            extra={"code": "server-lost"},
         )
         self.restarts += 1
         self.retried += len(lost)
@@ -266,7 +274,9 @@ class RolloutClient:
         limit = f" (actor_rollout_ref.rollout.request_timeout={self.timeout:g}); killing it" if hung else ""
         message = "rollout server %d has sampled no token for %.3g s, with %d requests unfinished%s: %s"
         index, waiting, server = self.lanes.index(lane), len(lane.running), lane.server
-        logger.warning(message, index, silence, waiting, limit, await server.activity())
+        logger.warning(
+            message, index, silence, waiting, limit, await server.activity(), extra={"code": "server-silent"}
+        )
         if hung:
             server.kill()
             lane.moved = loop.time()

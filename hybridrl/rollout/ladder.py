@@ -31,6 +31,8 @@ Settings = dict[str, float]  # by key below `actor_rollout_ref.rollout`
 class EngineShortOfMemory(RuntimeError):
     """The engine cannot start, or died, for lack of memory. A server's message is MARK and the reason in one line."""
 
+    code = "engine-memory"
+
 
 def shortage(lines: Iterable[str]) -> str | None:
     """Return the first line of an error or a log that reports a lack of memory."""

@@ -15,6 +15,7 @@ from hybridrl.cluster import OutOfMemory, WorkerDied
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.health import Unhealthy
 from hybridrl.tracking.console import info, warn
+from hybridrl.tracking.faults import RESTART, record
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
@@ -88,9 +89,13 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
             return attempt(adjusted)
         except WorkerDied as death:
             if isinstance(death, OutOfMemory) and (key := lower(config, death, adjusted)):
-                warn(f"{death}\nstarting again from the last checkpoint with {described(key, adjusted)}, {HARMLESS}")
+                warn(
+                    f"{death}\nstarting again from the last checkpoint with {described(key, adjusted)}, {HARMLESS}",
+                    RESTART,
+                )
             elif restarts_left:
                 restarts_left -= 1
+                record(RESTART, f"{death}\n(restarts left: {restarts_left})")
                 info(f"{death}\nrestarting the workers from the last checkpoint (restarts left: {restarts_left})")
             elif isinstance(death, OutOfMemory):
                 raise exhausted(death, adjusted) from None
@@ -103,7 +108,7 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
             rollbacks_left -= 1
             key = "optim.lr" if isinstance(config, SFTConfig) else f"{ACTOR}.optim.lr"
             adjust(config, key, _get(config, key) / 2, adjusted)
-            warn(f"{diagnosis}\nback to step {healthy[-1]}, and on with {described(key, adjusted)}")
+            warn(f"{diagnosis}\nback to step {healthy[-1]}, and on with {described(key, adjusted)}", RESTART)
         if list_checkpoints(directory) != before:
             trainer.resume_mode = "auto"
 

@@ -4,7 +4,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl import device as devices
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
-from hybridrl.checkpoint.store import Store
+from hybridrl.checkpoint.store import Store, holder
 from hybridrl.cluster import Group, RaySession, spawn
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
@@ -25,6 +25,7 @@ from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, restore
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
+from hybridrl.tracking.faults import recording
 from hybridrl.tracking.report import read_metrics
 from hybridrl.trainer import Schedule, Task, Trainer
 from hybridrl.training.packing import MicroBatchBudget
@@ -61,13 +62,14 @@ class Job(Protocol):
 
 def train(config: C, job_class: Callable[[C], Job]) -> None:
     """Run training, as often as `with_restarts` allows."""
-    with_restarts(lambda adjusted: run(config, job_class, adjusted), config)
+    directory = open_run_directory(config)
+    with nullcontext() if holder(directory) else recording(directory):  # another run's record is not this one's
+        with_restarts(lambda adjusted: run(config, job_class, directory, adjusted), config)
 
 
-def run(config: C, job_class: Callable[[C], Job], adjusted: Adjusted) -> None:
+def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted) -> None:
     """One attempt, which leaves nothing running however it ends; checkpoints record which settings were `adjusted`."""
     began = time.monotonic()
-    directory = open_run_directory(config)
     job = job_class(config)
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(config, directory)))
@@ -146,7 +148,8 @@ def start_session(trainer: SFTTrainerConfig, ray_init: dict) -> RaySession:
     assert trainer.n_gpus_per_node is not None
     if trainer.device == "cuda":
         for name in devices.without_expandable_segments():
-            warn(f"{name}: workers run without expandable_segments, as engines could not open the trainer's memory")
+            cause = "workers run without expandable_segments, as engines could not open the trainer's memory"
+            warn(f"{name}: {cause}", "allocator")
     return RaySession(trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, trainer.startup_timeout)
 
 

@@ -18,6 +18,7 @@ from hybridrl.config.compose import CONF, as_yaml
 from hybridrl.config.help import changed_values, explain_keys
 from hybridrl.runtime.signals import REQUESTS, stop_at_once
 from hybridrl.tracking.console import info
+from hybridrl.tracking.faults import PAGE, code_of
 
 T = TypeVar("T")
 
@@ -74,7 +75,9 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
     except Exception as error:
         if not type(error).__module__.startswith("hybridrl"):  # our own errors need no traceback of the driver
             traceback.print_exception(error)
-        _print("failed:", "bold red", str(error) or type(error).__name__)
+        text, code = str(error) or type(error).__name__, code_of(error)
+        separator = "\n" if "\n" in text else " "
+        _print(f"failed [{code}]:", "bold red", f"{text}{separator}({PAGE}#{code})")
         return EXIT_FAILED
     return 0
 

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Self
 
 from hybridrl.tracking.console import info
+from hybridrl.tracking.faults import REQUESTED, record
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 # `timeout` and schedulers send one request twice: to the process that they started, and to its group.
@@ -32,6 +33,7 @@ class Requests:
         new = not self.last or now - self._time >= SAME_REQUEST_SECONDS
         if new:
             self.last, self._time = NAMES[signal.Signals(number)], now
+            record(REQUESTED, self.last)
         return new
 
 

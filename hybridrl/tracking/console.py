@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridrl.tracking import sink as names
+from hybridrl.tracking.faults import record
 from hybridrl.tracking.sink import SampleRow, Sink
 
 SHOWN_CHARACTERS = 240
@@ -27,8 +28,10 @@ def info(text: str) -> None:
     _print(Text(text))
 
 
-def warn(text: str) -> None:
-    _print(Text.assemble(("warning: ", "yellow"), text))
+def warn(text: str, code: str = "") -> None:
+    """Print a warning, and record it in `faults.jsonl`; `code` names its section of docs/errors.md."""
+    record(code or "warning", text)
+    _print(Text.assemble(("warning: ", "yellow"), f"{text} [{code}]" if code else text))
 
 
 def _print(text: Text) -> None:

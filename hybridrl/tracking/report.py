@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridrl.tracking import sink as names
 from hybridrl.tracking.console import warn
+from hybridrl.tracking.faults import FILE
 from hybridrl.tracking.sink import Sink
 
 Metrics = dict[str, float]
@@ -21,6 +22,7 @@ Series = dict[int, float]  # step -> value
 CONTENTS = {
     "config.yaml": "the configuration of the run",
     "metrics.jsonl": "all metrics, one line per step",
+    FILE: "warnings, and how the run ended: python -m hybridrl.doctor why",
     "curves.png": "the curves",
     "samples": "validation samples",
     "rollouts": "training samples",
@@ -118,7 +120,7 @@ def _read_lines(path: Path) -> list[tuple[str, dict[str, float | None]]]:
         if readable:
             lines.append((line, record))
         else:
-            warn(f"{path}, line {number} cannot be read as metrics and is skipped: {line[:40]!r}")
+            warn(f"{path}, line {number} cannot be read as metrics and is skipped: {line[:40]!r}", "metrics-lost")
     return lines
 
 

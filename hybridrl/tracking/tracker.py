@@ -53,7 +53,7 @@ class Tracker:
             try:
                 from hybridrl.tracking.wandb_sink import WandbSink
             except ImportError as error:
-                warn(f"trainer.logger=wandb is skipped: {error} (`pip install hybridrl[wandb]`)")
+                warn(f"trainer.logger=wandb is skipped: {error} (`pip install hybridrl[wandb]`)", "logger-skipped")
             else:
                 run_id = states.get("wandb", {}).get("id")
                 self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))
@@ -99,5 +99,5 @@ class Tracker:
             if name not in self._failed:
                 self._failed.add(name)
                 cause = f"{self._run_dir}, logger {name}: {error.strerror or error}"
-                warn(f"{cause}; training continues, and metrics may be missing there")
+                warn(f"{cause}; training continues, and metrics may be missing there", "metrics-lost")
             return None

@@ -29,7 +29,8 @@ class WandbSink(Sink):
             mode = "offline"
             warn(
                 f"trainer.logger=wandb: no WANDB_API_KEY and no netrc entry, so the run is recorded offline; "
-                f"`wandb sync {run_dir}/wandb/offline-run-*` uploads it"
+                f"`wandb sync {run_dir}/wandb/offline-run-*` uploads it",
+                "logger-offline",
             )
         self._run = init(
             project=project_name,

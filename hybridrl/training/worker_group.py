@@ -91,6 +91,8 @@ class CriticPlan:
 class BrokenUpdates(RuntimeError):
     """Several updates in a row had a loss or gradient that is not finite."""
 
+    code = "broken-updates"
+
 
 class TrainWorkers:
     """Policy, and reference and critic if there are any, over all training ranks."""

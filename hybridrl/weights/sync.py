@@ -23,6 +23,8 @@ TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (0.02, 0.5), "bfloat16": (0.1, 
 class StaleWeights(RuntimeError):
     """An engine does not hold the trainer's weights, so nothing may be sampled from it."""
 
+    code = "stale-weights"
+
 
 class WeightSync(Protocol):
     """Brings the trainers' weights to the rollout engines and proves that they have arrived."""

@@ -105,7 +105,8 @@ def test_a_full_disk_costs_the_samples_of_a_step_and_does_not_end_the_run(tracke
     )
     assert list(tmp_path.iterdir()) == [], "no partial file is left"
     (warning,) = capsys.readouterr().out.splitlines()
-    assert warning == f"warning: {tmp_path}/3.jsonl could not be written: No space left on device; training continues"
+    cause = f"{tmp_path}/3.jsonl could not be written: No space left on device"
+    assert warning == f"warning: {cause}; training continues [samples-lost]"
 
 
 def test_without_directories_nothing_is_deleted(tracker, tmp_path, monkeypatch):

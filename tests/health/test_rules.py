@@ -42,7 +42,7 @@ def series(steps: int, **changes) -> list[dict[str, float]]:
 
 def begun(rows: list[dict[str, float]]) -> list[tuple[int, str]]:
     """Step and code of everything reported, in its order."""
-    monitor = HealthMonitor(warn=lambda text: None, info=lambda text: None)
+    monitor = HealthMonitor(warn=lambda text, code: None, info=lambda text: None)
     reported = []
     for step, row in enumerate(rows, start=1):
         before = dict(monitor.begun)
@@ -125,12 +125,15 @@ def test_metrics_that_a_run_does_not_have_or_that_are_not_finite_are_no_diagnosi
 
 def test_a_diagnosis_is_reported_when_it_begins_and_when_it_is_over():
     warned, informed = [], []
-    monitor = HealthMonitor(warn=warned.append, info=informed.append)
+    monitor = HealthMonitor(warn=lambda *said: warned.append(said), info=informed.append)
     logged = [monitor.judge(step, row) for step, row in enumerate(series(3, response_length_clip_ratio=0.5), start=1)]
     assert logged == [{}, {"health/truncation": 1.0}, {"health/truncation": 1.0}]
     assert warned == [
-        "step 2: 50% of the responses are cut off at 180 tokens, before the model ended them; "
-        "set data.max_response_length=360, or shape the reward towards shorter responses [truncation]"
+        (
+            "step 2: 50% of the responses are cut off at 180 tokens, before the model ended them; "
+            "set data.max_response_length=360, or shape the reward towards shorter responses",
+            "truncation",
+        )
     ]
     logged = [monitor.judge(step, row) for step, row in enumerate(series(6), start=4)]
     assert [row["health/truncation"] for row in logged] == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
@@ -140,7 +143,7 @@ def test_a_diagnosis_is_reported_when_it_begins_and_when_it_is_over():
 def test_a_resumed_run_reports_nothing_a_second_time():
     rows = dict(enumerate(series(5, response_length_clip_ratio=0.5), start=1))
     warned: list[str] = []
-    monitor = HealthMonitor({0: {"val-core/x/acc/mean@1": 0.1}, **rows}, warn=warned.append)
+    monitor = HealthMonitor({0: {"val-core/x/acc/mean@1": 0.1}, **rows}, warn=lambda text, code: warned.append(text))
     assert monitor.judge(6, rows[5]) == {"health/truncation": 1.0} and not warned
 
 
@@ -157,7 +160,7 @@ def test_a_diagnosis_that_began_long_ago_keeps_its_step_in_a_resumed_run():
 
 
 def test_weights_after_a_collapse_are_not_to_be_resumed_from():
-    monitor = HealthMonitor(warn=lambda text: None)
+    monitor = HealthMonitor(warn=lambda text, code: None)
     monitor.judge(1, HEALTHY | {"response_length/clip_ratio": 0.9})
     monitor.judge(2, HEALTHY | {"response_length/clip_ratio": 0.9})
     assert monitor.active and not monitor.problem()

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from hybridrl import main_ppo, main_sft
+from hybridrl.cluster import WorkerDied
 from hybridrl.config import ConfigError
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.signals import NAMES
@@ -78,8 +79,9 @@ def test_an_error_is_printed_literally_to_standard_error(capsys: pytest.CaptureF
     [
         (ConfigError("data.train_files=x: bad row"), 2, "error: data.train_files=x: bad row"),
         (KeyboardInterrupt(), 130, "stopped (Ctrl-C); no process is left running"),
-        (ValueError("no [bold]luck[/]"), 1, "failed: no [bold]luck[/]"),
-        (ZeroDivisionError(), 1, "failed: ZeroDivisionError"),
+        (ValueError("no [bold]luck[/]"), 1, "failed [unexpected]: no [bold]luck[/] (docs/errors.md#unexpected)"),
+        (ZeroDivisionError(), 1, "failed [unexpected]: ZeroDivisionError (docs/errors.md#unexpected)"),
+        (WorkerDied("gone\nits log"), 1, "(docs/errors.md#worker-died)"),
     ],
 )
 def test_each_ending_has_its_status_and_its_message(
@@ -93,9 +95,9 @@ def test_each_ending_has_its_status_and_its_message(
 def test_only_an_error_from_outside_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(Work(ValueError("outside")).command, NEEDED)
     assert "Traceback" in capsys.readouterr().err
-    ours = type("Ours", (RuntimeError,), {"__module__": "hybridrl.anywhere"})
+    ours = type("Ours", (RuntimeError,), {"__module__": "hybridrl.anywhere", "code": "its-code"})
     run_command(Work(ours("with a message")).command, NEEDED)
-    assert capsys.readouterr().err == "failed: with a message\n"
+    assert capsys.readouterr().err == "failed [its-code]: with a message (docs/errors.md#its-code)\n"
 
 
 @pytest.mark.parametrize(("number", "name"), NAMES.items())

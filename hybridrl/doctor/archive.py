@@ -1,0 +1,157 @@
+"""`python -m hybridrl.doctor report DIR`: packs what a bug report needs of a run, without weights, data or secrets.
+
+Configuration, faults, the last metrics, the ends of the logs, versions and the machine. Of samples, and of the reward's
+log, which may show them, nothing is packed unless requested. What looks like a secret is masked in every file.
+"""
+
+import argparse
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import distributions
+from pathlib import Path
+
+import psutil
+import yaml
+
+from hybridrl.checkpoint.store import list_checkpoints
+from hybridrl.doctor.why import diagnose
+from hybridrl.tracking.faults import FILE, read_end
+from hybridrl.tracking.host import memory_now
+
+MASK = "***"
+ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
+SAMPLES = ("rollout_data_dir", "validation_data_dir")
+REWARD_LOGS = "reward*.log"
+VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|HF|HUGGINGFACE|TORCH|PYTORCH|OMP|PYTHON|WANDB|HYBRIDRL|SLURM|LD)_?\w*")
+
+# A name whose value is a secret, in a configuration, an environment or a message. A "token" alone is also a number.
+SECRET_NAME = (
+    r"(?:api_?key|access_?key(?:_id)?|private_?key|secret(?:_?key)?|passw(?:or)?d|passphrase|credentials?"
+    r"|authorization|(?:(?<![a-z])|_)token)"
+)
+VALUE = r"(?!(?:null|none|true|false|-?[\d.]+)?(?:[\s,}\]]|$))[^\s\"',}\]]+"
+PATTERNS = [
+    (rf"(?i)({SECRET_NAME}[\"']?\s*[:=]\s*([\"']))(?:[^\"'\\]|\\.)+(?=\2)", rf"\1{MASK}"),
+    (
+        rf"(?i)((?:{SECRET_NAME}|\b[a-z0-9_]+_(?-i:KEY|PAT))[\"']?\s*[:=]\s*[\"']?(?:bearer |basic )?){VALUE}",
+        rf"\1{MASK}",
+    ),
+    (r"(?i)\b((?:bearer|basic) )[\w.~+/=-]{8,}", rf"\1{MASK}"),
+    (r"://[^\s/@\"']+@", f"://{MASK}@"),
+    (r"(?i)([?&][\w-]*(?:token|key|sig|signature|secret|credential)=)[^&\s\"']+", rf"\1{MASK}"),
+    # Hugging Face, OpenAI and others, GitHub, GitLab, Slack, AWS, JSON web tokens, W&B
+    (r"\b(?:hf_|sk-|gh[opsur]_|github_pat_|glpat-|xox[abprs]-)[\w-]{10,}", MASK),
+    (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|\b[0-9a-f]{40}\b", MASK),
+    (r"/(home|Users)/[^/\s\"':]+", r"/\1/USER"),
+]
+HUB_TOKEN = Path("~/.cache/huggingface/token")
+
+
+class Masker:
+    """Masks secrets in texts: by form, by name, and the very values that this environment holds."""
+
+    def __init__(self) -> None:
+        named = re.compile(rf"(?i)({SECRET_NAME}|_KEY|_PAT)$")
+        values = [value for name, value in os.environ.items() if named.search(name)]
+        if (token := HUB_TOKEN.expanduser()).is_file():
+            values.append(token.read_text(encoding="utf-8").strip())
+        self.values = sorted({value for value in values if len(value) >= 6}, key=len, reverse=True)
+        self.home = str(Path.home())
+
+    def __call__(self, text: str) -> str:
+        for value in self.values:
+            text = text.replace(value, MASK)
+        if len(self.home) > 1:
+            text = re.sub(rf"{re.escape(self.home)}(?![\w.-])", "~", text)
+        for pattern, replacement in PATTERNS:
+            text = re.sub(pattern, replacement, text)
+        return text
+
+
+def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
+    """Yield name and text of everything that is packed, unmasked."""
+    yield "why.json", json.dumps(asdict(diagnose(directory)), indent=2)
+    yield "machine.json", json.dumps(_machine(directory), indent=2)
+    yield "packages.txt", "\n".join(sorted({f"{one.name}=={one.version}" for one in distributions()}))
+    states = {one.step: {name: one.state.get(name) for name in ("healthy", "reason", "stopped", "recovery")}
+              for one in list_checkpoints(directory)}  # fmt: skip
+    yield "checkpoints.json", json.dumps(states, indent=2)
+    for name in ("config.yaml", FILE):
+        if (directory / name).is_file():
+            yield name, (directory / name).read_text(encoding="utf-8", errors="replace")
+    if (metrics := directory / "metrics.jsonl").is_file():
+        yield metrics.name, "".join(metrics.read_text(encoding="utf-8", errors="replace").splitlines(True)[-ROWS:])
+    for log in sorted(directory.glob("logs/*.log")):
+        if samples or not log.match(REWARD_LOGS):
+            yield f"logs/{log.name}", read_end(log, TAIL_BYTES).decode(errors="replace")
+    if samples:
+        yield from _samples(directory)
+
+
+def _samples(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield the newest file of training and of validation samples."""
+    config = directory / "config.yaml"
+    trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"] if config.is_file() else {}
+    for name in SAMPLES:
+        files = Path(trainer.get(name) or directory / "no samples").expanduser().glob("*.jsonl")
+        for newest in sorted(files, key=lambda file: file.stat().st_mtime)[-1:]:
+            yield f"samples/{name}-{newest.name}", newest.read_text(encoding="utf-8", errors="replace")
+
+
+def _machine(directory: Path) -> dict[str, object]:
+    gpus = ""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv"]
+        gpus = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
+    return {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory_now() | {"total": psutil.virtual_memory().total},
+        "disk_free": shutil.disk_usage(directory).free,
+        "gpus": gpus,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)},
+    }
+
+
+def pack(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
+    """Write the archive and return the names of its files."""
+    mask, names = Masker(), []
+    with tarfile.open(target, "w:gz") as archive:
+        for name, text in contents(directory, samples=samples):
+            data = mask(text).encode()
+            entry = tarfile.TarInfo(f"{target.name.partition('.')[0]}/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+            archive.addfile(entry, io.BytesIO(data))
+            names.append(name)
+    target.chmod(0o600)
+    return names
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.doctor report",
+        description="Pack configuration, faults, metrics, ends of logs, versions and machine for a bug report: no "
+        "weights, no data, secrets masked. Look through it before you send it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the run's trainer.default_local_dir")
+    parser.add_argument("--samples", action="store_true", help="also the newest samples and the reward's log")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report-<time>.tar.gz in this directory")
+    arguments = parser.parse_args(argv)
+    directory = arguments.directory.expanduser().absolute()
+    if not directory.is_dir():
+        parser.error(f"there is no directory {directory}")
+    target = arguments.out or Path(f"report-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    names = pack(directory, target, samples=arguments.samples)
+    print(f"{target} ({target.stat().st_size / 1e3:.0f} kB): {', '.join(names)}")
+    return 0

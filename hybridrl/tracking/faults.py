@@ -1,0 +1,163 @@
+"""`faults.jsonl`: what was reported while a run was under way, and how it ended, for people and for `doctor why`.
+
+Each record is a line, written at once: `{"time", "step", "code", "text", "tail", "memory", "end"}`. A run begins with
+the code `begun`, and its last record has `"end": true`, unless it was killed.
+"""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hybridrl.tracking.host import memory_now
+
+FILE, PAGE = "faults.jsonl", "docs/errors.md"
+BEGUN, FINISHED, STOPPED, RESTART, REQUESTED = "begun", "finished", "stopped", "restart", "stop-requested"
+UNEXPECTED = "unexpected"  # an exception that is not one of hybridrl
+PER_CODE = 100  # records; a fault of every response would otherwise fill the disk
+TAIL_LINES, TAIL_BYTES = 40, 16384  # of the log that a text names
+# A process as texts name it, which its log file is named after.
+ACTOR = re.compile(r"\b(rollout|train)(?: server |-)(\d+)\b")
+
+# What an error of a general kind shows to be its cause, by its text or by what the process logged last.
+GENERAL = {"worker-died", "worker-failed", "rollout-failed", "save-failed", UNEXPECTED}
+SIGNS = {
+    "disk-full": r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]",
+    "device-memory": r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CUDA error: out of memory"
+    r"|No available memory for the cache blocks|less than desired GPU memory utilization",
+    "host-memory": r"by the kernel for lack of memory: it has killed|can't allocate memory|Cannot allocate memory"
+    r"|\bMemoryError\b|std::bad_alloc|node running low on memory|memory usage threshold",
+    "no-response": r"no response from .+ within",
+    "engine-start": r"^\w+: (start-up|rollout server\.start): rollout-\d+",
+}
+
+
+def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
+    """Return the stable code of what ends a run: that of its class, or of the cause that text and log show."""
+    if isinstance(error, KeyboardInterrupt):
+        return STOPPED
+    ours = type(error).__module__.startswith("hybridrl")
+    code = getattr(type(error), "code", UNEXPECTED) if ours else UNEXPECTED
+    text = "\n".join([f"{type(error).__name__}: {error}", *tail])
+    signs = (sign for sign, pattern in SIGNS.items() if re.search(pattern, text))
+    return next(signs, code) if code in GENERAL else code
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One record. `step` is the step under way, 0 before the first; `tail` ends the log of the process it is about;
+    `end`: the run ended with it."""
+
+    time: str
+    step: int
+    code: str
+    text: str
+    tail: list[str] = field(default_factory=list)
+    memory: dict[str, int | None] = field(default_factory=dict)
+    end: bool = False
+
+    @property
+    def at(self) -> datetime:
+        return datetime.fromisoformat(self.time)
+
+
+class FaultLog(logging.Handler):
+    """Appends to `faults.jsonl` of a directory; as a handler, what is logged as a warning. What a full disk has no room
+    for is written with the next record."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.directory, self.step = directory, 0
+        self._counts: Counter[str] = Counter()
+        # After a line that a kill cut short, the first record begins a new one.
+        self._unwritten = b"" if read_end(directory / FILE, 1) in (b"\n", b"") else b"\n"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.add(getattr(record, "code", "warning"), record.getMessage())
+
+    def add(self, code: str, text: str) -> None:
+        """Record what the run survives, as often as PER_CODE."""
+        self._counts[code] += 1
+        if self._counts[code] <= PER_CODE:
+            self.write(code, text, self.tail(text))
+
+    def write(self, code: str, text: str = "", tail: Sequence[str] = (), *, end: bool = False) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        fault = Fault(now, self.step, code, text, list(tail), memory_now(), end)
+        self._unwritten += json.dumps(asdict(fault)).encode() + b"\n"
+        with suppress(OSError), (self.directory / FILE).open("ab", buffering=0) as file:
+            self._unwritten = self._unwritten[file.write(self._unwritten) :]
+
+    def tail(self, text: str) -> list[str]:
+        """Return the last lines of the log of the first process that a text names, if it is on this machine."""
+        named = ACTOR.search(text)
+        if named is None:
+            return []
+        end = read_end(self.directory / "logs" / f"{named[1]}-{named[2]}.log", TAIL_BYTES)
+        return end.decode(errors="replace").splitlines()[-TAIL_LINES:]
+
+
+def read_end(path: Path, size: int) -> bytes:
+    """Return the last bytes of a file, none if it cannot be read."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(file.seek(0, 2) - size, 0))
+        return file.read()
+    return b""
+
+
+_current: FaultLog | None = None  # of the run of this process
+
+
+def record(code: str, text: str) -> None:
+    """Record a fault of the run that is under way; does nothing if none is."""
+    if _current is not None:
+        _current.add(code, text)
+
+
+def begin_step(step: int) -> None:
+    """Name the step that later records are of."""
+    if _current is not None:
+        _current.step = step
+
+
+@contextmanager
+def recording(directory: Path) -> Iterator[None]:
+    """Record faults in the directory meanwhile, with a record at the begin and one of how it ended."""
+    global _current
+    log, logger = FaultLog(directory), logging.getLogger("hybridrl")
+    _current = log
+    logger.addHandler(log)
+    log.write(BEGUN)
+    try:
+        yield
+    except BaseException as error:
+        text = str(error) or type(error).__name__
+        tail = log.tail(text)
+        log.write(code_of(error, tail), text, tail, end=True)
+        raise
+    else:
+        log.write(FINISHED, end=True)
+    finally:
+        logger.removeHandler(log)
+        _current = None
+
+
+def read_faults(directory: Path) -> list[Fault]:
+    """Return the records of a directory in order; a line that cannot be read is left out."""
+    faults = []
+    with suppress(OSError):
+        for line in (directory / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError):
+                faults.append(Fault(**json.loads(line)))
+    return faults
+
+
+def last_run(faults: list[Fault]) -> list[Fault]:
+    """Return the records of the last run, from its begin on."""
+    begins = [number for number, fault in enumerate(faults) if fault.code == BEGUN]
+    return faults[begins[-1] :] if begins else []

@@ -1,0 +1,133 @@
+"""`doctor report`: what the archive holds, and that no secret is in it."""
+
+import json
+import tarfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hybridrl.checkpoint.store import Store
+from hybridrl.doctor import __main__ as doctor
+from hybridrl.doctor.archive import Masker, pack
+from hybridrl.tracking import Tracker
+from hybridrl.tracking.console import warn
+from hybridrl.tracking.faults import recording
+
+SECRETS = {
+    "hub": "hf_" + "a1B2" * 8,
+    "open": "sk-proj-" + "x9Yz" * 6,
+    "git": "ghp_" + "Q7w8" * 9,
+    "wandb": "0123456789abcdef" * 2 + "01234567",
+    "cloud": "AKIA" + "ABCD1234" * 2,
+    "web": "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl",
+    "password": "correct horse",
+    "named": "Zebra+77/plain",
+    "signature": "f00dfeed",
+    "environment": "only-in-the-environment",
+    "link": "p4ss-in-a-link",
+    "person": "jane.doe",
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with a secret in every place where one may be."""
+    directory = tmp_path / "run"
+    (directory / "logs").mkdir(parents=True)
+    home = tmp_path / "home" / SECRETS["person"]
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_TOKEN", SECRETS["hub"])
+    monkeypatch.setenv("MY_API_KEY", SECRETS["environment"])
+    monkeypatch.setenv("RAY_OPTIONS", f"key is {SECRETS['environment']}")
+    monkeypatch.setenv("WANDB_API_KEY", SECRETS["wandb"])
+    secret = SECRETS
+    (directory / "config.yaml").write_text(
+        f"trainer:\n  default_local_dir: {home}/run\n  rollout_data_dir: {directory}/rollouts\n"
+        f"data:\n  train_files: [s3://me:{secret['link']}@host/x.parquet, /home/{secret['person']}/y.parquet]\n"
+        f"  prompt_key: question\n  max_token_len_per_gpu: 16384\n"
+        f"own:\n  judge:\n    api_key: {secret['named']}\n    token: {secret['open']}\n"
+        f"  service_password: '{secret['password']}'\n"
+        f"ray_kwargs: {{ray_init: {{runtime_env: {{env_vars: {{OPENAI_KEY: {secret['named']}}}}}}}}}\n"
+    )
+    with recording(directory), closing(Store(directory)) as store, Tracker([], directory, "p", "e", {}, 2) as tracker:
+        for step in range(300):
+            tracker.log(step, {"loss": 0.25})
+        (store.begin(2) / "weights").write_bytes(b"WEIGHTS" * 1000)
+        store.publish(2, {"healthy": True, "recovery": False, "metrics": {}})
+        warn(f"the judge says: Authorization: Bearer {secret['web']}, key {secret['cloud']}")
+    (directory / "logs" / "rollout-0.log").write_text(
+        f"GET https://host/x?X-Amz-Signature={secret['signature']}&n=1\n--token={secret['git']}\n{secret['wandb']}\n"
+        "generated 512 tokens, token: 17\n"
+    )
+    (directory / "logs" / "reward.log").write_text("a SAMPLE that the reward prints\n")
+    (directory / "rollouts").mkdir()
+    (directory / "rollouts" / "2.jsonl").write_text('{"output": "a SAMPLE"}\n')
+    return directory
+
+
+def texts(archive: Path) -> dict[str, str]:
+    with tarfile.open(archive) as file:
+        return {name.partition("/")[2]: file.extractfile(name).read().decode() for name in file.getnames()}
+
+
+def test_no_secret_no_weight_no_data_and_no_sample_is_packed(run, tmp_path):
+    pack(run, tmp_path / "report.tar.gz")
+    packed = texts(tmp_path / "report.tar.gz")
+    everything = "\n".join(packed.values())
+    assert {name: text for name, text in SECRETS.items() if text in everything} == {}
+    assert "WEIGHTS" not in everything and "SAMPLE" not in everything
+
+
+def test_what_explains_a_run_is_packed_and_stays_readable(run, tmp_path):
+    names = pack(run, tmp_path / "report.tar.gz")
+    packed = texts(tmp_path / "report.tar.gz")
+    assert names == list(packed) == [
+        "why.json", "machine.json", "packages.txt", "checkpoints.json", "config.yaml", "faults.jsonl", "metrics.jsonl",
+        "logs/rollout-0.log",
+    ]  # fmt: skip
+    assert json.loads(packed["why.json"])["code"] == "finished"
+    assert json.loads(packed["checkpoints.json"])["2"]["healthy"] is True
+    assert json.loads(packed["machine.json"])["environment"]["WANDB_API_KEY"] == "***"
+    assert "prompt_key: question\n  max_token_len_per_gpu: 16384\n" in packed["config.yaml"]
+    assert "s3://***@host/x.parquet, /home/USER/y.parquet" in packed["config.yaml"]
+    assert "default_local_dir: ~/run" in packed["config.yaml"]
+    assert "X-Amz-Signature=***&n=1" in packed["logs/rollout-0.log"]
+    assert "generated 512 tokens, token: 17" in packed["logs/rollout-0.log"]
+    assert [json.loads(line)["step"] for line in packed["metrics.jsonl"].splitlines()] == list(range(100, 300))
+    assert [json.loads(line)["code"] for line in packed["faults.jsonl"].splitlines()] == [
+        "begun",
+        "warning",
+        "finished",
+    ]
+    assert any(line.startswith("torch==") for line in packed["packages.txt"].splitlines())
+
+
+def test_samples_are_packed_where_requested(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert doctor.main(["report", str(run), "--samples", "--out", "mine.tar.gz"]) == 0
+    assert "mine.tar.gz" in capsys.readouterr().out
+    packed = texts(tmp_path / "mine.tar.gz")
+    assert "a SAMPLE" in packed["samples/rollout_data_dir-2.jsonl"] and "a SAMPLE" in packed["logs/reward.log"]
+    assert (tmp_path / "mine.tar.gz").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "eos_token_id: 2",
+        "tokenizer: path/to/it",
+        "token: null",
+        '"response_length/mean": 12.5',
+        "max_tokens=17,",
+        "a@b.c",
+    ],
+)
+def test_what_is_no_secret_is_left(text):
+    assert Masker()(text) == text
+
+
+def test_a_directory_that_is_not_there_is_a_usage_error(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main(["report", str(tmp_path / "none")])
+    assert "there is no directory" in capsys.readouterr().err

@@ -1,0 +1,313 @@
+"""`doctor why`: the directories that runs leave, each as its fault leaves it, and the one cause that is reported."""
+
+import errno
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hybridrl.checkpoint.resume import select_checkpoint
+from hybridrl.checkpoint.store import Store
+from hybridrl.cluster import RemoteFailure, WorkerDied
+from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.config.compose import save_config
+from hybridrl.doctor import __main__ as doctor
+from hybridrl.doctor import why
+from hybridrl.doctor.why import diagnose
+from hybridrl.experience.collector import NothingToLearnFrom
+from hybridrl.health import HealthMonitor
+from hybridrl.rewards.score import FaultGuard, Score
+from hybridrl.runtime.signals import REQUESTS, StopRequest
+from hybridrl.tracking import Tracker
+from hybridrl.tracking.faults import begin_step, read_faults, recording
+from hybridrl.training.worker_group import TrainWorkers
+from hybridrl.weights.sync import StaleWeights
+
+TOP = Path(__file__).parents[2]
+GOOD = {"healthy": True, "recovery": False, "metrics": {}}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PPOConfig:
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "train.jsonl").write_text("{}")
+    (files / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
+    (files / "model.safetensors").touch()
+    values = {
+        "data.train_files": files / "train.jsonl",
+        "actor_rollout_ref.model.path": files,
+        "actor_rollout_ref.rollout.n": 8,
+        "trainer.device": "cpu",
+        "trainer.logger": "[]",
+        "trainer.default_local_dir": tmp_path / "a run",
+    }
+    return load_ppo_config([f"{key}={value}" for key, value in values.items()])
+
+
+Work = Callable[[Store, int], None]
+
+
+def run(config: PPOConfig, work: Work | None = None, *, steps: int = 3, saved: int = 2) -> Path:
+    """A run's steps, with the writers of a run; `work` is done in the last one."""
+    directory = Path(config.trainer.default_local_dir)
+    directory.mkdir(exist_ok=True)
+    REQUESTS.last = ""
+    try:
+        with recording(directory), closing(Store(directory)) as store:
+            save_config(config, directory / "config.yaml")
+            with Tracker([], directory, "p", "e", {}, steps) as tracker:
+                for step in range(1, steps + 1):
+                    begin_step(step)
+                    if step == steps and work:
+                        work(store, step)
+                    tracker.log(step, {"timing_s/step": 2.0})
+                    if step == saved:
+                        store.begin(step)
+                        store.publish(step, GOOD)
+    except (Exception, KeyboardInterrupt):
+        pass
+    return directory
+
+
+def raising(error: BaseException) -> Work:
+    def work(store: Store, step: int) -> None:
+        raise error
+
+    return work
+
+
+def stopped(store: Store, step: int) -> None:
+    with StopRequest(wait_for_step=True) as stop:
+        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt(stop.reason)
+
+
+def terminated(store: Store, step: int) -> None:
+    with StopRequest(wait_for_step=False):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def full(store: Store, step: int) -> None:
+    raise store.failed(step, OSError(errno.ENOSPC, "No space left on device", "x.pt"))
+
+
+def grader(store: Store, step: int) -> None:
+    detail = "KeyError: 'answer' (my_reward.py:7)"
+    FaultGuard("stop", 0.5, 3).apply([Score(None, fault="raised:KeyError", detail=detail)])
+
+
+def broken(store: Store, step: int) -> None:
+    TrainWorkers.stop_if_broken(SimpleNamespace(most_skipped_in_a_row=3), 3, store)
+
+
+def exhausted(store: Store, step: int) -> None:
+    logs = store.directory / "logs"
+    logs.mkdir()
+    (logs / "train-1.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
+    raise WorkerDied("train worker.update: the process of train-1 died: it ended without a message")
+
+
+def unstarted(store: Store, step: int) -> None:
+    raise RemoteFailure("start-up: rollout-1 failed: RuntimeError: Engine core\nthe first error in x: KeyError: 'a'")
+
+
+BY_HAND = "as if killed by hand or by a scheduler: the kernel has killed nothing here for lack of memory"
+CAUSES = [
+    (None, "finished", "it finished after step 3", "model_merger merge --local_dir"),
+    (stopped, "stopped", "Ctrl-C stopped it in step 3 (the last healthy checkpoint is of step 2)", "main_ppo -cp"),
+    (terminated, "stopped", "SIGTERM stopped it in step 3", "main_ppo -cp"),
+    (full, "disk-full", "the disk is full in step 3: step 3 could not be saved", "trainer.max_actor_ckpt_to_keep=1"),
+    (grader, "reward-faults", "mostly (100%) with fault \"raised:KeyError\": KeyError: 'answer' (my_reward.py:7)",
+     "hybridrl.doctor -cp"),
+    (broken, "broken-updates", "updates were not finite in step 3: 3 updates in a row had a loss or gradient",
+     "actor_rollout_ref.actor.optim.lr=1e-07"),
+    (exhausted, "device-memory", "a device ran out of memory in step 3: train worker.update: the process of train-1",
+     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"),
+    (raising(RemoteFailure("rollout server.start: rollout-0 failed: torch.OutOfMemoryError: CUDA out of memory")),
+     "device-memory", "a device ran out of memory", "actor_rollout_ref.rollout.gpu_memory_utilization=0.4"),
+    (unstarted, "engine-start", "a rollout engine could not start in step 3: start-up: rollout-1 failed: RuntimeError",
+     "logs/rollout-1.log"),
+    (raising(WorkerDied(f"update: the process of train-0 died: it ended, {BY_HAND}")), "worker-died",
+     "a process of the run died in step 3", "main_ppo -cp"),
+    (raising(WorkerDied("train-0 died, as if killed by the kernel for lack of memory: it has killed 2 processes")),
+     "host-memory", "the machine ran out of memory in step 3", "hybridrl.doctor -cp"),
+    (raising(WorkerDied("train worker.update: no response from train-1 within 60 s (1 responded)")), "no-response",
+     "a process hung in step 3: train worker.update: no response from train-1 within 60 s", "main_ppo -cp"),
+    (raising(NothingToLearnFrom("none of the 8 responses could be scored")), "nothing-to-learn-from",
+     "there was nothing to learn from in step 3: none of the 8 responses could be scored", "hybridrl.doctor -cp"),
+    (raising(StaleWeights("differs")), "stale-weights", "an engine did not compute", "hybridrl.doctor report"),
+    (raising(ZeroDivisionError("division by zero")), "unexpected", "the program is at fault in step 3: division",
+     "hybridrl.doctor report"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("work", "code", "cause", "command"), CAUSES, ids=[case[1] for case in CAUSES])
+def test_the_cause_of_each_end_is_named_with_the_command_to_continue(config, work, code, cause, command):
+    verdict = diagnose(run(config, work))
+    assert (verdict.code, cause in verdict.cause, command in verdict.command) == (code, True, True), verdict
+    assert "\n" not in verdict.cause + verdict.command
+
+
+def test_every_end_has_its_meaning_and_command(config):
+    assert {case[1] for case in CAUSES} - {"finished", "stopped"} <= why.ENDS.keys()
+    remains = why.Remains(run(config, stopped))
+    assert all(command_of(remains) for _, command_of in why.ENDS.values())
+
+
+def test_the_command_to_continue_loads_the_run_s_configuration_with_the_override(config):
+    directory = run(config, exhausted)
+    module, *arguments = shlex.split(diagnose(directory).command.removeprefix("python -m "))
+    assert module == "hybridrl.main_ppo" and arguments[:4] == ["-cp", str(directory), "-cn", "config"]
+    loaded = load_ppo_config(arguments[4:], config_name="config", config_dir=directory)
+    assert loaded.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 8192
+    assert loaded.trainer.default_local_dir == config.trainer.default_local_dir
+
+
+def test_a_run_that_began_elsewhere_continues_from_its_own_checkpoint(config):
+    config.trainer.resume_mode = "resume_path"
+    directory = run(config, stopped)
+    assert diagnose(directory).command.endswith("trainer.resume_mode=auto")
+    config.trainer.default_local_dir += " without checkpoint"
+    assert diagnose(run(config, stopped, saved=0)).command.endswith("-cn config")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hybridrl.checkpoint.store import Store
+from hybridrl.tracking import Tracker
+from hybridrl.tracking.faults import begin_step, recording
+from hybridrl.runtime.signals import StopRequest
+directory = Path(sys.argv[1])
+with recording(directory), StopRequest(wait_for_step=True):
+    store = Store(directory)
+    tracker = Tracker([], directory, "p", "e", {}, 9)
+    tracker.log(1, {"timing_s/step": 0.1})
+    begin_step(2)
+    if "stop" in sys.argv:
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def living(tmp_path):
+    """Starts a process that runs step 2 until it is killed."""
+    processes = []
+
+    def start(*more: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", KILLED, str(tmp_path), *more]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(TOP)}, **pipes))
+        assert any(line == "ready\n" for line in iter(processes[-1].stdout.readline, ""))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_living_run_shows_its_step_and_a_killed_one_that_nothing_recorded_its_end(tmp_path, living, monkeypatch):
+    process = living()
+    verdict = diagnose(tmp_path)
+    assert verdict.code == "running"
+    assert f"process {process.pid} on " in verdict.cause and "did step 1 0 s ago, and steps take 0.1 s" in verdict.cause
+    with monkeypatch.context() as patch:
+        an_hour_later = time.time() + 3600
+        patch.setattr(why.time, "time", lambda: an_hour_later)
+        assert diagnose(tmp_path).code == "silent" and "did step 1 360" in diagnose(tmp_path).cause
+    process.kill()
+    process.wait()
+    verdict = diagnose(tmp_path)
+    assert verdict.code == "killed"
+    assert verdict.cause.startswith(
+        "the driver was killed after step 1 (nothing was saved), by hand, by a scheduler or"
+    )
+
+
+def test_what_is_known_of_the_machine_explains_a_run_without_an_end(tmp_path, living, monkeypatch):
+    process = living()
+    process.kill()
+    process.wait()
+    before = read_faults(tmp_path)[0].memory["oom_kills"]
+    with monkeypatch.context() as patch:
+        patch.setattr(why, "oom_kills", lambda: (before or 0) + 2)
+        if before is not None:
+            assert diagnose(tmp_path).code == "host-memory"
+            assert (
+                "for lack of memory the kernel has killed 2 processes since the run began" in diagnose(tmp_path).cause
+            )
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "boot_time", lambda: time.time() + 1)
+        assert diagnose(tmp_path).code == "machine-restarted"
+    with monkeypatch.context() as patch:
+        patch.setattr(why.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        assert diagnose(tmp_path).code == "disk-full"
+    assert diagnose(tmp_path).code == "killed"
+
+
+def test_a_run_that_was_killed_while_it_stopped_names_the_request(tmp_path, living):
+    process = living("stop")
+    process.kill()
+    process.wait()
+    assert "after step 1 (nothing was saved), after SIGTERM and before its step was saved" in diagnose(tmp_path).cause
+
+
+def test_a_run_that_starts_and_one_that_was_rejected(config, tmp_path):
+    assert diagnose(tmp_path / "nowhere").code == "not-started"
+    directory = Path(config.trainer.default_local_dir)
+    (directory / "logs").mkdir(parents=True)
+    assert diagnose(directory).code == "not-started"
+    with recording(directory), closing(Store(directory)):
+        assert "has been starting it for 0 s" in diagnose(directory).cause
+    with pytest.raises(ConfigError), recording(directory):
+        raise ConfigError("data.train_files=x: row 3 has no prompt", fix="fix the row")
+    verdict = diagnose(directory)
+    assert verdict.code == "rejected"
+    assert verdict.cause.endswith("before the start: data.train_files=x: row 3 has no prompt; fix the row")
+
+
+def test_a_run_that_found_only_damaged_checkpoints(config):
+    directory = run(config)
+    (directory / "global_step_2" / "state.json").write_text("{}")
+    with pytest.raises(ConfigError), recording(directory):
+        select_checkpoint("auto", None, directory, "", lambda text: None)
+    verdict = diagnose(directory)
+    assert verdict.code == "checkpoint-damaged" and "none of its checkpoints is intact" in verdict.cause
+    assert "doctor checkpoints" in verdict.command
+
+
+def test_a_run_that_finished_although_it_learned_nothing_shows_the_diagnosis(config):
+    def constant(store: Store, step: int) -> None:
+        rows = {number: {"critic/score/max": 0.0, "critic/score/min": 0.0} for number in range(1, 3)}
+        metrics = HealthMonitor(rows).judge(3, rows[1])
+        with Tracker([], store.directory, "p", "e", {}, 3) as tracker:
+            tracker.log(3, metrics)
+
+    directory = run(config, constant)
+    assert diagnose(directory).cause == "it finished after step 3; no-signal held at the last step (docs/health.md)"
+    assert [fault.code for fault in read_faults(directory)] == ["begun", "no-signal", "finished"]
+
+
+def test_the_command_prints_cause_and_command_or_json_and_its_status_says_whether_all_is_well(config, capsys):
+    directory = run(config, stopped)
+    assert doctor.main(["why", str(directory)]) == 1
+    first, second, third = capsys.readouterr().out.splitlines()[-3:]
+    assert first.startswith("why:  Ctrl-C stopped it in step 3") and first.endswith("[stopped]")
+    assert second.startswith("next: python -m hybridrl.main_ppo -cp ") and third.strip() == "(docs/errors.md#stopped)"
+    config.trainer.default_local_dir += " to the end"
+    assert doctor.main(["why", str(run(config)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["code"] == "finished"
