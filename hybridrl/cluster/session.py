@@ -101,8 +101,8 @@ def describe_room(machines: Sequence[Machine], request: Mapping[str, float], wan
     width = max((len(machine.name) for machine in machines), default=0)
     for machine in machines:
         cells = [
-            f"{name}s: {amount:g} asked for, {machine.total.get(name, 0):g} in all, {machine.free.get(name, 0):g} free"
-            for name, amount in request.items()
+            f"{name}s: {need:g} requested, {machine.total.get(name, 0):g} in total, {machine.free.get(name, 0):g} free"
+            for name, need in request.items()
         ]
         lines.append(f"  {machine.name:{width}}  {'; '.join(cells)}")
     fitting = sum(machine.has(request) for machine in machines)
