@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import Batch, spans
-from hybridrl.checkpoint.store import check, list_checkpoints
+from hybridrl.checkpoint.files import faults
+from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.config.compose import SHIPPED
 from hybridrl.experience.sample_log import read_batch, replays
 from hybridrl.runs.prepare import tokenizer_elsewhere
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
@@ -60,11 +63,8 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
         asked = "no step" if step is None else f"step {step} is not among those"
         raise ConfigError(f"{directory}: {asked} of which the batch was kept ({', '.join(map(str, kept)) or 'none'})")
     step = max(kept) if step is None else step
-    before = {one.step: one for one in list_checkpoints(directory) if one.step < step and not check(one.path)}
-    saved = before[max(before)] if before else None
-    if saved is None and step > 1:
-        raise ConfigError(f"{directory} has no intact checkpoint of a step before {step}")
-    config = load_ppo_config([], config_name="config", config_dir=directory)
+    saved = weights_before(directory, step)
+    config = load_config(directory)
     batch = read_batch(kept[step])
     with ExitStack() as stack:
         workers = start(config, directory, stack)
@@ -79,6 +79,22 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
     if logged is not None:
         info(f"actor/grad_norm of the step was {logged:.4g}")
     return described(again, norms, tokenizer_elsewhere(config))
+
+
+def load_config(directory: Path) -> PPOConfig:
+    """Return a run's configuration; keys that are newer than the run have their defaults."""
+    with tempfile.TemporaryDirectory() as place:
+        text = (directory / "config.yaml").read_text(encoding="utf-8")
+        Path(place, "config.yaml").write_text(f"defaults: [{SHIPPED[PPOConfig]}, _self_]\n{text}", encoding="utf-8")
+        return load_ppo_config([], config_name="config", config_dir=Path(place))
+
+
+def weights_before(directory: Path, step: int) -> Checkpoint | None:
+    """Return the last intact checkpoint before a step, healthy or not; None before the first. Raises ConfigError."""
+    before = {one.step: one for one in list_checkpoints(directory) if one.step < step and not faults(one.path)}
+    if not before and step > 1:
+        raise ConfigError(f"{directory} has no intact checkpoint of a step before {step}")
+    return before[max(before)] if before else None
 
 
 def start(config: PPOConfig, directory: Path, stack: ExitStack) -> TrainWorkers:

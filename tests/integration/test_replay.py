@@ -1,14 +1,16 @@
 """A step computed again from its batch and the weights before it, by real training ranks."""
 
 import shutil
+from contextlib import closing
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.compose import save_config
-from hybridrl.doctor.replay import replay
+from hybridrl.doctor.replay import replay, weights_before
 from hybridrl.experience.sample_log import SampleLog
 from tests.integration.test_gradient import ragged_batch
 
@@ -46,3 +48,11 @@ def test_a_step_that_was_not_kept_or_has_no_checkpoint_before_it_is_refused(dire
     shutil.copy(directory / "replay" / "1.npz", directory / "replay" / "3.npz")
     with pytest.raises(ConfigError, match="no intact checkpoint of a step before 3"):
         replay(directory, 3)
+
+
+def test_the_weights_are_those_of_the_last_checkpoint_before_the_step_healthy_or_not(tmp_path):
+    with closing(Store(tmp_path)) as store:
+        for step in (1, 2, 3):
+            store.begin(step)
+            store.publish(step, {"healthy": step < 2, "recovery": False, "metrics": {}, "reason": "it collapsed"})
+    assert weights_before(tmp_path, 3).step == 2 and weights_before(tmp_path, 1) is None
