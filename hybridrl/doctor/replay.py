@@ -13,9 +13,6 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import Batch, spans
@@ -33,7 +30,7 @@ from hybridrl.tracking.report import read_metrics
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import TrainWorkers
 
-SHOWN_CHARACTERS = 60
+SHOWN_CHARACTERS = 160
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +49,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(rows))
     else:
-        Console().print(table(rows[: options.rows]))
+        print("\n".join(line for row in rows[: options.rows] for line in lines(row)))
     return 0
 
 
@@ -138,22 +135,13 @@ def described(batch: Batch, norms: list[float], tokenizer: PreTrainedTokenizerBa
     return rows
 
 
-def table(rows: list[dict[str, object]]) -> Table:
-    """Return the rows for people."""
-    columns = (
-        "position",
-        "sample",
-        "gradient",
-        "share",
-        "score",
-        "advantage",
-        "tokens",
-        "least_log_prob",
-        "largest_gap",
-    )
-    result = Table(*(name.replace("_", "\n") for name in columns), "prompt ... response", show_lines=False)
-    for row in rows:
-        numbers = [f"{row[name]:.3g}" if isinstance(row[name], float) else str(row[name]) for name in columns]
-        text = f"{row['prompt']} ... {row['response']}"
-        result.add_row(*numbers, Text(" ".join(text.split())[: 2 * SHOWN_CHARACTERS]))
-    return result
+def lines(row: dict[str, object]) -> list[str]:
+    """Return a row for people."""
+    measured = ("score", "advantage", "tokens", "least_log_prob", "largest_gap")
+    numbers = [f"{name.replace('_', ' ')} {row[name]:.3g}" for name in measured]
+    text = " ".join(f"{row['prompt']} -> {row['response']}".split())
+    return [
+        f"gradient {row['gradient']:.3g} ({row['share']:.0%}), position {row['position']}, sample {row['sample']}",
+        f"    {', '.join(numbers)}",
+        f"    {text[:SHOWN_CHARACTERS]}",
+    ]
