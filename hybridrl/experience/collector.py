@@ -56,7 +56,8 @@ class SynchronousExperience:
 
     `group_filter` drops groups without signal and draws further prompts (DAPO); with `greedy_baseline` one more
     response per prompt is sampled greedily (ReMax, Li et al. 2023); `reward_keys` name the reward components (GDPO);
-    `mask_truncated` excludes truncated responses from training. The run has `prompts_in_all` prompts; None: no end.
+    `mask_truncated` excludes truncated responses from training; tokens from `vocabulary` on are counted, which a padded
+    embedding has and no tokenizer. The run has `prompts_in_all` prompts; None: no end.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SynchronousExperience:
         greedy_baseline: bool = False,
         reward_keys: tuple[str, ...] = (),
         mask_truncated: bool = False,
+        vocabulary: int | None = None,
         prompts_in_all: int | None = None,
     ) -> None:
         self.engine, self.prompts, self.order, self.runner, self.guard = engine, prompts, order, runner, guard
@@ -81,6 +83,7 @@ class SynchronousExperience:
         self.group_filter, self.greedy_baseline = group_filter, greedy_baseline
         self.reward_keys, self.mask_truncated = reward_keys, mask_truncated
         self.prompts_in_all = sys.maxsize if prompts_in_all is None else prompts_in_all
+        self.vocabulary = vocabulary
         self.position = 0  # prompts drawn since the run began
 
     @property
@@ -111,6 +114,8 @@ class SynchronousExperience:
                     "raise data.max_response_length or set algorithm.mask_truncated=false"
                 )
             reported["sampling/masked_truncated"] = int(batch.truncated.sum())
+        if self.vocabulary and (unknown := int((batch.response_ids >= self.vocabulary).sum())):
+            reported["sampling/unknown_tokens"] = unknown
         self.position += draws.prompts
         reported["training/epoch"] = (self.position - 1) // self.order.size
         return Collected(batch, episodes, dict(metrics) | reported)
