@@ -1,5 +1,6 @@
 """Custom Python code that a key names: path/to/file.py:function, a class in a file, or a module."""
 
+import functools
 import importlib
 import json
 import os
@@ -74,9 +75,15 @@ def load_class(path: str, name: str, key: str) -> type:
 
 
 def import_libraries(names: list[str], key: str = "actor_rollout_ref.model.external_lib") -> None:
-    """Import modules for what they do when imported, such as registering a model; ConfigError names the key."""
+    """Import modules for what they do when imported, such as registering a model, which works only once per process;
+    ConfigError names the key."""
     for name in names:
-        load_module(name if name.endswith(".py") or "://" in name else f"pkg://{name}", key)
+        _import_once(name if name.endswith(".py") or "://" in name else f"pkg://{name}", key)
+
+
+@functools.cache
+def _import_once(path: str, key: str) -> None:
+    load_module(path, key)
 
 
 def _file(path: str) -> Path:

@@ -61,8 +61,9 @@ class SynchronousExperience:
 
     `group_filter` drops groups without signal and draws further prompts (DAPO); with `greedy_baseline` one more
     response per prompt is sampled greedily (ReMax, Li et al. 2023); `reward_keys` name the reward components (GDPO);
-    `mask_truncated` excludes truncated responses from training. The run has `prompts_in_all` prompts; None: no end. A
-    `spool` keeps the finished responses of a step for a run that is resumed in it.
+    `mask_truncated` excludes truncated responses from training; tokens from `vocabulary` on are counted, which a padded
+    embedding has and no tokenizer. The run has `prompts_in_all` prompts; None: no end. A `spool` keeps the finished
+    responses of a step for a run that is resumed in it.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class SynchronousExperience:
         greedy_baseline: bool = False,
         reward_keys: tuple[str, ...] = (),
         mask_truncated: bool = False,
+        vocabulary: int | None = None,
         prompts_in_all: int | None = None,
         spool: Spool | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class SynchronousExperience:
         self.group_filter, self.greedy_baseline = group_filter, greedy_baseline
         self.reward_keys, self.mask_truncated, self.spool = reward_keys, mask_truncated, spool
         self.prompts_in_all = sys.maxsize if prompts_in_all is None else prompts_in_all
+        self.vocabulary = vocabulary
         self.position = 0  # prompts drawn since the run began
 
     @property
@@ -122,6 +125,8 @@ class SynchronousExperience:
                     "raise data.max_response_length or set algorithm.mask_truncated=false"
                 )
             reported["sampling/masked_truncated"] = int(batch.truncated.sum())
+        if self.vocabulary and (unknown := int((batch.response_ids >= self.vocabulary).sum())):
+            reported["sampling/unknown_tokens"] = unknown
         self.position += draws.prompts
         reported["training/epoch"] = (self.position - 1) // self.order.size
         return Collected(batch, episodes, dict(metrics) | reported)

@@ -137,6 +137,7 @@ class PPOJob:
             greedy_baseline="greedy_rewards" in self.algorithm.entry.reads,
             reward_keys=tuple(config.algorithm.gdpo_reward_keys),
             mask_truncated=config.algorithm.mask_truncated,
+            vocabulary=len(self.tokenizer),
             prompts_in_all=self.resume.total_prompts,
             spool=self.spool,
         )

@@ -90,6 +90,7 @@ class RewardTrial:
     ) -> None:
         self.trials: list[Trial] = []
         self._config, self._tokenizer, self._datasets = config, tokenizer, datasets
+        self._planned: Counter[tuple[str, str]] = Counter()  # rows of each dataset and data source
         self._end = threading.Event()
 
     def start(self, pool: ScorerPool) -> None:
@@ -107,7 +108,8 @@ class RewardTrial:
         for trial in self.trials:
             groups.setdefault((trial.key, trial.prompt.data_source), []).append(trial)
         for (key, source), trials in groups.items():
-            _report(f"{key}, {source}", trials, self._config, log, findings)
+            enough = len(trials) > 1 or self._planned[key, source] == 1
+            _report(f"{key}, {source}", trials, self._config, log, findings, enough=enough)
 
     def _score(self, pool: ScorerPool) -> None:
         for trial in self._choose():
@@ -132,6 +134,7 @@ class RewardTrial:
         built_in, chosen = uses_built_in(self._config.reward), []
         for key, prompts in self._datasets.items():
             some = spread_rows(prompts)
+            self._planned.update((key, prompt.data_source) for prompt in some)
             chosen.append([Trial(key, prompt, make_responses(prompt, some, built_in)) for prompt in some])
         yield from (trial for group in zip_longest(*chosen) for trial in group if trial)
 
@@ -211,19 +214,21 @@ def faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:
         yield fault, count, kinds.index(fault)
 
 
-def _report(place: str, trials: list[Trial], config: PPOConfig, log: Path, findings: Findings) -> None:
-    """Report on one data source of one dataset."""
+def _report(place: str, trials: list[Trial], config: PPOConfig, log: Path, findings: Findings, *, enough: bool) -> None:
+    """Report on one data source of one dataset. `enough`: a reward that fails on all of these rows is rejected."""
     tried = [(trial.prompt.row, one) for trial in trials for one in trial.responses if one.score]
     scores = [one.score for _, one in tried]
-    hopeless = all(score and (score.fault or "").partition(":")[0] in FAILED for score in scores)
+    hopeless = enough and all(score and (score.fault or "").partition(":")[0] in FAILED for score in scores)
     for fault, count, first in faults(scores):
         row, one = tried[first]
         cause = (
             f"{place}: {count} of {len(scores)} responses have no score: {scores[first].detail}, first on row {row} "
         )
-        report = findings.error if hopeless and config.reward.on_error != "zero" else findings.warn
-        fix = f"see what it printed in {log}" if log.is_file() and log.stat().st_size else ""
-        report(f"reward.fault.{fault.partition(':')[0]}", f"{cause}with the response {one.text!r:.60}", fix)
+        rejected = hopeless and config.reward.on_error != "zero"
+        fixes = ["set reward.on_error=zero to score such responses 0"] if rejected else []
+        fixes += [f"see what it printed in {log}"] if log.is_file() and log.stat().st_size else []
+        report, code = findings.error if rejected else findings.warn, fault.partition(":")[0]
+        report(f"reward.fault.{code}", f"{cause}with the response {one.text!r:.60}", ", or ".join(fixes))
     _compare(place, trials, findings)
     _report_wrong(place, [trial for trial in trials if _learns(trial)], findings)
     for trial in trials:

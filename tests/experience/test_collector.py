@@ -563,3 +563,8 @@ def test_the_penalty_is_subtracted_from_every_score_and_reported_in_its_extras()
     assert collected.batch.rewards.tolist() == [0.5]
     assert collected.samples[0].score.extras == {"acc": 1, "overlong_reward": -0.5, "overlong": True}
     assert collected.samples[1].score == replace(fault(), text="0 1")
+
+
+def test_sampled_tokens_that_no_tokenizer_has_are_counted():
+    assert collect(build([GOOD, GOOD], vocabulary=5)).metrics["sampling/unknown_tokens"] == 4  # a 5 in each response
+    assert "sampling/unknown_tokens" not in collect(build([GOOD, GOOD], vocabulary=6)).metrics
