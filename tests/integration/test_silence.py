@@ -37,6 +37,7 @@ def soon(monkeypatch) -> None:
         monkeypatch.setattr(module, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(group, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(client, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(client, "CHECK_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -99,6 +100,8 @@ def test_a_stopped_server_or_engine_is_named_while_it_should_generate(parts, cap
     assert tokens(generate(engine, wanted)) == undisturbed
     (report, *_) = [line for line in caplog.messages if "rollout server 0 has sampled no token" in line]
     assert f"(pid {process.pid}) stopped (state T" in report
+    if number == 0:
+        assert re.search(r"EngineCore\S* \(pid \d+\) in \w+ \(\w+\.py:\d+", report), "it wrote its own stacks"
     assert not any("rollout server 1" in line for line in caplog.messages)
     assert engine.client.restarts == 0
     engine.to_training()
