@@ -1,6 +1,5 @@
 """Silence explained: which ranks have not responded to a call for longer than usual, and what they are doing."""
 
-import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridrl.runtime.stacks import activities
-
-logger = logging.getLogger(__name__)
+from hybridrl.tracking.console import info, warn
 
 SILENT_SECONDS = 45.0  # without a response or a token, after which it is reported: explained within a minute
 TIMES_USUAL = 5  # of the median duration of the call, if that is longer
@@ -39,9 +37,9 @@ class Watch:
         if seconds < self.due:
             return
         self.due = 2 * seconds
-        usual = "the first such call" if self.usual is None else f"usually {self.usual:.3g} s"
+        report, usual = (info, "the first such call") if self.usual is None else (warn, f"usually {self.usual:.3g} s")
         head = f"{self.call}: {len(silent)} not done after {seconds:.0f} s ({usual}); still waiting"
-        logger.warning("\n".join([head, *table(silent, self.logs)]))
+        report("\n".join([head, *table(silent, self.logs)]))
 
     def end(self) -> None:
         durations[self.call].append(time.monotonic() - self.began)
@@ -70,4 +68,4 @@ def explain(logs: Sequence[str]) -> dict[str, str]:
         for reply in ray.wait(asked, num_returns=len(asked), timeout=REPLY_SECONDS)[0] if asked else []:
             with suppress(RayError):  # the machine is lost
                 found |= ray.get(reply)
-    return {log: found.get(log, "no process, or none on a machine that responds") for log in logs}
+    return {log: found.get(log, "it has no process yet, or its machine does not respond") for log in logs}

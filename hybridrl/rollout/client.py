@@ -18,6 +18,7 @@ from typing import Protocol
 
 from hybridrl.cluster.watchdog import SILENT_SECONDS
 from hybridrl.rollout.types import Completion, Request
+from hybridrl.tracking.console import warn
 
 logger = logging.getLogger(__name__)
 
@@ -272,11 +273,9 @@ class RolloutClient:
             return
         lane.due = loop.time() + silence
         limit = f" (actor_rollout_ref.rollout.request_timeout={self.timeout:g}); killing it" if hung else ""
-        message = "rollout server %d has sampled no token for %.3g s, with %d requests unfinished%s: %s"
-        index, waiting, server = self.lanes.index(lane), len(lane.running), lane.server
-        logger.warning(
-            message, index, silence, waiting, limit, await server.activity(), extra={"code": "server-silent"}
-        )
+        server, unfinished = lane.server, f"{len(lane.running)} requests unfinished"
+        message = f"rollout server {self.lanes.index(lane)} has sampled no token for {silence:.3g} s, with {unfinished}"
+        warn(f"{message}{limit}: {await server.activity()}", "server-silent")
         if hung:
             server.kill()
             lane.moved = loop.time()

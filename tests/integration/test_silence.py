@@ -37,6 +37,7 @@ def soon(monkeypatch) -> None:
         monkeypatch.setattr(module, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(group, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(client, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(client, "CHECK_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -68,18 +69,18 @@ def stop_for_some_seconds(process: psutil.Process) -> None:
     threading.Timer(STOPPED_SECONDS, process.resume).start()
 
 
-def test_a_stopped_rank_and_the_ranks_that_wait_for_it_are_named(parts, caplog):
+def test_a_stopped_rank_and_the_ranks_that_wait_for_it_are_named(parts, capsys):
     engine, workers = parts
     wanted = requests()
     engine.to_rollout(0)
     batch = rows(wanted, generate(engine, wanted))
     engine.to_training()
     watchdog.durations.clear()
-    caplog.clear()
+    capsys.readouterr()
     stop_for_some_seconds(process_of(engine.ranks.logs[1]))
     assert largest_gap(workers, batch) < 1e-4, "nothing is lost"
-    report = next(line for line in caplog.messages if "train worker.log_probs: 2 not done after" in line)
-    first, second = report.splitlines()[1:]
+    report = capsys.readouterr().out.split("train worker.log_probs: 2 not done after")[1]
+    first, second = report.splitlines()[1:3]
     assert re.search(r"^  train-0: ray::TrainWorker.* \(pid \d+\) in \w+ \(\w+\.py:\d+", first)
     assert re.search(
         r"^  train-1: ray::TrainWorker.* \(pid \d+\) stopped \(state T.*\); its log: /.*/train-1\.log$", second
@@ -88,18 +89,21 @@ def test_a_stopped_rank_and_the_ranks_that_wait_for_it_are_named(parts, caplog):
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["server", "engine"])
-def test_a_stopped_server_or_engine_is_named_while_it_should_generate(parts, caplog, number):
+def test_a_stopped_server_or_engine_is_named_while_it_should_generate(parts, capsys, number):
     engine, _ = parts
     engine.to_rollout(0)
     wanted = requests()
     undisturbed = tokens(generate(engine, wanted))
-    caplog.clear()
+    capsys.readouterr()
     process = process_of(engine.fleet.servers.logs[0], number)
     stop_for_some_seconds(process)
     assert tokens(generate(engine, wanted)) == undisturbed
-    (report, *_) = [line for line in caplog.messages if "rollout server 0 has sampled no token" in line]
+    report, *others = [line for line in capsys.readouterr().out.splitlines() if "has sampled no token" in line]
+    assert "rollout server 0" in report
     assert f"(pid {process.pid}) stopped (state T" in report
-    assert not any("rollout server 1" in line for line in caplog.messages)
+    if number == 0:
+        assert re.search(r"EngineCore\S* \(pid \d+\) in \w+ \(\w+\.py:\d+", report), "it wrote its own stacks"
+    assert not any("rollout server 1" in line for line in others)
     assert engine.client.restarts == 0
     engine.to_training()
 
