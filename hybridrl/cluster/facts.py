@@ -33,6 +33,7 @@ DRIVER, DIRECTORY, NETWORK, CLOCK = "driver", "run directory", "network", "clock
 FREE = {"memory free in GiB": 2.0, "/tmp free in GiB": 1.0, "/dev/shm free in GiB": 1.0}  # with less: a warning
 CLOCK_SECONDS = 2.0
 WHOLE_BYTES, BLOCK_BYTES, BLOCKS = 32 << 20, 4096, 16  # larger files are compared by blocks spread over them
+MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".jinja", ".model", ".txt")
 # What only the driver reads.
 DRIVER_ONLY = ("data.train_files", "data.val_files", "data.custom_cls", "data.sampler", "algorithm.adv_estimator")
 DRIVER_SECTIONS = ("trainer", "own")
@@ -87,8 +88,9 @@ def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
 def fingerprint(path: str) -> str | None:
     """Return a digest of a file, a module, or a model's files (of large ones: size and blocks); None if missing."""
     if Path(path).is_dir():
-        files = {*Path(path).glob("*"), *resolve_model(path).glob("*")}
-        return _digest((file.relative_to(path).as_posix(), file) for file in sorted(files) if file.is_file())
+        files = sorted({*Path(path).glob("*"), *resolve_model(path).glob("*")})
+        used = (file for file in files if file.is_file() and file.name.endswith(MODEL_FILES))
+        return _digest((file.relative_to(path).as_posix(), file) for file in used)
     file = _script(path)
     if not file.is_file():
         try:
