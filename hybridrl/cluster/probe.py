@@ -177,9 +177,9 @@ def _try_network(group: Group, names: list[str], device: str) -> dict[str, str]:
         failed = _all_reduce(group.only([0, other]), "cpu", PAIR_SECONDS)
         if failed:
             reasons = "; ".join(f"{pair[rank]}: {reason}" for rank, reason in failed.items())
-            faults[names[other]] = f"no all-reduce with {names[0]} within {PAIR_SECONDS:g} s ({reasons})"
-    if any(faults.values()):
-        return faults
+            message = f"no all-reduce with {names[0]} within {PAIR_SECONDS:g} s ({reasons})"
+            # At once, as torch numbers a process's groups, and after a failure the numbers of two machines differ.
+            return faults | {names[other]: message}
     failures = _all_reduce(group, device, COLLECTIVE_SECONDS)
     return faults | {names[rank]: f"no all-reduce over all machines: {reason}" for rank, reason in failures.items()}
 

@@ -79,10 +79,8 @@ def test_a_directory_that_is_not_shared_and_a_machine_out_of_reach_are_errors_wi
 
 
 def test_little_memory_and_a_clock_that_differs_are_warnings():
-    assert messages(**{"/dev/shm free in GiB": 0.1}) == [("warning", "cluster.free", "/dev/shm free in GiB: 0.1 on b")]
-    assert messages(**{CLOCK: -30.0}) == [
-        ("warning", "cluster.clock", "the clock differs by -30 s from the driver's on b")
-    ]
+    assert messages(**{"/dev/shm free in GiB": 0.1}) == [("warning", "cluster.free", "/dev/shm free in GiB, on b: 0.1")]
+    assert messages(**{CLOCK: -30.0}) == [("warning", "cluster.clock", "clock offset in s, on b: -30.0")]
     assert messages(**{CLOCK: 1.0}) == []
 
 

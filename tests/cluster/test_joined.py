@@ -122,14 +122,15 @@ def assert_free(cpus: int) -> None:
 
 @pytest.mark.slow
 def test_equal_machines_pass_and_leave_no_file(cluster, tmp_path):
-    session = RaySession("cpu", 2, 1, {}, 100)
+    cluster.add_node(num_cpus=2)  # a third machine, as of two there is only one pair
+    session = RaySession("cpu", 3, 1, {}, 100)
     try:
         findings = probe_session(session, tmp_path, {})
     finally:
         session.close()
     assert findings.errors == []
     (table,) = [finding.cause for finding in findings.items if finding.code == "cluster.facts"]
-    assert table.startswith("driver and 2 machines\n") and "!" not in table
+    assert table.startswith("driver, machine 0 (") and "!" not in table
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -145,9 +146,9 @@ def test_the_doctor_shows_the_same_without_a_run(cluster, tmp_path, capsys):
     keys = ["trainer.device=cpu", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={tmp_path}/run"]
     assert main(["cluster", *keys]) == 0
     said = capsys.readouterr().out
-    assert said.count("CPUs: 0.01 requested, 2 in total, 2 free") == 2
+    assert said.count("CPUs: 0.01 requested, 2 in total, 2 free") == 3
     assert f"to add a machine: ray start --address={cluster.address}" in said
-    assert "driver and 2 machines\n" in said and "no errors" in said
+    assert "driver, machine 0 (" in said and "no errors" in said
     session = RaySession("cpu", 1, 1, {}, 60)
     try:
         assert describe_reservations() == [
@@ -155,8 +156,8 @@ def test_the_doctor_shows_the_same_without_a_run(cluster, tmp_path, capsys):
         ]
     finally:
         session.close()
-    assert main(["cluster", *keys, "trainer.nnodes=3"]) == 1
-    assert "machine 3 of 3 is missing" in capsys.readouterr().out
+    assert main(["cluster", *keys, "trainer.nnodes=4"]) == 1
+    assert "machine 4 of 4 is missing" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -171,7 +172,7 @@ def test_a_machine_that_differs_is_named_with_what_differs(cluster, tmp_path, ca
     path = os.pathsep.join([str(other), TOP])
     variables = {"MODEL": str(other), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "none0"}
     cluster.add_node(num_cpus=2, env_vars=variables)
-    session = RaySession("cpu", 3, 1, {}, 100)
+    session = RaySession("cpu", 4, 1, {}, 100)
     try:
         with pytest.raises(ConfigError) as rejected:
             probe_run(session, tmp_path, {"model": {"path": OfEachMachine(model)}})
