@@ -67,6 +67,13 @@ def current(device: str) -> torch.device:
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
 
+def libraries() -> dict[str, str]:
+    """Return the versions of CUDA and NCCL that torch was built with; empty for a CPU build."""
+    if torch.version.cuda is None:
+        return {}
+    return {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
 @cache
 def has_varlen_attention(device: torch.device) -> bool:
     """Return whether the device supports torch's variable-length attention: CUDA from Ampere on."""

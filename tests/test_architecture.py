@@ -137,6 +137,13 @@ def test_what_starts_quickly_imports_nothing_heavy(module: str) -> None:
     assert not HEAVY & set(result.stdout.split())
 
 
+@pytest.mark.parametrize("module", ["hybridrl.main_ppo", "hybridrl.main_sft"])
+def test_the_driver_is_forked_before_torch_is_imported_so_cuda_is_untouched(module: str) -> None:
+    code = "import os, runpy, sys; os.fork = lambda: os._exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", f"{code}; runpy.run_module({module!r}, run_name='__main__')"]
+    assert subprocess.run(command, cwd=TOP).returncode == 0
+
+
 def test_functions_and_files_fit_a_reader() -> None:
     long = [
         f"{name}: {function.name} has {lines} lines"

@@ -16,7 +16,7 @@ import ray._private.ray_constants
 import ray._private.state
 import ray._private.worker
 from ray._raylet import Config
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from hybridrl.config import ConfigError
 from hybridrl.runtime.keeper import PrivateDirectory
@@ -95,19 +95,39 @@ def join_command() -> str:
     return f"ray start --address={ray.get_runtime_context().gcs_address}"
 
 
-def describe_room(machines: Sequence[Machine], request: Mapping[str, float], wanted: int, reserved: int) -> str:
-    """Describe what a run waits for, machine by machine; `request` is what it reserves on each of `wanted` machines."""
-    lines = [f"{reserved} of {wanted} machine(s) reserved, {len(machines)} in Ray:"]
+def dashboard() -> str:
+    """Return the address of Ray's dashboard, or an empty text if it has none."""
+    return ray._private.worker.get_dashboard_url() or ""
+
+
+def describe_reservations() -> list[str]:
+    """Return the reservations of running jobs; those of a run name its driver."""
+    groups = placement_group_table().values()
+    return [
+        f"{group['name'] or 'unnamed'}: {group['state'].lower()}, {len(group['bundles'])} device(s)"
+        for group in groups
+        if group["state"] != "REMOVED"
+    ]
+
+
+def missing_machines(machines: Sequence[Machine], request: Mapping[str, float], wanted: int) -> list[str]:
+    """Return the machines that a run lacks; `request` is what it reserves on each of `wanted` machines."""
+    fitting = sum(machine.has(request) for machine in machines)
+    return [f"machine {number} of {wanted} is missing" for number in range(fitting + 1, wanted + 1)]
+
+
+def describe_room(machines: Sequence[Machine], request: Mapping[str, float]) -> list[str]:
+    """Return for each machine what is requested of it, what it has, and what of that is free."""
+    lines = []
     width = max((len(machine.name) for machine in machines), default=0)
     for machine in machines:
+        total, free = machine.total, machine.free
         cells = [
-            f"{name}s: {need:g} requested, {machine.total.get(name, 0):g} in total, {machine.free.get(name, 0):g} free"
-            for name, need in request.items()
+            f"{name}s: {amount:g} requested, {total.get(name, 0):g} in total, {free.get(name, 0):g} free"
+            for name, amount in request.items()
         ]
-        lines.append(f"  {machine.name:{width}}  {'; '.join(cells)}")
-    fitting = sum(machine.has(request) for machine in machines)
-    lines += [f"  machine {number} of {wanted} is missing" for number in range(fitting + 1, wanted + 1)]
-    return "\n".join(lines)
+        lines.append(f"{machine.name:{width}}  {'; '.join(cells)}")
+    return lines
 
 
 def lost_component() -> str | None:
@@ -135,28 +155,32 @@ class RaySession:
     def _reserve(self, machines: int, timeout: float) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
         bundles = [bundle_of(self.device) for _ in range(self.per_machine)]
-        request = {name: amount * self.per_machine for name, amount in bundle_of(self.device).items()}
+        request = request_of(self.device, self.per_machine)
         began, reported, ready = time.monotonic(), float("-inf"), []
         while True:
             targets: list[str | None] = [None] * machines
             if self.joined and self.device == "cpu":  # virtual devices fit anywhere: Ray would use a single machine
                 targets = [machine.node_id for machine in read_machines() if machine.has(request)]
             for target in targets[len(self.groups) : machines]:
-                group = placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=target)
+                name = f"hybridrl: process {os.getpid()} on {socket.gethostname()}, machine {len(self.groups)}"
+                group = placement_group(bundles, "STRICT_PACK", name, _soft_target_node_id=target)
                 self.groups.append(group)
                 ready.append(group.ready())
             done = ray.wait(ready, num_returns=len(ready), timeout=POLL_SECONDS)[0] if ready else []
             if len(done) == machines:
                 return
-            room = describe_room(read_machines(), request, machines, len(done))
-            room += f"\n  to add a machine: {join_command()}" * self.joined
+            here = read_machines()
+            room = [f"{len(done)} of {machines} machine(s) reserved, {len(here)} in Ray:"]
+            room += [*describe_room(here, request), *missing_machines(here, request, machines)]
+            room += [f"to add a machine: {join_command()}"] * self.joined
+            state = "\n  ".join(room)
             now = time.monotonic()
             if now - began >= timeout:
                 cause = f"Ray had no room within {timeout:g} s for trainer.nnodes={machines} x trainer.n_gpus_per_node="
                 fix = "lower them, or wait until other jobs end (ray status)"
-                raise ConfigError(f"{cause}{self.per_machine} on {self.device}", fix=f"{fix}: {room}")
+                raise ConfigError(f"{cause}{self.per_machine} on {self.device}", fix=f"{fix}: {state}")
             if now - reported >= REPORT_SECONDS:
-                info(f"waiting for Ray, up to trainer.startup_timeout={timeout:g} s: {room}")
+                info(f"waiting for Ray, up to trainer.startup_timeout={timeout:g} s: {state}")
                 reported = now
             if len(self.groups) < machines:
                 time.sleep(POLL_SECONDS)
@@ -180,11 +204,14 @@ def bundle_of(device: str) -> dict[str, float]:
     return {"GPU": 1.0, "CPU": 1.0} if device == "cuda" else {"CPU": CPU_DEVICE}
 
 
+def request_of(device: str, devices: int) -> dict[str, float]:
+    """Return the resources that a number of devices of one machine request from Ray."""
+    return {name: amount * devices for name, amount in bundle_of(device).items()}
+
+
 def _start(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None:
     """Join the existing Ray, or start one that keeps its files in `directory`."""
-    if hook := os.environ.pop(
-        "RAY_RUNTIME_ENV_HOOK", None
-    ):  # workers run the driver's interpreter and sources as they are
+    if hook := os.environ.pop("RAY_RUNTIME_ENV_HOOK", None):  # workers run the driver's interpreter and sources
         logger.info("RAY_RUNTIME_ENV_HOOK=%s is not used: workers need no other environment", hook)
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     logging.getLogger("ray").setLevel(logging.ERROR)

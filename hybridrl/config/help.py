@@ -58,6 +58,17 @@ def batch_arithmetic(config: PPOConfig) -> str:
     )
 
 
+def samplings(config: PPOConfig) -> str:
+    """How responses are sampled in training and in validation, side by side; neither follows the other."""
+    rollout, validation = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    texts = []
+    for sampling, greedy in ((rollout, not rollout.do_sample), (validation, False)):
+        shown = {"temperature": 0.0 if greedy else sampling.temperature}
+        shown |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "n": sampling.n}
+        texts.append(" ".join(f"{name}={value:g}" for name, value in shown.items()))
+    return f"sampling in training: {texts[0]}; in validation: {texts[1]}"
+
+
 def key_meanings(file: Path, package: str = "") -> dict[str, str]:
     """The comment above every key of a configuration file and of those it lists, by full key, in their order."""
     meanings: dict[str, str] = {}

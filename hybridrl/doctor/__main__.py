@@ -165,6 +165,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "reward",
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
     ),
+    "cluster": ("cluster", "[key=value ...]: tries the machines of a Ray cluster together, without a run"),
     "migrate": (
         "migrate",
         "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",

@@ -14,7 +14,7 @@ from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.cluster.group import START_LIMIT, control_limit
 from hybridrl.config import PPOConfig
 from hybridrl.config.files import resolve_model
-from hybridrl.config.help import batch_arithmetic
+from hybridrl.config.help import batch_arithmetic, samplings
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.evaluation.evaluator import Evaluator
 from hybridrl.experience.collector import SynchronousExperience
@@ -55,7 +55,7 @@ class PPOJob:
         self.config, self.inputs = config, inputs
         self.algorithm, self.prompts, self.order, self.tokenizer = algorithm, prompts, order, tokenizer
         self.rows = order.size
-        self.description = batch_arithmetic(config)
+        self.description = f"{batch_arithmetic(config)}\n{samplings(config)}"
         self.contents = contents_to_save(config, algorithm)
         self.spool: Spool | None = None
         self.asynchronous_saves = config.actor_rollout_ref.actor.checkpoint.async_save

@@ -16,6 +16,7 @@ from hybridrl import device as devices
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder
 from hybridrl.cluster import Group, RaySession, spawn
+from hybridrl.cluster.probe import probe_run
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
 from hybridrl.config.schema import SFTTrainerConfig
@@ -80,6 +81,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({saved.path})")
         session = start_session(config.trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
+        probe_run(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
         tracker = stack.enter_context(open_tracker(config, directory, plan.steps, resume))

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -94,7 +97,20 @@ def listens(pid: int) -> list[str]:
     return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
 
 
-def test_a_killed_driver_leaves_no_ray_process_and_no_file():
+@pytest.fixture
+def occupied() -> Iterator[None]:
+    """The ports that servers of this kind have by default are taken: Ray's, its dashboard's, torch's and vLLM's."""
+    with ExitStack() as stack:
+        for port in (6379, 8265, 10001, 29500, 8000):
+            with suppress(OSError):  # another program has it
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        yield
+
+
+def test_a_driver_killed_next_to_another_run_leaves_no_process_and_no_file(occupied, session, tmp_path):
+    """Two runs side by side, where all default ports are taken: neither needs a fixed port, nor ends the other."""
+    other = Group([spawn(Worker, session, 0, {}, str(tmp_path / "log"))], "worker", [])
+    other.broadcast(Worker.listen, timeout=60)
     top = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", KILLED], env=os.environ | {"PYTHONPATH": str(top)}, capture_output=True)
     assert run.returncode == -signal.SIGKILL
@@ -103,6 +119,7 @@ def test_a_killed_driver_leaves_no_ray_process_and_no_file():
     while directory.exists() or working_in(directory):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    other.broadcast(Worker.sleep, 0, timeout=20)
 
 
 def test_a_runtime_environment_hook_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

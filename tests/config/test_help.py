@@ -1,5 +1,5 @@
 from hybridrl.config.compose import CONF
-from hybridrl.config.help import changed_values, explain_keys, key_meanings
+from hybridrl.config.help import changed_values, explain_keys, key_meanings, samplings
 from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig
 
@@ -51,3 +51,12 @@ def test_only_what_was_changed_is_reported_and_not_what_follows_it(load: Load) -
     assert "rollout.max_model_len=576" in sections["actor_rollout_ref"]
     assert "seed=7" in sections["trainer"]
     assert "reward" not in sections
+
+
+def test_the_samplings_of_training_and_validation_stand_side_by_side_and_neither_follows_the_other(load: Load) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    keys = (f"{rollout}.temperature=0.7", f"{rollout}.n=8", f"{rollout}.top_k=20", f"{rollout}.val_kwargs.top_p=0.9")
+    assert samplings(load(*keys).config) == (
+        "sampling in training: temperature=0.7 top_p=1 top_k=20 n=8; "
+        "in validation: temperature=0 top_p=0.9 top_k=-1 n=1"
+    )

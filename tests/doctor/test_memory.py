@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
+from hybridrl.config.keys import value_keys
 from hybridrl.config.load import resolve_config
 from hybridrl.doctor import memory_plan as memory_plan_module
 from hybridrl.doctor import memory_sizes
@@ -522,6 +524,23 @@ def test_an_optimizer_on_the_cpu_is_proposed_only_if_nothing_else_helps(load: Lo
     assert suggest_fix(run, peak, peak(run) - 1) == f"set {fsdp}.optimizer_offload=true"
     run = run_of(load("trainer.device=cuda", *keys, f"{fsdp}.optimizer_offload=true"))
     assert suggest_fix(run, peak, peak(run) - 1) == f"set {fsdp}.offload_policy=true"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_suggestion_changes_what_is_learned(load: Load, memory: object, device: str) -> None:
+    """Every override that can be suggested is, if each of them helps and none suffices."""
+    run = run_of(load(f"trainer.device={device}"))
+    keys = value_keys(PPOConfig)
+    usual = [attrgetter(key)(run.config) for key in keys]
+
+    def peak(changed: Run) -> float:
+        return 1000.0 - sum(attrgetter(key)(changed.config) != value for key, value in zip(keys, usual, strict=True))
+
+    fix = suggest_fix(run, peak, 0.0)
+    names = [word.partition("=")[0].rpartition(".")[2] for word in fix.split(",")[0].split()[1:]]
+    assert len(names) > 3
+    lengths = {"max_prompt_length", "max_response_length", "prompt_length", "response_length", "max_model_len"}
+    assert not {"train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "n", *lengths} & set(names)
 
 
 def test_a_run_on_an_existing_ray_cluster_is_not_compared_with_this_machine(

@@ -101,6 +101,11 @@ def test_a_run_leaves_metrics_samples_curves_and_a_model(two_slots):
     assert "8 prompts x 4 responses = 32 samples per step, 2 mini-batches of 4 prompts" in output
 
 
+def test_every_process_logs_in_the_directory_of_the_run(two_slots):
+    logs = {path.name for path in (two_slots[0] / "logs").iterdir()}
+    assert logs >= {"train-0.log", "train-1.log", "rollout-0.log", "rollout-1.log", "scoring-0.log", "reward.log"}
+
+
 def test_the_saved_model_loads_and_differs_from_the_initial_one(two_slots, tiny):
     saved = two_slots[0] / "global_step_2" / "actor" / "huggingface"
     before = AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()

@@ -53,6 +53,9 @@ sys.exit(guarded(work))
 """
 
 
+TOP = Path(__file__).parents[2]
+
+
 class Guarded:
     def __init__(self, directory: Path, **options: object) -> None:
         self.directory = directory
@@ -91,11 +94,11 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def start(tmp_path, monkeypatch) -> Iterator[Callable[..., Guarded]]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(TOP))
     runs = []
 
-    def begin(**options: object) -> Guarded:
-        runs.append(Guarded(tmp_path, **options))
+    def begin(directory: Path = tmp_path, **options: object) -> Guarded:
+        runs.append(Guarded(directory, **options))
         return runs[-1]
 
     yield begin
@@ -145,6 +148,17 @@ def test_after_a_kill_of_the_driver_the_guard_ends_everything(start):
     assert run.is_gone()
 
 
+def test_of_two_runs_side_by_side_a_guard_ends_only_its_own(start, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    killed, other = start(tmp_path / "a"), start(tmp_path / "b")
+    killed.driver.kill()
+    assert killed.process.wait(10) == 137 and killed.is_gone()
+    assert not any(map(has_ended, other.all)) and all(map(Path.exists, other.directories))
+    other.signal_group(signal.SIGTERM)
+    assert other.process.wait(10) == 7 and other.is_gone()
+
+
 def test_after_a_kill_of_guard_and_driver_the_keeper_ends_everything_in_the_directory(start):
     run = start()
     run.process.kill()
@@ -165,6 +179,14 @@ def test_after_a_kill_of_the_keeper_too_the_next_run_cleans_up(start, tmp_path):
     assert after.directories[0].exists()
     after.signal_group(signal.SIGTERM)
     assert after.process.wait(10) == 7
+
+
+def test_equal_lines_of_two_actors_stand_in_the_log_of_each(tmp_path):
+    code = "import sys; from hybridrl.runtime.guard import begin_actor; begin_actor(sys.argv[1]); print('loss is nan')"
+    logs = [tmp_path / "train-0.log", tmp_path / "train-1.log"]
+    for log in logs:
+        subprocess.run([sys.executable, "-c", f"{code}; print('loss is nan')", str(log)], check=True, cwd=TOP)
+    assert [log.read_text() for log in logs] == ["loss is nan\n" * 2] * 2
 
 
 def test_other_users_may_not_enter_the_directory(start):

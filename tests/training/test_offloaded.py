@@ -1,0 +1,30 @@
+"""What is sent to the engine does not depend on where the parameters are."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from hybridrl.training.fsdp import mesh, shard_and_fill
+from hybridrl.training.model import HOST, blank_language_model
+from hybridrl.training.sender import Sender
+from tests.training.families import model_config
+from tests.training.on_ranks import on_ranks
+from tests.training.test_state import fsdp_config
+
+
+def digests(directory: str, offloaded: bool) -> list[int]:
+    """The digest of every bucket that this rank sends."""
+    ranks, blank = dist.get_world_size(), blank_language_model(model_config(directory), torch.float32)
+    model = shard_and_fill(blank, directory, fsdp_config(), mesh("cpu", ranks, ranks), HOST, offloaded=offloaded)
+    sender = Sender(model, HOST, torch.float32, 1 << 14, merge=False)
+    return [sender.fill(bucket)[1] for bucket in sender.plan.model]
+
+
+def test_offloaded_and_resident_parameters_give_the_engine_the_same_bytes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path)
+    resident, offloaded = (on_ranks(2, digests, str(tmp_path), value) for value in (False, True))
+    assert resident == offloaded and len(set(resident[0])) > 2
