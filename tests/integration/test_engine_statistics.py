@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from hybridrl import device as devices
 from hybridrl.config import load_ppo_config
 from hybridrl.rollout import Request, Sampling, request_seed
 from hybridrl.rollout.statistics import engine_metrics
@@ -26,7 +27,7 @@ def sampled(overrides, tmp_path, monkeypatch):
     def run(rows: int, **more: object) -> tuple[list[list[int]], dict[str, float]]:
         config = load_ppo_config(overrides(tmp_path, {"data.max_prompt_length": 300, "data.max_response_length": 200}))
         model, rollout = config.actor_rollout_ref.model, replace(config.actor_rollout_ref.rollout, **more)
-        for name, value in vllm_environment(rollout).items():
+        for name, value in (devices.environment("cpu", slots=1) | vllm_environment(rollout)).items():
             monkeypatch.setenv(name, value)
         cache = {"kv_cache_memory_bytes": (4 * rows + 1) * CPU_BLOCK * cache_bytes_per_token(model, rollout)}
         rollout = replace(rollout, engine_kwargs=replace(rollout.engine_kwargs, vllm=cache))

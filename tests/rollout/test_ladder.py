@@ -154,6 +154,16 @@ def test_two_servers_that_lack_memory_at_the_same_time_lower_the_settings_once(f
     assert (fleet.rollout.max_num_seqs, fleet.rollout.gpu_memory_utilization) == (128, 0.5)
 
 
+def test_the_failure_that_a_client_gets_has_all_that_was_tried(fleet):
+    fleet.servers = SimpleNamespace(actors=["server"])
+    failure = fleet.handle(0).failure(RuntimeError(f"EngineShortOfMemory: the engine ran out of memory: {OOM}"))
+    assert (
+        "tried without enough memory:\n  max_num_seqs=256  gpu_memory_utilization=0.5  rollout server 0: torch"
+        in str(failure)
+    )
+    assert OOM in failure.cause and "\n" not in failure.cause
+
+
 def test_a_resumed_run_starts_its_engines_with_what_worked_and_logs_it_once(fleet, monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(fleets, "info", lines.append)
