@@ -85,10 +85,12 @@ def test_at_the_floor_there_is_nothing_to_lower():
     ],
 )
 def test_a_lack_of_memory_is_found_in_an_error_or_a_log(text):
-    assert shortage(["INFO starting\n", f"(EngineCore pid=7) ERROR {text}\n"]) == f"(EngineCore pid=7) ERROR {text}"
+    source = '(EngineCore pid=7) ERROR [core.py:15]     raise RuntimeError("out of memory")'
+    assert shortage(["INFO starting\n", f"{source}\n(EngineCore pid=7) ERROR [core.py:15] {text}\n"]) == text
 
 
 def test_another_failure_is_no_lack_of_memory():
+    assert shortage(["terminate called after std::bad_alloc"]) == "terminate called after std::bad_alloc"
     assert shortage(["EngineDeadError: EngineCore encountered an issue.", "KeyError: 'memory'"]) is None
 
 
