@@ -147,7 +147,7 @@ def _reward(run: Run) -> str | None:
 # The least share of a phase's time for which a proposal is worth trying, and its proposals, the best one first.
 PROPOSALS: dict[str, tuple[float, tuple[Callable[[Run], str | None], ...]]] = {
     "rollout": (0.3, (_preemptions, _queue, _wide_engines, _tail)),
-    "switch": (0.1, (_weight_sync,)),
+    "switch": (0.0, (_weight_sync,)),
     "reward": (0.2, (_reward,)),
     "validation": (0.3, (_validation,)),
     "saving": (0.1, (_saving,)),

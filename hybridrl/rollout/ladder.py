@@ -20,6 +20,7 @@ SHORTAGE = re.compile(
 # The share of the device that an engine may use is too small for it: a smaller share would not help.
 SHARE_TOO_LARGE = re.compile(r"less than desired \w+ memory", re.IGNORECASE)  # others use the device
 SHARE_TOO_SMALL = re.compile(r"no available memory for the cache|larger than the available KV cache", re.IGNORECASE)
+ERROR = re.compile(r"[\w.]*(Error|Exception): .*")  # in a line of a log, which begins with process and time
 MARK = "the engine ran out of memory"
 KEY, SEQUENCES, SHARE = "actor_rollout_ref.rollout", "max_num_seqs", "gpu_memory_utilization"
 CACHE_BYTES = "engine_kwargs.vllm.kv_cache_memory_bytes"  # replaces the share where the user has set it
@@ -34,10 +35,11 @@ class EngineShortOfMemory(RuntimeError):
     code = "engine-memory"
 
 
-def shortage(lines: Iterable[str]) -> str | None:
-    """Return the first line of an error or a log that reports a lack of memory."""
-    found = (line for text in lines for line in text.splitlines() if SHORTAGE.search(line))
-    return next((line.strip()[:300] for line in found), None)
+def shortage(texts: Iterable[str]) -> str | None:
+    """Return the first error in these texts, an exception's or a log's, that reports a lack of memory, in one line."""
+    lines = (line for text in texts for line in text.splitlines())
+    found = next((line for line in lines if SHORTAGE.search(line) and " raise " not in line), None)
+    return None if found is None else (ERROR.search(found) or [found])[0].strip()[:300]
 
 
 def memory_settings(rollout: RolloutConfig) -> Settings:

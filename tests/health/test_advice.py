@@ -109,6 +109,7 @@ def test_a_slow_weight_sync_is_described_by_its_bytes_and_rate():
     assert advice(changes={"lora_rank": 8, "merge": True}, **slow)[0].endswith(
         "set actor_rollout_ref.model.lora.merge=false, which sends the adapter alone"
     )
+    assert advice(**slow | {"timing_s/step": 300.0})[0].startswith("switch took 4% of the time")
     assert advice(changes={"lora_rank": 8}, **slow) == []
     assert advice(changes={"update_weights_bucket_megabytes": 256}, **slow)[0].endswith("megabytes=1024")
 

@@ -85,10 +85,12 @@ def test_at_the_floor_there_is_nothing_to_lower():
     ],
 )
 def test_a_lack_of_memory_is_found_in_an_error_or_a_log(text):
-    assert shortage(["INFO starting\n", f"(EngineCore pid=7) ERROR {text}\n"]) == f"(EngineCore pid=7) ERROR {text}"
+    source = '(EngineCore pid=7) ERROR [core.py:15]     raise RuntimeError("out of memory")'
+    assert shortage(["INFO starting\n", f"{source}\n(EngineCore pid=7) ERROR [core.py:15] {text}\n"]) == text
 
 
 def test_another_failure_is_no_lack_of_memory():
+    assert shortage(["terminate called after std::bad_alloc"]) == "terminate called after std::bad_alloc"
     assert shortage(["EngineDeadError: EngineCore encountered an issue.", "KeyError: 'memory'"]) is None
 
 
@@ -153,6 +155,16 @@ def test_two_servers_that_lack_memory_at_the_same_time_lower_the_settings_once(f
     assert fleet.lost(0, f"EngineShortOfMemory: the engine ran out of memory: {OOM}")
     assert fleet.lost(1, f"EngineShortOfMemory: the engine ran out of memory: {OOM}")
     assert (fleet.rollout.max_num_seqs, fleet.rollout.gpu_memory_utilization) == (128, 0.5)
+
+
+def test_the_failure_that_a_client_gets_has_all_that_was_tried(fleet):
+    fleet.servers = SimpleNamespace(actors=["server"])
+    failure = fleet.handle(0).failure(RuntimeError(f"EngineShortOfMemory: the engine ran out of memory: {OOM}"))
+    assert (
+        "tried without enough memory:\n  max_num_seqs=256  gpu_memory_utilization=0.5  rollout server 0: torch"
+        in str(failure)
+    )
+    assert OOM in failure.cause and "\n" not in failure.cause
 
 
 def test_a_resumed_run_starts_its_engines_with_what_worked_and_logs_it_once(fleet, monkeypatch):
