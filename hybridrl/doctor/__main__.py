@@ -172,6 +172,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "why": ("why", "DIR: how the run of a directory is, or why it ended, and the command to continue with"),
     "checkpoints": ("checkpoints", "DIR: every checkpoint of a run with age, size, health and score"),
     "report": ("archive", "DIR [--samples]: packs what a bug report needs of a run, secrets masked"),
+    "clean": ("clean", "[DIR ...] [--yes]: lists, or removes, what dead runs have left on this machine"),
     "selftest-resume": (
         "selftest_resume",
         "key=value ...: kills a short run repeatedly and compares it with one that was not killed",
