@@ -24,8 +24,8 @@ import yaml
 
 from hybridrl.checkpoint.store import list_checkpoints
 from hybridrl.doctor.why import diagnose
+from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, read_end
-from hybridrl.tracking.host import memory_now
 
 MASK = "***"
 ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
@@ -116,7 +116,8 @@ def _machine(directory: Path) -> dict[str, object]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory": memory_now() | {"total": psutil.virtual_memory().total},
+        "memory": psutil.virtual_memory()._asdict(),
+        "oom_kills": oom_kills(),
         "disk_free": shutil.disk_usage(directory).free,
         "gpus": gpus,
         "environment": {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)},

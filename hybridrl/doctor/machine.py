@@ -25,7 +25,7 @@ from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
-from hybridrl.tracking.host import cgroup_limits
+from hybridrl.device import cgroup_limits
 
 GIB = 1 << 30
 OPEN_FILES = 4096  # with fewer Ray warns that connections may fail
@@ -141,12 +141,6 @@ class Facts(NamedTuple):
     open_files: int
     memory_limit: int | None = None
     core_limit: float | None = None
-
-
-def memory_left() -> int:
-    """Return the bytes that processes may still allocate on the machine or in the container."""
-    free, (limit, _) = psutil.virtual_memory().available, cgroup_limits()
-    return free if limit is None else min(free, limit)
 
 
 def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = None) -> None:

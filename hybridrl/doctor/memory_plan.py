@@ -15,7 +15,8 @@ from hybridrl.cluster.session import joins
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
-from hybridrl.doctor.machine import GIB, UTILIZATION, memory_left, visible_gpus
+from hybridrl.device import memory_left
+from hybridrl.doctor.machine import GIB, UTILIZATION, visible_gpus
 from hybridrl.doctor.memory_sizes import FULL, Models, Shard, read_models
 from hybridrl.rollout.vllm.settings import cpu_cache_bytes
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config

@@ -19,9 +19,9 @@ import psutil
 import yaml
 
 from hybridrl.checkpoint.store import Checkpoint, holder, list_checkpoints
+from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.faults import ACTOR, FILE, FINISHED, PAGE, REQUESTED, STOPPED, Fault, last_run, read_faults
-from hybridrl.tracking.host import oom_kills
 from hybridrl.tracking.sink import STEP_SECONDS
 
 WELL = {RUNNING := "running", FINISHED}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import psutil
 from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,7 @@ from hybridrl.config.compose import as_dict, as_yaml, save_config
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
 from hybridrl.runs.resume import ResumePlan, restore
+from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
 from hybridrl.tracking.faults import RESTART, record, recording
@@ -61,8 +63,15 @@ class Job(Protocol):
 def train(config: C, job_class: Callable[[C], Job]) -> None:
     """Run training, with restarts if `trainer.max_restarts` allows them."""
     directory = open_run_directory(config)
-    with nullcontext() if holder(directory) else recording(directory):  # another run's record is not this one's
+    with (
+        nullcontext() if holder(directory) else recording(directory, host_memory)
+    ):  # another run's record is not this one's
         with_restarts(lambda: run(config, job_class, directory), config.trainer)
+
+
+def host_memory() -> dict[str, int | None]:
+    """Bytes that the driver holds and that processes may still allocate, and the kernel's count of kills."""
+    return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
 
 
 def with_restarts(attempt: Callable[[], None], trainer: SFTTrainerConfig) -> None:

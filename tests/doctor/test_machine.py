@@ -8,10 +8,10 @@ import pytest
 from hybridrl.cluster.session import Cluster
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
+from hybridrl.device import cgroup_limits
 from hybridrl.doctor.machine import (
     Facts,
     Gpu,
-    cgroup_limits,
     check_devices,
     check_gpus,
     check_machine,

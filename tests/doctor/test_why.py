@@ -196,9 +196,10 @@ from pathlib import Path
 from hybridrl.checkpoint.store import Store
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, recording
+from hybridrl.runtime.guard import oom_kills
 from hybridrl.runtime.signals import StopRequest
 directory = Path(sys.argv[1])
-with recording(directory), StopRequest(wait_for_step=True):
+with recording(directory, lambda: {"oom_kills": oom_kills()}), StopRequest(wait_for_step=True):
     store = Store(directory)
     tracker = Tracker([], directory, "p", "e", {}, 9)
     tracker.log(1, {"timing_s/step": 0.1})
