@@ -89,9 +89,10 @@ class FaultLog(logging.Handler):
     def write(self, code: str, text: str = "", tail: Sequence[str] = (), *, end: bool = False) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         fault = Fault(now, self.step, code, text, list(tail), self.memory(), end)
-        self._unwritten += json.dumps(asdict(fault)).encode() + b"\n"
-        with suppress(OSError), (self.directory / FILE).open("ab", buffering=0) as file:
-            self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        with self.lock, suppress(OSError):  # a checkpoint is published, and a server rebuilt, in a thread
+            self._unwritten += json.dumps(asdict(fault)).encode() + b"\n"
+            with (self.directory / FILE).open("ab", buffering=0) as file:
+                self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
     def tail(self, text: str) -> list[str]:
         """Return the last lines of the log of the first process that a text names, if it is on this machine."""
