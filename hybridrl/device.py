@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -144,9 +145,36 @@ def host_buffer(size: int, device: str) -> torch.Tensor:
     return buffer
 
 
+def memory_left() -> int:
+    """Return the bytes that processes may still allocate on the machine or in the container."""
+    free, (limit, _) = psutil.virtual_memory().available, cgroup_limits()
+    return free if limit is None else min(free, limit)
+
+
+def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> tuple[int | None, float | None]:
+    """Return the bytes that this process's control group and its parents (version 2) leave it, and its cores; None: no
+    limit."""
+    lines = own.read_text().splitlines() if own.is_file() else []
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    memory, cores = [], []
+    for directory in (mount / group, *(mount / parent for parent in Path(group).parents)) if group is not None else ():
+        files = [directory / name for name in ("memory.max", "memory.current", "cpu.max", "memory.stat")]
+        most, used, quota, stat = [file.read_text().split() if file.is_file() else [] for file in files]
+        if most and used and most[0] != "max":
+            sizes = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+            cached = sizes.get("active_file", 0) + sizes.get("inactive_file", 0)  # counted as used, and reclaimable
+            memory.append(int(most[0]) - int(used[0]) + cached)
+        if quota and quota[0] != "max":
+            cores.append(int(quota[0]) / int(quota[1]))
+    return min(memory, default=None), min(cores, default=None)
+
+
 def memory(device: str) -> dict[str, float]:
-    """Return the memory used by this process, and on CUDA by its device, with what is free there, in GiB."""
-    used = {"cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30}
+    """Return the memory used by this process, and on CUDA by its device, and what is free, in GiB."""
+    used = {
+        "cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
+        "host_memory_free_gb": memory_left() / 2**30,
+    }
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         used["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30

@@ -124,7 +124,11 @@ def test_imports_stand_at_the_top() -> None:
     [
         "hybridrl.config",
         "hybridrl.doctor.__main__",
+        "hybridrl.doctor.archive",
+        "hybridrl.doctor.checkpoints",
+        "hybridrl.doctor.clean",
         "hybridrl.doctor.migrate",
+        "hybridrl.doctor.why",
         "hybridrl.main_ppo",
         "hybridrl.main_sft",
         "hybridrl.rewards.process",

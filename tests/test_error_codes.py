@@ -51,7 +51,8 @@ def test_the_page_has_a_section_for_every_code_and_no_other() -> None:
     codes = {code for node in nodes(ast.ClassDef) for code in code_of_class(node)} | reported()
     codes |= {*faults.SIGNS, *why.ENDS, faults.UNEXPECTED, "warning"}
     codes |= {faults.BEGUN, faults.FINISHED, faults.STOPPED, faults.RESTART, faults.REQUESTED}
-    codes |= {why.RUNNING, why.SILENT, why.KILLED, why.NOT_STARTED, why.MACHINE_RESTARTED}
+    verdicts = [call.args[0] for call in nodes(ast.Call) if ast.unparse(call.func) == "Verdict"]
+    codes |= {why.RUNNING} | {code.value for code in verdicts if isinstance(code, ast.Constant)}
     page = (TOP / faults.PAGE).read_text(encoding="utf-8")
     sections = re.findall(r"^## ([\w-]+)\n\n(\S.+)", page, re.M)
     assert len(sections) == len({name for name, _ in sections}) == len(re.findall(r"^## ", page, re.M))

@@ -174,6 +174,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "checkpoints": ("checkpoints", "DIR: every checkpoint of a run with age, size, health and score"),
     "report": ("archive", "DIR [--samples]: packs what a bug report needs of a run, secrets masked"),
     "replay": ("replay", "DIR [--step N]: computes a step of a run again, and names the rows that moved the gradient"),
+    "clean": ("clean", "[DIR ...] [--yes]: lists, or removes, what dead runs have left on this machine"),
     "selftest-resume": (
         "selftest_resume",
         "key=value ...: kills a short run repeatedly and compares it with one that was not killed",

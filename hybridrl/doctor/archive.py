@@ -24,13 +24,13 @@ import yaml
 
 from hybridrl.checkpoint.store import list_checkpoints
 from hybridrl.doctor.why import diagnose
+from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, read_end
-from hybridrl.tracking.host import memory_now
 
 MASK = "***"
 ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
 SAMPLES = ("rollout_data_dir", "validation_data_dir")
-REWARD_LOGS = "reward*.log"
+QUIET_LOGS = ("train-", "rollout-")  # a reward may print samples into the others
 VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|HF|HUGGINGFACE|TORCH|PYTORCH|OMP|PYTHON|WANDB|HYBRIDRL|SLURM|LD)_?\w*")
 
 # A name whose value is a secret, in a configuration, an environment or a message. A "token" alone is also a number.
@@ -91,7 +91,7 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
     if (metrics := directory / "metrics.jsonl").is_file():
         yield metrics.name, "".join(metrics.read_text(encoding="utf-8", errors="replace").splitlines(True)[-ROWS:])
     for log in sorted(directory.glob("logs/*.log")):
-        if samples or not log.match(REWARD_LOGS):
+        if samples or log.name.startswith(QUIET_LOGS):
             yield f"logs/{log.name}", read_end(log, TAIL_BYTES).decode(errors="replace")
     if samples:
         yield from _samples(directory)
@@ -116,7 +116,8 @@ def _machine(directory: Path) -> dict[str, object]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory": memory_now() | {"total": psutil.virtual_memory().total},
+        "memory": psutil.virtual_memory()._asdict(),
+        "oom_kills": oom_kills(),
         "disk_free": shutil.disk_usage(directory).free,
         "gpus": gpus,
         "environment": {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)},

@@ -25,7 +25,7 @@ from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
-from hybridrl.tracking.host import cgroup_limits
+from hybridrl.device import cgroup_limits
 
 GIB = 1 << 30
 OPEN_FILES = 4096  # with fewer Ray warns that connections may fail

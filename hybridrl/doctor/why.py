@@ -19,34 +19,17 @@ import psutil
 import yaml
 
 from hybridrl.checkpoint.store import Checkpoint, holder, list_checkpoints
-from hybridrl.config.values import value_of
+from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import read_metrics
-from hybridrl.tracking.faults import (
-    ACTOR,
-    FILE,
-    FINISHED,
-    PAGE,
-    REQUESTED,
-    STOPPED,
-    Fault,
-    last_run,
-    read_faults,
-)
-from hybridrl.tracking.host import oom_kills
+from hybridrl.tracking.faults import ACTOR, FILE, FINISHED, PAGE, REQUESTED, STOPPED, Fault, last_run, read_faults
 from hybridrl.tracking.sink import STEP_SECONDS
 
-RUNNING, SILENT, KILLED, NOT_STARTED, MACHINE_RESTARTED = (
-    "running",
-    "silent",
-    "killed",
-    "not-started",
-    "machine-restarted",
-)
-WELL = {RUNNING, FINISHED}
+WELL = {RUNNING := "running", FINISHED}
 SILENT_SECONDS, SILENT_STEPS = 60.0, 5.0  # without a step: the greater of the seconds, and of so many times the median
 FULL_BYTES = 1 << 20  # free, or fewer, on a disk that is full
 SHOWN = 300  # characters of an error
 ACTORS = "actor_rollout_ref"
+Change = Callable[[dict[str, Any], str], str]  # from configuration and process to blame to an override
 
 
 @dataclass(frozen=True)
@@ -90,73 +73,71 @@ class Remains:
     @property
     def diagnoses(self) -> str:
         """What health rules report of the last step, as the continuation of a sentence."""
-        held = [
-            name.removeprefix("health/") for name, value in self._last.items() if name.startswith("health/") and value
-        ]
+        last = self.metrics.get(self.last_step, {})
+        held = [name.removeprefix("health/") for name, value in last.items() if name.startswith("health/") and value]
         return f"; {', '.join(held)} held at the last step (docs/health.md)" if held else ""
 
     @property
-    def _last(self) -> dict[str, float]:
-        return self.metrics.get(self.last_step, {})
+    def checkpoint(self) -> str:
+        return f" (the last healthy checkpoint is of step {self.saved.step})" if self.saved else " (nothing was saved)"
 
-    def resume(self, *overrides: str) -> str:
-        """Return the command that continues the run, from its last checkpoint if there is one."""
-        module = "main_ppo" if not self.config or ACTORS in self.config else "main_sft"
+    def resume(self, change: Change | None = None) -> str:
+        """Return the command that continues the run, from its last checkpoint if there is one, with a change."""
         if not self.config:
-            return f"python -m hybridrl.{module} key=value ..., as before"
-        mode = ["trainer.resume_mode=auto"] * (
-            self.config["trainer"]["resume_mode"] != "auto" and self.saved is not None
-        )
-        return " ".join([f"python -m hybridrl.{module} -cp {self.name} -cn config", *mode, *overrides])
+            return "python -m hybridrl.main_ppo key=value ..., as before"
+        words = [f"python -m hybridrl.{'main_ppo' if ACTORS in self.config else 'main_sft'} -cp {self.name} -cn config"]
+        if self.saved and self.config["trainer"]["resume_mode"] != "auto":
+            words.append("trainer.resume_mode=auto")
+        return " ".join([*words, change(self.config, self.blamed)] if change else words)
+
+    @property
+    def blamed(self) -> str:
+        """The process that the last record names, as its log file is named; empty: none."""
+        named = ACTOR.search(self.faults[-1].text) if self.faults else None
+        return f"{named[1]}-{named[2]}" if named else ""
 
     def check(self) -> str:
         """Return the command that checks the configuration, tries its reward, and plans its memory."""
-        if ACTORS not in self.config:
-            return self.resume()
-        return f"python -m hybridrl.doctor -cp {self.name} -cn config"
+        return f"python -m hybridrl.doctor -cp {self.name} -cn config" if ACTORS in self.config else self.resume()
 
     def report(self) -> str:
         return f"python -m hybridrl.doctor report {self.name}"
 
     def log(self) -> str:
-        """Return the command that shows the log of the process to blame."""
-        named = ACTOR.search(self.faults[-1].text)
-        return f"less +G {self.name}/logs/{f'{named[1]}-{named[2]}' if named else '*'}.log"
+        return f"less +G {self.name}/logs/{self.blamed or '*'}.log"
 
     def listing(self) -> str:
         return f"python -m hybridrl.doctor checkpoints {self.name}"
 
-    def with_less_memory(self) -> str:
-        named = ACTOR.search(self.faults[-1].text)
-        if ACTORS not in self.config:
-            return self.resume(*(f"{key}={value // 2}" for key, value in [self._lookup("data.max_token_len_per_gpu")]))
-        if named and named[1] == "rollout":
-            key, share = self._lookup(f"{ACTORS}.rollout.gpu_memory_utilization")
-            return self.resume(f"{key}={max(share - 0.1, 0.1):.2g}")
-        key, rows = self._lookup(f"{ACTORS}.actor.ppo_micro_batch_size_per_gpu")
-        if rows and rows > 1 and not self._lookup(f"{ACTORS}.actor.use_dynamic_bsz")[1]:
-            return self.resume(f"{key}={rows // 2}")
-        key, tokens = self._lookup(f"{ACTORS}.actor.ppo_max_token_len_per_gpu")
-        longest = self.config["data"]["max_prompt_length"] + self.config["data"]["max_response_length"]
-        return self.resume(f"{key}={max(tokens // 2, longest)}")
 
-    def with_fewer_checkpoints(self) -> str:
-        key = "trainer.max_actor_ckpt_to_keep"
-        return self.resume(*[f"{key}=1"] * (bool(self.config) and self._lookup(key)[1] != 1))
+def less_memory(config: dict[str, Any], process: str) -> str:
+    if ACTORS not in config:
+        return f"data.max_token_len_per_gpu={config['data']['max_token_len_per_gpu'] // 2}"
+    if process.startswith("rollout"):
+        share = config[ACTORS]["rollout"]["gpu_memory_utilization"]
+        return f"{ACTORS}.rollout.gpu_memory_utilization={max(share - 0.1, 0.1):.2g}"
+    actor, data = config[ACTORS]["actor"], config["data"]
+    rows = actor["ppo_micro_batch_size_per_gpu"] or 1
+    if rows > 1 and not actor["use_dynamic_bsz"]:
+        return f"{ACTORS}.actor.ppo_micro_batch_size_per_gpu={rows // 2}"
+    longest = data["max_prompt_length"] + data["max_response_length"]
+    return f"{ACTORS}.actor.ppo_max_token_len_per_gpu={max(actor['ppo_max_token_len_per_gpu'] // 2, longest)}"
 
-    def with_a_lower_rate(self) -> str:
-        key, rate = self._lookup(f"{ACTORS}.actor.optim.lr" if ACTORS in self.config else "optim.lr")
-        return self.resume(f"{key}={rate / 10:.2g}")
 
-    def _lookup(self, key: str) -> tuple[str, Any]:
-        return key, value_of(self.config, key)
+def fewer_checkpoints(config: dict[str, Any], process: str) -> str:
+    return "trainer.max_actor_ckpt_to_keep=1"
+
+
+def lower_rate(config: dict[str, Any], process: str) -> str:
+    key, part = (f"{ACTORS}.actor.", config[ACTORS]["actor"]) if ACTORS in config else ("", config)
+    return f"{key}optim.lr={part['optim']['lr'] / 10:.2g}"
 
 
 # Code of an end -> what it means, and the command to continue with.
 ENDS: dict[str, tuple[str, Callable[[Remains], str]]] = {
-    "device-memory": ("a device ran out of memory", Remains.with_less_memory),
+    "device-memory": ("a device ran out of memory", lambda run: run.resume(less_memory)),
     "host-memory": ("the machine ran out of memory", Remains.check),
-    "disk-full": ("the disk is full", Remains.with_fewer_checkpoints),
+    "disk-full": ("the disk is full", lambda run: run.resume(fewer_checkpoints)),
     "save-failed": ("a checkpoint could not be saved", Remains.resume),
     "checkpoint-damaged": ("the checkpoint to resume from is damaged", Remains.listing),
     "worker-died": ("a process of the run died", Remains.resume),
@@ -167,7 +148,7 @@ ENDS: dict[str, tuple[str, Callable[[Remains], str]]] = {
     "reward-faults": ("the reward function failed", Remains.check),
     "no-signal": ("there was nothing to learn from", Remains.check),
     "nothing-to-learn-from": ("there was nothing to learn from", Remains.check),
-    "broken-updates": ("updates were not finite", Remains.with_a_lower_rate),
+    "broken-updates": ("updates were not finite", lambda run: run.resume(lower_rate)),
     "stale-weights": ("an engine did not compute with the trainer's weights", Remains.report),
     "disagreement": ("engine and trainer compute different log-probs", Remains.report),
     "wrong-mode": ("the program is at fault", Remains.report),
@@ -182,7 +163,7 @@ def diagnose(directory: Path) -> Verdict:
         return _living(remains)
     if not remains.faults and not remains.metrics:
         cause = f"no run has started in {directory}: if one was to, its configuration was rejected"
-        return Verdict(NOT_STARTED, cause, "python -m hybridrl.doctor key=value ..., with the arguments of the run")
+        return Verdict("not-started", cause, "python -m hybridrl.doctor key=value ..., with the arguments of the run")
     end = remains.end
     if end is None:
         return _killed(remains)
@@ -190,7 +171,7 @@ def diagnose(directory: Path) -> Verdict:
         return _finished(remains)
     if end.code == STOPPED:
         request = next((one.text for one in remains.faults if one.code == REQUESTED), end.text)
-        return Verdict(STOPPED, f"{request} stopped it {remains.place}{_restart(remains)}", remains.resume())
+        return Verdict(STOPPED, f"{request} stopped it {remains.place}{remains.checkpoint}", remains.resume())
     if end.code == "rejected":
         command = "python -m hybridrl.doctor key=value ..., with the arguments of the run"
         return Verdict(end.code, f"configuration or data were rejected before the start: {_shown(end.text)}", command)
@@ -207,7 +188,7 @@ def _living(remains: Remains) -> Verdict:
     usual, silent = median(times) if times else 0.0, now - remains.logged
     where = f"{remains.user} did step {remains.last_step} {silent:.0f} s ago, and steps take {usual:.3g} s"
     if silent > max(SILENT_SECONDS, SILENT_STEPS * usual):
-        return Verdict(SILENT, where, f"tail -n 20 {remains.name}/logs/*.log")
+        return Verdict("silent", where, f"tail -n 20 {remains.name}/logs/*.log")
     return Verdict(RUNNING, where + remains.diagnoses, follow)
 
 
@@ -221,25 +202,19 @@ def _finished(remains: Remains) -> Verdict:
 
 def _killed(remains: Remains) -> Verdict:
     """Judge a run that could not record its end."""
-    where, before = f"{remains.place}{_restart(remains)}", [one.memory.get("oom_kills") for one in remains.faults]
+    where, before = f"{remains.place}{remains.checkpoint}", [one.memory.get("oom_kills") for one in remains.faults]
     request = next((one.text for one in remains.faults if one.code == REQUESTED), "")
     kills, last = oom_kills(), max([remains.logged, *(one.at.timestamp() for one in remains.faults)])
     if psutil.boot_time() > last:
-        return Verdict(MACHINE_RESTARTED, f"the machine was restarted or lost power {where}", remains.resume())
+        return Verdict("machine-restarted", f"the machine was restarted or lost power {where}", remains.resume())
     if kills and before and before[0] is not None and kills > before[0]:
         cause = f"the driver was killed {where}; for lack of memory the kernel has killed {kills - before[0]} processes"
         return Verdict("host-memory", f"{cause} since the run began", remains.check())
     if (free := shutil.disk_usage(remains.directory).free) < FULL_BYTES:
         cause = f"the disk is full ({free} bytes are free), so the end {remains.place} could not be recorded"
-        return Verdict("disk-full", cause, remains.with_fewer_checkpoints())
+        return Verdict("disk-full", cause, remains.resume(fewer_checkpoints))
     by = f"after {request} and before its step was saved" if request else "by hand, by a scheduler or by a crash"
-    return Verdict(KILLED, f"the driver was killed {where}, {by}: {FILE} has no end", remains.resume())
-
-
-def _restart(remains: Remains) -> str:
-    return (
-        f" (the last healthy checkpoint is of step {remains.saved.step})" if remains.saved else " (nothing was saved)"
-    )
+    return Verdict("killed", f"the driver was killed {where}, {by}: {FILE} has no end", remains.resume())
 
 
 def _shown(text: str) -> str:

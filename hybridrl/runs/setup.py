@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import psutil
 from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, restore
+from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
 from hybridrl.tracking.faults import recording
@@ -64,8 +66,14 @@ class Job(Protocol):
 def train(config: C, job_class: Callable[[C], Job]) -> None:
     """Run training, as often as `with_restarts` allows."""
     directory = open_run_directory(config)
-    with nullcontext() if holder(directory) else recording(directory):  # another run's record is not this one's
+    recorder = nullcontext() if holder(directory) else recording(directory, host_memory)  # not in another run's record
+    with recorder:
         with_restarts(lambda adjusted: run(config, job_class, directory, adjusted), config)
+
+
+def host_memory() -> dict[str, int | None]:
+    """Bytes that the driver holds and that processes may still allocate, and the kernel's count of kills."""
+    return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
 
 
 def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted) -> None:

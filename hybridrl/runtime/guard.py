@@ -12,16 +12,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
 from hybridrl.runtime.keeper import END_SECONDS, is_keeper
 from hybridrl.runtime.stacks import REQUEST, write_stacks_on_request
-from hybridrl.tracking.host import KERNEL_COUNTS, oom_kills
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_KILLED = 128 + signal.SIGKILL
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KERNEL_COUNTS = Path("/proc/vmstat")
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -80,12 +81,21 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
+def oom_kills() -> int | None:
+    """Return how many processes the kernel of this machine has killed for lack of memory, or None if unknown."""
+    try:
+        counts = dict(line.split() for line in KERNEL_COUNTS.read_text().splitlines())
+    except OSError:
+        return None
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None
+
+
 _OOM_KILLS_BEFORE = oom_kills()  # when the run began
 
 
 def kill_cause() -> str:
     """Return who probably killed a process of this machine with signal 9: "by hand ..." or "by the kernel ..."."""
-    now = oom_kills(KERNEL_COUNTS)
+    now = oom_kills()
     if now is None or _OOM_KILLS_BEFORE is None:
         return "by hand, or by the kernel for lack of memory (see dmesg)"
     if now == _OOM_KILLS_BEFORE:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT, PREFIX = Path("/tmp"), "hybridrl-"  # independent of TMPDIR: Ray's sockets need a short path
@@ -69,16 +70,13 @@ def keep(directory: Path, owner: int) -> None:
     """Wait for the owner's end, then clean up; first clean up the directories of killed owners and keepers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for lock in ROOT.glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError), lock.open("rb+") as file:
-            if os.fstat(file.fileno()).st_uid == os.getuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _clear(lock.parent)
+    for left in abandoned():
+        clear(left)
     watched = [sys.stdin.fileno()]  # closed by the owner, or with the last process that the owner forked
     with contextlib.suppress(OSError, AttributeError):  # an old kernel, or the owner has ended
         watched.append(os.pidfd_open(owner))
     select.select(watched, [], [])
-    _clear(directory)
+    clear(directory)
 
 
 def working_in(directory: Path) -> list[int]:
@@ -91,7 +89,17 @@ def working_in(directory: Path) -> list[int]:
     return pids
 
 
-def _clear(directory: Path) -> None:
+def abandoned() -> Iterator[Path]:
+    """Yield the directories of this user whose owner and keeper are gone, each locked meanwhile."""
+    for lock in ROOT.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open("rb+") as file:
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield lock.parent
+
+
+def clear(directory: Path) -> None:
+    """End the processes that use a directory, and remove it."""
     deadline = time.monotonic() + END_SECONDS
     while directory.exists() and time.monotonic() < deadline:
         pids = working_in(directory)

@@ -8,13 +8,13 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hybridrl.tracking.host import memory_now
+Memory = dict[str, int | None]
 
 FILE, PAGE = "faults.jsonl", "docs/errors.md"
 BEGUN, FINISHED, STOPPED, RESTART, REQUESTED = "begun", "finished", "stopped", "restart", "stop-requested"
@@ -25,7 +25,7 @@ TAIL_LINES, TAIL_BYTES = 40, 16384  # of the log that a text names
 ACTOR = re.compile(r"\b(rollout|train)(?: server |-)(\d+)\b")
 
 # What an error of a general kind shows to be its cause, by its text or by what the process logged last.
-GENERAL = {"worker-died", "worker-failed", "rollout-failed", "save-failed", UNEXPECTED}
+GENERAL = {"device-memory", "worker-died", "worker-failed", "rollout-failed", "save-failed", UNEXPECTED}
 SIGNS = {
     "disk-full": r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]",
     "device-memory": r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CUDA error: out of memory"
@@ -58,7 +58,7 @@ class Fault:
     code: str
     text: str
     tail: list[str] = field(default_factory=list)
-    memory: dict[str, int | None] = field(default_factory=dict)
+    memory: Memory = field(default_factory=dict)
     end: bool = False
 
     @property
@@ -70,9 +70,9 @@ class FaultLog(logging.Handler):
     """Appends to `faults.jsonl` of a directory; as a handler, what is logged as a warning. What a full disk has no room
     for is written with the next record."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, memory: Callable[[], Memory]) -> None:
         super().__init__(logging.WARNING)
-        self.directory, self.step = directory, 0
+        self.directory, self.memory, self.step = directory, memory, 0
         self._counts: Counter[str] = Counter()
         # After a line that a kill cut short, the first record begins a new one.
         self._unwritten = b"" if read_end(directory / FILE, 1) in (b"\n", b"") else b"\n"
@@ -88,10 +88,11 @@ class FaultLog(logging.Handler):
 
     def write(self, code: str, text: str = "", tail: Sequence[str] = (), *, end: bool = False) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        fault = Fault(now, self.step, code, text, list(tail), memory_now(), end)
-        self._unwritten += json.dumps(asdict(fault)).encode() + b"\n"
-        with suppress(OSError), (self.directory / FILE).open("ab", buffering=0) as file:
-            self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        fault = Fault(now, self.step, code, text, list(tail), self.memory(), end)
+        with self.lock, suppress(OSError):  # a checkpoint is published, and a server rebuilt, in a thread
+            self._unwritten += json.dumps(asdict(fault)).encode() + b"\n"
+            with (self.directory / FILE).open("ab", buffering=0) as file:
+                self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
     def tail(self, text: str) -> list[str]:
         """Return the last lines of the log of the first process that a text names, if it is on this machine."""
@@ -126,10 +127,11 @@ def begin_step(step: int) -> None:
 
 
 @contextmanager
-def recording(directory: Path) -> Iterator[None]:
-    """Record faults in the directory meanwhile, with a record at the begin and one of how it ended."""
+def recording(directory: Path, memory: Callable[[], Memory] = dict) -> Iterator[None]:
+    """Record faults in the directory meanwhile, with a record at the begin and one of how it ended; `memory` measures
+    that of the machine, in bytes."""
     global _current
-    log, logger = FaultLog(directory), logging.getLogger("hybridrl")
+    log, logger = FaultLog(directory, memory), logging.getLogger("hybridrl")
     _current = log
     logger.addHandler(log)
     log.write(BEGUN)

@@ -22,7 +22,6 @@ from hybridrl.checkpoint.export import parts as parts_of
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import ModelConfig, WrapPolicyConfig
 from hybridrl.runtime.guard import begin_actor
-from hybridrl.tracking.host import memory_left
 from hybridrl.training import losses
 from hybridrl.training import model as models
 from hybridrl.training.fsdp import full_tensors, mesh, reshard, shard_and_fill
@@ -267,7 +266,7 @@ class TrainWorker:
             if to_host and learner is not None and moves:
                 learner.offload(to_host=True)
         devices.release_cached_memory(self.config.device)
-        return devices.memory(self.config.device) | {"host_memory_free_gb": memory_left() / 2**30}
+        return devices.memory(self.config.device)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"GET https://host/x?X-Amz-Signature={secret['signature']}&n=1\n--token={secret['git']}\n{secret['wandb']}\n"
         "generated 512 tokens, token: 17\n"
     )
-    (directory / "logs" / "reward.log").write_text("a SAMPLE that the reward prints\n")
+    for log in ("reward.log", "scoring-0.log"):
+        (directory / "logs" / log).write_text("a SAMPLE that the reward prints\n")
     (directory / "rollouts").mkdir()
     (directory / "rollouts" / "2.jsonl").write_text('{"output": "a SAMPLE"}\n')
     return directory

@@ -8,6 +8,7 @@ import pytest
 from hybridrl.cluster.session import Cluster
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
+from hybridrl.device import cgroup_limits
 from hybridrl.doctor.gpus import Gpu, check_gpus
 from hybridrl.doctor.machine import (
     Facts,
@@ -18,7 +19,6 @@ from hybridrl.doctor.machine import (
     installed,
     missing_symbols,
 )
-from hybridrl.tracking.host import cgroup_limits
 
 GIB = 1 << 30
 HEALTHY = Facts(cores=8, memory_free=64 * GIB, shared_free=8 * GIB, open_files=65536)

@@ -161,8 +161,16 @@ def test_the_cause_of_each_end_is_named_with_the_command_to_continue(config, wor
 
 def test_every_end_has_its_meaning_and_command(config):
     assert {case[1] for case in CAUSES} - {"finished", "stopped"} <= why.ENDS.keys()
-    remains = why.Remains(run(config, stopped))
-    assert all(command_of(remains) for _, command_of in why.ENDS.values())
+    directory = run(config, stopped)
+    assert all(command_of(why.Remains(directory)) for _, command_of in why.ENDS.values())
+    (directory / "config.yaml").unlink()
+    assert all(command_of(why.Remains(directory)) for _, command_of in why.ENDS.values())
+
+
+def test_a_run_of_an_earlier_version_has_no_recorded_end(config):
+    directory = run(config)
+    (directory / "faults.jsonl").unlink()
+    assert diagnose(directory).code == "killed"
 
 
 def test_the_command_to_continue_loads_the_run_s_configuration_with_the_override(config):
@@ -188,9 +196,10 @@ from pathlib import Path
 from hybridrl.checkpoint.store import Store
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, recording
+from hybridrl.runtime.guard import oom_kills
 from hybridrl.runtime.signals import StopRequest
 directory = Path(sys.argv[1])
-with recording(directory), StopRequest(wait_for_step=True):
+with recording(directory, lambda: {"oom_kills": oom_kills()}), StopRequest(wait_for_step=True):
     store = Store(directory)
     tracker = Tracker([], directory, "p", "e", {}, 9)
     tracker.log(1, {"timing_s/step": 0.1})

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from hybridrl import main_ppo
+from hybridrl.doctor.why import diagnose
 
 FAULTY_REWARD = """
 import zlib
@@ -98,6 +99,7 @@ def test_a_run_leaves_metrics_samples_curves_and_a_model(two_slots):
     ):
         assert (directory / name).exists(), name
     assert (directory / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert diagnose(directory).code == "finished"
     assert "8 prompts x 4 responses = 32 samples per step, 2 mini-batches of 4 prompts" in output
 
 
@@ -250,6 +252,7 @@ def test_a_killed_driver_leaves_nothing_running(overrides, tmp_path):
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 137
     assert "the driver was killed (signal 9" in output
+    assert diagnose(tmp_path).code == "killed"
     assert_gone(processes)
     assert not any(map(Path.exists, directories))
 
@@ -309,6 +312,7 @@ def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_m
         assert "Traceback" not in output
     assert_gone(processes)
     assert len(directories) == 1 and not any(map(Path.exists, directories))
+    assert diagnose(tmp_path).code == {"signal": "stopped", "worker": "worker-died"}[how]
 
 
 @pytest.mark.parametrize(
@@ -336,3 +340,4 @@ def test_bad_input_is_rejected_before_ray_starts(overrides, tmp_path, capfd, mon
     assert message in output.replace("\n", " ")
     assert "error:" in output
     assert "Traceback" not in output
+    assert diagnose(tmp_path / "run").code in ("rejected", "not-started")
