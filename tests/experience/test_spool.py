@@ -13,6 +13,7 @@ from hybridrl.experience.collector import SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter
 from hybridrl.experience.spool import Spool
 from hybridrl.rewards.score import FaultGuard, Score
+from hybridrl.rollout.client import RolloutFailure
 from tests.experience.test_collector import Client, Scorers, Switch, build, fault, plain
 
 TABLE = [[0, 1, 1], [1, 0, 1]]
@@ -25,14 +26,14 @@ class Killed(BaseException):
 class Dying(Client):
     """Yields `count` responses and ends."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, error: BaseException | None = None) -> None:
         super().__init__()
-        self.count = count
+        self.count, self.error = count, error or Killed()
 
     async def stream(self, requests):
         async for finished in super().stream(requests):
             if not self.count:
-                raise Killed
+                raise self.error
             self.count -= 1
             yield finished
 
@@ -87,6 +88,15 @@ def test_the_responses_are_used_by_every_process_that_follows(tmp_path):
     resumed = experience(spool(tmp_path))
     assert_undisturbed(resumed)
     assert sampled(resumed) == 1
+
+
+def test_a_step_whose_server_was_lost_too_often_is_trained_once_on_all_its_responses_by_the_next_process(tmp_path):
+    lost = RolloutFailure("rollout server 0 was lost 4 times")
+    with pytest.raises(RolloutFailure), spool(tmp_path) as kept:
+        experience(kept, client=Dying(2, lost)).collect(1)
+    resumed = experience(spool(tmp_path))
+    assert_undisturbed(resumed)
+    assert sampled(resumed) == 4
 
 
 def test_a_record_that_a_kill_cut_off_or_a_disk_changed_ends_the_file_and_is_written_again(tmp_path):
