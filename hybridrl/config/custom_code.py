@@ -40,7 +40,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 
 def load_module(path: str, key: str) -> ModuleType:
     """The module at a plain path, `file://path` or `pkg://dotted.name`; ConfigError shows the failing line."""
-    file = _file(path)
+    file = script_path(path)
     if not path.startswith("pkg://") and not file.is_file():
         raise ConfigError(f"{key}={path}: there is no such file", fix="give the path of a .py file", keys=key)
     try:
@@ -61,7 +61,7 @@ def load_class(path: str, name: str, key: str) -> type:
     try:
         members = vars(load_module(path, key))
     except ConfigError as error:
-        text = file.read_text(encoding="utf-8") if (file := _file(path)).is_file() else ""
+        text = file.read_text(encoding="utf-8") if (file := script_path(path)).is_file() else ""
         if isinstance(error.__cause__, ImportError) and IMPORTS_VERL.search(text):
             fix = f"verl is not installed here: write {name} without it (docs/data.md)"
             raise ConfigError(str(error), fix=fix, keys=key) from error
@@ -86,13 +86,14 @@ def _import_once(path: str, key: str) -> None:
     load_module(path, key)
 
 
-def _file(path: str) -> Path:
+def script_path(path: str) -> Path:
+    """The file of a custom code's path, as the configuration may write it."""
     return Path(path.removeprefix("file://")).expanduser().absolute()
 
 
 def where(error: BaseException, path: str) -> str:
     """The error and its deepest line in the user's file: `NameError: name 'x' is not defined (r.py:3)`."""
-    file = _file(path)
+    file = script_path(path)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

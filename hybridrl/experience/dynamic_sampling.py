@@ -29,11 +29,13 @@ class GroupFilter:
 
     `metric` is "score" (verl's seq_reward and seq_final_reward mean the same here) or a key of the reward's dict.
     `draw_size` prompts are drawn at a time; None: first as many as are wanted, then as many as are probably missing.
+    A step that may draw no more is trained on what it has kept, if that is at least `least` groups.
     """
 
     metric: str
     max_batches: int
     draw_size: int | None = None
+    least: int = 1
 
     def value(self, episode: Episode) -> float:
         if self.metric in SCORE_NAMES and episode.score.value is not None:
@@ -71,7 +73,7 @@ class Draws:
     def next_size(self) -> int:
         """Return how many prompts to draw next; 0 if the step is full or the run has no further prompts.
 
-        Raises NoSignal if more are needed and the step may draw no more, or if nothing at all was kept.
+        Raises NoSignal if the step may draw no more and has too few groups to be trained on.
         """
         if self.group_filter is None:
             return 0 if self.rounds else self.wanted
@@ -82,7 +84,10 @@ class Draws:
             return 0
         allowed = left if limit > 0 else min(left, self.data_size - self.prompts)
         if allowed <= 0 or self.rounds == limit:
-            raise NoSignal(self._diagnosis(self.group_filter))
+            if len(self.kept) < self.group_filter.least:
+                raise NoSignal(self._diagnosis(self.group_filter))
+            logger.warning("%s. This step is trained on the groups found", self._diagnosis(self.group_filter))
+            return 0
         # As many as will probably fill the step, given the share kept so far.
         missing = self.wanted - len(self.kept)
         likely = min(math.ceil(missing * self.prompts / len(self.kept)), self.wanted) if self.kept else self.wanted

@@ -216,7 +216,8 @@ class RolloutClient:
         if attempts > self.retries:
             raise RolloutFailure(
                 f"rollout server {index} was lost {attempts} times during the same requests "
-                f"(actor_rollout_ref.rollout.request_retries={self.retries}); the last reason:\n{failure}"
+                f"(actor_rollout_ref.rollout.request_retries={self.retries}); started again, the run samples only the "
+                f"missing responses of the step; the last reason:\n{failure}"
             )
         logger.warning(
             "rollout server %d was lost (%s); rebuilding it and retrying %d requests",

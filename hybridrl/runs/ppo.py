@@ -123,7 +123,8 @@ class PPOJob:
         rollout, filter_groups, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, None
         if filter_groups.enable and rollout.n > 1:
             metric = filter_groups.metric or "score"
-            group_filter = GroupFilter(metric, filter_groups.max_num_gen_batches, data.gen_batch_size)
+            limit, least = filter_groups.max_num_gen_batches, config.actor_rollout_ref.actor.ppo_mini_batch_size
+            group_filter = GroupFilter(metric, limit, data.gen_batch_size, least)
         return SynchronousExperience(
             self.engine,
             self.prompts,

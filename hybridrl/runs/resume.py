@@ -1,6 +1,7 @@
 """Resuming: which checkpoint a run starts from, what is read of it, and where that goes."""
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,11 +16,13 @@ from hybridrl.checkpoint.store import Checkpoint, is_verl
 from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict
+from hybridrl.config.custom_code import script_path
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.rows import fingerprinted_files
 from hybridrl.tracking.console import info
 from hybridrl.training.worker_group import TrainWorkers
 
+SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 RESETTABLE = ("optimizer", "schedule")
 
 Say = Callable[[str], None]
@@ -102,8 +105,8 @@ def sample_fingerprints(config: PPOConfig, data: str) -> tuple[str, str]:
     besides the response. Of custom reward functions the files count, not what these import or read."""
     rollout, model, reward = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, asdict(config.reward)
     engine = fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha)
-    places = (str(value).partition(":")[0] for value in flatten(reward).values())
-    code = [hashlib.sha256(Path(place).read_bytes()).hexdigest() for place in places if place.endswith(".py")]
+    scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(reward).values())
+    code = [hashlib.sha256(script_path(script[1]).read_bytes()).hexdigest() for script in scripts if script]
     return engine, fingerprint(reward, code, data, code_fingerprint())
 
 

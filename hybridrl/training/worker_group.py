@@ -280,11 +280,13 @@ class TrainWorkers:
         """Raise BrokenUpdates if at least `most` updates of one model were skipped in a row."""
         if self.most_skipped_in_a_row >= most:
             directory, last = store.directory / SKIPPED_UPDATES, store.last()
+            start = (
+                f"resume from {last}, the last good checkpoint," if last else "there is no good checkpoint: start again"
+            )
             raise BrokenUpdates(
                 f"{self.most_skipped_in_a_row} updates in a row had a loss or gradient that is not finite and were "
                 f"skipped (trainer.max_skipped_updates={most}); their rows are in {directory} on the machine of each "
-                f"rank; the last good checkpoint is {last or 'not there yet'}. Start again from it with a lower "
-                "learning rate (optim.lr), or in float32 (fsdp_config.dtype=fp32)"
+                f"rank; {start} with a lower learning rate (optim.lr), or in float32 (fsdp_config.dtype=fp32)"
             )
 
     def problem(self) -> str:

@@ -183,9 +183,8 @@ def test_a_step_without_any_scored_response_reports_why():
 # Dynamic sampling.
 
 
-def sampled(table, limit=0, metric="score", **settings) -> SynchronousExperience:
-    draw = settings.pop("draw", None)
-    return build(table, group_filter=GroupFilter(metric, limit, draw), **settings)
+def sampled(table, limit=0, metric="score", draw=None, least=1, **settings) -> SynchronousExperience:
+    return build(table, group_filter=GroupFilter(metric, limit, draw, least), **settings)
 
 
 def drawn(client: Client) -> list[int]:
@@ -329,7 +328,7 @@ def test_a_fault_that_counts_as_zero_has_that_metric_too():
 def test_at_the_limit_the_run_stops_and_reports_what_had_no_signal():
     table = [GOOD] + [FLAT] * 2 + [ZERO] * 3 + [GOOD] * 4
     with pytest.raises(NoSignal) as stopped:
-        collect(sampled(table, limit=2, step=3, metric="acc"))
+        collect(sampled(table, limit=2, step=3, metric="acc", least=2))
     message = str(stopped.value)
     assert "1 of 3 groups in 2 draws (algorithm.filter_groups.max_num_gen_batches=2)" in message
     assert "5 of the 6 groups drawn had no signal" in message
@@ -341,6 +340,15 @@ def test_at_the_limit_the_run_stops_and_reports_what_had_no_signal():
         "algorithm.filter_groups.enable=false",
     ):
         assert fix in message
+
+
+def test_at_the_limit_a_step_with_a_mini_batch_of_groups_is_trained_on_them(caplog):
+    table = [GOOD, FLAT, ZERO, GOOD, FLAT, FLAT, GOOD]
+    experience = sampled(table, limit=2, step=3, least=2)
+    assert positions(collect(experience)) == [0, 0, 3, 3]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "found 2 of 3 groups in 2 draws" in warning and warning.endswith("This step is trained on the groups found")
+    assert experience.position == 6
 
 
 def test_if_all_responses_score_the_same_only_the_best_is_reported():

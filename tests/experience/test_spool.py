@@ -13,6 +13,7 @@ from hybridrl.experience.collector import SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter
 from hybridrl.experience.spool import Spool
 from hybridrl.rewards.score import FaultGuard, Score
+from hybridrl.rollout.client import RolloutFailure
 from tests.experience.test_collector import Client, Scorers, Switch, build, fault, plain
 
 TABLE = [[0, 1, 1], [1, 0, 1]]
@@ -25,14 +26,14 @@ class Killed(BaseException):
 class Dying(Client):
     """Yields `count` responses and ends."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, error: BaseException | None = None) -> None:
         super().__init__()
-        self.count = count
+        self.count, self.error = count, error or Killed()
 
     async def stream(self, requests):
         async for finished in super().stream(requests):
             if not self.count:
-                raise Killed
+                raise self.error
             self.count -= 1
             yield finished
 
@@ -87,6 +88,15 @@ def test_the_responses_are_used_by_every_process_that_follows(tmp_path):
     resumed = experience(spool(tmp_path))
     assert_undisturbed(resumed)
     assert sampled(resumed) == 1
+
+
+def test_a_step_whose_server_was_lost_too_often_is_trained_once_on_all_its_responses_by_the_next_process(tmp_path):
+    lost = RolloutFailure("rollout server 0 was lost 4 times")
+    with pytest.raises(RolloutFailure), spool(tmp_path) as kept:
+        experience(kept, client=Dying(2, lost)).collect(1)
+    resumed = experience(spool(tmp_path))
+    assert_undisturbed(resumed)
+    assert sampled(resumed) == 4
 
 
 def test_a_record_that_a_kill_cut_off_or_a_disk_changed_ends_the_file_and_is_written_again(tmp_path):
@@ -191,11 +201,11 @@ def test_where_responses_depend_on_those_sampled_with_them_only_a_complete_step_
 def test_two_steps_are_kept_as_a_checkpoint_may_lag_and_none_once_the_run_has_ended(tmp_path):
     with spool(tmp_path) as kept:
         running = experience(kept)
-        for step in (1, 2, 3, 9, 10):
+        for step in (1, 2, 3, 4, 5):
             running.collect(step)
-        assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == ["step_10", "step_9"]
-        experience(spool(tmp_path)).collect(9)  # a run that went back
-        assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == ["step_9"]
+        assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == ["step_4", "step_5"]
+        experience(spool(tmp_path)).collect(4)  # a run that went back
+        assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == ["step_4"]
     assert not (tmp_path / "spool").exists()
 
 

@@ -314,7 +314,7 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
     assert workers.skipped_in_a_row["actor"] == 0, "the second update of the step was finite"
     for step in (3, 4):
         workers.update_mini_batches(batch, [[0, 1, 2, 3]], LOSS, step)
-    with pytest.raises(BrokenUpdates, match=r"2 updates in a row .* the last good checkpoint is not there yet"):
+    with pytest.raises(BrokenUpdates, match=r"2 updates in a row .* there is no good checkpoint: start again with"):
         workers.stop_if_broken(2, store)
     for file in (logs / "skipped_updates").iterdir():
         file.unlink()

@@ -215,7 +215,8 @@ def test_without_another_server_requests_wait_for_the_rebuilt_one():
 def test_a_server_lost_too_often_ends_all_requests_with_the_last_reason():
     made = client([FakeServer(dies=0)], lambda index: FakeServer(dies=0), retries=2)
     message = (
-        r"rollout server 0 was lost 3 times .*request_retries=2\); the last reason:\nTraceback ...\nEngineDeadError"
+        r"rollout server 0 was lost 3 times .*request_retries=2\); started again, the run samples only the missing "
+        r"responses of the step; the last reason:\nTraceback ...\nEngineDeadError"
     )
     with pytest.raises(RolloutFailure, match=message):
         made.generate_all(requests(2))

@@ -50,6 +50,7 @@ class Workers:
 
 class Ranks(Workers):
     plan = WHOLE_MODEL
+    updates = 0
 
     def plan_weights(self, rank, dtype, limit):
         assert (dtype, limit) == ("float32", 2 << 20)
@@ -59,7 +60,7 @@ class Ranks(Workers):
         return [LOG_PROBS]
 
     def fill_bucket(self, rank, bucket):
-        return (f"memory of {rank}", bucket.bytes)
+        return (f"memory of {rank}", bucket.bytes + self.updates)
 
     def release_buckets(self, rank, reader_died=False):
         return None
@@ -172,6 +173,21 @@ def test_the_base_of_an_adapter_is_sent_once_to_each_server():
         ("new", True),
     ]
     assert ("new", "finish_sync", (2, 1)) in calls
+
+
+@pytest.mark.parametrize("plan", [WHOLE_MODEL, SyncPlan(MODEL, ADAPTER)])
+def test_equal_weights_have_equal_digests_in_every_process_and_updated_weights_others(plan):
+    sync, _ = built(plan)
+    sync.publish(0)
+    first = sync.weights
+    sync.restore(1)
+    assert sync.weights == first
+    again, _ = built(plan)
+    again.publish(7)
+    assert again.weights == first
+    sync.trainers.updates = 1
+    sync.publish(1)
+    assert sync.weights != first
 
 
 def test_all_ranks_take_part_where_one_server_is_restored_and_log_probs_are_those_of_the_sync():

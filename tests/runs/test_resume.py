@@ -1,0 +1,53 @@
+"""What the responses and scores of a step are recognised by, in a run that resumes in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import load_ppo_config
+from hybridrl.runs.resume import sample_fingerprints
+
+BRIEF = '+reward.functions.brief="~/further.py:brief"'
+
+
+def fingerprints(directory: Path, *overrides: str, data: str = "rows") -> tuple[str, str]:
+    (directory / "train.jsonl").write_text("{}\n")
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
+    (directory / "model.safetensors").touch()
+    needed = [f"data.train_files={directory}/train.jsonl", f"actor_rollout_ref.model.path={directory}"]
+    reward = f"reward.custom_reward_function.path={directory}/reward.py"
+    return sample_fingerprints(load_ppo_config([*needed, reward, "trainer.device=cpu", *overrides]), data)
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch) -> tuple[str, str]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "reward.py").write_text("def compute_score(**row): return 1.0\n")
+    (tmp_path / "further.py").write_text("def brief(**row): return 1.0\n")
+    return fingerprints(tmp_path, BRIEF)
+
+
+@pytest.mark.parametrize("file", ["reward.py", "further.py"])
+def test_another_reward_changes_what_scores_are_recognised_by_and_not_the_responses(saved, tmp_path, file):
+    assert fingerprints(tmp_path, BRIEF) == saved
+    (tmp_path / file).write_text("def compute_score(**row): return 2.0\ndef brief(**row): return 2.0\n")
+    engine, reward = fingerprints(tmp_path, BRIEF)
+    assert engine == saved[0] and reward != saved[1]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.rollout.dtype=bf16",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.long_prefill_token_threshold=64",
+    ],
+)
+def test_settings_of_the_engine_change_what_responses_are_recognised_by(saved, tmp_path, override):
+    engine, _ = fingerprints(tmp_path, BRIEF, override)
+    assert engine != saved[0]
+
+
+def test_what_only_the_update_reads_changes_nothing(saved, tmp_path):
+    less = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
+    assert fingerprints(tmp_path, BRIEF, less) == saved
