@@ -54,6 +54,8 @@ class OutOfMemory(WorkerDied):
     `call` names role and method; `tokens` are those of its largest micro-batch, if that has several rows.
     """
 
+    code = "device-memory"
+
     def __init__(self, message: str, call: str) -> None:
         super().__init__(message)
         self.call = call

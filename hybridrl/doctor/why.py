@@ -148,6 +148,7 @@ ENDS: dict[str, tuple[str, Callable[[Remains], str]]] = {
     "reward-faults": ("the reward function failed", Remains.check),
     "no-signal": ("there was nothing to learn from", Remains.check),
     "nothing-to-learn-from": ("there was nothing to learn from", Remains.check),
+    "unhealthy": ("a diagnosis stopped it", lambda run: run.resume(lower_rate)),
     "broken-updates": ("updates were not finite", lambda run: run.resume(lower_rate)),
     "stale-weights": ("an engine did not compute with the trainer's weights", Remains.report),
     "disagreement": ("engine and trainer compute different log-probs", Remains.report),

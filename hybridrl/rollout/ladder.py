@@ -32,7 +32,7 @@ Settings = dict[str, float]  # by key below `actor_rollout_ref.rollout`
 class EngineShortOfMemory(RuntimeError):
     """The engine cannot start, or died, for lack of memory. A server's message is MARK and the reason in one line."""
 
-    code = "engine-memory"
+    code = "device-memory"
 
 
 def shortage(texts: Iterable[str]) -> str | None:

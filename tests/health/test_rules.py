@@ -153,7 +153,7 @@ def test_a_diagnosis_that_began_long_ago_keeps_its_step_in_a_resumed_run():
         for step in range(1, 301)
     }
     informed: list[str] = []
-    monitor = HealthMonitor(logged, warn=lambda text: None, info=informed.append)
+    monitor = HealthMonitor(logged, warn=lambda text, code: None, info=informed.append)
     for step in range(301, 306):
         monitor.judge(step, HEALTHY)
     assert informed == ["step 305: truncation of step 2 is over"]
@@ -171,7 +171,7 @@ def test_weights_after_a_collapse_are_not_to_be_resumed_from():
 def test_a_forecast_names_step_and_time_at_which_memory_is_full():
     """99 GiB at step 1 and one less with each step: none is left at step 100, 80 steps of six minutes after step 20."""
     warned: list[str] = []
-    monitor = HealthMonitor(warn=warned.append)
+    monitor = HealthMonitor(warn=lambda text, code: warned.append(text))
     for step, row in enumerate(series(20, perf_host_memory_free_gb=lambda step: 100.0 - step), start=1):
         monitor.judge(step, row)
     assert len(warned) == 1 and warned[0].startswith(
@@ -190,7 +190,7 @@ def test_a_forecast_names_step_and_time_at_which_memory_is_full():
 )
 def test_a_flat_score_is_reported_with_what_would_explain_it(measured, words):
     warned: list[str] = []
-    monitor = HealthMonitor(warn=warned.append)
+    monitor = HealthMonitor(warn=lambda text, code: warned.append(text))
     for step, row in enumerate(series(100), start=1):
         monitor.judge(step, row | measured)
     assert len(warned) == 1 and words in warned[0]
@@ -199,14 +199,14 @@ def test_a_flat_score_is_reported_with_what_would_explain_it(measured, words):
 def test_a_diagnosis_can_end_the_run_or_be_turned_off():
     rows = series(2, response_length_clip_ratio=0.5)
     for action in ("stop", "rollback"):
-        monitor = HealthMonitor(warn=lambda text: None, actions={"truncation": action})
+        monitor = HealthMonitor(warn=lambda text, code: None, actions={"truncation": action})
         for step, row in enumerate(rows, start=1):
             monitor.act()
             monitor.judge(step, row)
         with pytest.raises(Unhealthy, match=f"trainer.on_diagnosis.truncation={action}: 50% of the responses") as error:
             monitor.act()
         assert error.value.rollback == (action == "rollback") == bool(monitor.problem())
-    monitor = HealthMonitor(warn=lambda text: None, actions={"truncation": "off"})
+    monitor = HealthMonitor(warn=lambda text, code: None, actions={"truncation": "off"})
     assert [monitor.judge(step, row) for step, row in enumerate(rows, start=1)] == [{}, {}]
 
 
