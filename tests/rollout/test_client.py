@@ -290,9 +290,8 @@ def test_silence_is_reported_with_the_place_of_the_server_long_before_the_limit(
     assert made.restarts == 0
     reports = capsys.readouterr().out.splitlines()
     assert 3 <= len(reports) <= 4, "after 0.05, 0.1, 0.2 and 0.4 s"
-    assert all(
-        line.endswith(" s, with 8 requests unfinished: VLLM::EngineCore (pid 7) stopped (state T)") for line in reports
-    )
+    place = " s, with 8 requests unfinished: VLLM::EngineCore (pid 7) stopped (state T) [server-silent]"
+    assert all(line.endswith(place) for line in reports)
 
 
 def test_a_server_that_samples_is_not_reported_however_long_its_responses_take(monkeypatch, capsys):

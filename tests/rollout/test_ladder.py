@@ -158,7 +158,7 @@ def test_two_servers_that_lack_memory_at_the_same_time_lower_the_settings_once(f
 
 
 def test_the_failure_that_a_client_gets_has_all_that_was_tried(fleet):
-    fleet.servers = SimpleNamespace(actors=["server"])
+    fleet.servers = SimpleNamespace(actors=["server"], logs=["rollout-0.log"])
     failure = fleet.handle(0).failure(RuntimeError(f"EngineShortOfMemory: the engine ran out of memory: {OOM}"))
     assert (
         "tried without enough memory:\n  max_num_seqs=256  gpu_memory_utilization=0.5  rollout server 0: torch"
