@@ -87,7 +87,7 @@ def probe_run(session: RaySession, directory: Path, values: Mapping[str, Any]) -
     findings = probe_session(session, directory, shared_paths(values))
     for finding in findings.items:
         if finding.severity == "warning":
-            warn(finding.text)
+            warn(finding.text, finding.code)
         elif finding.severity == "info" and findings.errors:
             info(finding.text)
     findings.close()

@@ -29,7 +29,7 @@ def check_run_start(config: PPOConfig) -> None:
     check_space(config, findings)
     for finding in findings.items:
         if finding.severity == "warning":
-            warn(finding.text)
+            warn(finding.text, finding.code)
     findings.close()
 
 

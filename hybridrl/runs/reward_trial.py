@@ -158,7 +158,7 @@ def trying_reward(
     trial.finish(findings, SECONDS, log)
     for finding in findings.items:
         if finding.severity == "warning":
-            warn(finding.text)
+            warn(finding.text, finding.code)
     findings.close()
 
 
