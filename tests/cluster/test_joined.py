@@ -81,7 +81,7 @@ def cluster() -> Iterator[Cluster]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_run_waits_for_its_machines_says_what_it_waits_for_and_releases_them(cluster, capsys):
     with pytest.raises(
         ConfigError, match=r"no room within 1 s for trainer.nnodes=3 x trainer.n_gpus_per_node=4 on cpu"
@@ -99,7 +99,7 @@ def test_a_run_waits_for_its_machines_says_what_it_waits_for_and_releases_them(c
     assert_free(4)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_actors_of_a_killed_driver_end_and_its_devices_are_free(cluster):
     run = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
     assert run.returncode == -signal.SIGKILL
@@ -120,7 +120,7 @@ def assert_free(cpus: int) -> None:
         assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_equal_machines_pass_and_leave_no_file(cluster, tmp_path):
     cluster.add_node(num_cpus=2)  # a third machine, as of two there is only one pair
     session = RaySession("cpu", 3, 1, {}, 100)
@@ -141,7 +141,7 @@ class OfEachMachine(str):
         return os.getenv, ("MODEL", str(self))
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_doctor_shows_the_same_without_a_run(cluster, tmp_path, capsys):
     keys = ["trainer.device=cpu", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={tmp_path}/run"]
     assert main(["cluster", *keys]) == 0
@@ -160,7 +160,7 @@ def test_the_doctor_shows_the_same_without_a_run(cluster, tmp_path, capsys):
     assert "machine 4 of 4 is missing" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_machine_that_differs_is_named_with_what_differs(cluster, tmp_path, capsys):
     """The last test, as the machine stays: it has an older transformers, another model, and no network interface."""
     model, other = tmp_path / "model", tmp_path / "other"

@@ -20,7 +20,7 @@ def config(overrides, tmp_path_factory):
     return load_ppo_config(overrides(tmp_path_factory.mktemp("run"), lacking))
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_it_comes_back_lower(
     config, session, tmp_path, caplog
 ):

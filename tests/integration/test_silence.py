@@ -17,7 +17,7 @@ from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worke
 from hybridrl.training.worker_group import TrainWorkers
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.drill
 STOPPED_SECONDS = 6.0
 LIMIT = 10.0
 
