@@ -28,6 +28,20 @@ def add_run_arguments(parser: argparse.ArgumentParser, overrides: str = "as for 
     parser.add_argument("-cn", "--config-name", default=SHIPPED[PPOConfig], metavar="NAME", help="likewise")
 
 
+def directory_parser(command: str, description: str, *, epilog: str = "", as_json: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a command that reads what a run left; `as_json` says what --json prints."""
+    prog = f"python -m hybridrl.doctor {command}"
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    parser.add_argument("directory", type=_directory, metavar="DIR", help="the run's trainer.default_local_dir")
+    if as_json:
+        parser.add_argument("--json", action="store_true", help=f"print {as_json} as JSON")
+    return parser
+
+
+def _directory(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
 def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     """Print findings for people, by the first part of their codes, or for programs. Returns the exit status: 1 if there
     are errors, else 0."""

@@ -4,7 +4,6 @@ Configuration, faults, the last metrics, the ends of the logs, versions and the 
 log, which may show them, nothing is packed unless requested. What looks like a secret is masked in every file.
 """
 
-import argparse
 import io
 import json
 import os
@@ -23,6 +22,7 @@ import psutil
 import yaml
 
 from hybridrl.checkpoint.store import list_checkpoints
+from hybridrl.doctor import directory_parser
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, read_end
@@ -139,17 +139,15 @@ def pack(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor report",
-        description="Pack configuration, faults, metrics, ends of logs, versions and machine for a bug report: no "
-        "weights, no data, secrets masked. Look through it before you send it.",
-        allow_abbrev=False,
+    parser = directory_parser(
+        "report",
+        "Pack configuration, faults, metrics, ends of logs, versions and machine for a bug report: no weights, no "
+        "data, secrets masked. Look through it before you send it.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the run's trainer.default_local_dir")
     parser.add_argument("--samples", action="store_true", help="also the newest samples and the reward's log")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report-<time>.tar.gz in this directory")
     arguments = parser.parse_args(argv)
-    directory = arguments.directory.expanduser().absolute()
+    directory = arguments.directory
     if not directory.is_dir():
         parser.error(f"there is no directory {directory}")
     target = arguments.out or Path(f"report-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")

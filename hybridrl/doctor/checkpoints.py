@@ -3,7 +3,6 @@
 Every byte is compared with the manifest, as when a run resumes.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import is_verl, newest_good, read_checkpoint, step_directories
+from hybridrl.doctor import directory_parser
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 
 SHOWN = 3  # damaged files of a checkpoint
@@ -49,15 +49,9 @@ def list_rows(directory: Path) -> tuple[list[Row], str]:
     rows = []
     for path in paths:
         one, files = read_checkpoint(path), [file.stat() for file in path.rglob("*") if file.is_file()]
-        kind = (
-            "verl"
-            if is_verl(path)
-            else "unreadable"
-            if one is None
-            else "recovery"
-            if one.state["recovery"]
-            else "kept"
-        )
+        kind = "verl" if is_verl(path) else "unreadable"
+        if one is not None:
+            kind = "recovery" if one.state["recovery"] else "kept"
         healthy = one is None or one.state["healthy"]
         rows.append(
             Row(
@@ -112,21 +106,18 @@ def _style(row: Row) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor checkpoints",
-        description="Every checkpoint of a run; all files are compared with their checksums.",
+    parser = directory_parser(
+        "checkpoints",
+        "Every checkpoint of a run; all files are compared with their checksums.",
         epilog="exit status: 0 a run could resume, 1 there is no checkpoint to resume from, 2 it cannot be parsed",
-        allow_abbrev=False,
+        as_json="the list, with age in seconds and size in bytes,",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the run's trainer.default_local_dir")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON: age in seconds, size in bytes")
     arguments = parser.parse_args(argv)
-    directory = arguments.directory.expanduser().absolute()
-    rows, name = list_rows(directory)
+    rows, name = list_rows(arguments.directory)
     if arguments.json:
         print(json.dumps({"score": name, "checkpoints": list(map(asdict, rows))}, indent=2))
     elif rows:
         Console().print(_table(rows, name))
     else:
-        print(f"{directory} has no checkpoints", file=sys.stderr)
+        print(f"{arguments.directory} has no checkpoints", file=sys.stderr)
     return int(not any(row.resumes for row in rows))

@@ -5,7 +5,6 @@ A run keeps the batch of a step with which a diagnosis begins, in DIR/replay. Th
 are used again. Weights are those before the step if the checkpoint of the step before it was retained.
 """
 
-import argparse
 import contextlib
 import json
 import sys
@@ -20,6 +19,7 @@ from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.compose import SHIPPED
+from hybridrl.doctor import directory_parser
 from hybridrl.experience.sample_log import read_batch, replays
 from hybridrl.runs.prepare import tokenizer_elsewhere
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
@@ -34,15 +34,13 @@ SHOWN_CHARACTERS = 160
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hybridrl.doctor replay", description=__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's directory (trainer.default_local_dir)")
+    parser = directory_parser("replay", __doc__, as_json="all rows")
     parser.add_argument("--step", type=int, help="one of which the batch was kept; default: the last")
     parser.add_argument("--rows", type=int, default=10, help="how many rows to show")
-    parser.add_argument("--json", action="store_true", help="print all rows for programs")
     options = parser.parse_args(argv)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # standard output has the rows only
-            rows = replay(options.directory.expanduser().absolute(), options.step)
+            rows = replay(options.directory, options.step)
     except ConfigError as error:
         info(f"error: {error}")
         return EXIT_REJECTED

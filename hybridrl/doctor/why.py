@@ -4,7 +4,6 @@ Reads what a run leaves in its directory, however it ended, and writes nothing. 
 docs/errors.md.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -19,6 +18,7 @@ import psutil
 import yaml
 
 from hybridrl.checkpoint.store import Checkpoint, holder, list_checkpoints
+from hybridrl.doctor import directory_parser
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.faults import ACTOR, FILE, FINISHED, PAGE, REQUESTED, STOPPED, Fault, last_run, read_faults
@@ -224,16 +224,14 @@ def _shown(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor why",
-        description="How a run is, or why it ended, and the command to continue with.",
+    parser = directory_parser(
+        "why",
+        "How a run is, or why it ended, and the command to continue with.",
         epilog="exit status: 0 it runs or has finished, 1 otherwise, 2 the command cannot be parsed",
-        allow_abbrev=False,
+        as_json="code, cause and command",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the run's trainer.default_local_dir")
-    parser.add_argument("--json", action="store_true", help="print code, cause and command as JSON")
     arguments = parser.parse_args(argv)
-    verdict = diagnose(arguments.directory.expanduser().absolute())
+    verdict = diagnose(arguments.directory)
     if arguments.json:
         print(json.dumps(asdict(verdict), indent=2))
     else:

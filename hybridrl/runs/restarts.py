@@ -117,10 +117,12 @@ def lower(config: Config, lack: OutOfMemory, adjusted: Adjusted) -> str | None:
     """Change the one setting of the configuration that lets the call take less memory, and note it in `adjusted`;
     returns its key, None if there is none."""
     sizes = (SFT_SIZES if isinstance(config, SFTConfig) else PPO_SIZES).get(lack.call.rpartition(".")[2])
-    for key, value in smaller(config, sizes, lack.tokens).items() if sizes else ():
-        adjust(config, key, value, adjusted)
-        return key
-    return None
+    candidates = smaller(config, sizes, lack.tokens) if sizes else {}
+    if not candidates:
+        return None
+    key, value = next(iter(candidates.items()))
+    adjust(config, key, value, adjusted)
+    return key
 
 
 def adjust(config: Config, key: str, value: Any, adjusted: Adjusted) -> None:

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import load_ppo_config
+from hybridrl.runs.ppo import probe_ids, start_devices
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
+from hybridrl.training.worker_group import TrainWorkers
+from tests.integration.answers import PROMPT
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +57,15 @@ def overrides(tiny) -> Callable[..., list[str]]:
 @pytest.fixture(scope="module")
 def config(overrides, tmp_path_factory):
     return load_ppo_config(overrides(tmp_path_factory.mktemp("run")))
+
+
+@pytest.fixture(scope="module")
+def parts(config, session, tmp_path_factory):
+    """Real engines and training ranks on the same devices."""
+    logs = tmp_path_factory.mktemp("logs")
+    worker = ppo_worker_config(config, build_algorithm(config), logs, steps=10)
+    workers, engine = start_devices(config, session, worker, logs, probe_ids(PROMPT))
+    return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
 
 
 @pytest.fixture(scope="module")

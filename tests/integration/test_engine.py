@@ -14,19 +14,8 @@ from hybridrl.hybrid_engine import Mode
 from hybridrl.rollout import ModeError, Request, request_seed
 from hybridrl.rollout.engine import RolloutEngine
 from hybridrl.rollout.fleet import EngineGroup
-from hybridrl.runs.ppo import probe_ids, start_devices
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.training.worker_group import TrainWorkers
 from hybridrl.weights.sync import StaleWeights
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
-
-
-@pytest.fixture(scope="module")
-def parts(config, session, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("logs")
-    worker = ppo_worker_config(config, build_algorithm(config), logs, steps=10)
-    workers, engine = start_devices(config, session, worker, logs, probe_ids(PROMPT))
-    return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
 
 
 def test_engine_and_trainer_agree_before_and_after_an_update(parts):

@@ -12,22 +12,11 @@ import pytest
 
 from hybridrl.cluster import group, watchdog
 from hybridrl.rollout import client
-from hybridrl.runs.ppo import probe_ids, start_devices
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.training.worker_group import TrainWorkers
-from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens
+from tests.integration.answers import generate, largest_gap, requests, rows, tokens
 
 pytestmark = pytest.mark.drill
 STOPPED_SECONDS = 6.0
 LIMIT = 10.0
-
-
-@pytest.fixture(scope="module")
-def parts(config, session, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("logs")
-    worker = ppo_worker_config(config, build_algorithm(config), logs, steps=10)
-    workers, engine = start_devices(config, session, worker, logs, probe_ids(PROMPT))
-    return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ def lacks(call: str, tokens: int | None) -> OutOfMemory:
 
 
 def run(config, *errors: Exception) -> list[dict[str, object]]:
-    """Make one attempt per error and one that succeeds; returns what each was told to have been lowered."""
+    """Make one attempt per error and one that succeeds; returns what each got as lowered."""
     attempts: list[dict[str, object]] = []
 
     def attempt(adjusted: dict[str, list]) -> None:
