@@ -23,6 +23,7 @@ LAYERS = """
     runs
     trainer  evaluation
     experience  hybrid_engine
+    environments
     training  rollout  rewards  data
     algorithms  weights  checkpoint  cluster
     runtime  health

@@ -1,0 +1,97 @@
+"""What a user writes to train over several turns: an environment, or tools. Imports nothing heavy.
+
+An episode is a conversation between the policy and an environment. All methods may be plain functions, which run in
+threads, or coroutines.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}, as a chat template reads it
+Schema = dict[str, Any]  # of a tool: {"type": "function", "function": {"name", "description", "parameters"}}
+
+
+class ToolError(Exception):
+    """Raise it in a tool for an ordinary failure: the policy reads its text as the tool's result."""
+
+
+class EpisodeFault(Exception):
+    """Raise it where an episode cannot continue for a reason that is not the policy's, such as a network that is down:
+    the episode is excluded from training by name, never scored as 0."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One tool call of a response; `error` says why it could not be read, in words for the policy."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """What became of a tool call, for transcripts and metrics; `outcome` is ok, error, invalid, timeout or skipped."""
+
+    call: ToolCall
+    result: str
+    seconds: float
+    outcome: str
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response of the policy, as an environment sees it.
+
+    `text` is decoded without special tokens and without the calls, which are parsed if the environment has `tools`.
+    `turn` counts from 0; `remaining_tokens` is what the episode may still add to its context.
+    """
+
+    text: str
+    calls: Sequence[ToolCall] = ()
+    token_ids: Sequence[int] = ()
+    turn: int = 0
+    remaining_tokens: int = 0
+
+
+@dataclass
+class Step:
+    """What an environment does after a response: `messages` continue the conversation, `done` ends it.
+
+    `reward` is that of the turn; an episode's reward is their sum, unless no turn has one: then the reward function
+    scores it. `replace` is a whole new context, such as a summary, in place of the conversation so far.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    replace: list[Message] | None = None
+    calls: Sequence[CallRecord] = ()
+
+
+class Environment:
+    """One episode's environment: constructed with its configuration and the row of the dataset, all columns of it.
+
+    `tools` are the schemas that the chat template shows to the policy.
+    """
+
+    tools: Sequence[Schema] = ()
+
+    def __init__(self, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        self.config, self.row = config, row
+
+    def reset(self, messages: list[Message]) -> list[Message]:
+        """Return the first messages of the conversation, by default those of the row."""
+        return messages
+
+    def step(self, response: Response) -> Step:
+        """Return what follows a response of the policy."""
+        raise NotImplementedError
+
+    def close(self) -> Mapping[str, float]:
+        """Release what the episode holds and return its metrics; called once, also after a failure."""
+        return {}
