@@ -1,6 +1,6 @@
 """The batch that travels between driver and workers: packed rows. Knows neither Ray, models nor rewards.
 
-A row is one sampled response to one prompt. Every field has one of three axes:
+A row is one sampled response to one prompt, of one turn or several. Every field has one of three axes:
 
     row        one value per row                                     [B]
     prompt     one value per prompt token, rows concatenated         [sum of prompt_lengths]
@@ -24,8 +24,10 @@ ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"
 @dataclass
 class Batch:
     """Packed rows. `position` is the prompt's index in the run's seeded order, `sample` the number within its group.
-    Rows of the same prompt have the same `group`. `rewards` is the scorer's scalar (a response without one is not in
-    the batch), and `token_rewards` the estimator's input: the score on the last token, less any KL penalty."""
+    Rows of the same prompt have the same `group`, and are neighbours; so are those of one `episode`, which has several
+    rows where its context was replaced; None: one per episode. `rewards` is the scorer's scalar (a response without one
+    is not in the batch), and `token_rewards` the estimator's input: the score on the last token, less any KL penalty.
+    """
 
     prompt_lengths: Tensor = field(metadata=ROW)  # [B] int64
     response_lengths: Tensor = field(metadata=ROW)  # [B] int64
@@ -34,6 +36,8 @@ class Batch:
     group: Tensor = field(metadata=ROW)  # [B] int64
     position: Tensor = field(metadata=ROW)  # [B] int64
     sample: Tensor = field(metadata=ROW)  # [B] int64
+    episode: Tensor | None = field(default=None, metadata=ROW)  # [B] int64
+    episode_tokens: Tensor | None = field(default=None, metadata=ROW)  # [B] float32: written in all of its rows
     rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] float32
     reward_parts: Tensor | None = field(default=None, metadata=ROW)  # [B, K] components of `rewards`
     greedy_rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] of the prompt's greedy response
@@ -71,6 +75,18 @@ class Batch:
     def last_tokens(self) -> Tensor:
         """Return the index, on the response axis, of each row's last token [B]. Every row has at least one."""
         return self.response_lengths.cumsum(0) - 1
+
+    def by_episode(self) -> "Batch":
+        """Return the same response tokens with one row per episode, whose prompt is its first row's."""
+        if self.episode is None:
+            return self
+        counts = self.episode.unique_consecutive(return_counts=True)[1]
+        first = counts.cumsum(0) - counts
+        number = torch.arange(len(counts)).repeat_interleave(counts)
+        whole = replace(self.select(first), episode=None)
+        of_tokens = {name: value for name, axis, value in self._filled() if axis == "response"}
+        lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
+        return replace(whole, response_lengths=lengths, **of_tokens)
 
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """Return these rows, in this order."""

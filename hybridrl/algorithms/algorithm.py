@@ -53,16 +53,19 @@ class Algorithm:
         return reads and not self.bypass
 
     def advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Fill token rewards, advantages and returns; metrics of the KL penalty and of the correction, if any."""
-        token_rewards = batch.token_rewards
+        """Fill token rewards, advantages and returns; metrics of the KL penalty and of the correction, if any.
+
+        An episode counts once, whatever the number of its rows: the estimator sees its tokens as one row.
+        """
+        token_rewards, whole = batch.token_rewards, batch.by_episode()
         if token_rewards is None:
-            token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, batch.last_tokens, batch.rewards)
+            token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, whole.last_tokens, whole.rewards)
         batch = replace(batch, token_rewards=token_rewards)
         metrics: dict[str, float] = {}
         if self.kl_in_reward is not None:
             weight = self.kl_weight.value
-            token_rewards, kl = penalized(batch, self.kl_in_reward, weight)
-            self.kl_weight.update(kl, len(batch))
+            token_rewards, kl = penalized(batch.by_episode(), self.kl_in_reward, weight)
+            self.kl_weight.update(kl, len(whole))
             batch = replace(batch, token_rewards=token_rewards)
             metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": weight}
         corrected = batch
@@ -71,7 +74,7 @@ class Algorithm:
             metrics |= correction_metrics
         # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
-        advantages, returns = self.estimator(written)
+        advantages, returns = self.estimator(written.by_episode())
         rejected = batch.response_mask & ~corrected.response_mask
         advantages, returns = advantages.masked_fill(rejected, 0), returns.masked_fill(rejected, 0)
         return replace(corrected, advantages=advantages, returns=returns), metrics

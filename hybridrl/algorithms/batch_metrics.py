@@ -14,9 +14,10 @@ LIMITS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}
 
 
 def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, float]:
-    """Scores, rewards, advantages, values, lengths and groups of a step; metrics of empty fields are left out. The
-    entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all other metrics are of
-    those in the present one."""
+    """Scores, rewards, advantages, values, lengths and groups of a step's episodes; metrics of empty fields are left
+    out. The entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all other metrics
+    are of those in the present one."""
+    tokens, batch = int(batch.lengths.sum()), batch.by_episode()
     written = batch.response_mask
     sampled = written if sampled is None else sampled
     metrics = (
@@ -34,7 +35,7 @@ def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, floa
     metrics |= zero_signal(batch)
     if batch.entropies is not None and sampled.any():
         metrics["actor/entropy"] = _mean(batch.entropies[sampled])
-    metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
+    metrics["perf/total_num_tokens"] = tokens
     metrics["perf/response_tokens"] = int(batch.response_lengths.sum())
     return metrics
 

@@ -17,19 +17,21 @@ FORMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of a mini-batch over all ranks: tokens the policy wrote, and rows with at least one of them."""
+    """Counts of a mini-batch over all ranks: tokens the policy wrote, and rows with at least one of them; an episode of
+    several rows counts as one."""
 
     tokens: int
     rows: int
 
     @staticmethod
     def of(batch: Batch) -> "Totals":
-        return Totals.counted(batch.per_row(batch.response_mask.long()))
+        return Totals.counted(batch.per_row(batch.response_mask.long()), batch.episode)
 
     @staticmethod
-    def counted(written: Tensor) -> "Totals":
-        """From the number of tokens that the policy wrote in each row [B]."""
-        return Totals(int(written.sum()), int((written > 0).sum()))
+    def counted(written: Tensor, episode: Tensor | None = None) -> "Totals":
+        """From the number of tokens that the policy wrote in each row [B], and the rows' episodes [B]."""
+        rows = int((written > 0).sum()) if episode is None else len(episode[written > 0].unique())
+        return Totals(int(written.sum()), rows)
 
 
 def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -> Tensor:
@@ -41,7 +43,8 @@ def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -
     seq-mean-token-mean       every row counts the same (GRPO's paper)
     seq-mean-token-sum-norm   a row counts by the sum of its tokens over a constant `scale` (Dr. GRPO, Liu et al. 2025)
 
-    These are verl's (August 2026), except that a row in which the policy wrote nothing counts in no mean.
+    These are verl's (August 2026), except that a row in which the policy wrote nothing counts in no mean, and that the
+    rows of an episode count together as one.
     """
     mask = batch.response_mask.float()
     rows = max(totals.rows, 1)
@@ -53,7 +56,8 @@ def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -
         case "seq-mean-token-sum":
             return mask / rows
         case "seq-mean-token-mean":
-            return mask / (rows * batch.per_row(mask).clamp(min=1)[batch.response_row])
+            tokens = batch.per_row(mask) if batch.episode_tokens is None else batch.episode_tokens
+            return mask / (rows * tokens.clamp(min=1)[batch.response_row])
         case _:
             return mask / (rows * scale)
 

@@ -209,6 +209,36 @@ class WeightTransferConfig(Section):
     update_weights_bucket_megabytes: values.Positive
 
 
+class MultiTurnConfig(Section):
+    enable: bool
+    environment: str | None
+    environment_kwargs: dict[str, Any]
+    tools: list[str]
+    tool_config_path: str | None
+    function_tool_path: str | None
+    interaction_config_path: str | None
+    format: str
+    history_reasoning: Literal["keep", "strip"]
+    tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"]
+    max_assistant_turns: values.Positive | None
+    max_user_turns: values.Positive | None
+    max_assistant_response_length: values.Positive | None
+    max_parallel_calls: values.Positive
+    max_tool_response_length: values.Positive
+    tool_response_truncate_side: Literal["left", "middle", "right"]
+    max_consecutive_invalid_tool_calls: values.Positive | None
+    tool_timeout: values.Seconds
+    tool_retries: values.Natural
+    on_tool_failure: Literal["message", "exclude"] | None
+    episode_timeout: values.Seconds
+
+
+class AgentConfig(Section):
+    num_workers: values.Positive | None
+    default_agent_loop: str
+    agent_loop_config_path: str | None
+
+
 class RolloutConfig(Section):
     name: Literal["vllm"]
     mode: Literal["async", "sync"]
@@ -246,6 +276,8 @@ class RolloutConfig(Section):
     checkpoint_engine: WeightTransferConfig
     engine_kwargs: EngineKwargsConfig
     val_kwargs: ValidationSamplingConfig
+    multi_turn: MultiTurnConfig
+    agent: AgentConfig
 
 
 class ActorRolloutRefConfig(Section):

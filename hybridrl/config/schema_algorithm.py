@@ -106,6 +106,7 @@ class RewardConfig(Section):
     max_fault_steps: Positive
     functions: dict[str, Any]
     weights: dict[str, Any]
+    add_environment_reward: bool
     scale: float
     clip_range: list[float]
     max_concurrent: Positive

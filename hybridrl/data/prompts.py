@@ -10,7 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -30,6 +30,7 @@ CUSTOM = "data.custom_cls.path"
 UNKNOWN_SOURCE = "unknown"
 PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
+ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns that name what a row runs in
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 SYSTEM_FIX = "; put the system message into the user's, or set actor_rollout_ref.model.custom_chat_template"
 # AReaL's texts contain the turns of one model's chat template, which the template of the trained model adds again.
@@ -38,7 +39,8 @@ TURNS = re.compile(r"<[|\uff5c]User[|\uff5c]>(.*)<[|\uff5c]Assistant[|\uff5c]>(?
 
 @dataclass(frozen=True)
 class Prompt:
-    """`row` counts the rows of all files from 0; `messages` is the prompt of the row, which may be a plain text."""
+    """`row` counts the rows of all files from 0; `messages` is the prompt of the row, which may be a plain text, and
+    `columns` are all of the row's, for environments."""
 
     row: int
     ids: list[int]
@@ -46,13 +48,15 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PromptDataset(Sequence[Prompt]):
     """The tokenized prompts of a run, in the order of their files.
 
-    `over` counts the rows longer than data.max_prompt_length, which were dropped or truncated.
+    `over` counts the rows longer than data.max_prompt_length, which were dropped or truncated. `environments` are the
+    names in the columns agent_name and env_class.
     """
 
     rows: Rows
@@ -60,6 +64,7 @@ class PromptDataset(Sequence[Prompt]):
     config: DataConfig
     data_sources: set[str]
     over: int
+    environments: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -97,7 +102,7 @@ def load_prompts(
         rows = _custom_rows(config, arguments | {"max_samples": max_samples}, faults).sample(max_samples, **selection)
     else:
         rows = load_rows(files, faults, key=key, max_samples=max_samples, **selection)
-    sources = _check(rows, config, faults, key, str(tokenizer.chat_template or ""))
+    sources, environments = _check(rows, config, faults, key, str(tokenizer.chat_template or ""))
 
     prompts = (prompt.messages for row in rows if isinstance(prompt := _parse(row, config), Prompt))
     if tokenizer.chat_template:
@@ -127,13 +132,15 @@ def load_prompts(
     fix = "raise data.max_prompt_length, drop them with data.filter_overlong_prompts=true or truncate them with "
     fix += "data.truncation=left|right|middle"
     report_overlong(overlong, len(rows), limit, key=key, outcome=outcome, fix=fix)
-    return PromptDataset(rows.of(kept), ids, config, sources, len(overlong))
+    return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments)
 
 
-def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: str) -> set[str]:
-    """Collect the faults of all rows, log their formats and unknown roles, and return their data sources."""
+def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: str) -> tuple[set[str], set[str]]:
+    """Collect the faults of all rows, log their formats and unknown roles, and return their data sources and the
+    environments that they name."""
     formats: Counter[str] = Counter()
     sources: set[str] = set()
+    environments: set[str] = set()
     roles: Counter[str] = Counter()
     chats = 0
     for row in with_progress(rows, len(rows), "checking"):
@@ -141,6 +148,7 @@ def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: s
         if isinstance(prompt, Prompt):
             formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
             sources.add(prompt.data_source)
+            environments.update(str(name) for column in ENVIRONMENTS if (name := row.values.get(column)))
             chats += not isinstance(prompt.messages, str)
             roles.update({message["role"] for message in as_chat(prompt.messages)})
         else:
@@ -158,9 +166,7 @@ def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: s
         )
     foreign = ", ".join(f"{count} in {name} format" for name, count in formats.items() if name != VERL)
     logger.info("%s: %d rows%s", key, len(rows), f" ({foreign})" if foreign else "")
-    if SKYRL in formats:
-        logger.info("%s: reward_spec and data_source of the SkyRL rows are used; no env_class is run", key)
-    return sources
+    return sources, environments
 
 
 def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
@@ -191,7 +197,7 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
         return faults
     source = values.get(config.reward_fn_key)
     data_source = UNKNOWN_SOURCE if source is None else str(source)
-    return Prompt(row.number, [], messages, data_source, ground_truth, extra_info)
+    return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, row.values)
 
 
 def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[str, Any]]:

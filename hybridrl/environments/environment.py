@@ -47,7 +47,8 @@ class Response:
     """A response of the policy, as an environment sees it.
 
     `text` is decoded without special tokens and without the calls, which are parsed if the environment has `tools`.
-    `turn` counts from 0; `remaining_tokens` is what the episode may still add to its context.
+    `turn` counts from 0; `remaining_tokens` is what the episode may still add to its context. After the `last` response
+    no other follows, whatever the environment returns.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Response:
     token_ids: Sequence[int] = ()
     turn: int = 0
     remaining_tokens: int = 0
+    last: bool = False
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 
@@ -55,10 +55,13 @@ def reward_component(score: Score, name: str, key: str) -> float:
 def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, mask_truncated: bool = False) -> Batch:
     """Return the groups as packed rows, numbered in their order, with the reward components named by `reward_keys`.
 
-    With `mask_truncated` no token of a response cut by the length limit is trained on.
+    An episode is one row, or several next to each other where its context was replaced. With `mask_truncated` no token
+    of an episode cut by a length limit is trained on.
     """
     episodes = [episode for group in groups for episode in group.episodes]
-    rows, scores = [episode.row() for episode in episodes], [episode.score for episode in episodes]
+    rows_of = [episode.trajectory.rows() for episode in episodes]
+    rows, scores = list(chain.from_iterable(rows_of)), [episode.score for episode in episodes]
+    counts = torch.tensor([len(some) for some in rows_of])
     sizes = torch.tensor([len(group.episodes) for group in groups])
     greedy = [group.greedy for group in groups]
     components = [[reward_component(score, name, COMPONENTS_KEY) for name in reward_keys] for score in scores]
@@ -66,11 +69,16 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
     response_ids, response_lengths = pack([row.response_ids for row in rows], torch.int32)
     log_probs, _ = pack([row.log_probs for row in rows], torch.float32)
     sampled, _ = pack([row.mask for row in rows], torch.bool)
-    truncated = torch.tensor([episode.stop == "length" for episode in episodes])
+
+    def per_row(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(counts, dim=0)
+
+    truncated = per_row(torch.tensor([episode.truncated for episode in episodes]))
     token_rewards = None  # each score belongs to the last token, unless some score has rewards of tokens
     if any(score.token_rewards is not None for score in scores):
-        lengths = zip(scores, response_lengths.tolist(), strict=True)
-        spread = [score.token_rewards or [0.0] * (length - 1) + [score.value] for score, length in lengths]
+        lengths = [sum(len(row.response_ids) for row in some) for some in rows_of]
+        pairs = zip(scores, lengths, strict=True)
+        spread = [score.token_rewards or [0.0] * (length - 1) + [score.value] for score, length in pairs]
         token_rewards, _ = pack(spread, torch.float32)
     trained_on = ~truncated if mask_truncated else torch.ones_like(truncated)
     return Batch(
@@ -78,12 +86,13 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
         response_lengths=response_lengths,
         prompt_ids=prompt_ids,
         response_ids=response_ids,
-        group=torch.arange(len(groups)).repeat_interleave(sizes),
-        position=torch.tensor([group.position for group in groups]).repeat_interleave(sizes),
-        sample=torch.tensor([episode.sample for episode in episodes]),
-        rewards=torch.tensor([score.value for score in scores]),
-        reward_parts=torch.tensor(components) if reward_keys else None,
-        greedy_rewards=None if None in greedy else torch.tensor(greedy).repeat_interleave(sizes),
+        group=per_row(torch.arange(len(groups)).repeat_interleave(sizes)),
+        position=per_row(torch.tensor([group.position for group in groups]).repeat_interleave(sizes)),
+        sample=per_row(torch.tensor([episode.sample for episode in episodes])),
+        episode=None if len(rows) == len(episodes) else per_row(torch.arange(len(episodes))),
+        rewards=per_row(torch.tensor([score.value for score in scores])),
+        reward_parts=per_row(torch.tensor(components)) if reward_keys else None,
+        greedy_rewards=None if None in greedy else per_row(torch.tensor(greedy).repeat_interleave(sizes)),
         truncated=truncated,
         response_mask=sampled & trained_on.repeat_interleave(response_lengths),
         rollout_log_probs=log_probs,

@@ -1,18 +1,23 @@
-"""Episodes: responses to prompts with their scores. Knows neither the order of prompts nor what is trained on.
+"""Episodes: conversations from prompts, with their scores. Knows neither the order of prompts nor what is trained on.
 
-Responses are scored while others are still being sampled. Episodes are returned in the order of (prompt, sample), so
-that the order in which they happened to finish changes nothing.
+A single response is an episode of one turn, which the engines sample directly; with environments the episodes run in
+processes of their own. They are scored while others are still under way, and returned in the order of (prompt, sample),
+so that the order in which they happened to finish changes nothing.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Protocol
 
 from hybridrl.data.prompts import Prompt
+from hybridrl.data.tokenizer import as_chat
+from hybridrl.environments.episode import Trajectory, Turn
+from hybridrl.environments.pool import EpisodeDispatch, EpisodeWorkers
+from hybridrl.environments.worker import EpisodeSpec
 from hybridrl.experience.spool import Spool
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest, Shaping
@@ -20,38 +25,8 @@ from hybridrl.rollout import Completion, Request, RolloutClient, Sampling, reque
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One call of the policy. Token ids that the engine sampled are never encoded again.
-
-    `observed` are the tokens that the context grew by before the call: in the first turn the prompt. `stop` is "stop"
-    or, if the response was truncated, "length".
-    """
-
-    observed: Sequence[int]
-    sampled: np.ndarray  # [T] int64
-    log_probs: np.ndarray  # [T] float32, as sampled
-    versions: np.ndarray | int  # the weight version of each token [T], or of all
-    stop: str
-
-    @staticmethod
-    def of(observed: Sequence[int], completion: Completion) -> "Turn":
-        stop = "length" if completion.truncated else "stop"
-        return Turn(observed, completion.token_ids, completion.log_probs, completion.versions, stop)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a batch. `mask` is true for the tokens that the policy sampled; others have log-prob 0."""
-
-    prompt_ids: Sequence[int]
-    response_ids: np.ndarray  # [T] int64
-    log_probs: np.ndarray  # [T] float32
-    mask: np.ndarray  # [T] bool
-
-
-@dataclass(frozen=True)
 class Episode:
-    """All turns from one prompt to the score; a single response is an episode of one turn.
+    """One episode of a prompt with its score.
 
     `group` numbers the prompts of one call of the runner, `sample` the episodes of a prompt; `text` is the decoded
     response.
@@ -60,35 +35,112 @@ class Episode:
     prompt: Prompt
     group: int
     sample: int
-    turns: list[Turn]
+    trajectory: Trajectory
     text: str
     score: Score
 
     @property
-    def stop(self) -> str:
-        return self.turns[-1].stop
+    def truncated(self) -> bool:
+        return self.trajectory.truncated
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(turn.sampled) for turn in self.turns)
+        return self.trajectory.sampled_tokens
 
-    def row(self) -> Row:
-        """Return the episode as one row: the first prompt, then all that was sampled and observed after it."""
-        first, *others = self.turns
-        ids, log_probs, mask = [first.sampled], [first.log_probs], [np.ones(len(first.sampled), dtype=bool)]
-        for turn in others:
-            observed = len(turn.observed)
-            ids += [np.asarray(turn.observed, dtype=np.int64), turn.sampled]
-            log_probs += [np.zeros(observed, dtype=np.float32), turn.log_probs]
-            mask += [np.zeros(observed, dtype=bool), np.ones(len(turn.sampled), dtype=bool)]
-        return Row(first.observed, np.concatenate(ids), np.concatenate(log_probs), np.concatenate(mask))
+
+Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with its score if that is known
+
+
+class Source(Protocol):
+    """Where the episodes of one call come from."""
+
+    def ended(self) -> AsyncIterator[list[Ended]]:
+        """Yield episodes as they end; those that end together come in one list."""
+
+    def scoring(self, index: int, score: Future[Score]) -> None:
+        """Take note that an episode is being scored."""
+
+
+@dataclass
+class SingleResponses:
+    """Episodes of one turn, which the engines sample directly. Responses and scores that are in the spool are used
+    again, and the others are added to it."""
+
+    client: RolloutClient
+    requests: Sequence[Request]
+    spool: Spool | None
+    scored_again: bool  # scores of the spool are not used: the reward function wants all responses in one call
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+    async def ended(self) -> AsyncIterator[list[Ended]]:
+        spooled = self.spool.find(self.requests) if self.spool else {}
+        if spooled:
+            scores = {index: None if self.scored_again else one.score for index, one in spooled.items()}
+            self.completions = {index: one.completion for index, one in spooled.items() if scores[index] is None}
+            yield [
+                (index, _single(self.requests[index], one.completion), scores[index]) for index, one in spooled.items()
+            ]
+        if missing := [index for index in range(len(self.requests)) if index not in spooled]:
+            async for finished in self.client.stream([self.requests[index] for index in missing]):
+                some = [(missing[place], completion) for place, completion in finished]
+                self.completions.update(some)
+                yield [(index, _single(self.requests[index], completion), None) for index, completion in some]
+
+    def scoring(self, index: int, score: Future[Score]) -> None:
+        if self.spool:
+            self.spool.add(self.requests[index], self.completions.pop(index), score)
+
+
+@dataclass
+class Conversations:
+    """Episodes that run in processes of their own, with every turn sampled by the engines. Turns that are in the spool
+    are used again, and the others are added to it."""
+
+    client: RolloutClient
+    workers: EpisodeWorkers
+    specs: Sequence[EpisodeSpec]
+    spool: Spool | None
+
+    async def ended(self) -> AsyncIterator[list[Ended]]:
+        dispatch = EpisodeDispatch(self.workers, self.specs, self._sample, together=self.client.fixed)
+        async for some in dispatch.run():
+            yield [(ticket, trajectory, None) for ticket, trajectory in some]
+
+    def scoring(self, index: int, score: Future[Score]) -> None: ...
+
+    def _sample(self, request: Request) -> asyncio.Future[Completion]:
+        if self.spool is None:
+            return self.client.generate(request)
+        if found := self.spool.find([request]):
+            future = asyncio.get_running_loop().create_future()
+            future.set_result(found[0].completion)
+            return future
+        future = self.client.generate(request)
+        future.add_done_callback(lambda done: done.exception() or self.spool.add(request, done.result()))
+        return future
 
 
 class EpisodeRunner:
-    """Runs episodes of one turn: samples responses through the client and has them decoded and scored."""
+    """Runs episodes and has them scored: single responses, or conversations in `workers`.
 
-    def __init__(self, client: RolloutClient, scorers: ScorerPool, seed: int, shaping: Shaping | None = None) -> None:
+    What an environment scored is scored by the reward function only with `function_scores`, and with
+    `add_environment_reward` the two are added.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        scorers: ScorerPool,
+        seed: int,
+        shaping: Shaping | None = None,
+        workers: EpisodeWorkers | None = None,
+        *,
+        function_scores: bool = False,
+        add_environment_reward: bool = False,
+    ) -> None:
         self.client, self.scorers, self.seed, self.shaping = client, scorers, seed, shaping or Shaping()
+        self.workers, self.function_scores = workers, function_scores
+        self.add_environment_reward = add_environment_reward
 
     def run(
         self,
@@ -100,70 +152,121 @@ class EpisodeRunner:
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return `count` scored episodes per prompt, in order, and the seconds it took.
 
-        Each seed derives from the prompt's seed key, one per prompt, and the number of the sample. What the spool has
-        is not sampled again, and the rest is added to it.
+        Each seed derives from the prompt's seed key, one per prompt, the number of the sample and the turn. What the
+        spool has is not sampled again, and the rest is added to it.
         """
-        requests = [
-            Request(index, sample, prompt.ids, request_seed(self.seed, seed_keys[index], sample), sampling)
-            for index, prompt in enumerate(prompts)
-            for sample in range(count)
-        ]
-        return asyncio.run(self._run(prompts, requests, spool))
+        places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(count)]
+        source: Source
+        if self.workers is None:
+            requests = [
+                Request(at, sample, prompts[at].ids, request_seed(self.seed, seed_keys[at], sample), sampling)
+                for at, sample in places
+            ]
+            source = SingleResponses(self.client, requests, spool, self.scorers.in_one_call)
+        else:
+            chats, rows = [as_chat(prompt.messages) for prompt in prompts], list(map(_row, prompts))
+            specs = [
+                EpisodeSpec(at, sample, chats[at], rows[at], sampling, self.seed, seed_keys[at])
+                for at, sample in places
+            ]
+            source = Conversations(self.client, self.workers, specs, spool)
+        return asyncio.run(self._run(source, [(prompts[at], at, sample) for at, sample in places]))
 
     async def _run(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], spool: Spool | None
+        self, source: Source, places: Sequence[tuple[Prompt, int, int]]
     ) -> tuple[list[Episode], dict[str, float]]:
         began = time.monotonic()
-        spooled = spool.find(requests) if spool else {}
-        scored = {index: one.score for index, one in spooled.items() if one.score and not self.scorers.in_one_call}
-        responses = [(index, spooled[index].completion) for index in scored]
-        scores = [_resolved(score) for score in scored.values()]
-
-        def submit(finished: list[tuple[int, Completion]]) -> list[Future[Score]]:
-            pairs = [(prompts[requests[index].prompt], completion) for index, completion in finished]
-            futures = self.scorers.submit(
-                [ScoringRequest(p.data_source, None, p.ground_truth, p.extra_info, c.token_ids) for p, c in pairs]
-            )
-            if spool:
-                for (index, completion), future in zip(finished, futures, strict=True):
-                    spool.add(requests[index], completion, future)
-            return futures
-
-        unscored = {index: one.completion for index, one in spooled.items() if index not in scored}
-        async for finished in self._finished(requests, unscored, without=scored.keys()):
-            responses += finished
+        ended: list[Ended] = []
+        scores: list[Future[Score]] = []
+        async for some in source.ended():
+            ended += some
             if not self.scorers.in_one_call:
-                scores += submit(finished)
+                scores += self._submit(source, places, some)
         generated = time.monotonic()
         if self.scorers.in_one_call:
-            responses.sort(key=lambda response: response[0])
-            scores = submit(responses)
+            ended.sort(key=lambda one: one[0])
+            scores = self._submit(source, places, ended)
         episodes = [
-            (index, self._episode(prompts[requests[index].prompt], requests[index], completion, score.result()))
-            for (index, completion), score in zip(responses, scores, strict=True)
+            (index, self._episode(*places[index], trajectory, score.result()))
+            for (index, trajectory, _), score in zip(ended, scores, strict=True)
         ]
         seconds = {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
         return [episode for _, episode in sorted(episodes, key=lambda item: item[0])], seconds
 
-    async def _finished(
-        self, requests: Sequence[Request], known: Mapping[int, Completion], without: Collection[int]
-    ) -> AsyncIterator[list[tuple[int, Completion]]]:
-        """Yield the responses with the indices of their requests: those that are known, then the others."""
-        if known:
-            yield list(known.items())
-        if missing := [index for index in range(len(requests)) if index not in known and index not in without]:
-            async for finished in self.client.stream([requests[index] for index in missing]):
-                yield [(missing[place], completion) for place, completion in finished]
+    def _submit(
+        self, source: Source, places: Sequence[tuple[Prompt, int, int]], ended: Sequence[Ended]
+    ) -> list[Future[Score]]:
+        """Have episodes scored that have no score yet; return the scores to come, in order."""
+        known = [score or self._known_score(trajectory) for _, trajectory, score in ended]
+        unscored = [one for one, score in zip(ended, known, strict=True) if score is None]
+        requests = [_scoring_request(places[index][0], trajectory) for index, trajectory, _ in unscored]
+        futures = self.scorers.submit(requests) if requests else []
+        for (index, _, _), future in zip(unscored, futures, strict=True):
+            source.scoring(index, future)
+        to_come = iter(futures)
+        return [next(to_come) if score is None else _resolved(score) for score in known]
 
-    def _episode(self, prompt: Prompt, request: Request, completion: Completion, score: Score) -> Episode:
-        """Return the episode with the shaped score; a number of token rewards other than that of tokens is a fault of
-        the grader."""
-        text, length = score.text or "", len(completion.token_ids)
-        if score.token_rewards is not None and len(score.token_rewards) != length:
-            detail = f"returned {len(score.token_rewards)} token_rewards for a response of {length} tokens"
-            score = Score(None, fault="type", detail=detail)
-        turn = Turn.of(request.prompt_ids, completion)
-        return Episode(prompt, request.prompt, request.sample, [turn], text, self.shaping.shaped(score, length))
+    def _known_score(self, trajectory: Trajectory) -> Score | None:
+        """Return the score of an episode that the reward function does not score."""
+        if trajectory.fault is not None:
+            return Score(None, fault=trajectory.fault, detail=trajectory.detail, text=trajectory.text)
+        if trajectory.reward is None or self.function_scores:
+            return None
+        return Score(trajectory.reward, {"score": trajectory.reward}, text=trajectory.text)
+
+    def _episode(self, prompt: Prompt, group: int, sample: int, trajectory: Trajectory, score: Score) -> Episode:
+        """Return the episode with the shaped score and the rewards of its turns; a number of token rewards other than
+        that of tokens is a fault of the grader."""
+        text = trajectory.text if trajectory.text is not None else score.text or ""
+        if trajectory.reward is not None and score.value is not None:
+            score = self._with_turn_rewards(score, trajectory)
+        if score.token_rewards is not None:
+            length = sum(len(row.response_ids) for row in trajectory.rows())
+            if len(score.token_rewards) != length:
+                detail = f"returned {len(score.token_rewards)} token_rewards for a response of {length} tokens"
+                score = Score(None, fault="type", detail=detail)
+        score = self.shaping.shaped(score, trajectory.sampled_tokens)
+        return Episode(prompt, group, sample, trajectory, text, score)
+
+    def _with_turn_rewards(self, score: Score, trajectory: Trajectory) -> Score:
+        """Return the score with what the environment gave to single turns on their last tokens."""
+        if self.function_scores and not self.add_environment_reward:
+            return score
+        total = trajectory.reward + (score.value if self.function_scores else 0.0)
+        if len(trajectory.turns) == 1:
+            return score.with_value(total)
+        rewards = list(chain.from_iterable(row.rewards.tolist() for row in trajectory.rows()))
+        return replace(score, value=trajectory.reward, token_rewards=rewards).with_value(total)
+
+
+def _single(request: Request, completion: Completion) -> Trajectory:
+    stop = "max_tokens" if completion.truncated else "completed"
+    return Trajectory([Turn.of(request.prompt_ids, completion)], stop)
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """Return all columns of a prompt's row, with those that environments read under verl's names."""
+    known = {"data_source": prompt.data_source, "extra_info": prompt.extra_info, "ground_truth": prompt.ground_truth}
+    return prompt.columns | known | {"index": prompt.row}
+
+
+def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:
+    """Return what the reward function gets: the response of the last row, and the conversation in `extra_info`."""
+    source, truth, extra = prompt.data_source, prompt.ground_truth, prompt.extra_info
+    if trajectory.text is None:  # a single response, which is decoded where it is scored
+        return ScoringRequest(source, None, truth, extra, trajectory.turns[0].sampled)
+    turns = trajectory.turns
+    rewards = [call.reward for turn in turns for call in turn.calls if call.reward is not None]
+    conversation = {
+        "num_turns": len(turns),
+        "turn_scores": [turn.reward for turn in turns if turn.reward is not None],
+        "tool_rewards": rewards,
+        "messages": list(trajectory.messages),
+        "episode_metrics": dict(trajectory.metrics),
+        "stop": trajectory.stop,
+    }
+    ids = trajectory.rows()[-1].response_ids
+    return ScoringRequest(source, trajectory.text, truth, extra | conversation, ids)
 
 
 def _resolved(score: Score) -> Future[Score]:

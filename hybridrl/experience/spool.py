@@ -85,9 +85,12 @@ class Spool:
         self.used += len(found)
         return found
 
-    def add(self, request: Request, completion: Completion, score: Future[Score]) -> None:
-        """Append a response as soon as it has its score; a fault of the grader is not kept."""
-        score.add_done_callback(lambda future: self._append(self._record(request, completion, future.result())))
+    def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None:
+        """Append a response as soon as it has its score, if it is to be scored; a fault of the grader is not kept."""
+        if score is None:
+            self._append(self._record(request, completion, None))
+        else:
+            score.add_done_callback(lambda future: self._append(self._record(request, completion, future.result())))
 
     def finish(self, count: int) -> None:
         """End the rollout of the step, which had this many responses."""
@@ -101,13 +104,13 @@ class Spool:
     def _key(self, request: Request) -> str:
         return _hash(f"{self.origin} {request.seed} {request.sampling} {list(request.prompt_ids)}")
 
-    def _record(self, request: Request, completion: Completion, score: Score) -> bytes:
+    def _record(self, request: Request, completion: Completion, score: Score | None) -> bytes:
         meta = {
             "key": self._key(request),
             "truncated": completion.truncated,
             "versions": np.asarray(completion.versions).tolist(),
             "reward": self.reward,
-            "score": vars(score) if score.fault is None else None,
+            "score": vars(score) if score is not None and score.fault is None else None,
         }
         return _encoded(meta, completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4"))
 

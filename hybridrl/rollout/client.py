@@ -67,7 +67,7 @@ class Job:
     attempts: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Lane:
     """One server and its work; `given` is everything that it was given since it was last idle.
 
@@ -112,6 +112,7 @@ class RolloutClient:
         self.restarts = 0
         self.retried = 0
         self._waiting: deque[Job] = deque()
+        self._homes: dict[int, Lane] = {}  # by prompt: the server that has it cached
         self._tickets = count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatch_due = False
@@ -164,13 +165,15 @@ class RolloutClient:
         self._dispatch_due = False
         given: dict[int, list[Job]] = {}
         while self._waiting:
-            prompt, loads = self._waiting[0].request.prompt, [(one.rebuilding, len(one.running)) for one in self.lanes]
-            # The server with the fewest requests; one that is being rebuilt only if all are.
-            index = prompt % len(loads) if self.fixed else min(range(len(loads)), key=loads.__getitem__)
+            first = self._waiting[0].request
+            index = self._server_of(first)
             lane = self.lanes[index]
-            if lane.rebuilding or (len(lane.running) >= self.capacity and not self.fixed):
+            # What continues an episode is queued by the engine: waiting here, it would hold up what others can start.
+            full = len(lane.running) >= self.capacity and not (self.fixed or first.turn)
+            if lane.rebuilding or full:
                 break
-            while self._waiting and self._waiting[0].request.prompt == prompt:
+            self._homes[first.prompt] = lane
+            while self._waiting and self._waiting[0].request.prompt == first.prompt:
                 job = self._waiting.popleft()
                 lane.running[job.ticket] = job
                 lane.given.append(job)
@@ -183,6 +186,16 @@ class RolloutClient:
                 lane.pump = asyncio.create_task(self._pump(lane))
         if given and (self._watch_task is None or self._watch_task.done()):
             self._watch_task = asyncio.create_task(self._watch())
+
+    def _server_of(self, request: Request) -> int:
+        """Return the server with the fewest requests, one that is being rebuilt only if all are; for a later turn, the
+        one that had the turn before."""
+        if self.fixed:
+            return request.prompt % len(self.lanes)
+        home = self._homes.get(request.prompt)
+        if request.turn and home in self.lanes and not home.rebuilding:
+            return self.lanes.index(home)
+        return min(range(len(self.lanes)), key=lambda i: (self.lanes[i].rebuilding, len(self.lanes[i].running)))
 
     async def _pump(self, lane: Lane) -> None:
         """Fetch a server's responses as they finish until none is missing; a failure ends all requests in flight."""

@@ -23,13 +23,14 @@ class Sampling:
 @dataclass(frozen=True)
 class Request:
     """One response wanted to one prompt. Requests with the same `prompt` number share a prefix, and `sample` counts
-    them."""
+    them; a later `turn` of an episode continues what a server has cached."""
 
     prompt: int
     sample: int
     prompt_ids: list[int]
     seed: int
     sampling: Sampling
+    turn: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A reinforcement learning run, put together: data and reward first, then devices, then the task."""
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -7,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.cluster import Group, RaySession, gather
@@ -16,6 +17,8 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.files import resolve_model
 from hybridrl.config.help import batch_arithmetic, samplings
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.environments.pool import EpisodeWorkers
+from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.evaluation.evaluator import Evaluator
 from hybridrl.experience.collector import SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter
@@ -23,14 +26,22 @@ from hybridrl.experience.episodes import EpisodeRunner
 from hybridrl.experience.sample_log import SampleLog
 from hybridrl.experience.spool import Spool
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.rewards.actor import open_scorer_pool
+from hybridrl.rewards.actor import LoadTokenizer, open_scorer_pool
+from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import check_loads
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.rollout.fleet import RolloutFleet
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
 from hybridrl.runs.reward_trial import trying_reward
-from hybridrl.runs.settings import ppo_worker_config, training_sampling, validation_sampling
+from hybridrl.runs.settings import (
+    environment_settings,
+    episode_limits,
+    ppo_worker_config,
+    runs_episodes,
+    training_sampling,
+    validation_sampling,
+)
 from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info
@@ -40,6 +51,7 @@ from hybridrl.training.worker_group import TrainWorkers
 from hybridrl.weights.sync import ColocatedSync
 
 PROBE_LENGTH = 24
+CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine, for processes that run episodes
 
 
 class PPOJob:
@@ -72,9 +84,15 @@ class PPOJob:
         self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, load))
         worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
         saved = plan.checkpoint.state if plan.checkpoint else {}
+        self.episodes = None
+        if runs_episodes(config, inputs.environments):
+            settings = episode_settings(config, load, end_tokens(config.actor_rollout_ref.model.path, self.tokenizer))
+            self.episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
         with trying_reward(config, self.tokenizer, inputs.datasets, self.scorers, logs / "reward.log"):
             group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
             self.scorers.wait_until_loaded()
+            if self.episodes is not None:
+                self.episodes.wait_until_ready(config.trainer.startup_timeout)
         if config.trainer.spool_samples:
             fingerprints = sample_fingerprints(config, plan.identity.data)
             whole = config.actor_rollout_ref.rollout.full_determinism
@@ -86,7 +104,15 @@ class PPOJob:
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
-        runner = EpisodeRunner(self.engine.client, self.scorers, rollout.seed, build_shaping(config.reward))
+        runner = EpisodeRunner(
+            self.engine.client,
+            self.scorers,
+            rollout.seed,
+            build_shaping(config.reward),
+            self.episodes,
+            function_scores=not uses_built_in(config.reward),
+            add_environment_reward=config.reward.add_environment_reward,
+        )
         experience = self._experience(runner, stop_ids)
         evaluator = None
         if self.inputs.validation:
@@ -193,6 +219,29 @@ def start_devices(
     sync = ColocatedSync(workers, fleet.servers, section.rollout, probe=probe, train_dtype=dtype, timeout=timeout)
     engine = HybridEngine(workers, fleet, sync, timeout=timeout)
     return engine.trainers, engine
+
+
+def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]) -> EpisodeSettings:
+    """What the processes that run episodes are made with."""
+    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
+    settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
+    return EpisodeSettings(
+        load_tokenizer,
+        environment_settings(config),
+        episode_limits(config),
+        end_ids,
+        model_type=settings.model_type,
+        call_format=multi_turn.format,
+        template_arguments=config.data.apply_chat_template_kwargs,
+        history_reasoning=multi_turn.history_reasoning,
+    )
+
+
+def episode_processes(config: PPOConfig, logs: Path) -> tuple[int, list[str]]:
+    """Return how many processes run episodes, over all machines, and their logs."""
+    machines, wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.agent.num_workers
+    count = wanted or machines * min(max((os.cpu_count() or 1) // CORES_PER_PROCESS, 1), MOST_PROCESSES)
+    return count, [str(logs / f"episodes-{index}.log") for index in range(count)]
 
 
 def build_shaping(reward: RewardConfig) -> Shaping:

@@ -51,6 +51,11 @@ class RunInputs:
         return {key: data for key, data in both.items() if data is not None}
 
     @property
+    def environments(self) -> set[str]:
+        """The names of environments in the rows' columns agent_name and env_class."""
+        return {name for data in self.datasets.values() for name in data.environments}
+
+    @property
     def data_sources(self) -> set[str]:
         return {source for data in self.datasets.values() for source in data.data_sources}
 

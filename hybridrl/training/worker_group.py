@@ -30,9 +30,9 @@ from hybridrl.training.worker import Columns, TrainWorker
 
 POLICY_FIELDS = (
     *("response_mask", "old_log_probs", "reference_log_probs", "rollout_log_probs"),
-    *("advantages", "importance_weights", "chosen"),
+    *("advantages", "importance_weights", "chosen", "episode_tokens"),
 )
-CRITIC_FIELDS = ("response_mask", "values", "returns")
+CRITIC_FIELDS = ("response_mask", "values", "returns", "episode_tokens")
 
 Outputs = list[Tensor | None]  # of a model, by kind, for all rows
 Metrics = dict[str, float]
@@ -92,6 +92,12 @@ class BrokenUpdates(RuntimeError):
     """Several updates in a row had a loss or gradient that is not finite."""
 
     code = "broken-updates"
+
+
+class SplitEpisodes(RuntimeError):
+    """A loss of whole responses would be computed on parts of episodes."""
+
+    code = "split-episodes"
 
 
 class TrainWorkers:
@@ -184,6 +190,13 @@ class TrainWorkers:
 
     def update_policy(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """The step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
+        entry = find_policy_loss(self.policy.loss.policy_loss)[0]
+        if batch.episode is not None and not entry.by_token:
+            raise SplitEpisodes(
+                f"actor_rollout_ref.actor.policy_loss.loss_mode={entry.name} compares whole responses, and an episode "
+                "of this step has several rows, as its context was replaced; set loss_mode=vanilla, or "
+                "actor_rollout_ref.rollout.multi_turn.history_reasoning=keep if that is what replaced it"
+            )
         with self.watch("update_actor"):
             own = batch.old_log_probs is None
             loss = replace(self.policy.loss, own_old_log_probs=own, log_entropy=not own and batch.entropies is None)
@@ -213,7 +226,7 @@ class TrainWorkers:
         """One update of the policy per mini-batch. Returns mean metrics, and the outputs if they are the old ones."""
         budget = self.policy.updates.budget
         self.updates_begun += 1
-        shares, parts = self._mini_batches(batch.only(*POLICY_FIELDS), mini_batches, budget)
+        shares, parts = self._mini_batches(batch, POLICY_FIELDS, mini_batches, budget)
         parts = [(*part, loss, step) for part in parts]
         results = self._scatter(TrainWorker.update_policy, parts, shares, batch)
         metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
@@ -245,20 +258,25 @@ class TrainWorkers:
         self.updates_begun += 1
         with self.watch("update_critic"):
             mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
-            shares, parts = self._mini_batches(batch.only(*CRITIC_FIELDS), mini_batches, budget)
+            shares, parts = self._mini_batches(batch, CRITIC_FIELDS, mini_batches, budget)
             parts = [(*part, self.critic.loss, step) for part in parts]
             metrics = self._scatter(TrainWorker.update_critic, parts, shares, batch)
         return self._mean_metrics(metrics[:: budget.devices], "critic") | self.watch.take()
 
     def _mini_batches(
-        self, batch: Batch, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
+        self, batch: Batch, fields: Sequence[str], mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
         """Each rank's micro-batches over all mini-batches, flat; and the shared rows with them per mini-batch."""
         lengths, ranks = batch.lengths.numpy(), len(self.group)
         plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
         written = batch.per_row(batch.response_mask.long())
-        totals = [Totals.counted(written[list(rows)]) for rows in mini_batches]
-        shared, of_ranks = self.group.share(batch), list(zip(*plans, strict=True))
+        if batch.episode is None:
+            totals = [Totals.counted(written[list(rows)]) for rows in mini_batches]
+        else:
+            totals = [Totals.counted(written[list(rows)], batch.episode[list(rows)]) for rows in mini_batches]
+            of_episode = torch.zeros(int(batch.episode.max()) + 1).index_add_(0, batch.episode, written.float())
+            batch = replace(batch, episode_tokens=of_episode[batch.episode])
+        shared, of_ranks = self.group.share(batch.only(*fields)), list(zip(*plans, strict=True))
         parts = [(shared, list(map(MiniBatch, own, totals))) for own in of_ranks]
         return [list(chain.from_iterable(own)) for own in of_ranks], parts
 

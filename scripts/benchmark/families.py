@@ -28,8 +28,9 @@ from hybridrl.cluster import RaySession, kill
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.checks.model import why_not_served, why_unsupported
 from hybridrl.data.prompts import Prompt
+from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.batching import group_by_prompt, to_batch
-from hybridrl.experience.episodes import Episode, Turn
+from hybridrl.experience.episodes import Episode
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Request, Sampling, request_seed
@@ -209,7 +210,7 @@ def sample(engine: HybridEngine, version: int) -> tuple[Batch, float]:
             Prompt(r.prompt, r.prompt_ids, "", "", "", {}),
             r.prompt,
             r.sample,
-            [Turn.of(r.prompt_ids, completion)],
+            Trajectory([Turn.of(r.prompt_ids, completion)]),
             "",
             Score(r.sample),
         )

@@ -6,8 +6,9 @@ import pytest
 
 from hybridrl.config.schema import ValidationSamplingConfig
 from hybridrl.data.prompts import Prompt
+from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.evaluation.evaluator import Evaluator, validation_metrics
-from hybridrl.experience.episodes import Episode, Turn
+from hybridrl.experience.episodes import Episode
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Sampling
 from hybridrl.runs.settings import validation_sampling
@@ -28,7 +29,7 @@ def episodes(*groups: list[Score], source: str = "maths", tokens: int = 1) -> li
             Prompt(row, [1], "?", source, "42", {}),
             row,
             number,
-            [Turn([1], np.zeros(tokens, np.int64), np.zeros(tokens, np.float32), 0, "stop")],
+            Trajectory([Turn([1], np.zeros(tokens, np.int64), np.zeros(tokens, np.float32), 0, "stop")]),
             "text",
             score,
         )

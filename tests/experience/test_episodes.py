@@ -4,8 +4,9 @@ import numpy as np
 import torch
 
 from hybridrl.data.prompts import Prompt
+from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.batching import PromptGroup, to_batch
-from hybridrl.experience.episodes import Episode, Turn
+from hybridrl.experience.episodes import Episode
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion
 
@@ -25,8 +26,8 @@ def test_a_completion_is_a_turn():
 
 def test_an_episode_of_several_turns_is_one_row_in_which_only_sampled_tokens_count():
     turns = [turn([1, 2], [7, 8]), turn([3, 4, 5], [9]), turn([6], [10, 11], "length")]
-    episode = Episode(PROMPT, 0, 0, turns, "", Score(1.0))
-    assert (episode.stop, episode.sampled_tokens) == ("length", 5)
+    episode = Episode(PROMPT, 0, 0, Trajectory(turns, "max_tokens"), "", Score(1.0))
+    assert (episode.truncated, episode.sampled_tokens) == (True, 5)
     batch = to_batch([PromptGroup(0, [episode])])
     assert batch.prompt_ids.tolist() == [1, 2]
     assert batch.response_ids.tolist() == [7, 8, 3, 4, 5, 9, 6, 10, 11]

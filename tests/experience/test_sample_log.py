@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hybridrl.data.prompts import Prompt
-from hybridrl.experience.episodes import Episode, Turn
+from hybridrl.environments.episode import Trajectory, Turn
+from hybridrl.experience.episodes import Episode
 from hybridrl.experience.sample_log import SampleLog, dump_samples, read_batch, replays
 from hybridrl.rewards.score import Score
 from hybridrl.tracking import SampleRow
@@ -16,7 +17,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 def sample(messages, text: str, score: Score, ground_truth: object = "4") -> Episode:
     turn = Turn([1], np.array([1]), np.array([0.0]), 0, "stop")
-    return Episode(Prompt(0, [1], messages, "maths", ground_truth, {}), 0, 0, [turn], text, score)
+    return Episode(Prompt(0, [1], messages, "maths", ground_truth, {}), 0, 0, Trajectory([turn]), text, score)
 
 
 RIGHT = sample(CHAT, "4 ✓", Score(1.0, {"score": True, "acc": True, "pred": "4"}))

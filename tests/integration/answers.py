@@ -2,8 +2,9 @@
 
 from hybridrl.batch import Batch
 from hybridrl.data.prompts import Prompt
+from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.batching import group_by_prompt, to_batch
-from hybridrl.experience.episodes import Episode, Turn
+from hybridrl.experience.episodes import Episode
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
@@ -32,8 +33,8 @@ def rows(wanted: list[Request], responses: dict[tuple[int, int], Completion]) ->
     for request in wanted:
         prompt = Prompt(request.prompt, request.prompt_ids, "", "", "", {})
         response = responses[request.prompt, request.sample]
-        turn = Turn.of(prompt.ids, response)
-        episodes.append(Episode(prompt, request.prompt, request.sample, [turn], "", Score(float(request.sample))))
+        trajectory = Trajectory([Turn.of(prompt.ids, response)])
+        episodes.append(Episode(prompt, request.prompt, request.sample, trajectory, "", Score(float(request.sample))))
     return to_batch(group_by_prompt(episodes, range(len(episodes))))
 
 

@@ -1,0 +1,186 @@
+"""A process that runs episodes: the Ray actor in which environments and tools live, with the chat template.
+
+It asks for turns and returns finished episodes in `take`; turns come back by `answer`. The driver has the engines, so
+this process needs neither weights nor a device.
+"""
+
+import asyncio
+import gc
+import logging
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.environments.calls import call_parser
+from hybridrl.environments.dialogue import Dialogue
+from hybridrl.environments.environment import Environment, Message, Response, Step
+from hybridrl.environments.episode import Trajectory
+from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
+from hybridrl.environments.load import EnvironmentSettings, environment_of
+from hybridrl.rollout import Completion, Request, Sampling, request_seed
+from hybridrl.runtime.guard import begin_actor
+
+COALESCE_SECONDS = 0.005  # a pause in which more becomes ready: a remote call costs more than a turn
+HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the process responds
+THREADS = 1024  # of a process, for plain functions of environments
+
+Ticket = int  # names an episode between driver and process
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """One episode to run. `row` has all columns of its row; its seeds derive from `seed`, `seed_key` and `sample`."""
+
+    prompt: int
+    sample: int
+    messages: Sequence[Message]
+    row: Mapping[str, Any]
+    sampling: Sampling
+    seed: int
+    seed_key: int | str
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What the processes of a run are made with, as plain values; `load_tokenizer` is called once in each."""
+
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    environments: EnvironmentSettings
+    limits: Limits
+    end_ids: tuple[int, ...]
+    model_type: str = ""
+    call_format: str = "auto"
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    history_reasoning: str = "keep"
+
+
+class SingleResponse(Environment):
+    """What a row without an environment runs in: one response ends the episode."""
+
+    def step(self, response: Response) -> Step:
+        return Step(done=True)
+
+
+class WorkerPolicy:
+    """The policy of one episode: passes each turn to the driver, with a seed of its own."""
+
+    def __init__(self, worker: "EpisodeWorker", ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
+        self.worker, self.ticket, self.spec, self.sampling = worker, ticket, spec, sampling
+        self.turn = 0
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        spec, turn, most = self.spec, self.turn, self.sampling.max_tokens
+        self.turn += 1
+        # The first turn has the seed of a single response, which an episode of one turn then equals.
+        seed = request_seed(spec.seed, spec.seed_key, spec.sample, *([turn] if turn else []))
+        sampling = replace(self.sampling, max_tokens=most if max_tokens is None else min(most, max_tokens))
+        request = Request(spec.prompt, spec.sample, list(prompt_ids), seed, sampling, turn)
+        completion = await self.worker.ask(self.ticket, request)
+        return self.worker.cut(completion, stop) if stop else completion
+
+
+class EpisodeWorker:
+    """Episodes as tasks of one event loop; plain functions of environments run in threads."""
+
+    def __init__(self, log: str, settings: EpisodeSettings) -> None:
+        begin_actor(log)
+        logging.basicConfig(format="%(asctime)s %(message)s")
+        self._begin(settings)
+
+    def _begin(self, settings: EpisodeSettings) -> None:
+        tokenizer = settings.load_tokenizer()
+        arguments, reasoning = settings.template_arguments, settings.history_reasoning
+        dialogue = Dialogue(tokenizer, settings.end_ids, arguments=arguments, history_reasoning=reasoning)
+        parser = call_parser(settings.call_format, settings.model_type, tokenizer)
+        executor = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
+        end_ids = frozenset((*settings.end_ids, *dialogue.stop_ids))
+        self.kit = Kit(tokenizer, dialogue, parser, end_ids, settings.limits, executor)
+        self.environments = settings.environments
+        self.tasks: dict[Ticket, asyncio.Task] = {}
+        self.asked: dict[Ticket, asyncio.Future[Completion]] = {}
+        self.ready: asyncio.Queue[tuple[Ticket, Request | Trajectory]] = asyncio.Queue()
+        gc.freeze()  # the many objects of the libraries need not be visited by every full collection
+
+    async def start(self) -> bool:
+        """Return once the process is ready."""
+        return True
+
+    async def begin(self, content: bytes) -> None:
+        """Start episodes, pickled pairs of ticket and EpisodeSpec."""
+        for ticket, spec in pickle.loads(content):
+            self.tasks[ticket] = asyncio.create_task(self._run(ticket, spec))
+
+    async def take(self) -> bytes:
+        """Return what episodes ask for, and episodes that ended, as pickled pairs of ticket and Request or Trajectory;
+        nothing after some seconds without any."""
+        ready = []
+        try:
+            ready.append(await asyncio.wait_for(self.ready.get(), HEARTBEAT_SECONDS))
+            await asyncio.sleep(COALESCE_SECONDS)
+        except TimeoutError:
+            pass
+        while not self.ready.empty():
+            ready.append(self.ready.get_nowait())
+        return pickle.dumps(ready, pickle.HIGHEST_PROTOCOL)
+
+    async def answer(self, content: bytes) -> None:
+        """Give sampled turns to their episodes: pickled pairs of ticket and Completion."""
+        for ticket, completion in pickle.loads(content):
+            future = self.asked.pop(ticket, None)
+            if future is not None and not future.done():
+                future.set_result(completion)
+
+    async def abandon(self) -> None:
+        """End all episodes; their environments are closed."""
+        tasks = list(self.tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.asked.clear()
+        while not self.ready.empty():
+            self.ready.get_nowait()
+
+    async def ask(self, ticket: Ticket, request: Request) -> Completion:
+        """Have the driver sample one turn."""
+        future = self.asked[ticket] = asyncio.get_running_loop().create_future()
+        self.ready.put_nowait((ticket, request))
+        return await future
+
+    def cut(self, completion: Completion, stop: Sequence[str]) -> Completion:
+        """Return a completion up to the token that completes the first of the texts."""
+        ids, decode = completion.token_ids.tolist(), self.kit.tokenizer.decode
+        if not any(text in decode(ids) for text in stop):
+            return completion
+        low, high = 1, len(ids)  # the shortest beginning that has one, by bisection
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if any(text in decode(ids[:middle]) for text in stop) else (middle + 1, high)
+        versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:low]
+        return Completion(completion.token_ids[:low], completion.log_probs[:low], False, versions)
+
+    async def _run(self, ticket: Ticket, spec: EpisodeSpec) -> None:
+        try:
+            trajectory = await self._episode(ticket, spec)
+        except Exception as error:  # an environment that cannot be made
+            detail = f"{type(error).__name__}: {error}"
+            trajectory = Trajectory([], "fault", fault=f"raised:{type(error).__name__}", detail=detail)
+        finally:
+            self.tasks.pop(ticket, None)
+        self.ready.put_nowait((ticket, trajectory))
+
+    async def _episode(self, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
+        make = environment_of(spec.row, self.environments)
+        environment = SingleResponse({}, spec.row) if make is None else make(spec.row)
+        sampling = spec.sampling
+        if environment.tools and self.kit.dialogue.stop_ids:
+            sampling = replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *self.kit.dialogue.stop_ids})))
+        policy = WorkerPolicy(self, ticket, spec, sampling)
+        if run := getattr(environment, "run", None):  # an agent, which has a loop of its own
+            return await run(policy, list(spec.messages))
+        return await EpisodeRun(self.kit, policy, environment).run(spec.messages)
