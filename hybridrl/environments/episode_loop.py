@@ -42,11 +42,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Kit:
-    """What all episodes of a process share."""
+    """What all episodes of a process share; `parser` returns that of tool calls, made once there are tools."""
 
     tokenizer: PreTrainedTokenizerBase
     dialogue: Dialogue
-    parser: CallParser | None
+    parser: Callable[[], CallParser]
     end_ids: frozenset[int]
     limits: Limits
     executor: Executor  # of plain functions
@@ -138,8 +138,8 @@ class EpisodeRun:
         while ids and ids[-1] in kit.end_ids:
             ids.pop()
         text, calls = kit.tokenizer.decode(ids, skip_special_tokens=not self.environment.tools), []
-        if kit.parser is not None and self.environment.tools:
-            text, calls = kit.parser(text, self.environment.tools)
+        if self.environment.tools:
+            text, calls = kit.parser()(text, self.environment.tools)
         message: Message = {"role": "assistant", "content": text}
         if calls:
             functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]

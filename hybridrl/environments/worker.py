@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -97,7 +98,7 @@ class EpisodeWorker:
         tokenizer = settings.load_tokenizer()
         arguments, reasoning = settings.template_arguments, settings.history_reasoning
         dialogue = Dialogue(tokenizer, settings.end_ids, arguments=arguments, history_reasoning=reasoning)
-        parser = call_parser(settings.call_format, settings.model_type, tokenizer)
+        parser = cache(partial(call_parser, settings.call_format, settings.model_type, tokenizer))
         executor = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         end_ids = frozenset((*settings.end_ids, *dialogue.stop_ids))
         self.kit = Kit(tokenizer, dialogue, parser, end_ids, settings.limits, executor)
@@ -176,7 +177,7 @@ class EpisodeWorker:
 
     async def _episode(self, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
         make = environment_of(spec.row, self.environments)
-        environment = SingleResponse({}, spec.row) if make is None else make(spec.row)
+        environment = SingleResponse({}, spec.row) if make is None else make()
         sampling = spec.sampling
         if environment.tools and self.kit.dialogue.stop_ids:
             sampling = replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *self.kit.dialogue.stop_ids})))

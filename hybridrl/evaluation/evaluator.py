@@ -7,6 +7,7 @@ import numpy as np
 
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.experience.collector import ModeSwitch
+from hybridrl.experience.conversations import conversation_metrics
 from hybridrl.experience.episodes import Episode, EpisodeRunner
 from hybridrl.rollout import Sampling
 
@@ -41,6 +42,9 @@ class Evaluator:
         metrics["val-aux/response_length/mean"] = float(np.mean([sample.sampled_tokens for sample in samples]))
         if faults:
             metrics["val-aux/reward/faults"] = faults
+        for source in {sample.prompt.data_source for sample in samples}:
+            of_source = conversation_metrics([one for one in samples if one.prompt.data_source == source])
+            metrics |= {f"val-aux/{source}/{name}": value for name, value in of_source.items()}
         return samples, metrics | {"timing_s/testing": sum(timings.values())}
 
 

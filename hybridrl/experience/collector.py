@@ -10,6 +10,7 @@ from hybridrl.batch import Batch
 from hybridrl.data.order import Order
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.experience.batching import PromptGroup, group_by_prompt, to_batch
+from hybridrl.experience.conversations import conversation_metrics
 from hybridrl.experience.dynamic_sampling import Draws, GroupFilter
 from hybridrl.experience.episodes import Episode, EpisodeRunner
 from hybridrl.experience.spool import Spool
@@ -117,7 +118,7 @@ class SynchronousExperience:
             self.spool.finish(len(scores))
         self.engine.to_training()
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
-        reported = draws.metrics() | self.guard.check(scores) | component_means(scores)
+        reported = draws.metrics() | self.guard.check(scores) | component_means(scores) | conversation_metrics(episodes)
         if self.mask_truncated:
             if batch.truncated.all():
                 raise NothingToLearnFrom(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hybridrl.batch import Batch
+from hybridrl.experience.conversations import transcript
 from hybridrl.experience.episodes import Episode
 from hybridrl.tracking import SampleRow, Tracker
 from hybridrl.tracking.console import console, sample_table, warn
@@ -70,7 +71,7 @@ class SampleLog:
 
 def dump_samples(path: Path, step: int, episodes: Sequence[Episode]) -> None:
     """Write one JSON object per sample with verl's keys: input, output, gts, score, step, and all keys of the reward's
-    dict."""
+    dict; with the transcript of a conversation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(
@@ -82,6 +83,7 @@ def dump_samples(path: Path, step: int, episodes: Sequence[Episode]) -> None:
                 "step": step,
                 **{name: value for name, value in episode.score.extras.items() if name != "score"},
                 **({"fault": episode.score.fault} if episode.score.fault else {}),
+                **transcript(episode.trajectory),
             },
             ensure_ascii=False,
             default=str,

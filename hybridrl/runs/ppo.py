@@ -88,7 +88,9 @@ class PPOJob:
         if runs_episodes(config, inputs.environments):
             settings = episode_settings(config, load, end_tokens(config.actor_rollout_ref.model.path, self.tokenizer))
             self.episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
-        with trying_reward(config, self.tokenizer, inputs.datasets, self.scorers, logs / "reward.log"):
+        # Where environments give the rewards there may be no function to try.
+        tried = {} if self.episodes is not None and uses_built_in(config.reward) else inputs.datasets
+        with trying_reward(config, self.tokenizer, tried, self.scorers, logs / "reward.log"):
             group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
             self.scorers.wait_until_loaded()
             if self.episodes is not None:

@@ -232,7 +232,10 @@ def environment_settings(config: PPOConfig) -> EnvironmentSettings:
     multi_turn, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
     values = vars(multi_turn) | vars(agent)
     names = {item.name for item in fields(EnvironmentSettings)} & values.keys()
-    settings = EnvironmentSettings(**{name: values[name] for name in names})
+    libraries, turns = tuple(config.actor_rollout_ref.model.external_lib), multi_turn.max_assistant_turns
+    settings = EnvironmentSettings(
+        **{name: values[name] for name in names} | {"libraries": libraries, "max_turns": turns}
+    )
     uses_tools = settings.tools or settings.tool_config_path or settings.function_tool_path
     if uses_tools and settings.default_agent_loop == "single_turn_agent":  # as verl does where multi_turn.enable is set
         settings = replace(settings, default_agent_loop="tool_agent")

@@ -101,13 +101,13 @@ def prompt_rows(split: str, count: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer of bytes with merges for the few words of the task: 19 tokens per prompt, 35 per response."""
+def build_tokenizer(*texts: str) -> Qwen2Tokenizer:
+    """Return a tokenizer of bytes with merges for the few words of a task."""
     bytes_only = Qwen2Tokenizer(
         eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"]
     )
-    texts = ["user\n", "assistant\n", "system\n", question((767, 488)), careful((767, 488))]
-    tokenizer = bytes_only.train_new_from_iterator(2 * texts, vocab_size=320, show_progress=False)
+    words = ["user\n", "assistant\n", "system\n", *texts]
+    tokenizer = bytes_only.train_new_from_iterator(2 * words, vocab_size=320, show_progress=False)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -144,7 +144,8 @@ def main() -> None:
     logging.disable_progress_bar()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
+    # 19 tokens per prompt, 35 per response.
+    tokenizer = build_tokenizer(question((767, 488)), careful((767, 488)))
     tokenizer.save_pretrained(out / "model")
     build_model(tokenizer, arguments.seed).save_pretrained(out / "model")
     write_jsonl(out / "warmup.jsonl", warmup_rows(arguments.seed))

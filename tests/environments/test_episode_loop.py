@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.environments import Environment, EpisodeFault, Message, Response, Step
@@ -20,27 +20,9 @@ from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
 from hybridrl.rollout import Completion
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 LIMITS = Limits(prompt=200, response=400, context=600, call_timeout=0.5, timeout=5)
 QUESTION = [{"role": "user", "content": "Guess."}]
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and the two of the template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokens.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    made.chat_template = TEMPLATE
-    return made
 
 
 class Policy:
@@ -75,7 +57,7 @@ class Echo(Environment):
 
 def kit(tokenizer: PreTrainedTokenizerFast, **limits: Any) -> Kit:
     end = tokenizer.eos_token_id
-    shared = Dialogue(tokenizer, [end]), call_parser("hermes", "qwen2", tokenizer), frozenset([end])
+    shared = Dialogue(tokenizer, [end]), partial(call_parser, "hermes", "qwen2", tokenizer), frozenset([end])
     return Kit(tokenizer, *shared, replace(LIMITS, **limits), ThreadPoolExecutor(4))
 
 
@@ -161,7 +143,9 @@ def test_calls_are_parsed_and_their_results_are_the_next_message(tokenizer):
 
 def test_calls_that_cannot_be_read_end_the_episode_after_so_many_in_a_row(tokenizer):
     broken, right = "<tool_call>{</tool_call>", '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    trajectory, _ = run(tokenizer, [broken, right, broken, broken, "no"], Caller({}, {}), invalid_calls=2)
+    trajectory, _ = run(
+        tokenizer, [broken, right, broken, broken, "no"], Caller({}, {}), invalid_calls=2, response=900, context=1000
+    )
     assert (trajectory.stop, len(trajectory.turns)) == ("invalid_calls", 4)
 
 

@@ -1,0 +1,74 @@
+"""Make the inputs of the agent quickstart: a tiny model and its tokenizer, games of poor players, numbers to find.
+
+The policy guesses a number from 1 to 31 and reads "low" or "high" after each wrong guess. The players of the
+demonstrations keep what they read in mind, but mostly try the lowest number that is left; some bisect. Five guesses find
+every number if all of them bisect: reinforcement learning finds that out.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from make_data import build_model, build_tokenizer, write_jsonl
+from transformers.utils import logging
+
+LOW, HIGH, GUESSES = 1, 31, 5
+GAMES = 300 * 32  # one epoch is 300 steps of 32
+SHARE_BISECTING = 0.35  # of the guesses; the others are the lowest number that is left
+QUESTION = "?"
+TRAIN_ROWS = 4000
+
+
+def game(target: int, draw: random.Random) -> list[dict[str, str]]:
+    """Return a game as messages; a guess bisects, or is the lowest number that is left."""
+    low, high, messages = LOW, HIGH, [{"role": "user", "content": QUESTION}]
+    while True:
+        bisects = draw.random() < SHARE_BISECTING
+        guess = (low + high) // 2 if bisects else low
+        messages.append({"role": "assistant", "content": f"{guess:02d}"})
+        if guess == target or len(messages) == 2 * GUESSES:
+            return messages
+        low, high = (guess + 1, high) if guess < target else (low, guess - 1)
+        messages.append({"role": "user", "content": "low" if guess < target else "high"})
+
+
+def warmup_rows(seed: int) -> Iterator[dict[str, Any]]:
+    draw = random.Random(f"games {seed}")
+    for _ in range(GAMES):
+        yield {"messages": game(draw.randint(LOW, HIGH), draw)}
+
+
+def rows(targets: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield rows for reinforcement learning and validation."""
+    for index, target in enumerate(targets):
+        yield {
+            "data_source": "quickstart/guess_number",
+            "prompt": [{"role": "user", "content": QUESTION}],
+            "reward_model": {"style": "rule", "ground_truth": str(target)},
+            "extra_info": {"target": target, "low": LOW, "high": HIGH, "index": index},
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the agent quickstart's model, tokenizer and data.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model's weights and of the demonstrations")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer("low", "high")
+    tokenizer.save_pretrained(out / "model")
+    build_model(tokenizer, arguments.seed).save_pretrained(out / "model")
+    numbers = list(range(LOW, HIGH + 1))
+    draw = random.Random("targets")
+    write_jsonl(out / "warmup.jsonl", warmup_rows(arguments.seed))
+    write_jsonl(out / "train.jsonl", rows(draw.choices(numbers, k=TRAIN_ROWS)))
+    write_jsonl(out / "val.jsonl", rows(numbers))
+    print(f"{out}: model, warmup.jsonl, train.jsonl, val.jsonl")
+
+
+if __name__ == "__main__":
+    main()
