@@ -7,12 +7,11 @@ A line of the file is {"contents": "title\\ntext", ...}, or {"title", "text"}; .
 
 import argparse
 import gzip
-import heapq
 import json
 import re
 import time
 from array import array
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,40 +28,38 @@ class Index:
     """Which passages contain a word, and with what weight; all weights are computed once."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._words: dict[str, int] = {}
-        words, counts, lengths = array("i"), array("i"), array("i")
-        distinct = array("i")
+        numbers: defaultdict[str, int] = defaultdict()
+        numbers.default_factory = numbers.__len__  # a new word gets the next number
+        words, lengths = array("q"), array("q")
         for text in texts:
-            found = Counter(WORD.findall(text.lower()))
-            words.extend([self._words.setdefault(word, len(self._words)) for word in found])
-            counts.extend(found.values())
-            lengths.append(sum(found.values()))
-            distinct.append(len(found))
-        self._size = len(lengths)
-        word, count = np.frombuffer(words, np.int32), np.frombuffer(counts, np.int32).astype(np.float32)
-        passage = np.repeat(np.arange(self._size, dtype=np.int32), np.frombuffer(distinct, np.int32))
-        order = np.argsort(word, kind="stable")
-        self._passages = passage[order]
+            found = WORD.findall(text.lower())
+            words.extend(map(numbers.__getitem__, found))
+            lengths.append(len(found))
+        self._words, self._size = dict(numbers), len(lengths)
+
+        length = np.frombuffer(lengths, np.int64)
+        pairs = np.frombuffer(words, np.int64) * self._size + np.repeat(np.arange(self._size), length)
+        pairs, count = np.unique(pairs, return_counts=True)  # sorted by word, then by passage
+        word, passage = np.divmod(pairs, self._size)
         frequency = np.bincount(word, minlength=len(self._words))
         self._ends = np.concatenate([[0], np.cumsum(frequency)])
-
-        length = np.frombuffer(lengths, np.int32) / max(np.mean(lengths), 1) if self._size else np.zeros(0)
-        norm = (SATURATION * (1 - LENGTH_SHARE + LENGTH_SHARE * length)).astype(np.float32)
-        rarity = np.log1p((self._size - frequency + 0.5) / (frequency + 0.5)).astype(np.float32)
-        weights = rarity[word] * count * (SATURATION + 1) / (count + norm[passage])
-        self._weights = weights[order]
+        self._passages = passage.astype(np.int32)
+        norm = SATURATION * (1 - LENGTH_SHARE + LENGTH_SHARE * length / max(length.mean(), 1))
+        rarity = np.log1p((self._size - frequency + 0.5) / (frequency + 0.5))
+        self._weights = (rarity[word] * count * (SATURATION + 1) / (count + norm[passage])).astype(np.float32)
 
     def search(self, query: str, topk: int) -> list[tuple[int, float]]:
         """Return the best passages and their scores; of equal scores the earlier passage comes first."""
         scores = np.zeros(self._size, np.float32)
-        for word, count in Counter(WORD.findall(query.lower())).items():
+        for word in WORD.findall(query.lower()):
             if word in self._words:
                 number = self._words[word]
                 span = slice(self._ends[number], self._ends[number + 1])
-                scores[self._passages[span]] += count * self._weights[span]
-        found = np.flatnonzero(scores)
-        best = heapq.nsmallest(topk, zip((-scores[found]).tolist(), found.tolist(), strict=True))
-        return [(number, -score) for score, number in best]
+                scores[self._passages[span]] += self._weights[span]
+        least = np.partition(scores, -topk)[-topk] if topk < self._size else 0.0
+        found = np.flatnonzero((scores >= least) & (scores > 0))
+        best = found[np.argsort(-scores[found], kind="stable")[:topk]]
+        return [(int(number), float(scores[number])) for number in best]
 
 
 def read_passages(path: str) -> list[dict[str, Any]]:
@@ -83,7 +80,8 @@ def read_passages(path: str) -> list[dict[str, Any]]:
 def answer(index: Index, passages: Sequence[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request of the protocol."""
     topk = min(int(request.get("topk") or 3), MAX_TOPK)
-    found = [index.search(str(query), topk) for query in request["queries"]]
+    queries = request["queries"] if "queries" in request else [request["query"]]  # SkyRL's client sends one
+    found = [index.search(str(query), topk) for query in queries]
     if not request.get("return_scores"):
         return {"result": [[passages[number] for number, _ in best] for best in found]}
     return {"result": [[{"document": passages[number], "score": score} for number, score in best] for best in found]}
@@ -129,6 +127,8 @@ def main() -> None:
         passages = read_passages(str(options.corpus))
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if not passages:
+        parser.error(f"{options.corpus} has no passages")
     index = Index(passage["contents"] for passage in passages)
     server = serve(index, passages, options.host, options.port)
     url = f"http://{options.host}:{server.server_port}/retrieve"

@@ -42,7 +42,11 @@ class VerlTool(Tool):
 
     async def call(self, state: tuple[str, dict[str, Any]], arguments: dict[str, Any]) -> ToolResult:
         identity, kwargs = state
-        returned = await accepted(self._tool.execute, identity, arguments, **(kwargs.get("execute_kwargs") or {}))
+        named = kwargs.get("execute_kwargs") or {}
+        if "parameters" in inspect.signature(self._tool.execute).parameters:
+            returned = await accepted(self._tool.execute, identity, arguments, **named)
+        else:  # some recipes name the arguments instead
+            returned = await accepted(self._tool.execute, identity, **{**named, **arguments})
         return to_result(returned)
 
     async def end(self, state: tuple[str, dict[str, Any]]) -> Mapping[str, float]:

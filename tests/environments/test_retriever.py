@@ -65,7 +65,7 @@ def test_requests_of_search_r1_are_answered_in_its_form(url) -> None:
     assert result[0][0]["document"] == {"contents": TEXTS[1]}
     assert result[0][0]["score"] > 0
     assert result[1] == []
-    body = {"queries": ["flour"]}
+    body = {"query": "flour"}
     assert json.load(post(url, json.dumps(body).encode()))["result"] == [[{"contents": TEXTS[2]}]]
     assert Searcher(url, topk=2).texts(["rome", "xyzzy"]) == [
         "Doc 1(Title: Rome) The capital of Italy is Rome",
@@ -75,7 +75,7 @@ def test_requests_of_search_r1_are_answered_in_its_form(url) -> None:
 
 def test_a_request_in_another_form_is_answered_with_the_right_one(url) -> None:
     with pytest.raises(urllib.error.HTTPError) as raised:
-        post(url, b'{"query": "x"}')
+        post(url, b'{"question": "x"}')
     assert raised.value.code == 400
     assert '{"queries": [...]' in json.load(raised.value)["error"]
 
