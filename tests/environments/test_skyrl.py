@@ -1,5 +1,7 @@
 """SkyRL's environments and rows; they need skyrl-gym, as from `pip install --no-deps skyrl-gym func_timeout`."""
 
+import asyncio
+
 import pytest
 
 from hybridrl.environments import Response
@@ -44,7 +46,7 @@ def test_an_installed_environment_runs_and_agrees_with_the_built_in_one() -> Non
     assert theirs.reset(asked) == asked
     for turn, text in enumerate(["#### 71", "none", "#### 72"]):
         step = theirs.step(Response(text))
-        same = __import__("asyncio").run(ours.step(Response(text, turn=turn)))
+        same = asyncio.run(ours.step(Response(text, turn=turn)))
         assert (step.reward, step.done, len(step.messages)) == (
             pytest.approx(same.reward),
             same.done,
