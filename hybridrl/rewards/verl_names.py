@@ -1,6 +1,7 @@
-"""Let reward files `import verl...`: replacements for verl's graders and helpers if verl itself is not installed.
+"""Let custom files `import verl...`: replacements for verl's graders and helpers if verl itself is not installed.
 
-The graders are in `verl_graders.py`; decorators, and classes to inherit from or to annotate with, are here.
+The graders are in `verl_graders.py`; decorators, and classes to inherit from or to annotate with, are here. What
+files of tools import is added by `environments/verl_classes.py`.
 """
 
 import asyncio
@@ -10,9 +11,9 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -130,11 +131,19 @@ NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
     "verl.workers.reward_manager": _REWARD_MANAGERS | {"AbstractRewardManager": None, "NaiveRewardManager": None},
     "verl.workers.reward_manager.abstract": {"AbstractRewardManager": None, "RawRewardFn": None},
 }
-_MODULES = {".".join(name.split(".")[:count]) for name in NAMES for count in range(1, name.count(".") + 2)}
+_MODULES: set[str] = set()
+_OFTEN_EDITED = ("verl.tools.gsm8k_tool", "verl.interactions.gsm8k_interaction")  # a copy's file comes before ours
 
 
-def provide_verl_imports() -> None:
-    """From now on `import verl...` in this process imports verl if that works, else the replacements."""
+def provide_verl_imports(more: Mapping[str, Mapping[str, Callable[..., Any] | None]] | None = None) -> None:
+    """From now on `import verl...` in this process imports verl if that works, else the replacements.
+
+    `more` adds names to them, by module. A module without replacement is imported from a copy of verl, if there is one
+    that does not import as a whole, as without its libraries.
+    """
+    for module, names in (more or {}).items():
+        NAMES[module] = NAMES.get(module, {}) | names
+    _MODULES.update(".".join(name.split(".")[:count]) for name in NAMES for count in range(1, name.count(".") + 2))
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
@@ -148,18 +157,25 @@ class _Replacements(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == "verl":
             self.cause = None
+            replaced = ModuleSpec(name, self, is_package=True)
             for finder in sys.meta_path:
                 spec = None if finder is self else finder.find_spec(name, path, target)
                 if spec is not None and spec.origin is not None and spec.loader is not None:  # it has an __init__.py
                     spec.loader = _OrReplacement(spec.loader, self)
                     return spec
+                replaced.submodule_search_locations += (spec and spec.submodule_search_locations) or []
             self.cause = "verl is not installed"
-            return ModuleSpec(name, self, is_package=True)
+            return replaced
         if not name.startswith("verl.") or self.cause is None:
             return None
-        if name not in _MODULES:
+        copied = PathFinder.find_spec(name, path)
+        if name in _MODULES and not (copied and name in _OFTEN_EDITED):
+            spec = ModuleSpec(name, self, is_package=True)
+            spec.submodule_search_locations = [f"{place}/{name.rpartition('.')[2]}" for place in path]
+            return spec
+        if copied is None:
             raise ModuleNotFoundError(self._missing(name), name=name)
-        return ModuleSpec(name, self, is_package=True)
+        return copied
 
     def exec_module(self, module: ModuleType) -> None:
         def member(name: str) -> Any:
@@ -202,7 +218,7 @@ class _OrReplacement(Loader):
             logger.warning("%s; replacements are used", cause)
             for name in [name for name in sys.modules if name.startswith("verl.")]:
                 del sys.modules[name]
-            self._replacements.cause, module.__path__ = cause, []
+            self._replacements.cause = cause
             self._replacements.exec_module(module)
 
 

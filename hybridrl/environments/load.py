@@ -1,0 +1,223 @@
+"""Which environment a row runs in: built-in ones and tools by name, and those of the user's files."""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridrl.config import ConfigError
+from hybridrl.config.custom_code import import_libraries, load_class, load_module, where
+from hybridrl.config.findings import Findings
+from hybridrl.environments import skyrl, verl
+from hybridrl.environments.built_in.calculator import Calculator
+from hybridrl.environments.built_in.games import GuessNumber, Wordle
+from hybridrl.environments.built_in.gsm8k import Gsm8kMultiTurn
+from hybridrl.environments.built_in.python import Python
+from hybridrl.environments.built_in.search import Search, SearchQuestions
+from hybridrl.environments.built_in.sql import Sql, TextToSql
+from hybridrl.environments.environment import Environment
+from hybridrl.environments.rows import field, mapping
+from hybridrl.environments.settings import AGENT, ENVIRONMENT, MULTI_TURN, EnvironmentSettings
+from hybridrl.environments.tool_environment import ToolEnvironment
+from hybridrl.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, check_schema
+from hybridrl.environments.verl_classes import NAMES, Gsm8kTool, as_given
+from hybridrl.rewards.verl_names import provide_verl_imports
+
+Row = Mapping[str, Any]
+Make = Callable[[], Environment]
+
+TOOLS: dict[str, Callable[..., Tool]] = {  # each takes its configuration, and a schema in place of its own
+    "calculator": Calculator,
+    "calc_gsm8k_reward": lambda config, schema=None: verl.VerlTool(Gsm8kTool(config, as_given(schema))),
+    "python": Python,
+    "search": Search,
+    "sql": Sql,
+}
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    "gsm8k_multi_turn": Gsm8kMultiTurn,
+    "guess_number": GuessNumber,
+    "search": SearchQuestions,
+    "text2sql": TextToSql,
+    "wordle5": Wordle,
+}
+SINGLE_RESPONSES = ("aime", "gsm8k", "lcb")  # SkyRL's environments of one turn: the reward function scores them
+SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
+FUNCTIONS = f"{MULTI_TURN}.function_tool_path"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a row runs in: an environment of this name, tools, or an agent loop of this name."""
+
+    kind: Literal["environment", "tools", "agent"]
+    name: str
+
+
+def choice_of(row: Row, settings: EnvironmentSettings) -> Choice | None:
+    """What a row runs in; None: a single response. Loads nothing."""
+    agent = row.get("agent_name")
+    named = row.get("env_class") or settings.environment
+    if not agent and named:
+        return None if named in SINGLE_RESPONSES else Choice("environment", str(named))
+    has_tools = settings.tools or settings.tool_config_path or settings.function_tool_path
+    agent = agent or settings.default_agent_loop
+    if agent == TOOL_AGENT or (not row.get("agent_name") and (has_tools or settings.interaction_config_path)):
+        return Choice("tools", TOOL_AGENT)
+    return None if agent == SINGLE_TURN else Choice("agent", str(agent))
+
+
+def environment_of(row: Row, settings: EnvironmentSettings) -> Make | None:
+    """What makes the environment of one episode of the row; None: a single response.
+
+    ConfigError names the file, class or name that is missing. Files are loaded once per process.
+    """
+    choice = choice_of(row, settings)
+    if choice is None:
+        return None
+    _prepare(settings.libraries)
+    if choice.kind == "environment":
+        return _named(choice.name, row, settings)
+    if choice.kind == "agent":
+        raise ConfigError(
+            f"agent_name={choice.name}: there is no such agent loop", fix=f"set {AGENT}.agent_loop_config_path"
+        )
+    return functools.partial(_with_tools, settings, row)
+
+
+def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
+    """What makes an environment by its name, or by path.py:Class. Those of an installed skyrl_gym come first."""
+    config = mapping(settings.environment_kwargs.get(name)) or settings.environment_kwargs
+    if ":" in name:
+        cls = environment_class(name)
+        if hasattr(cls, "reset"):
+            return functools.partial(cls, config, row)
+        return functools.partial(skyrl.of_class, cls, config, row, settings.max_turns)
+    if skyrl.registered(name):
+        return functools.partial(skyrl.make, name, config, row, settings.max_turns)
+    if name in ENVIRONMENTS:
+        turns = {} if settings.max_turns is None else {"max_turns": settings.max_turns}
+        return functools.partial(ENVIRONMENTS[name], {**turns, **config}, row)
+    fix = f"choose {', '.join(ENVIRONMENTS)}, write path.py:Class, or install skyrl-gym for SkyRL's"
+    raise ConfigError(f"{ENVIRONMENT}={name}: there is no environment of this name", fix=fix, keys=ENVIRONMENT)
+
+
+@functools.cache
+def environment_class(name: str) -> type:
+    """The class of path.py:Class; ConfigError if it is no environment."""
+    cls = load_class(*name.rsplit(":", 1), key=ENVIRONMENT)
+    unwritten = getattr(cls, "step", None) in (None, Environment.step)
+    if unwritten or not (hasattr(cls, "reset") or hasattr(cls, "init")):
+        fix = "inherit from hybridrl.environments.Environment and define step(response)"
+        raise ConfigError(f"{ENVIRONMENT}={name}: {cls.__name__} has no method step", fix=fix, keys=ENVIRONMENT)
+    return cls
+
+
+def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
+    tools = load_tools(settings)
+    for names, key in (
+        (verl.tools_kwargs(row), "tools_kwargs"),
+        (field(row, "tool_selection") or (), "tool_selection"),
+    ):
+        for name in names:
+            if name not in tools:
+                raise ConfigError(f"{key}: there is no tool {name}", fix=f"the tools are {', '.join(tools) or 'none'}")
+    selected = [tools[name] for name in field(row, "tool_selection") or tools]
+    environment = ToolEnvironment(selected, settings, row)
+    name = verl.interaction_kwargs(row).get("name")
+    if not settings.interaction_config_path or name is None:
+        return environment
+    interactions = _interactions(settings.interaction_config_path)
+    if name not in interactions:
+        cause = f"interaction_kwargs.name={name}: {settings.interaction_config_path} has no such interaction"
+        raise ConfigError(cause, fix=f"it has {', '.join(interactions)}")
+    return verl.InteractionEnvironment(interactions[name], environment, row)
+
+
+def load_tools(settings: EnvironmentSettings) -> Mapping[str, Tool]:
+    """All tools that the settings name, by name; ConfigError lists all that is wrong with them."""
+    configs = {name: mapping(settings.environment_kwargs.get(name)) for name in settings.tools}
+    return _tools(json.dumps(configs), settings.tool_config_path, settings.function_tool_path)
+
+
+@functools.cache
+def _tools(built_in: str, classes: str | None, functions: str | None) -> Mapping[str, Tool]:
+    provide_verl_imports(NAMES)
+    findings, tools = Findings(), []
+    for name, config in json.loads(built_in).items():
+        if name in TOOLS:
+            tools.append(TOOLS[name](config))
+        else:
+            findings.error("input", f"there is no built-in tool {name}", f"choose {', '.join(TOOLS)}")
+    with findings.gathered():
+        tools += verl.load_verl_tools(classes, TOOLS) if classes else []
+    with findings.gathered():
+        tools += function_tools(functions) if functions else []
+    by_name = {tool.name: tool for tool in tools}
+    for name in (name for name in by_name if sum(tool.name == name for tool in tools) > 1):
+        findings.error("input", f"two tools are named {name}", "rename one", keys=(FUNCTIONS, verl.TOOLS))
+    findings.close()
+    return by_name
+
+
+def function_tools(path: str) -> list[Tool]:
+    """The functions of a file that are marked by @function_tool; all its public functions if none is."""
+    members = vars(module := load_module(path, FUNCTIONS))
+    functions = [member for member in members.values() if inspect.isfunction(member)]
+    marked = [function for function in functions if hasattr(function, FUNCTION_TOOL)]
+    own = [function for function in functions if function.__module__ == module.__name__ and function.__name__[0] != "_"]
+    findings, tools = Findings(), []
+    for function in dict.fromkeys(marked or own):
+        name, schema = getattr(function, FUNCTION_TOOL, (None, None))
+        with findings.gathered():
+            if schema is not None:
+                check_schema(schema, f"{FUNCTIONS}={path}: {function.__name__}")
+            tools.append(FunctionTool(function, name, schema))
+    if not functions:
+        findings.error("input", "there is no function in the file", "write one", keys=FUNCTIONS, value=path)
+    findings.close()
+    return tools
+
+
+@functools.cache
+def _interactions(path: str) -> dict[str, Any]:
+    provide_verl_imports(NAMES)
+    return verl.load_interactions(path)
+
+
+@functools.cache
+def _prepare(libraries: tuple[str, ...]) -> None:
+    import_libraries(list(libraries))
+
+
+def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> None:
+    """Load all files, and make the environment of the first row of each kind; ConfigError lists all that is wrong."""
+    findings, seen = Findings(), set()
+    with findings.gathered():
+        load_tools(settings)
+    if settings.interaction_config_path:
+        with findings.gathered():
+            _interactions(settings.interaction_config_path)
+    for number, row in enumerate(rows):
+        choice = choice_of(row, settings)
+        interaction = verl.interaction_kwargs(row).get("name")
+        kind = (choice, *verl.tools_kwargs(row), *(field(row, "tool_selection") or ()), interaction)
+        if choice is None or kind in seen or (findings.errors and choice.kind == "tools"):
+            continue
+        seen.add(kind)
+        with findings.gathered():
+            _try_row(number, row, choice, settings)
+    findings.close()
+
+
+def _try_row(number: int, row: Row, choice: Choice, settings: EnvironmentSettings) -> None:
+    try:
+        make = environment_of(row, settings)
+        assert make is not None  # there is a choice
+        make()
+    except ConfigError as error:
+        raise ConfigError(*(f"row {number}: {line}" for line in error.lines)) from error
+    except Exception as error:  # whatever the user's constructor raises
+        path = choice.name.rpartition(":")[0]
+        raise ConfigError(f"row {number}: environment {choice.name} fails: {where(error, path)}") from error

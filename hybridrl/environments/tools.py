@@ -1,0 +1,226 @@
+"""Tools: what the policy calls by name, as classes or as plain functions with a docstring."""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import re
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
+from jsonschema.exceptions import best_match
+from transformers.utils import get_json_schema
+
+from hybridrl.config import ConfigError
+from hybridrl.environments.environment import Schema, ToolError
+from hybridrl.rewards.score import OutOfTime
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+FUNCTION_TOOL = "_function_tool"  # the attribute of a function that is marked as a tool: its name and schema, if given
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call returned: the text for the policy, a reward of this call for the reward function, and metrics."""
+
+    text: str
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Tool:
+    """A tool of all episodes in this process; what one episode keeps is the state that `start` returns.
+
+    `start`, `call` and `end` may be plain functions, which run in threads, or coroutines. A `network` tool depends on
+    something that can be unreachable: it is called again if it fails, and then its episode is a fault. `on_failure` is
+    "message" or "exclude" in place of the configured treatment of failures.
+    """
+
+    network: bool = False
+    on_failure: str | None = None
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.name: str = schema["function"]["name"]
+        parameters = schema["function"].get("parameters") or {"type": "object", "properties": {}}
+        self.argument_names = list(parameters.get("properties", {}))
+        self._validator = jsonschema.Draft202012Validator({"additionalProperties": False, **parameters})
+
+    def start(self, row: Mapping[str, Any]) -> Any:
+        """Return the state of a new episode of this row."""
+
+    def call(self, state: Any, arguments: dict[str, Any]) -> Any:
+        """Return the result: a text, something that is written as JSON, a ToolResult or (result, reward, metrics)."""
+        raise NotImplementedError
+
+    def end(self, state: Any) -> Mapping[str, float]:
+        """Release the state of an episode and return metrics of it."""
+        return {}
+
+    def invalid(self, arguments: dict[str, Any]) -> str:
+        """Why the arguments do not fit the schema, in words for the policy; empty if they do."""
+        error = best_match(self._validator.iter_errors(arguments))
+        if error is None:
+            return ""
+        place = ".".join(str(part) for part in error.absolute_path)
+        return f"{place}: {error.message}" if place else error.message
+
+
+class FunctionTool(Tool):
+    """A plain function or coroutine function as a tool; `network` is read from an attribute of the function."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None, schema: Schema | None = None) -> None:
+        super().__init__(schema or function_schema(function, name))
+        self.network = getattr(function, "network", False)
+        self._function = function
+
+    def call(self, state: None, arguments: dict[str, Any]) -> Any:
+        return self._function(**arguments)
+
+
+def function_tool(name: Any = None, *, schema: Any = None) -> Any:
+    """Mark a function as a tool, as in verl: `@function_tool`, or with another name or a schema in place of its own."""
+
+    def mark(function: Callable[..., Any], given: str | None = None) -> Callable[..., Any]:
+        plain = schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else schema
+        setattr(function, FUNCTION_TOOL, (given, plain))
+        return function
+
+    return mark(name) if callable(name) else functools.partial(mark, given=name)
+
+
+def function_schema(function: Callable[..., Any], name: str | None = None) -> Schema:
+    """The schema of a function by its annotations and its docstring in Google's style; ConfigError lists all that is
+    missing."""
+    title, faults = function.__name__, []
+    description, arguments = inspect.getdoc(function) or "", []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in VARIADIC:
+            faults.append(f"*{parameter.name} cannot be described to a model; name the arguments one by one")
+            continue
+        arguments.append(parameter.name)
+        if parameter.annotation is parameter.empty:
+            faults.append(f"argument {parameter.name} has no type annotation")
+        if not re.search(rf"^\s*{parameter.name}\s*(\(.*\))?\s*:\s*\S", description.partition("Args:")[2], re.M):
+            faults.append(f'argument {parameter.name} is not described under "Args:" in the docstring')
+    if not description:
+        faults = [f"there is no docstring{', which describes it and ' + ', '.join(arguments) if arguments else ''}"]
+    if not faults:
+        try:
+            schema = get_json_schema(function)
+            schema["function"]["name"] = name or title
+            schema["function"].pop("return", None)  # no part of OpenAI's format
+            return schema
+        except Exception as error:  # whatever the parser of docstrings and annotations raises
+            faults = [str(error)]
+    code = function.__code__
+    raise ConfigError(*(f"{code.co_filename}:{code.co_firstlineno}: tool {title}: {fault}" for fault in faults))
+
+
+def check_schema(schema: Any, place: str) -> None:
+    """Raise ConfigError if this is not the schema of a function in OpenAI's format with JSON schema parameters."""
+    form = '{"type": "function", "function": {"name", "description", "parameters"}}'
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    if not isinstance(function, Mapping) or not function.get("name"):
+        raise ConfigError(f"{place}: tool_schema is {schema!r:.80}", fix=f"write {form}")
+    parameters = function.get("parameters") or {}
+    try:
+        jsonschema.Draft202012Validator.check_schema(parameters)
+    except jsonschema.SchemaError as error:
+        path = ".".join(["parameters", *map(str, error.absolute_path)])
+        raise ConfigError(f"{place}: tool_schema of {function['name']}: {path}: {error.message}") from error
+    if parameters.get("type", "object") != "object":
+        cause = f"{place}: tool_schema of {function['name']}: parameters.type is {parameters['type']}"
+        raise ConfigError(cause, fix="write object: arguments have names")
+
+
+def to_result(returned: Any) -> ToolResult:
+    """Read what a tool returned; ToolError if it is not text."""
+    if isinstance(returned, ToolResult):
+        return returned
+    reward, metrics = None, {}
+    if isinstance(returned, tuple) and 1 <= len(returned) <= 3:
+        returned, reward, metrics = (*returned, None, None)[:3]
+    if isinstance(returned, ToolResult):  # with a reward next to it
+        returned = returned.text
+    numbers = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
+    return ToolResult(_text(returned), None if reward is None else float(reward), numbers)
+
+
+def _text(value: Any) -> str:
+    """The text that the policy reads."""
+    if isinstance(value, str):
+        return value
+    if any(getattr(value, kind, None) for kind in ("image", "video")):
+        raise ToolError("the tool returned an image or a video, which this model cannot read")
+    if hasattr(value, "text"):  # verl's ToolResponse
+        return value.text or ""
+    if isinstance(value, bytes | bytearray):
+        try:
+            return bytes(value).decode()
+        except UnicodeDecodeError:
+            raise ToolError(f"the tool returned {len(value)} bytes that are not text") from None
+    if value is None:
+        return ""
+    kind = type(value)
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        raise ToolError(f"the tool returned a {kind.__name__}, which is not text")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+async def finished(function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+    """Await a coroutine function, or run a plain one in a thread of its own, which is abandoned at the time limit.
+
+    OutOfTime after `seconds`. An exit of the called code is a RuntimeError here.
+    """
+    task = asyncio.ensure_future(_contained(_called(function, arguments)))
+    done, _ = await asyncio.wait({task}, timeout=seconds)
+    if not done:
+        task.cancel()
+        raise OutOfTime(f"time limit of {seconds:g} s reached")
+    return task.result()
+
+
+async def _called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    returned = await _in_thread(function, arguments)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+async def _contained(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # they would end the event loop, or hang the task
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
+    """Threads are not pooled: a call that hangs must not hold up others, nor the end of the process."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def work() -> None:
+        result, fault = None, None
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            fault = RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
+        except BaseException as error:
+            fault = RuntimeError(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, fault)
+
+    threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "tool")).start()
+    return future
