@@ -158,6 +158,15 @@ class Dialogue:
         found = [self._difference(*item, mode) for item in conversations.items() if mode != "disable"]
         return [difference for difference in found if difference]
 
+    def written_call(self) -> str:
+        """Return what the template writes for a call of TOOL with the argument RESPONSE; "" if it writes no calls."""
+        conversation = [_user("question"), _calls(1, [])]
+        try:
+            written = self._tokenizer.decode(self._as_sampled(conversation, [TOOL])[0])
+        except ConfigError:
+            return ""
+        return written if RESPONSE in written else ""
+
     def replay(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> tuple[list[int], list[int]]:
         """Return ids and mask of a conversation whose responses are taken as sampled, as the template writes them."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
