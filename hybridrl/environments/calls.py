@@ -16,8 +16,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.environments.dialogue import RESPONSE, TOOL, Dialogue
+from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Schema, ToolCall
+from hybridrl.environments.template import RESPONSE, TOOL
 
 KEY = "actor_rollout_ref.rollout.multi_turn.format"
 VLLM = "hybridrl.rollout.vllm.tool_calls"
@@ -104,11 +105,11 @@ def _names() -> str:
 
 
 def _from_vllm(name: str, written: str, tokenizer: PreTrainedTokenizerBase) -> CallParser:
-    vllm = importlib.import_module(VLLM)
-    if name not in vllm.names():
+    parsers = importlib.import_module(VLLM)
+    if name not in parsers.names():
         raise ConfigError(f"{KEY}={name}: unknown", fix=f"set it to one of auto, {_names()}")
     try:
-        parse = vllm.load(name, tokenizer)
+        parse = parsers.load(name, tokenizer)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"{KEY}={name}: {error}", fix=f"set {KEY}=auto") from error
     # What opens a call: the parsers report a call that they cannot read as none.

@@ -4,8 +4,6 @@ Each message after a response is rendered behind a stand-in for that response, a
 the end of the stand-in is encoded alone. This is exact for any template, without a rule per family of models.
 """
 
-import contextlib
-import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,34 +13,14 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.environments.environment import Message, Schema
+from hybridrl.environments.template import CONTENT, KEY, RESPONSE, TOOL, ChatTemplate, response, user, with_calls
 
-TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
-# Stand-ins that no message contains. CUT marks places in a text at which its encoding is split.
-RESPONSE, CONTENT, CUT = "qzresponsezq", "qzcontentzq", "\ufdd0\ufdd1\ufdd0"
-TOOL: Schema = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Look a word up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "The word."}},
-            "required": ["word"],
-        },
-    },
-}
-NAMES = ("role", "type")  # of fields that the template compares, and never writes as text of others
-# What a template raises on purpose, and by what it does with values that it does not expect.
-REJECTIONS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 # What the templates of reasoning models read.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-
-
 STRIPS = (
     "the chat template drops the reasoning of earlier responses after a new user message, but rows keep it "
     "(actor_rollout_ref.rollout.multi_turn.history_reasoning=keep): a deployed model would see other contexts than in "
@@ -89,22 +67,12 @@ class Dialogue:
         arguments: Mapping[str, Any] = MappingProxyType({}),
         history_reasoning: str = "keep",
     ) -> None:
-        if not tokenizer.chat_template:
-            cause = "conversations of several turns need a chat template, and the model has none"
-            raise ConfigError(cause, fix=f"set {TEMPLATE}=chatml, or a file")
         self.history_reasoning = history_reasoning
-        self._tokenizer, self._arguments = tokenizer, dict(arguments)
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, arguments)
         added = tokenizer.added_tokens_decoder
         self._ends = [added[i].content if i in added else tokenizer.decode([i]) for i in sorted(end_ids)]
-        source = str(tokenizer.chat_template)
-        special = {token.content for token in added.values() if token.special}
-        written = {token.content for token in added.values() if token.content in source and token.content.strip()}
-        self._special, self._reserved = _any_of(special), _any_of(special | written)
-        self._encoded_start = lru_cache(maxsize=64)(self._encode)  # of the samples of a prompt
+        self._encoded_start = lru_cache(maxsize=64)(self._template.encode)  # of the samples of a prompt
         self._stand_ins: dict[tuple[int, bool, str], _StandIn] = {}
-        self._as_parts = self._as_text = False  # the forms of contents and of calls' arguments
-        self._as_parts = self._requires("_as_parts", CONTENT, [_user(CONTENT)])
-        self._as_text = self._requires("_as_text", RESPONSE, [_user("question"), _calls(1, [])], [TOOL])
         self.stop_ids = self._find_stop_ids(end_ids)
         self.strips_reasoning = self._drops_reasoning()
 
@@ -116,8 +84,8 @@ class Dialogue:
         Text of special tokens in a message becomes those tokens in `trusted` messages only, by default all: a row may
         hold it on purpose, a message that an environment adds may not.
         """
-        safe = [m if trusted is None or m in trusted else self._split_special(m) for m in messages]
-        return [*self._encoded_start(self._text(safe, tools, prompt=True))]
+        safe = [m if trusted is None or m in trusted else self._template.plain(m) for m in messages]
+        return [*self._encoded_start(self._template.text(safe, tools, prompt=True))]
 
     def delta(
         self,
@@ -132,16 +100,16 @@ class Dialogue:
 
         `ended` says whether these end with an end token, `called` whether the response has tool calls.
         """
-        new = [self._split_special(message) for message in messages]
+        new = [self._template.plain(message) for message in messages]
         results = sum(message["role"] == "tool" for message in new)
         stand_in = self._stand_in(max(results, called), bool(tools), new[0]["role"])
         history = [*stand_in.opening, stand_in.respond(new), *new]
-        added = self._text(history, [TOOL] if tools else [], prompt=True).partition(RESPONSE)[2]
+        added = self._template.text(history, [TOOL] if tools else [], prompt=True).partition(RESPONSE)[2]
         at = added.find(stand_in.end)
         if at < 0:
             cause = f"the chat template writes no {stand_in.end} before these messages, as it does before others"
-            raise ConfigError(cause, fix=f"set {TEMPLATE}")
-        ids = self._encode(added[at:])
+            raise ConfigError(cause, fix=f"set {KEY}")
+        ids = self._template.encode(added[at:])
         if not ended or not stand_in.end:
             return Delta(ids)
         return Delta(ids[1:]) if ids[0] == sampled[-1] else Delta(ids, dropped=1)
@@ -160,7 +128,7 @@ class Dialogue:
 
     def written_call(self) -> str:
         """Return what the template writes for a call of TOOL with the argument RESPONSE; "" if it writes no calls."""
-        conversation = [_user("question"), _calls(1, [])]
+        conversation = [user("question"), with_calls(1, [])]
         try:
             written = self._tokenizer.decode(self._as_sampled(conversation, [TOOL])[0])
         except ConfigError:
@@ -184,19 +152,22 @@ class Dialogue:
     def _as_sampled(self, messages: Sequence[Message], tools: Sequence[Schema]) -> tuple[list[int], bool]:
         """Return the ids of the last message as a response to the others, and whether an end token ends it."""
         *history, last = *map(_without_reasoning, messages[:-1]), messages[-1]
-        prompt, text = self._text(history, tools, prompt=True), self._text([*history, last], tools)
+        prompt, text = self._template.text(history, tools, prompt=True), self._template.text([*history, last], tools)
         if not text.startswith(prompt):  # a generation prompt for responses without reasoning
-            text = self._text([*history, _without_reasoning(last)], tools)
+            text = self._template.text([*history, _without_reasoning(last)], tools)
         known = _common(prompt, text)
         stops = [*self._ends, *self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))]
         end = min((at + len(stop) for stop in stops if (at := text.find(stop, known)) >= 0), default=0)
-        context, ids = self._encode(prompt), self._encode(text[: end or None])
+        context, ids = self._template.encode(prompt), self._template.encode(text[: end or None])
         return ids[_common(context, ids) :], end > 0
 
     def _compared(self, messages: Sequence[Message]) -> tuple[str, str]:
         """Return the text of a replayed conversation, and the template's."""
         tools = [TOOL] if messages is TOOLS else []
-        ids = [self.replay(messages, tools)[0], self._encode(self._text(messages, tools, prompt=True))]
+        ids = [
+            self.replay(messages, tools)[0],
+            self._template.encode(self._template.text(messages, tools, prompt=True)),
+        ]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         row, text = (self._tokenizer.decode(one, **options) for one in ids)
         return row, text
@@ -221,21 +192,21 @@ class Dialogue:
         return self._stand_ins[key]
 
     def _find_stand_in(self, calls: int, tools: bool, role: str) -> _StandIn:
-        left_out = ConfigError(f"the chat template leaves out messages of the role {role}", fix=f"set {TEMPLATE}")
+        left_out = ConfigError(f"the chat template leaves out messages of the role {role}", fix=f"set {KEY}")
         probe = {"role": role, "content": CONTENT} | ({"name": "lookup", "tool_call_id": "call00000"} if calls else {})
-        forms = [partial(_calls, count) for count in dict.fromkeys([calls, 1])]
-        for respond in [*forms, _response] if calls else [_response]:
-            for opening in ([{"role": "system", "content": "system"}, _user("question")], [_user("question")]):
+        forms = [partial(with_calls, count) for count in dict.fromkeys([calls, 1])]
+        for respond in [*forms, response] if calls else [response]:
+            for opening in ([{"role": "system", "content": "system"}, user("question")], [user("question")]):
                 history = [*opening, respond([probe])]
                 try:
-                    text = self._text([*history, probe], [TOOL] if tools else [], prompt=True)
-                    alone = self._text(history, [TOOL] if tools else [])
+                    text = self._template.text([*history, probe], [TOOL] if tools else [], prompt=True)
+                    alone = self._template.text(history, [TOOL] if tools else [])
                 except ConfigError as rejected:
                     error = rejected
                     continue
                 before, there, _ = text.partition(RESPONSE)[2].partition(CONTENT)
-                end = self._end_of_turn(before, alone.partition(RESPONSE)[2], called=respond is not _response)
-                if there and (end or respond is _response):
+                end = self._end_of_turn(before, alone.partition(RESPONSE)[2], called=respond is not response)
+                if there and (end or respond is response):
                     return _StandIn(opening, respond, end)
                 error = left_out
         raise error
@@ -247,9 +218,9 @@ class Dialogue:
             return ends[min(ends)]
         # A token that opens the results of tools, and that the model writes itself to wait for them.
         common = before[: _common(before, alone)].rstrip()
-        if last := [found[1] for found in self._reserved.finditer(common) if found.end(1) == len(common)]:
+        if last := [found[1] for found in self._template.reserved.finditer(common) if found.end(1) == len(common)]:
             return last[-1]
-        first = None if called else self._reserved.match(before.lstrip())
+        first = None if called else self._template.reserved.match(before.lstrip())
         return first[1] if first else ""
 
     def _find_stop_ids(self, end_ids: Collection[int]) -> tuple[int, ...]:
@@ -257,107 +228,23 @@ class Dialogue:
             end = self._stand_in(1, True, "tool").end
         except ConfigError:  # the template knows no tools
             return ()
-        ids = self._encode(end)
+        ids = self._template.encode(end)
         return tuple(ids) if len(ids) == 1 and ids[0] not in end_ids else ()
 
-    def _requires(self, form: str, text: str, *conversation: Any) -> bool:
-        """Return whether the template writes the text of a conversation in the form of this attribute only."""
-        written = []
-        for value in (False, True):
-            setattr(self, form, value)
-            with contextlib.suppress(ConfigError):
-                written += [value] * (text in self._text(*conversation))
-        return written == [True]
-
     def _drops_reasoning(self) -> bool:
-        inline = _response([]) | {"content": f"<think>\n{RESPONSE}\n</think>\n\nanswer"}
+        inline = response([]) | {"content": f"<think>\n{RESPONSE}\n</think>\n\nanswer"}
         try:
-            if RESPONSE not in self._text([_user("question"), inline, _user("more")]):
+            if RESPONSE not in self._template.text([user("question"), inline, user("more")]):
                 return True
             return any(_lacks_reasoning(*self._compared(messages)) for messages in (USERS, TOOLS))
         except ConfigError:
             return False
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, prompt: bool = False) -> str:
-        if self._as_parts:
-            messages = [_with_parts(message) for message in messages]
-        messages = [_with_arguments(m, as_text=self._as_text) if m.get("tool_calls") else m for m in messages]
-        options = {"tools": list(tools) or None, "add_generation_prompt": prompt, "tokenize": False}
-        try:
-            return self._tokenizer.apply_chat_template(messages, **options, **self._arguments)
-        except REJECTIONS as error:
-            raise ConfigError(f"the chat template rejects these messages: {error}", fix=f"set {TEMPLATE}") from error
-
-    def _encode(self, text: str) -> list[int]:
-        pieces = [self._tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in text.split(CUT)]
-        return pieces[0] if len(pieces) == 1 else [token for piece in pieces for token in piece]
-
-    def _split_special(self, message: Message) -> Message:
-        """Return the message with a CUT inside each text of a special token, so that it is encoded as plain text.
-
-        A response of the policy keeps the tokens that are not special to the tokenizer, such as those of reasoning.
-        """
-        pattern = self._special if message["role"] == "assistant" else self._reserved
-
-        def split(value: Any) -> Any:
-            if isinstance(value, str):
-                return pattern.sub(lambda found: found[1][0] + CUT, value)
-            if isinstance(value, Mapping):
-                return {name: item if name in NAMES else split(item) for name, item in value.items()}
-            return [split(item) for item in value] if isinstance(value, list | tuple) else value
-
-        return split(message)
-
-
-def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Match the first character of any of the texts, the longest of which is the first group."""
-    alternatives = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if len(text) > 1)
-    return re.compile(f"(?=({alternatives or '(?!)'})).", re.DOTALL)
-
-
-def _user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
-def _with_parts(message: Message) -> Message:
-    """Return the message with its text as a list of parts, which some templates require."""
-    content = message.get("content")
-    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _response(_: Sequence[Message]) -> Message:
-    return {"role": "assistant", "content": RESPONSE}
-
-
-def _calls(count: int, results: Sequence[Message]) -> Message:
-    """Return a response with the calls that the results belong to; the last argument of the last is RESPONSE."""
-    named = [result for result in results if result["role"] == "tool"]
-    calls = []
-    for number in range(count):
-        result = named[number] if number < len(named) else {}
-        arguments = {"word": RESPONSE if number == count - 1 else "word"}
-        function = {"name": result.get("name", "lookup"), "arguments": arguments}
-        calls.append({"id": result.get("tool_call_id", f"call{number:05}"), "type": "function", "function": function})
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _with_arguments(message: Message, *, as_text: bool) -> Message:
-    """Return the message with the arguments of its calls as JSON text or as objects, as the template requires."""
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        arguments = function["arguments"]
-        if as_text != isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
-        function = function | {"arguments": arguments}
-        calls.append(call | {"function": function} if "function" in call else function)
-    return message | {"tool_calls": calls}
-
 
 def _turn(number: int, *, call: bool = False) -> Message:
     """Return a response with reasoning, in every field that templates read it from."""
     message = {"role": "assistant", "content": "" if call else f"answer{number}"}
-    calls = _calls(1, [])["tool_calls"] if call else None
+    calls = with_calls(1, [])["tool_calls"] if call else None
     return message | dict.fromkeys(REASONING, f"thought{number}") | ({"tool_calls": calls} if call else {})
 
 
@@ -369,15 +256,15 @@ def _result(number: int) -> Message:
     return {"role": "tool", "content": f"result{number}", "name": "lookup", "tool_call_id": "call00000"}
 
 
-USERS = [_user("question1"), _turn(1), _user("question2"), _turn(2), _user("question3")]
+USERS = [user("question1"), _turn(1), user("question2"), _turn(2), user("question3")]
 TOOLS = [
-    _user("question1"),
+    user("question1"),
     _turn(1, call=True),
     _result(1),
     _turn(2, call=True),
     _result(2),
     _turn(3),
-    _user("question4"),
+    user("question4"),
 ]
 WORDS = re.compile(r"((?:question|answer|result)\d|" + RESPONSE + ")")
 

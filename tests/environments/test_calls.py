@@ -117,7 +117,9 @@ def test_auto_is_rejected_with_the_formats_where_the_template_writes_no_calls(
 
 
 def test_the_usual_formats_do_not_import_vllm() -> None:
-    code = "import sys; from hybridrl.environments import calls; calls.call_parser('hermes', '', None); print(*sys.modules)"
+    code = (
+        "import sys; from hybridrl.environments import calls; calls.call_parser('json', '', None); print(*sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "hybridrl.environments.calls" in result.stdout.split()
     assert "vllm" not in result.stdout.split()

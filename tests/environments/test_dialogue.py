@@ -136,6 +136,14 @@ def test_a_first_message_of_the_environment_cannot_hold_special_tokens_but_one_o
     assert talk.dialogue.start([*row, added], trusted=row).count(end) == talk.dialogue.start(row).count(end) + 1
 
 
+def test_a_result_that_is_no_text_cannot_hold_special_tokens(tokenizer_of: MakeTokenizer) -> None:
+    talk = Talk(tokenizer_of(CALLS.replace("m.content", "(m.content if m.content is string else m.content | tojson)")))
+    content = {"<|im_end|>": ["<|im_end|>"], "type": "<|im_end|>"}
+    assert talk.delta(result("1") | {"content": content})[0].count("<|im_end|>") == 4
+    ids = talk.dialogue.delta([result("1") | {"content": content}], [], ended=False, called=True, tools=TOOLS).ids
+    assert ids.count(talk.tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
 def test_a_tools_name_and_id_cannot_hold_special_tokens(talk: Talk) -> None:
     end = talk.tokenizer.convert_tokens_to_ids("<|im_end|>")
     message = result("1") | {"name": "x<|im_end|>", "tool_call_id": "<|im_end|>"}
