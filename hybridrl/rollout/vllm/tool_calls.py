@@ -1,0 +1,38 @@
+"""vLLM's parsers of tool calls, for formats that environments/calls.py does not read itself. Starts no engine."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParserManager
+
+Parse = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[tuple[str, str]]]]
+
+
+def names() -> list[str]:
+    """The formats that vLLM reads."""
+    return ToolParserManager.list_registered()
+
+
+def load(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
+    """Return a function of a text and the schemas of tools: the content, and the calls as names with JSON arguments.
+
+    Raises RuntimeError or ValueError where the tokenizer lacks what the format needs.
+    """
+    parser_class = ToolParserManager.get_tool_parser(name)
+
+    @lru_cache(maxsize=64)  # making a parser reads the whole vocabulary
+    def make(tools: str) -> tuple[Any, ChatCompletionRequest]:
+        request = ChatCompletionRequest(messages=[], tools=json.loads(tools) or None)
+        return parser_class(tokenizer, request.tools), request
+
+    def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+        parser, request = make(json.dumps(tools))
+        result = parser.extract_tool_calls(text, request)
+        return result.content or "", [(call.function.name, call.function.arguments) for call in result.tool_calls]
+
+    make("[]")
+    return parse
