@@ -33,7 +33,7 @@ LAYER = {name: layer for layer, line in enumerate(reversed(LAYERS.split("\n"))) 
 
 # Who may name a library, as beginnings of paths.
 KNOWN_TO = {
-    "ray": ("cluster/", "training/worker.py", "rollout/fleet.py"),
+    "ray": ("cluster/", "training/worker.py", "rollout/fleet.py", "environments/pool.py"),
     "vllm": ("rollout/vllm/", "model_merger/vllm_check.py"),
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
