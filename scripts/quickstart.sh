@@ -1,24 +1,32 @@
 #!/usr/bin/env bash
 # A small language model learns by reinforcement learning to reason before it answers. No GPU is needed.
 #
-#   bash scripts/quickstart.sh [--seed N] [key=value ...]
+#   bash scripts/quickstart.sh [--agent] [--seed N] [key=value ...]
 #
-# key=value is passed to main_ppo, such as trainer.total_training_steps=10. All output is in outputs/quickstart; the
-# warm start is kept there for the next call with the same seed.
+# With --agent it learns to act over several turns: to find a number by guessing. key=value is passed to main_ppo, such as
+# trainer.total_training_steps=10. All output is in outputs/quickstart, or outputs/agent; the warm start is kept there for
+# the next call with the same seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage_error() {
-    echo "quickstart.sh: $1. Usage: bash scripts/quickstart.sh [--seed N] [key=value ...]" >&2
+    echo "quickstart.sh: $1. Usage: bash scripts/quickstart.sh [--agent] [--seed N] [key=value ...]" >&2
     exit 2
 }
 
+out=outputs/quickstart make=make_data.py warmup=warmup train=train show=show.py
+demonstrations="most of them lazy and some careless" learning="sample 8 responses per problem, reinforce the right ones"
 seed=0 overrides=()
 while (($#)); do
     case $1 in
         --seed)
             [[ ${2:-} =~ ^[0-9]+$ ]] || usage_error "--seed needs a number"
             seed=$2 && shift 2
+            ;;
+        --agent)
+            out=outputs/agent make=make_games.py warmup=agent_warmup train=agent show=show_games.py
+            demonstrations="games of poor players" learning="play 8 games per number, reinforce the short ones"
+            shift
             ;;
         *=*) overrides+=("$1") && shift ;;
         *) usage_error "unknown argument '$1'" ;;
@@ -38,12 +46,11 @@ run() { # print a command in a form that can be copied, and run it
 }
 
 warmup_key() { # a hash of the files that the warm start depends on
-    cat recipes/quickstart/{make_data.py,warmup.yaml} conf/*.yaml conf/*/*.yaml \
+    cat recipes/quickstart/{make_data.py,warmup.yaml,"$make",$warmup.yaml} conf/*.yaml conf/*/*.yaml \
         hybridrl/{trainer,runs/sft}.py hybridrl/{data,training}/*.py |
         sha256sum | sed "s/-/seed $seed/"
 }
 
-out=outputs/quickstart
 python=.venv/bin/python
 
 stage "1/5  Install: torch, vLLM, Ray and this package in .venv"
@@ -56,16 +63,16 @@ if [[ $(cat $out/warmup/key 2>/dev/null) == "$(warmup_key)" ]]; then
 else
     rm -rf $out/{data,warmup}
     stage "2/5  Data: a tiny model with its tokenizer, demonstrations for the warm start, problems to solve"
-    run $python recipes/quickstart/make_data.py --out $out/data --seed "$seed"
+    run $python recipes/quickstart/$make --out $out/data --seed "$seed"
 
-    stage "3/5  Warm start: supervised fine-tuning on demonstrations, most of them lazy and some careless"
-    run $python -m hybridrl.main_sft --config-path recipes/quickstart --config-name warmup trainer.seed="$seed"
+    stage "3/5  Warm start: supervised fine-tuning on demonstrations, $demonstrations"
+    run $python -m hybridrl.main_sft --config-path recipes/quickstart --config-name $warmup trainer.seed="$seed"
     warmup_key >$out/warmup/key
 fi
 warm_start_seconds=$SECONDS
 
-stage "4/5  Reinforcement learning: sample 8 responses per problem, reinforce the right ones"
-run $python -m hybridrl.main_ppo --config-path recipes/quickstart --config-name train trainer.seed="$seed" "${overrides[@]}"
+stage "4/5  Reinforcement learning: $learning"
+run $python -m hybridrl.main_ppo --config-path recipes/quickstart --config-name $train trainer.seed="$seed" "${overrides[@]}"
 
 stage "5/5  Results"
-$python recipes/quickstart/show.py $out --warm-start-seconds $warm_start_seconds --seconds $SECONDS
+$python recipes/quickstart/$show $out --warm-start-seconds $warm_start_seconds --seconds $SECONDS

@@ -107,7 +107,7 @@ def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
 def environment_class(name: str) -> type:
     """The class of path.py:Class; ConfigError if it is no environment."""
     cls = load_class(*name.rsplit(":", 1), key=ENVIRONMENT)
-    unwritten = getattr(cls, "step", None) in (None, Environment.step)
+    unwritten = getattr(cls, "step", None) in (None, Environment.step) and not hasattr(cls, "run")
     if unwritten or not (hasattr(cls, "reset") or hasattr(cls, "init")):
         fix = "inherit from hybridrl.environments.Environment and define step(response)"
         raise ConfigError(f"{ENVIRONMENT}={name}: {cls.__name__} has no method step", fix=fix, keys=ENVIRONMENT)

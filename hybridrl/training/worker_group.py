@@ -190,8 +190,9 @@ class TrainWorkers:
 
     def update_policy(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """The step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
-        entry = find_policy_loss(self.policy.loss.policy_loss)[0]
-        if batch.episode is not None and not entry.by_token:
+        entry, correction = find_policy_loss(self.policy.loss.policy_loss)[0], self.policy.loss.correction
+        rejects = correction is not None and bool(correction.rejections)
+        if batch.episode is not None and (rejects or not entry.by_token):
             raise SplitEpisodes(
                 f"actor_rollout_ref.actor.policy_loss.loss_mode={entry.name} compares whole responses, and an episode "
                 "of this step has several rows, as its context was replaced; set loss_mode=vanilla, or "

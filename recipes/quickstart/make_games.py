@@ -1,7 +1,7 @@
 """Make the inputs of the agent quickstart: a tiny model and its tokenizer, games of poor players, numbers to find.
 
 The policy guesses a number from 1 to 31 and reads "low" or "high" after each wrong guess. The players of the
-demonstrations keep what they read in mind, but mostly try the lowest number that is left; some bisect. Five guesses find
+demonstrations keep what they read in mind, but often try the lowest number that is left; some bisect. Five guesses find
 every number if all of them bisect: reinforcement learning finds that out.
 """
 
@@ -16,9 +16,8 @@ from transformers.utils import logging
 
 LOW, HIGH, GUESSES = 1, 31, 5
 GAMES = 300 * 32  # one epoch is 300 steps of 32
-SHARE_BISECTING = 0.35  # of the guesses; the others are the lowest number that is left
+SHARE_BISECTING = 0.5  # of the guesses; the others are the lowest number that is left
 QUESTION = "?"
-TRAIN_ROWS = 4000
 
 
 def game(target: int, draw: random.Random) -> list[dict[str, str]]:
@@ -63,9 +62,8 @@ def main() -> None:
     tokenizer.save_pretrained(out / "model")
     build_model(tokenizer, arguments.seed).save_pretrained(out / "model")
     numbers = list(range(LOW, HIGH + 1))
-    draw = random.Random("targets")
     write_jsonl(out / "warmup.jsonl", warmup_rows(arguments.seed))
-    write_jsonl(out / "train.jsonl", rows(draw.choices(numbers, k=TRAIN_ROWS)))
+    write_jsonl(out / "train.jsonl", rows(numbers))
     write_jsonl(out / "val.jsonl", rows(numbers))
     print(f"{out}: model, warmup.jsonl, train.jsonl, val.jsonl")
 

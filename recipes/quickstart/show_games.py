@@ -1,0 +1,87 @@
+"""The agent quickstart's results: a game before and after, reward against the best possible, time figures.
+
+Exits with status 1 if the run did not reach 90% of the best possible reward.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from make_games import GUESSES, HIGH, LOW
+from show import seconds_page
+
+from hybridrl.environments.built_in.games import best_guessing
+from hybridrl.tracking import read_metrics
+
+REWARD, WON, LAST_STEPS, LEAST = "critic/score/mean", "environment/won", 5, 0.9
+WHAT_CHANGED = """\
+The demonstrations mostly try the lowest number that is left, and the model imitates them. From a reward for finding the
+number in {guesses} guesses, less a little for each wrong one, it learned to bisect. Nobody told it what to guess: it reads
+"low" and "high" from its environment, turn by turn."""
+NEXT = """\
+Two commands to try next
+
+  A tool: a calculator on problems of GSM8K's form, with commands for one GPU and for eight (recipes/tools/README.md)
+
+  A custom environment; docs/environments.md shows how to write one:
+    bash scripts/quickstart.sh --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame"""
+
+
+def games(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def game_page(name: str, game: dict[str, Any]) -> str:
+    """Return a game in one line: each guess with what the environment said of it."""
+    said = [message["content"] for message in game["messages"][1:]]
+    guesses = said[::2]
+    hints = [*said[1::2], "right" if game["score"] > 0 else "lost"]
+    shown = ", ".join(f"{guess} {hint}" for guess, hint in zip(guesses, hints, strict=False))
+    return f"    {name:<8}{''.join(c if c.isprintable() else '?' for c in shown)}"
+
+
+def example_page(directory: Path, first: int, last: int) -> str:
+    """Return the validation game of a number that was not found before and is found after, else of any."""
+    pairs = list(zip(games(directory / f"{first}.jsonl"), games(directory / f"{last}.jsonl"), strict=True))
+    before, after = next((pair for pair in pairs if pair[0]["score"] < 0 < pair[1]["score"]), pairs[0])
+    lines = [f"  The number is {before['gts']}, of {LOW} to {HIGH}", game_page("before", before)]
+    return "\n".join([*lines, game_page("after", after)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Show what a run of the agent quickstart has learned.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--seconds", type=float, help="total time; without it no shares are shown")
+    parser.add_argument("--warm-start-seconds", type=float, default=0.0, help="time of data and warm start")
+    arguments = parser.parse_args()
+    run_dir: Path = arguments.run_dir
+    metrics = read_metrics(run_dir)
+    trained = [values for values in metrics.values() if REWARD in values]
+    validated = [step for step, values in metrics.items() if "timing_s/testing" in values]
+    if not trained or len(validated) < 2:
+        sys.exit(f"{run_dir}/metrics.jsonl: no step between two validations, so there is nothing to compare")
+    best = best_guessing(LOW, HIGH, max_turns=GUESSES)
+    ends = trained[:1], trained[-LAST_STEPS:]
+    rewards, won = ([fmean(step[key] for step in steps) for steps in ends] for key in (REWARD, WON))
+    reached = rewards[1] >= LEAST * best
+    figures = [
+        f"  sampled games (step 1; last {LAST_STEPS} steps)   before    after     best",
+        f"    mean reward                       {rewards[0]:8.3f} {rewards[1]:8.3f} {best:8.3f}",
+        f"    share of numbers found            {won[0]:8.3f} {won[1]:8.3f} {1:8.3f}",
+    ]
+    pages = [example_page(run_dir / "samples", validated[0], validated[-1]), "\n".join(figures)]
+    pages.append(WHAT_CHANGED.format(guesses=GUESSES))
+    if arguments.seconds:
+        pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
+    pages += [f"The curves: {run_dir}/curves.png", NEXT]
+    if not reached:
+        pages.append(f"This run did not reach the expected result: {LEAST:.0%} of the best possible mean reward.")
+    print("\n\n".join(pages))
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
