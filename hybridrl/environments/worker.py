@@ -18,12 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.environments.calls import call_parser
 from hybridrl.environments.dialogue import Dialogue
-from hybridrl.environments.environment import Environment, Message, Response, Step
+from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
 from hybridrl.environments.load import EnvironmentSettings, environment_of
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.runtime.guard import begin_actor
+
+logger = logging.getLogger(__name__)
 
 COALESCE_SECONDS = 0.005  # a pause in which more becomes ready: a remote call costs more than a turn
 HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the process responds
@@ -76,8 +78,14 @@ class WorkerPolicy:
     async def generate(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Completion:
-        spec, turn, most = self.spec, self.turn, self.sampling.max_tokens
+        spec, turn, context = self.spec, self.turn, self.worker.kit.limits.context
+        if len(prompt_ids) >= context:
+            raise EpisodeFault(
+                f"turn {turn} has a prompt of {len(prompt_ids)} tokens, and the model's context has {context} "
+                "(actor_rollout_ref.rollout.max_model_len)"
+            )
         self.turn += 1
+        most = min(self.sampling.max_tokens, context - len(prompt_ids))
         # The first turn has the seed of a single response, which an episode of one turn then equals.
         seed = request_seed(spec.seed, spec.seed_key, spec.sample, *([turn] if turn else []))
         sampling = replace(self.sampling, max_tokens=most if max_tokens is None else min(most, max_tokens))
@@ -168,9 +176,12 @@ class EpisodeWorker:
     async def _run(self, ticket: Ticket, spec: EpisodeSpec) -> None:
         try:
             trajectory = await self._episode(ticket, spec)
-        except Exception as error:  # an environment that cannot be made
-            detail = f"{type(error).__name__}: {error}"
-            trajectory = Trajectory([], "fault", fault=f"raised:{type(error).__name__}", detail=detail)
+        except EpisodeFault as error:
+            trajectory = Trajectory([], "fault", text="", fault="environment", detail=str(error))
+        except Exception as error:  # an environment that cannot be made, or an agent
+            logger.exception("an episode failed")
+            name, detail = type(error).__name__, f"{type(error).__name__}: {error}"
+            trajectory = Trajectory([], "fault", text="", fault=f"raised:{name}", detail=detail)
         finally:
             self.tasks.pop(ticket, None)
         self.ready.put_nowait((ticket, trajectory))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hybridrl.environments import Environment, Step
 from hybridrl.environments.episode import Trajectory, Turn
 
-TURNS, TOKENS = 8, 6
+TURNS, TOKENS = 8, 3
 
 
 class OneResponse(Environment):

@@ -49,7 +49,7 @@ def workers_of(session, tiny, tmp_path_factory) -> Callable[[str | None], Iterat
     def open_workers(name: str) -> Iterator[EpisodeWorkers]:
         load = partial(AutoTokenizer.from_pretrained, str(tiny / "model"))
         environments = EnvironmentSettings(environment=f"{FILE}:{name}")
-        settings = EpisodeSettings(load, environments, Limits(prompt=64, response=24, context=88), (2,))
+        settings = EpisodeSettings(load, environments, Limits(prompt=32, response=24, context=56), (2,))
         logs = [str(tmp_path_factory.mktemp("logs") / "episodes.log")]
         with EpisodeWorkers(session, settings, 1, logs) as workers:
             workers.wait_until_ready(120)
