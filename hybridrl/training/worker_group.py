@@ -290,8 +290,8 @@ class TrainWorkers:
             raise BrokenUpdates(
                 f"{self.most_skipped_in_a_row} updates in a row had a loss or gradient that is not finite and were "
                 f"skipped (trainer.max_skipped_updates={most}); their rows, with the module at fault, are in "
-                f"{directory} on the machine of each rank; {start} with a lower learning rate (optim.lr), or in float32 "
-                "(fsdp_config.dtype=fp32)"
+                f"{directory} on the machine of each rank; {start} with a lower learning rate (optim.lr), or in "
+                "float32 (fsdp_config.dtype=fp32)"
             )
 
     def problem(self) -> str:
