@@ -98,9 +98,11 @@ class Remains:
         named = ACTOR.search(self.faults[-1].text) if self.faults else None
         return f"{named[1]}-{named[2]}" if named else ""
 
-    def check(self) -> str:
-        """Return the command that checks the configuration, tries its reward, and plans its memory."""
-        return f"python -m hybridrl.doctor -cp {self.name} -cn config" if ACTORS in self.config else self.resume()
+    def check(self, otherwise: Change | None = None) -> str:
+        """Return the command that checks the configuration, tries its reward, and plans its memory; of a supervised
+        run, which the doctor does not know, that to continue with a change."""
+        supervised = ACTORS not in self.config
+        return self.resume(otherwise) if supervised else f"python -m hybridrl.doctor -cp {self.name} -cn config"
 
     def report(self) -> str:
         return f"python -m hybridrl.doctor report {self.name}"
@@ -116,6 +118,10 @@ def fewer_checkpoints(config: dict[str, Any]) -> str:
     return "trainer.max_actor_ckpt_to_keep=1"
 
 
+def optimizer_on_host(config: dict[str, Any]) -> str:
+    return "engine.fsdp_config.offload_policy=true"
+
+
 def lower_rate(config: dict[str, Any]) -> str:
     key, part = (f"{ACTORS}.actor.", config[ACTORS]["actor"]) if ACTORS in config else ("", config)
     return f"{key}optim.lr={part['optim']['lr'] / 10:.2g}"
@@ -123,7 +129,7 @@ def lower_rate(config: dict[str, Any]) -> str:
 
 # Code of an end -> what it means, and the command to continue with.
 ENDS: dict[str, tuple[str, Callable[[Remains], str]]] = {
-    "device-memory": ("a device ran out of memory", Remains.check),
+    "device-memory": ("a device ran out of memory", lambda run: run.check(optimizer_on_host)),
     "host-memory": ("the machine ran out of memory", Remains.check),
     "disk-full": ("the disk is full", lambda run: run.resume(fewer_checkpoints)),
     "save-failed": ("a checkpoint could not be saved", Remains.resume),

@@ -228,7 +228,7 @@ def first_not_finite(model: nn.Module, forward: Callable[[], None]) -> str:
 
     def look(name: str, output: Any) -> None:
         tensors = output if isinstance(output, tuple) else (output,)
-        if not found and any(isinstance(one, Tensor) and not one.isfinite().all() for one in tensors):
+        if any(isinstance(one, Tensor) and not one.isfinite().all() for one in tensors):
             found.append(name)
 
     hooks = [

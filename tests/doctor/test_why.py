@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from hybridrl.checkpoint.store import Store
-from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.cluster import OutOfMemory
+from hybridrl.config import ConfigError, PPOConfig, load_ppo_config, load_sft_config
 from hybridrl.config.compose import save_config
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor import why
@@ -97,6 +98,18 @@ def test_the_command_to_continue_loads_the_run_s_configuration_with_the_override
     loaded = load_ppo_config(arguments[4:], config_name="config", config_dir=directory)
     assert loaded.actor_rollout_ref.actor.optim.lr == 1e-7
     assert loaded.trainer.default_local_dir == config.trainer.default_local_dir
+
+
+def test_a_supervised_run_without_memory_continues_with_its_optimizer_on_the_host(config):
+    text = "train worker.update_policy: train-0 ran out of memory: CUDA out of memory"
+    directory = run(config, lambda *_: (_ for _ in ()).throw(OutOfMemory(text, "train worker.update_policy")))
+    files = Path(config.data.train_files[0]).parent
+    own = [f"data.train_files={config.data.train_files[0]}", f"model.path={files}", "trainer.device=cpu"]
+    save_config(load_sft_config(own), directory / "config.yaml")
+    module, *arguments = shlex.split(diagnose(directory).command.removeprefix("python -m "))
+    assert module == "hybridrl.main_sft"
+    loaded = load_sft_config(arguments[4:], config_name="config", config_dir=directory)
+    assert loaded.engine.fsdp_config.offload_policy
 
 
 def test_a_run_that_began_elsewhere_continues_from_its_own_checkpoint(config):
