@@ -98,7 +98,7 @@ class Learner:
         prepare: Prepare | None = None,
     ) -> list[Shares]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each metric (shares add up over ranks,
-        counting one per group). `on_retry` is called before a mini-batch is repeated."""
+        counting one per group). `on_retry` is called before forward passes are repeated."""
         self.model.train()
         metrics, scale = [], self.optimizers.loss_scale
         ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up

@@ -209,6 +209,15 @@ def test_the_norm_of_each_row_is_that_of_its_gradient_alone(groups, config, shar
         assert total == pytest.approx(math.sqrt(sum(float(value.square().sum()) for value in whole.values())), rel=1e-4)
 
 
+def test_without_advantages_the_gradient_is_exactly_zero(groups, config):
+    """Which `optim.skip_zero_gradient` relies on; where neither entropy nor a KL is in the loss."""
+    plan_ = replace(build_policy_plan(config), loss=replace(LOSS, entropy_coeff=0.0, kl_form=None))
+    batch = ragged_batch(3)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    workers = TrainWorkers(groups[2], plan_, None, "float32", 120)
+    assert workers.row_norms(batch, step=1) == ([0.0] * 3, [([0, 1, 2], 0.0)])
+
+
 def test_a_dummy_row_cannot_spoil_an_update(groups):
     """The first rank has no row of the mini-batch; its dummy row would give a NaN."""
     batch = ragged_batch(2)
