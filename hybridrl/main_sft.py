@@ -9,9 +9,11 @@ from hybridrl.runtime.guard import guarded
 
 def run(config: SFTConfig) -> None:
     """Run one fine-tuning, from conversations to saved model. Invalid input is rejected before Ray starts."""
-    from hybridrl.runs.setup import train  # torch, Ray and transformers are imported only for a valid configuration
+    from hybridrl.doctor.start import check_run_start  # torch and Ray are imported only for a valid configuration
+    from hybridrl.runs.setup import train
     from hybridrl.runs.sft import SFTJob
 
+    check_run_start(config)
     train(config, SFTJob)
 
 

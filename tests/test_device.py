@@ -1,6 +1,7 @@
 """The environment in which workers and engines are started."""
 
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -70,3 +71,11 @@ def test_slots_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert devices.environment("cpu", slots=2)["OMP_NUM_THREADS"] == "4"
     assert devices.environment("cpu", slots=16)["OMP_NUM_THREADS"] == "1"
+
+
+def test_ports_are_chosen_by_the_system_and_held_until_a_group_has_them():
+    first, second = devices.listen("127.0.0.1"), devices.listen("127.0.0.1")
+    ports = [one.getsockname()[1] for one in (first, second)]
+    with first, second, pytest.raises(OSError, match="in use"):
+        assert ports[0] != ports[1]
+        socket.create_server(("127.0.0.1", ports[0])).close()

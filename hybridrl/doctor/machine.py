@@ -22,7 +22,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
-from hybridrl.config import PPOConfig
+from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
 from hybridrl.device import cgroup_limits
@@ -59,12 +59,14 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_versions(device: str, findings: Findings, find: Find = installed) -> None:
-    """Check that the installed versions fit the package's ranges, vLLM's pins and each other. `find` looks them up."""
+def check_versions(device: str, findings: Findings, find: Find = installed, *, engine: bool = True) -> None:
+    """Check that the installed versions fit the package's ranges, vLLM's pins and each other. `find` looks them up.
+    Without an `engine` vLLM may be missing."""
     versions = [f"{name} {there}" for name in SHOWN if (there := find(name))]
     unknown = "" if _requirements(PACKAGE) else f" ({PACKAGE} itself is not installed, so its ranges are not known)"
     findings.info("versions.found", f"python {platform.python_version()}, {', '.join(versions)}{unknown}")
-    _check_vllm(device, findings, find)
+    if engine:
+        _check_vllm(device, findings, find)
     for needed in _requirements(PACKAGE, EXTRA[device]):
         there, install = find(needed.name), install_command(str(needed), device)
         if there is None and needed.name not in VLLM.values():
@@ -78,7 +80,7 @@ def check_versions(device: str, findings: Findings, find: Find = installed) -> N
         if there and not needed.specifier.contains(there, prereleases=True):
             cause = f"{vllm} {find(vllm)} is built for {needed.name}{needed.specifier}, and {there} is installed"
             findings.warn("versions.pin", cause, install_command(str(needed), device))
-    if missing := missing_symbols():
+    if engine and (missing := missing_symbols()):
         cause = f"{', '.join(f'{name} {there}' for name in VLLM.values() if (there := find(name)))} has no "
         fix = "install a version that it is tested with: " + install_command(VLLM[device], device)
         findings.error("versions.symbols", f"{cause}{', '.join(missing)}, which {PACKAGE} uses", fix)
@@ -173,7 +175,7 @@ class Facts(NamedTuple):
     core_limit: float | None = None
 
 
-def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = None) -> None:
+def check_machine(config: PPOConfig | SFTConfig, findings: Findings, facts: Facts | None = None) -> None:
     """Check `facts`, which are measured if not given. The machine's free memory and cores, with which the configuration
     is checked, ignore a container's limits."""
     if facts is None:
@@ -216,15 +218,17 @@ def check_machine(config: PPOConfig, findings: Findings, facts: Facts | None = N
         findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
 
 
-def _object_store(config: PPOConfig, shared: int) -> int:
+def _object_store(config: PPOConfig | SFTConfig, shared: int) -> int:
     """Bytes of Ray's object store: by default 30% of the memory, as far as there is room for it."""
     return int(
         config.ray_kwargs.ray_init.get("object_store_memory") or min(0.3 * psutil.virtual_memory().total, shared)
     )
 
 
-def _batch_bytes(config: PPOConfig) -> int:
+def _batch_bytes(config: PPOConfig | SFTConfig) -> int:
     """The rows of a step at their greatest length, which every rank reads from Ray's object store."""
+    if isinstance(config, SFTConfig):
+        return config.data.train_batch_size * config.data.max_length * TOKEN_BYTES
     rollout = config.actor_rollout_ref.rollout
     return config.data.train_batch_size * rollout.n * (rollout.max_model_len or 0) * TOKEN_BYTES
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import TrainWorkers
 
 SHOWN_CHARACTERS = 160
+NOISY = 4.0  # times more responses needed than an update has
 
 
 def main(argv: list[str]) -> int:
@@ -69,11 +71,37 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
         inexact = f" (it had those after step {step - 1})" if saved and saved.step < step - 1 else ""
         info(f"step {step} again, {len(batch)} rows, with {weights}{inexact}")
         again = workers.forward_log_probs(batch)
-        norms = workers.row_norms(again, step)
+        norms, updates = workers.row_norms(again, step)
     logged = read_metrics(directory).get(step, {}).get("actor/grad_norm")
     if logged is not None:
         info(f"actor/grad_norm of the step was {logged:.4g}")
+    info(noise(norms, updates, config))
     return described(again, norms, tokenizer_elsewhere(config))
+
+
+def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], config: PPOConfig) -> str:
+    """Return how many responses an update would need for a gradient that is no more noise than signal (the simple noise
+    scale of McCandlish et al. 2018), what it has, and the key to set if that is too few.
+
+    A row's share of the gradient of N rows is (G + e) / N, with e of variance S: the squared norms of the shares add up
+    to (|G|^2 + S) / N, and that of the gradient is |G|^2 + S / N. The noise scale is S / |G|^2.
+    """
+    rows = sum(len(rows) for rows, _ in updates) / len(updates)
+    alone = sum(norms[row] ** 2 for rows, _ in updates for row in rows) / len(updates)
+    together = sum(total**2 for _, total in updates) / len(updates)
+    if rows < 2 or not alone:
+        return "the noise of the gradient cannot be estimated from this step"
+    variance = (alone * rows - together) / (1 - 1 / rows)
+    signal = together - variance / rows
+    actor, data = config.actor_rollout_ref.actor, config.data
+    more = "actor_rollout_ref.rollout.n or data.train_batch_size higher"
+    if actor.ppo_mini_batch_size < data.train_batch_size:
+        more = f"actor_rollout_ref.actor.ppo_mini_batch_size={data.train_batch_size}"
+    if signal <= 0:
+        return f"the gradient of an update, of {rows:.0f} responses, is nothing but noise; set {more}"
+    needed = max(variance / signal, 0.0)
+    text = f"signal and noise are equal in a gradient of {needed:.0f} responses, and an update has {rows:.0f}"
+    return text if needed <= NOISY * rows else f"{text}: most of it is noise; set {more}"
 
 
 def load_config(directory: Path) -> PPOConfig:

@@ -1,14 +1,15 @@
-"""What is checked of this machine before anything is loaded: by main_ppo at its start, and by the doctor."""
+"""What is checked of this machine before anything is loaded: by main_ppo, by main_sft, and by the doctor."""
 
 import contextlib
 import shutil
 from pathlib import Path
 
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
-from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.custom_code import import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
+from hybridrl.config.schema import ModelConfig
 from hybridrl.doctor.gpus import check_gpus
 from hybridrl.doctor.machine import GIB, check_machine, check_versions
 from hybridrl.doctor.memory_plan import ITEMSIZE, memory_plan
@@ -22,7 +23,7 @@ KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
 COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
 
 
-def check_run_start(config: PPOConfig) -> None:
+def check_run_start(config: PPOConfig | SFTConfig) -> None:
     """Print the warnings of `check_start`; raises ConfigError with all of its errors."""
     findings = Findings()
     check_start(config, findings)
@@ -33,18 +34,20 @@ def check_run_start(config: PPOConfig) -> None:
     findings.close()
 
 
-def check_start(config: PPOConfig, findings: Findings) -> None:
-    """Check versions, machine, GPUs, and the memory of each phase."""
-    check_versions(config.trainer.device, findings)
+def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> None:
+    """Check versions, machine and GPUs, and unless it is supervised the memory of each phase."""
+    check_versions(config.trainer.device, findings, engine=isinstance(config, PPOConfig))
     check_machine(config, findings)
     check_gpus(config, findings)
+    if isinstance(config, SFTConfig):
+        return
     publish_own_keys(config.own)
     with contextlib.suppress(ConfigError):  # reported with the model, which may be what a library registers
         import_libraries(config.actor_rollout_ref.model.external_lib)
     memory_plan(config, findings)
 
 
-def check_space(config: PPOConfig, findings: Findings, steps: int | None = None) -> None:
+def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | None = None) -> None:
     """Compare the disk with the checkpoints that are kept plus the one being written."""
     times, size = save_times(config.trainer), _checkpoint_bytes(config)
     if not times.ever or not size:
@@ -66,16 +69,12 @@ def check_space(config: PPOConfig, findings: Findings, steps: int | None = None)
         findings.warn("run.disk", f"{cause}: not enough for {kept} and one being written", fix, keys=(KEEP, KEY))
 
 
-def _checkpoint_bytes(config: PPOConfig) -> int | None:
+def _checkpoint_bytes(config: PPOConfig | SFTConfig) -> int | None:
     """Estimate the size of a checkpoint; None if the models are not here or cannot be read, or only an
     adapter is saved."""
-    section, critic, total = config.actor_rollout_ref, config.critic, 0
-    actor = (section.model, section.actor.fsdp_config.model_dtype)
-    models = {"actor": actor, "critic": (critic.model, critic.fsdp.model_dtype)}
+    total = 0
     try:
-        saved = contents_to_save(config, build_algorithm(config))
-        for name, contents in saved.items():
-            model, dtype = models.get(name, actor)
+        for model, dtype, contents in _saved_models(config):
             directory = resolve_model(model.path)
             if model.lora_rank or not directory.is_dir():
                 return None
@@ -85,3 +84,14 @@ def _checkpoint_bytes(config: PPOConfig) -> int | None:
     except ConfigError:  # reported with the algorithm or the model
         return None
     return total or None
+
+
+def _saved_models(config: PPOConfig | SFTConfig) -> list[tuple[ModelConfig, str, list[str]]]:
+    """Each model that is saved, with the type that it is stored in and the parts that are saved."""
+    if isinstance(config, SFTConfig):
+        return [(config.model, config.engine.fsdp_config.model_dtype, config.checkpoint.save_contents)]
+    section, critic = config.actor_rollout_ref, config.critic
+    actor = (section.model, section.actor.fsdp_config.model_dtype)
+    models = {"actor": actor, "critic": (critic.model, critic.fsdp.model_dtype)}
+    saved = contents_to_save(config, build_algorithm(config))
+    return [(*models.get(name, actor), contents) for name, contents in saved.items()]

@@ -5,6 +5,7 @@ docs/errors.md.
 """
 
 import json
+import re
 import shlex
 import shutil
 import time
@@ -29,7 +30,8 @@ SILENT_SECONDS, SILENT_STEPS = 60.0, 5.0  # without a step: the greater of the s
 FULL_BYTES = 1 << 20  # free, or fewer, on a disk that is full
 SHOWN = 300  # characters of an error
 ACTORS = "actor_rollout_ref"
-Change = Callable[[dict[str, Any], str], str]  # from configuration and process to blame to an override
+Change = Callable[[dict[str, Any]], str]  # from configuration to an override
+TRIED = re.compile(r"^(?:tried: |  )((?:[\w.]+=\S+ {0,2}(?:instead of \S+)?)+)", re.MULTILINE)  # with too little memory
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Remains:
         words = [f"python -m hybridrl.{'main_ppo' if ACTORS in self.config else 'main_sft'} -cp {self.name} -cn config"]
         if self.saved and self.config["trainer"]["resume_mode"] != "auto":
             words.append("trainer.resume_mode=auto")
-        return " ".join([*words, change(self.config, self.blamed)] if change else words)
+        return " ".join([*words, change(self.config)] if change else words)
 
     @property
     def blamed(self) -> str:
@@ -96,9 +98,11 @@ class Remains:
         named = ACTOR.search(self.faults[-1].text) if self.faults else None
         return f"{named[1]}-{named[2]}" if named else ""
 
-    def check(self) -> str:
-        """Return the command that checks the configuration, tries its reward, and plans its memory."""
-        return f"python -m hybridrl.doctor -cp {self.name} -cn config" if ACTORS in self.config else self.resume()
+    def check(self, otherwise: Change | None = None) -> str:
+        """Return the command that checks the configuration, tries its reward, and plans its memory; of a supervised
+        run, which the doctor does not know, that to continue with a change."""
+        supervised = ACTORS not in self.config
+        return self.resume(otherwise) if supervised else f"python -m hybridrl.doctor -cp {self.name} -cn config"
 
     def report(self) -> str:
         return f"python -m hybridrl.doctor report {self.name}"
@@ -110,32 +114,22 @@ class Remains:
         return f"python -m hybridrl.doctor checkpoints {self.name}"
 
 
-def less_memory(config: dict[str, Any], process: str) -> str:
-    if ACTORS not in config:
-        return f"data.max_token_len_per_gpu={config['data']['max_token_len_per_gpu'] // 2}"
-    if process.startswith("rollout"):
-        share = config[ACTORS]["rollout"]["gpu_memory_utilization"]
-        return f"{ACTORS}.rollout.gpu_memory_utilization={max(share - 0.1, 0.1):.2g}"
-    actor, data = config[ACTORS]["actor"], config["data"]
-    rows = actor["ppo_micro_batch_size_per_gpu"] or 1
-    if rows > 1 and not actor["use_dynamic_bsz"]:
-        return f"{ACTORS}.actor.ppo_micro_batch_size_per_gpu={rows // 2}"
-    longest = data["max_prompt_length"] + data["max_response_length"]
-    return f"{ACTORS}.actor.ppo_max_token_len_per_gpu={max(actor['ppo_max_token_len_per_gpu'] // 2, longest)}"
-
-
-def fewer_checkpoints(config: dict[str, Any], process: str) -> str:
+def fewer_checkpoints(config: dict[str, Any]) -> str:
     return "trainer.max_actor_ckpt_to_keep=1"
 
 
-def lower_rate(config: dict[str, Any], process: str) -> str:
+def optimizer_on_host(config: dict[str, Any]) -> str:
+    return "engine.fsdp_config.offload_policy=true"
+
+
+def lower_rate(config: dict[str, Any]) -> str:
     key, part = (f"{ACTORS}.actor.", config[ACTORS]["actor"]) if ACTORS in config else ("", config)
     return f"{key}optim.lr={part['optim']['lr'] / 10:.2g}"
 
 
 # Code of an end -> what it means, and the command to continue with.
 ENDS: dict[str, tuple[str, Callable[[Remains], str]]] = {
-    "device-memory": ("a device ran out of memory", lambda run: run.resume(less_memory)),
+    "device-memory": ("a device ran out of memory", lambda run: run.check(optimizer_on_host)),
     "host-memory": ("the machine ran out of memory", Remains.check),
     "disk-full": ("the disk is full", lambda run: run.resume(fewer_checkpoints)),
     "save-failed": ("a checkpoint could not be saved", Remains.resume),
@@ -177,7 +171,9 @@ def diagnose(directory: Path) -> Verdict:
         command = "python -m hybridrl.doctor key=value ..., with the arguments of the run"
         return Verdict(end.code, f"configuration or data were rejected before the start: {_shown(end.text)}", command)
     meaning, command_of = ENDS.get(end.code, ENDS["unexpected"])
-    return Verdict(end.code, f"{meaning} {remains.place}: {_shown(end.text)}", command_of(remains))
+    tried = "; ".join(" ".join(settings.split()) for settings in TRIED.findall(end.text))
+    cause = f"{meaning} {remains.place}: {_shown(end.text)}{f' (tried: {tried})' if tried else ''}"
+    return Verdict(end.code, cause, command_of(remains))
 
 
 def _living(remains: Remains) -> Verdict:

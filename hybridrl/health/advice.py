@@ -35,9 +35,9 @@ class Run:
 
 
 def advise(steps: Mapping[int, Metrics], config: Any) -> list[str]:
-    """Return at most one sentence about the run's time and one about its length, each with what to set."""
+    """Return at most one sentence about each of the run's time, memory and length, with what to set."""
     run = Run([metrics for step, metrics in sorted(steps.items()) if step > 0 and STEP_SECONDS in metrics][1:], config)
-    return [sentence for sentence in (_about_time(run), _about_length(run)) if sentence]
+    return [sentence for sentence in (_about_time(run), _about_memory(run), _about_length(run)) if sentence]
 
 
 def _about_time(run: Run) -> str | None:
@@ -152,6 +152,20 @@ PROPOSALS: dict[str, tuple[float, tuple[Callable[[Run], str | None], ...]]] = {
     "validation": (0.3, (_validation,)),
     "saving": (0.1, (_saving,)),
 }
+
+
+def _about_memory(run: Run) -> str | None:
+    """Return what to set if a trainer's allocator held much more of its GPU than its tensors ever needed at a time."""
+    held, used = run.largest("perf/max_memory_reserved_gb"), run.largest("perf/max_memory_allocated_gb")
+    total = max(
+        (step.get("perf/device_used_gb", 0.0) + step.get("perf/device_free_gb", 0.0) for step in run.steps), default=0.0
+    )
+    if held - used <= 0.15 * total:
+        return None
+    return (
+        f"torch held up to {held:.1f} GiB of a GPU for tensors of at most {used:.1f} GiB: its memory is fragmented; "
+        "set PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256 in the environment"
+    )
 
 
 def _about_length(run: Run) -> str | None:

@@ -126,7 +126,8 @@ def no_signal(history: History) -> Diagnosis | None:
         return Diagnosis(cause, fix)
     if history.last("critic/advantages/max", 3) + history.last("critic/advantages/min", 3) == [0.0] * 6:
         cause = "every advantage of the last 3 steps is 0: no two responses to the same prompt differ in score"
-        return Diagnosis(cause, f"raise {ROLLOUT}.n, or use data of other difficulty")
+        fix = f"raise {ROLLOUT}.n, or use data of other difficulty; {ACTOR}.optim.skip_zero_gradient=true keeps such "
+        return Diagnosis(cause, f"{fix}steps from moving the weights")
     return None
 
 
@@ -139,6 +140,30 @@ def policy_jump(history: History) -> Diagnosis | None:
     return Diagnosis(
         f"the update changed the log-prob of a sampled token by {abs(kl):.2g} on average",
         f"set {ACTOR}.optim.lr={rate / 10:.1g} and start from a checkpoint before this step",
+    )
+
+
+def not_finite(history: History) -> Diagnosis | None:
+    """An update had a loss or gradient that is not finite, and was skipped."""
+    skipped = sum(history.now(f"{model}/skipped_updates", 1) or 0.0 for model in ("actor", "critic", "train"))
+    if not skipped:
+        return None
+    return Diagnosis(
+        f"{skipped:.0f} update{'s' * (skipped > 1)} had a loss or gradient that is not finite, and changed nothing",
+        "see skipped_updates/ for the rows and the module at fault; lower optim.lr or grad_clip, or set dtype=fp32",
+    )
+
+
+def unknown_tokens(history: History) -> Diagnosis | None:
+    """In two steps in a row the policy samples rows of its embedding that its tokenizer has no text for: more than the
+    single ones that any model with a padded embedding samples at times."""
+    last = list(history.recent)[-2:]
+    shares = [row.get("sampling/unknown_tokens", 0.0) / row.get("perf/total_num_tokens", math.inf) for row in last]
+    if len(shares) < 2 or not min(shares) >= 0.01:
+        return None
+    return Diagnosis(
+        f"{shares[-1]:.0%} of all tokens were sampled and are not in the tokenizer, so the reward does not see them",
+        "name the model's own tokenizer in data.tokenizer, or resize the model's embedding to the tokenizer",
     )
 
 
@@ -258,6 +283,8 @@ RULES = (
     Rule("kl-jump", kl_jump, damages=True),
     Rule("truncation", truncation, explains=("no-signal", "flat-score"), shows=True),
     Rule("no-signal", no_signal, explains=("flat-score",), shows=True),
+    Rule("not-finite", not_finite),
+    Rule("unknown-tokens", unknown_tokens, shows=True),
     Rule("clipping", clipping),
     Rule("entropy-collapse", entropy_collapse, damages=True, explains=("repetition",), shows=True),
     Rule("length-collapse", length_collapse, damages=True, shows=True),

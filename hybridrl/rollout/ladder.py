@@ -11,12 +11,8 @@ from hybridrl.config.schema import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
-SHORTAGE = re.compile(
-    f"{LACK_OF_MEMORY.pattern}|no available memory for the cache|larger than the available KV cache"
-    r"|less than desired \w+ memory|not enough GPU memory"
-    "|an illegal memory access",  # how a kernel fails that lacked memory
-    re.IGNORECASE,
-)
+# An illegal memory access is how a kernel fails that lacked memory.
+SHORTAGE = re.compile(f"{LACK_OF_MEMORY.pattern}|an illegal memory access", re.IGNORECASE)
 # The share of the device that an engine may use is too small for it: a smaller share would not help.
 SHARE_TOO_LARGE = re.compile(r"less than desired \w+ memory", re.IGNORECASE)  # others use the device
 SHARE_TOO_SMALL = re.compile(r"no available memory for the cache|larger than the available KV cache", re.IGNORECASE)

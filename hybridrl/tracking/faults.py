@@ -24,14 +24,22 @@ TAIL_LINES, TAIL_BYTES = 40, 16384  # of the log that a text names
 # A process as texts name it, which its log file is named after.
 ACTOR = re.compile(r"\b(rollout|train)(?: server |-)(\d+)\b")
 
+# In the messages of Python, torch, Ray's memory monitor and `kill_cause`; and those of CUDA and vLLM. The host is tried
+# first: its messages may also say "out of memory".
+HOST_MEMORY = (
+    r"killed by the kernel for lack|can.?.?t allocate memory|bad_alloc|\bMemoryError\b|low on memory|memory pressure"
+    r"|memory usage threshold"
+)
+DEVICE_MEMORY = (
+    r"out of memory|\bOutOfMemoryError\b|ALLOC_FAILED|not enough GPU memory|less than desired \w+ memory"
+    r"|no available memory for the cache|larger than the available KV cache"
+)
 # What an error of a general kind shows to be its cause, by its text or by what the process logged last.
 GENERAL = {"device-memory", "worker-died", "worker-failed", "rollout-failed", "save-failed", UNEXPECTED}
 SIGNS = {
     "disk-full": r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]",
-    "device-memory": r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CUDA error: out of memory"
-    r"|No available memory for the cache blocks|less than desired GPU memory utilization",
-    "host-memory": r"by the kernel for lack of memory: it has killed|can't allocate memory|Cannot allocate memory"
-    r"|\bMemoryError\b|std::bad_alloc|node running low on memory|memory usage threshold",
+    "host-memory": HOST_MEMORY,
+    "device-memory": DEVICE_MEMORY,
     "no-response": r"no response from .+ within",
     "engine-start": r"^\w+: (start-up|rollout server\.start): rollout-\d+",
 }
@@ -44,7 +52,7 @@ def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
     ours = type(error).__module__.startswith("hybridrl")
     code = getattr(type(error), "code", UNEXPECTED) if ours else UNEXPECTED
     text = "\n".join([f"{type(error).__name__}: {error}", *tail])
-    signs = (sign for sign, pattern in SIGNS.items() if re.search(pattern, text))
+    signs = (sign for sign, pattern in SIGNS.items() if re.search(pattern, text, re.IGNORECASE))
     return next(signs, code) if code in GENERAL else code
 
 

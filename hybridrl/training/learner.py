@@ -2,13 +2,15 @@
 passed in.
 
 A loss, ratio or gradient that is not finite never reaches the parameters: the update is skipped on every rank, and the
-rows that caused it are written to a file.
+rows that caused it are written to a file, with the module whose output was the first that was not finite.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +98,7 @@ class Learner:
         prepare: Prepare | None = None,
     ) -> list[Shares]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each metric (shares add up over ranks,
-        counting one per group). `on_retry` is called before a mini-batch is repeated."""
+        counting one per group). `on_retry` is called before forward passes are repeated."""
         self.model.train()
         metrics, scale = [], self.optimizers.loss_scale
         ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up
@@ -111,19 +113,24 @@ class Learner:
                 self.optimizers.zero_grad()
                 on_retry()
                 shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
-            lr, applied = self.optimizers.lr, all_finite and math.isfinite(norm)
-            if applied:
-                self.optimizers.step()
+            lr, sound = self.optimizers.lr, all_finite and math.isfinite(norm)
+            empty = self.optimizers.skip_zero_gradient and norm == 0
+            if sound:
+                self.optimizers.skip() if empty else self.optimizers.step()
                 scale.grow()
                 shares |= more | {"grad_norm": torch.tensor(norm / ranks)}
             else:
                 scale.factor = factor  # it was not the cause
                 self.optimizers.skip()
-                self._write_rows(part, mini_batch, finite, all_finite, f"step-{step}-update-{number}")
+                on_retry()
+                module = first_not_finite(self.model, partial(self._losses, part, mini_batch, loss))
+                self._write_rows(part, mini_batch, finite, all_finite, f"step-{step}-update-{number}", module)
                 shares = {}
             self.optimizers.zero_grad()
             metrics.append({name: float(value) for name, value in shares.items()})
-            metrics[-1] |= {"lr": lr / ranks, "skipped_updates": (not applied) / ranks}
+            metrics[-1] |= {"lr": lr / ranks, "skipped_updates": (not sound) / ranks}
+            if self.optimizers.skip_zero_gradient:
+                metrics[-1]["zero_gradient_share"] = empty / ranks
             if scale.adapts:
                 metrics[-1]["loss_scale"] = scale.factor / ranks
         return metrics
@@ -153,6 +160,12 @@ class Learner:
         norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)))
         return shares, finite, not broken, norm
 
+    @torch.no_grad()
+    def _losses(self, batch: Batch, mini_batch: MiniBatch, loss: Loss) -> None:
+        """Run the forward passes of a mini-batch; collective."""
+        for rows in mini_batch.micro_batches:
+            loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
+
     def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare | None = None) -> dict:
         """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
         self.model.train()
@@ -165,18 +178,22 @@ class Learner:
         return gradient
 
     def row_norms(self, batch: Batch, mini_batch: MiniBatch, loss: Loss) -> list[float]:
-        """Return the norm of the gradient of each micro-batch alone, without an update; collective."""
+        """Return the norm of the gradient of each micro-batch alone, and last that of all, without an update;
+        collective."""
         self.model.train()
         norms = []
-        for rows in mini_batch.micro_batches:
-            *_, norm = self._gradient(batch, replace(mini_batch, micro_batches=[rows]), loss, math.inf)
+        for rows in [*([rows] for rows in mini_batch.micro_batches), mini_batch.micro_batches]:
+            *_, norm = self._gradient(batch, replace(mini_batch, micro_batches=rows), loss, math.inf)
             self.optimizers.zero_grad()
             norms.append(norm)
         return norms
 
-    def _write_rows(self, batch: Batch, mini_batch: MiniBatch, finite: Tensor, all_finite: bool, name: str) -> None:
+    def _write_rows(
+        self, batch: Batch, mini_batch: MiniBatch, finite: Tensor, all_finite: bool, name: str, module: str
+    ) -> None:
         """Write the micro-batches whose loss is not finite to a file, for diagnosis: `torch.load` gives a dictionary.
         If the losses of all ranks are finite, any row may be the cause: then all rows are written, with only tokens."""
+        print(f"{name}: the loss or gradient is not finite; first module with such an output: {module or 'none'}")
         if self.group is not None and self.group.rank():
             return  # another rank writes the same
         suspects = torch.ones_like(finite) if all_finite else ~finite
@@ -188,7 +205,7 @@ class Learner:
         part = batch.select(rows)
         part = part.only() if all_finite else part
         values = {name: value for name, value in vars(part).items() if value is not None}
-        torch.save(values, directory / f"{self.dump_prefix.name}-{name}-{rank}")
+        torch.save(values | {"module": module}, directory / f"{self.dump_prefix.name}-{name}-{rank}")
 
     def offload(self, *, to_host: bool) -> None:
         """Move the parameters to or from host memory, if the configuration allows them to leave the device."""
@@ -202,6 +219,26 @@ class Learner:
         else:
             self.model.to(self.device, non_blocking=True)
         self.on_host = to_host
+
+
+def first_not_finite(model: nn.Module, forward: Callable[[], None]) -> str:
+    """Return the name of the innermost module whose output is the first that is not finite in `forward` on this rank;
+    empty if there is none: then it is in the head, or in what the loss reads."""
+    found: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        if any(isinstance(one, Tensor) and not one.isfinite().all() for one in tensors):
+            found.append(name)
+
+    hooks = [
+        module.register_forward_hook(lambda module, arguments, output, name=name: look(name, output))
+        for name, module in model.named_modules()
+    ]
+    forward()
+    for hook in hooks:
+        hook.remove()
+    return next(iter(found), "")
 
 
 def on_device(learner: Learner, other: Learner | None) -> Learner:

@@ -33,6 +33,7 @@ class Optimizers:
         offloaded: bool = False,
     ) -> None:
         self.loss_scale, self.offloaded = LossScale(dtype), offloaded
+        self.skip_zero_gradient = config.skip_zero_gradient
         self.optimizers = build_optimizers(model, config, offloaded=offloaded)
         self.highest = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         self.factor = lambda update: schedule(update, total_updates, config, updates_per_step)

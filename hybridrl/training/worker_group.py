@@ -236,11 +236,13 @@ class TrainWorkers:
         columns = [columns for _, columns in results]
         return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)
 
-    def row_norms(self, batch: Batch, step: int) -> list[float]:
-        """The norm of each row's share of the policy's gradient, in the mini-batch that has it in the first epoch."""
+    def row_norms(self, batch: Batch, step: int) -> tuple[list[float], list[tuple[list[int], float]]]:
+        """The norm of each row's share of the policy's gradient, in the mini-batch that has it in the first epoch; and
+        the rows of each of these mini-batches with the norm of its gradient."""
         shared, devices = self.group.share(batch.only(*POLICY_FIELDS)), self.policy.updates.budget.devices
         mini_batches = self.policy.updates.mini_batches(batch.group, step)
         written, norms = batch.per_row(batch.response_mask.long()), [0.0] * len(batch)
+        whole = []
         for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
             totals = Totals.counted(written[list(rows)])
             # One row at a time: the ranks of the first sequence-parallel group have it, all others nothing.
@@ -249,9 +251,11 @@ class TrainWorkers:
                 (shared, alone if rank < devices else nothing, self.policy.loss) for rank in range(len(self.group))
             ]
             results = self.group.scatter(TrainWorker.row_norms, parts, timeout=self.timeout)
-            for row, norm in zip(rows, results[0], strict=True):
+            *of_rows, total = results[0]
+            for row, norm in zip(rows, of_rows, strict=True):
                 norms[row] = norm
-        return norms
+            whole.append((rows, total))
+        return norms, whole
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """The step's updates of the critic. Returns the updates' mean metrics."""
@@ -304,8 +308,9 @@ class TrainWorkers:
             )
             raise BrokenUpdates(
                 f"{self.most_skipped_in_a_row} updates in a row had a loss or gradient that is not finite and were "
-                f"skipped (trainer.max_skipped_updates={most}); their rows are in {directory} on the machine of each "
-                f"rank; {start} with a lower learning rate (optim.lr), or in float32 (fsdp_config.dtype=fp32)"
+                f"skipped (trainer.max_skipped_updates={most}); their rows, with the module at fault, are in "
+                f"{directory} on the machine of each rank; {start} with a lower learning rate (optim.lr), or in "
+                "float32 (fsdp_config.dtype=fp32)"
             )
 
     def problem(self) -> str:

@@ -12,6 +12,8 @@ from hybridrl.cluster.facts import (
     CLOCK,
     DIRECTORY,
     NETWORK,
+    SHARED_MEMORY,
+    TEMPORARY,
     check_directory,
     compare,
     fingerprint,
@@ -32,8 +34,8 @@ FACTS = {
     "CUDA driver": "580.1",
     MODEL: "beef",
     "memory free in GiB": 100.0,
-    "/tmp free in GiB": 100.0,
-    "/dev/shm free in GiB": 100.0,
+    TEMPORARY: 100.0,
+    SHARED_MEMORY: 100.0,
     DIRECTORY: "",
     CLOCK: 0.0,
     NETWORK: "",
@@ -79,7 +81,7 @@ def test_a_directory_that_is_not_shared_and_a_machine_out_of_reach_are_errors_wi
 
 
 def test_little_memory_and_a_clock_that_differs_are_warnings():
-    assert messages(**{"/dev/shm free in GiB": 0.1}) == [("warning", "cluster.free", "/dev/shm free in GiB, on b: 0.1")]
+    assert messages(**{SHARED_MEMORY: 0.1}) == [("warning", "cluster.free", "/dev/shm free in GiB, on b: 0.1")]
     assert messages(**{CLOCK: -30.0}) == [("warning", "cluster.clock", "clock offset in s, on b: -30.0")]
     assert messages(**{CLOCK: 1.0}) == []
 
@@ -97,6 +99,15 @@ def test_the_facts_of_this_machine_agree_with_themselves(tmp_path: Path):
     assert facts["Python"].startswith("3.") and len(facts["hybridrl"]) == 10 and facts["ray"]
     assert facts["loss"] and facts["none"] is None
     assert not [one for one in compare({"a": facts, "b": dict(facts)}).errors if "none" not in one.cause]
+
+
+def test_temporary_space_is_that_of_the_fuller_of_tmp_and_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    free, usage = {"/tmp": 5 << 30, str(tmp_path): 2 << 30}, shutil.disk_usage("/")
+    monkeypatch.setattr("hybridrl.cluster.facts.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free.get(place, 9 << 30)))
+    assert (machine_facts("cpu", {})[TEMPORARY], machine_facts("cpu", {})[SHARED_MEMORY]) == (2.0, 9.0)
+    free |= {"/tmp": 1 << 30}
+    assert machine_facts("cpu", {})[TEMPORARY] == 1.0
 
 
 def test_a_model_s_fingerprint_is_that_of_a_copy_and_of_no_other_weights(tmp_path: Path):

@@ -191,6 +191,21 @@ def test_a_rank_that_others_waited_for_until_their_collective_timed_out_counts_a
     ]
 
 
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("CUDA error: an illegal memory access was encountered", WorkerDied),
+        ("NCCL error in: NCCLUtils.hpp: remote process exited or there was a network error", WorkerDied),
+        ("[../pair.cc:534] Connection closed by peer [127.0.0.1]:4711", WorkerDied),
+        ("no such row", RemoteFailure),
+    ],
+)
+def test_a_rank_that_lost_its_device_or_a_connection_counts_as_dead_as_a_new_one_may_succeed(message, kind):
+    with pytest.raises(RemoteFailure) as failure:
+        workers(Call(), Call(error=task_error(message))).broadcast(work, timeout=1)
+    assert type(failure.value) is kind
+
+
 def reports(capsys) -> list[list[str]]:
     """What was reported, without the marks of a warning."""
     lines = capsys.readouterr().out.removeprefix("warning: ").split("train worker.work: ")[1:]

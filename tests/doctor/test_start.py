@@ -1,13 +1,15 @@
-"""What main_ppo checks before it loads anything."""
+"""What main_ppo and main_sft check before they load anything."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-from hybridrl import main_ppo
-from hybridrl.config import ConfigError, load_ppo_config
+from hybridrl import main_ppo, main_sft
+from hybridrl.config import ConfigError, SFTConfig, load_ppo_config, load_sft_config
+from hybridrl.config.findings import Findings
 from hybridrl.doctor import machine, start
+from hybridrl.doctor.gpus import Gpu, check_gpus
 from hybridrl.doctor.machine import installed
 from hybridrl.runs.prepare import prepare
 
@@ -58,3 +60,50 @@ def test_a_run_is_rejected_before_its_data_are_read_with_all_errors_at_once(
     assert len(error.value.lines) == 2
     assert "trainer.device=cpu: vLLM is not installed" in error.value.lines[0]
     assert f"{layer}: the model has no such layer; it has Qwen2DecoderLayer" in error.value.lines[1]
+
+
+@pytest.fixture
+def supervised(model: Path, tmp_path: Path) -> SFTConfig:
+    (tmp_path / "rows.jsonl").write_text("no rows at all")
+    values = {
+        "data.train_files": tmp_path / "rows.jsonl",
+        "data.max_length": 512,
+        "data.train_batch_size": 4,
+        "model.path": model,
+        "trainer.default_local_dir": tmp_path / "run",
+    }
+    return load_sft_config([f"{key}={value}" for key, value in values.items()])
+
+
+def test_a_supervised_run_needs_no_engine_and_is_rejected_for_what_it_needs(
+    supervised: SFTConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(machine, "VLLM", {"cpu": "vllm-away", "cuda": "vllm-away"})
+    monkeypatch.setattr(machine, "ENGINE", Path(__file__).parent)
+    start.check_run_start(supervised)
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.setattr(machine, "installed", lambda name: None if name == "torch" else installed(name))
+    monkeypatch.setattr(machine.check_versions, "__defaults__", (machine.installed,))
+    with pytest.raises(ConfigError, match="torch is not installed"):
+        main_sft.run(supervised)
+
+
+def test_a_supervised_run_is_warned_of_machine_and_disk(
+    supervised: SFTConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=70_000))
+    start.check_run_start(supervised)
+    printed = " ".join(capsys.readouterr().out.split())
+    # 4 x 512 tokens of 40 bytes, and 63,872 parameters of 12 bytes
+    assert "a step may have 0.0 GiB of rows, and Ray's store for objects" in printed
+    assert "a checkpoint takes about 1 MiB, and 0 MiB are free" in printed
+
+
+def test_a_supervised_run_may_use_what_is_left_of_a_gpu(supervised: SFTConfig) -> None:
+    supervised.trainer.device, findings = "cuda", Findings()
+    check_gpus(supervised, findings, lambda: [Gpu(0, "H100", 80 << 30, 8 << 30)], ("13.0", ["sm_90"]))
+    assert [(finding.severity, finding.code) for finding in findings.items] == [
+        ("info", "gpu.found"),
+        ("warning", "gpu.held"),
+    ]

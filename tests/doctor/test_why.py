@@ -1,14 +1,11 @@
 """`doctor why`: the directories that runs leave, each as its fault leaves it, and the one cause that is reported."""
 
-import errno
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,22 +13,18 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import RemoteFailure, WorkerDied
-from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.cluster import OutOfMemory
+from hybridrl.config import ConfigError, PPOConfig, load_ppo_config, load_sft_config
 from hybridrl.config.compose import save_config
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor import why
 from hybridrl.doctor.why import diagnose
-from hybridrl.experience.collector import NothingToLearnFrom
 from hybridrl.health import HealthMonitor
-from hybridrl.rewards.score import FaultGuard, Score
-from hybridrl.runtime.signals import REQUESTS, StopRequest
+from hybridrl.runtime.signals import REQUESTS
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, read_faults, recording
-from hybridrl.training.worker_group import TrainWorkers
-from hybridrl.weights.sync import StaleWeights
+from tests.doctor.ends import CAUSES, Work, broken, stopped
 
 TOP = Path(__file__).parents[2]
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
@@ -55,9 +48,6 @@ def config(tmp_path: Path) -> PPOConfig:
     return load_ppo_config([f"{key}={value}" for key, value in values.items()])
 
 
-Work = Callable[[Store, int], None]
-
-
 def run(config: PPOConfig, work: Work | None = None, *, steps: int = 3, saved: int = 2) -> Path:
     """A run's steps, with the writers of a run; `work` is done in the last one."""
     directory = Path(config.trainer.default_local_dir)
@@ -70,7 +60,7 @@ def run(config: PPOConfig, work: Work | None = None, *, steps: int = 3, saved: i
                 for step in range(1, steps + 1):
                     begin_step(step)
                     if step == steps and work:
-                        work(store, step)
+                        work(store, config)
                     tracker.log(step, {"timing_s/step": 2.0})
                     if step == saved:
                         store.begin(step)
@@ -80,78 +70,6 @@ def run(config: PPOConfig, work: Work | None = None, *, steps: int = 3, saved: i
     return directory
 
 
-def raising(error: BaseException) -> Work:
-    def work(store: Store, step: int) -> None:
-        raise error
-
-    return work
-
-
-def stopped(store: Store, step: int) -> None:
-    with StopRequest(wait_for_step=True) as stop:
-        signal.raise_signal(signal.SIGINT)
-        raise KeyboardInterrupt(stop.reason)
-
-
-def terminated(store: Store, step: int) -> None:
-    with StopRequest(wait_for_step=False):
-        signal.raise_signal(signal.SIGTERM)
-
-
-def full(store: Store, step: int) -> None:
-    raise store.failed(step, OSError(errno.ENOSPC, "No space left on device", "x.pt"))
-
-
-def grader(store: Store, step: int) -> None:
-    detail = "KeyError: 'answer' (my_reward.py:7)"
-    FaultGuard("stop", 0.5, 3).apply([Score(None, fault="raised:KeyError", detail=detail)])
-
-
-def broken(store: Store, step: int) -> None:
-    TrainWorkers.stop_if_broken(SimpleNamespace(most_skipped_in_a_row=3), 3, store)
-
-
-def exhausted(store: Store, step: int) -> None:
-    logs = store.directory / "logs"
-    logs.mkdir()
-    (logs / "train-1.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
-    raise WorkerDied("train worker.update: the process of train-1 died: it ended without a message")
-
-
-def unstarted(store: Store, step: int) -> None:
-    raise RemoteFailure("start-up: rollout-1 failed: RuntimeError: Engine core\nthe first error in x: KeyError: 'a'")
-
-
-BY_HAND = "as if killed by hand or by a scheduler: the kernel has killed nothing here for lack of memory"
-CAUSES = [
-    (None, "finished", "it finished after step 3", "model_merger merge --local_dir"),
-    (stopped, "stopped", "Ctrl-C stopped it in step 3 (the last healthy checkpoint is of step 2)", "main_ppo -cp"),
-    (terminated, "stopped", "SIGTERM stopped it in step 3", "main_ppo -cp"),
-    (full, "disk-full", "the disk is full in step 3: step 3 could not be saved", "trainer.max_actor_ckpt_to_keep=1"),
-    (grader, "reward-faults", "mostly (100%) with fault \"raised:KeyError\": KeyError: 'answer' (my_reward.py:7)",
-     "hybridrl.doctor -cp"),
-    (broken, "broken-updates", "updates were not finite in step 3: 3 updates in a row had a loss or gradient",
-     "actor_rollout_ref.actor.optim.lr=1e-07"),
-    (exhausted, "device-memory", "a device ran out of memory in step 3: train worker.update: the process of train-1",
-     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"),
-    (raising(RemoteFailure("rollout server.start: rollout-0 failed: torch.OutOfMemoryError: CUDA out of memory")),
-     "device-memory", "a device ran out of memory", "actor_rollout_ref.rollout.gpu_memory_utilization=0.4"),
-    (unstarted, "engine-start", "a rollout engine could not start in step 3: start-up: rollout-1 failed: RuntimeError",
-     "logs/rollout-1.log"),
-    (raising(WorkerDied(f"update: the process of train-0 died: it ended, {BY_HAND}")), "worker-died",
-     "a process of the run died in step 3", "main_ppo -cp"),
-    (raising(WorkerDied("train-0 died, as if killed by the kernel for lack of memory: it has killed 2 processes")),
-     "host-memory", "the machine ran out of memory in step 3", "hybridrl.doctor -cp"),
-    (raising(WorkerDied("train worker.update: no response from train-1 within 60 s (1 responded)")), "no-response",
-     "a process hung in step 3: train worker.update: no response from train-1 within 60 s", "main_ppo -cp"),
-    (raising(NothingToLearnFrom("none of the 8 responses could be scored")), "nothing-to-learn-from",
-     "there was nothing to learn from in step 3: none of the 8 responses could be scored", "hybridrl.doctor -cp"),
-    (raising(StaleWeights("differs")), "stale-weights", "an engine did not compute", "hybridrl.doctor report"),
-    (raising(ZeroDivisionError("division by zero")), "unexpected", "the program is at fault in step 3: division",
-     "hybridrl.doctor report"),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("work", "code", "cause", "command"), CAUSES, ids=[case[1] for case in CAUSES])
 def test_the_cause_of_each_end_is_named_with_the_command_to_continue(config, work, code, cause, command):
     verdict = diagnose(run(config, work))
@@ -159,8 +77,8 @@ def test_the_cause_of_each_end_is_named_with_the_command_to_continue(config, wor
     assert "\n" not in verdict.cause + verdict.command
 
 
-def test_every_end_has_its_meaning_and_command(config):
-    assert {case[1] for case in CAUSES} - {"finished", "stopped"} <= why.ENDS.keys()
+def test_every_code_of_an_end_has_a_case_a_meaning_and_a_command(config):
+    assert {case[1] for case in CAUSES} == {"finished", "stopped", *why.ENDS}
     directory = run(config, stopped)
     assert all(command_of(why.Remains(directory)) for _, command_of in why.ENDS.values())
     (directory / "config.yaml").unlink()
@@ -174,12 +92,24 @@ def test_a_run_of_an_earlier_version_has_no_recorded_end(config):
 
 
 def test_the_command_to_continue_loads_the_run_s_configuration_with_the_override(config):
-    directory = run(config, exhausted)
+    directory = run(config, broken)
     module, *arguments = shlex.split(diagnose(directory).command.removeprefix("python -m "))
     assert module == "hybridrl.main_ppo" and arguments[:4] == ["-cp", str(directory), "-cn", "config"]
     loaded = load_ppo_config(arguments[4:], config_name="config", config_dir=directory)
-    assert loaded.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 8192
+    assert loaded.actor_rollout_ref.actor.optim.lr == 1e-7
     assert loaded.trainer.default_local_dir == config.trainer.default_local_dir
+
+
+def test_a_supervised_run_without_memory_continues_with_its_optimizer_on_the_host(config):
+    text = "train worker.update_policy: train-0 ran out of memory: CUDA out of memory"
+    directory = run(config, lambda *_: (_ for _ in ()).throw(OutOfMemory(text, "train worker.update_policy")))
+    files = Path(config.data.train_files[0]).parent
+    own = [f"data.train_files={config.data.train_files[0]}", f"model.path={files}", "trainer.device=cpu"]
+    save_config(load_sft_config(own), directory / "config.yaml")
+    module, *arguments = shlex.split(diagnose(directory).command.removeprefix("python -m "))
+    assert module == "hybridrl.main_sft"
+    loaded = load_sft_config(arguments[4:], config_name="config", config_dir=directory)
+    assert loaded.engine.fsdp_config.offload_policy
 
 
 def test_a_run_that_began_elsewhere_continues_from_its_own_checkpoint(config):
@@ -289,18 +219,8 @@ def test_a_run_that_starts_and_one_that_was_rejected(config, tmp_path):
     assert verdict.cause.endswith("before the start: data.train_files=x: row 3 has no prompt; fix the row")
 
 
-def test_a_run_that_found_only_damaged_checkpoints(config):
-    directory = run(config)
-    (directory / "global_step_2" / "state.json").write_text("{}")
-    with pytest.raises(ConfigError), recording(directory):
-        select_checkpoint("auto", None, directory, "", lambda text: None)
-    verdict = diagnose(directory)
-    assert verdict.code == "checkpoint-damaged" and "none of its checkpoints is intact" in verdict.cause
-    assert "doctor checkpoints" in verdict.command
-
-
 def test_a_run_that_finished_although_it_learned_nothing_shows_the_diagnosis(config):
-    def constant(store: Store, step: int) -> None:
+    def constant(store: Store, _: PPOConfig) -> None:
         rows = {number: {"critic/score/max": 0.0, "critic/score/min": 0.0} for number in range(1, 3)}
         metrics = HealthMonitor(rows).judge(3, rows[1])
         with Tracker([], store.directory, "p", "e", {}, 3) as tracker:

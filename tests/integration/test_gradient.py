@@ -111,9 +111,9 @@ def groups(config, sharing, session, other_model, logs):
 
 
 def gradient(
-    group: Group, budget: MicroBatchBudget, loss: LossConfig | ValueLossConfig = LOSS
+    group: Group, budget: MicroBatchBudget, loss: LossConfig | ValueLossConfig = LOSS, batch: Batch | None = None
 ) -> dict[str, torch.Tensor]:
-    batch = ragged_batch()
+    batch = batch or ragged_batch()
     micro_batches = plan(batch.lengths.tolist(), len(group), budget)
     parts = [(batch, MiniBatch(share, Totals.of(batch)), loss, budget.padded) for share in micro_batches]
     return group.scatter(TrainWorker.gradient, parts, timeout=120)[0]
@@ -203,7 +203,19 @@ def test_the_norm_of_each_row_is_that_of_its_gradient_alone(groups, config, shar
     for key, group in groups.items():
         plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), loss=LOSS)
         workers = TrainWorkers(group, plan_, None, "float32", 120)
-        assert workers.row_norms(batch, step=1) == pytest.approx(expected, rel=1e-4)
+        norms, [(rows, total)] = workers.row_norms(batch, step=1)
+        assert norms == pytest.approx(expected, rel=1e-4) and sorted(rows) == [0, 1, 2]
+        whole = gradient(group, plan_.updates.budget, batch=batch)
+        assert total == pytest.approx(math.sqrt(sum(float(value.square().sum()) for value in whole.values())), rel=1e-4)
+
+
+def test_without_advantages_the_gradient_is_exactly_zero(groups, config):
+    """Which `optim.skip_zero_gradient` relies on; where neither entropy nor a KL is in the loss."""
+    plan_ = replace(build_policy_plan(config), loss=replace(LOSS, entropy_coeff=0.0, kl_form=None))
+    batch = ragged_batch(3)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    workers = TrainWorkers(groups[2], plan_, None, "float32", 120)
+    assert workers.row_norms(batch, step=1) == ([0.0] * 3, [([0, 1, 2], 0.0)])
 
 
 def test_a_dummy_row_cannot_spoil_an_update(groups):

@@ -27,8 +27,9 @@ def directory(overrides, tmp_path):
     return tmp_path
 
 
-def test_the_row_that_moved_the_gradient_is_named_first(directory):
+def test_the_row_that_moved_the_gradient_is_named_first(directory, capsys):
     rows = replay(directory, None)
+    assert "noise; set actor_rollout_ref.rollout.n" in " ".join(capsys.readouterr().out.split())
     assert (rows[0]["position"], rows[0]["sample"], rows[0]["advantage"]) == (0, 0, pytest.approx(5.0))
     assert rows[0]["share"] > 0.9 and sum(row["share"] for row in rows) == pytest.approx(1.0)
     assert [row["gradient"] for row in rows] == sorted((row["gradient"] for row in rows), reverse=True)

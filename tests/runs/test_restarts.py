@@ -9,7 +9,7 @@ from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import OutOfMemory, WorkerDied
 from hybridrl.config import load_ppo_config, load_sft_config
 from hybridrl.health import Unhealthy
-from hybridrl.runs.restarts import with_restarts
+from hybridrl.runs.restarts import CRITIC, POLICY, with_restarts
 
 ACTOR = "actor_rollout_ref.actor"
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
@@ -102,6 +102,23 @@ def test_when_every_micro_batch_is_one_row_activations_are_recomputed(load):
     config = load("actor_rollout_ref.model.enable_gradient_checkpointing=false")
     key = "actor_rollout_ref.model.enable_gradient_checkpointing"
     assert run(config, lacks("update_policy", None)) == [{}, {key: True}]
+
+
+@pytest.mark.parametrize(
+    ("call", "switches"),
+    [
+        ("update_policy", [*POLICY]),
+        ("reference_log_probs", ["actor_rollout_ref.ref.fsdp_config.param_offload", *POLICY]),
+        ("update_critic", [*CRITIC, *POLICY]),
+    ],
+)
+def test_on_a_gpu_parts_are_offloaded_one_by_one_once_every_micro_batch_is_one_row(load, call, switches):
+    config = load("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true")
+    config.trainer.device = "cuda"
+    lowered = run(config, *(lacks(call, None) for _ in switches))
+    assert lowered == [dict.fromkeys(switches[:count], True) for count in range(len(switches) + 1)]
+    with pytest.raises(OutOfMemory, match="no setting is left"):
+        run(config, lacks(call, None))
 
 
 def test_with_nothing_left_to_lower_the_error_lists_what_was_tried(load):

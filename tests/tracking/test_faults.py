@@ -63,6 +63,8 @@ def test_a_record_has_the_time_the_memory_and_the_end_of_the_log_that_it_names(t
         (RemoteFailure("update: train-1 failed: torch.OutOfMemoryError: CUDA out of memory."), "device-memory"),
         (RemoteFailure("start-up: rollout-0 failed: ValueError: Engine core"), "engine-start"),
         (RemoteFailure("start-up: rollout-0 failed: No available memory for the cache blocks"), "device-memory"),
+        (RemoteFailure("update: train-1 ran out of memory: DefaultCPUAllocator: can't allocate memory"), "host-memory"),
+        (RemoteFailure("update: train-1 failed: NCCL failure 'out of memory'"), "device-memory"),
         (SaveFailed("step 4 could not be saved: [Errno 28] No space left on device: 'x'"), "disk-full"),
         (SaveFailed("step 4 could not be saved: [Errno 13] Permission denied"), "save-failed"),
         (RewardFaults('fault "raised:MemoryError": MemoryError'), "reward-faults"),

@@ -13,6 +13,7 @@ def config(**changes: object) -> OptimizerConfig:
         "lr": 0.1,
         "betas": [0.9, 0.99],
         "weight_decay": 0.01,
+        "skip_zero_gradient": False,
         "lr_scheduler_type": "constant",
         "lr_warmup_steps": -1,
         "lr_warmup_steps_ratio": 0.0,

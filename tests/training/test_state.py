@@ -68,6 +68,7 @@ def optimizer_config(**changes: object) -> OptimizerConfig:
         "lr": 0.01,
         "betas": [0.9, 0.99],
         "weight_decay": 0.01,
+        "skip_zero_gradient": False,
         "lr_scheduler_type": "cosine",
         "lr_warmup_steps": 0,
         "lr_warmup_steps_ratio": 0.0,
