@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,10 +80,13 @@ class TokenOutput(list):
 
 
 class AsyncLLMServerManager:
-    """The server that a loop samples from, which is the policy; it keeps what was sampled."""
+    """The server that a loop samples from, which is the policy; it keeps what was sampled.
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    `dialogue` turns messages into the ids that they add, for loops that leave it to their base class.
+    """
+
+    def __init__(self, policy: Policy, dialogue: Any = None) -> None:
+        self._policy, self.dialogue = policy, dialogue
         self.sampled: list[TokenOutput] = []
 
     async def generate(
@@ -166,6 +170,46 @@ class AgentLoopBase:
         ids = await asyncio.to_thread(self.tokenizer.apply_chat_template, messages, **options)
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
+    async def ct_build_initial_tokens(self, messages: list[Message], tools: Any = None, **_: Any) -> list[int]:
+        """The ids with which the conversation begins."""
+        return await self.apply_chat_template(messages, tools)
+
+    async def ct_merge_assistant_token(
+        self,
+        runtime_token_ids: list[int],
+        assistant_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        assistant_logprobs: list[float] | None = None,
+    ) -> tuple[Any, list[int], list[float] | None]:
+        """Append what was sampled to the ids, the mask and the log-probs."""
+        mask = [*response_mask, *[1] * len(assistant_token_ids)]
+        log_probs = None if response_logprobs is None else [*response_logprobs, *(assistant_logprobs or [])]
+        return SimpleNamespace(token_ids=[*runtime_token_ids, *assistant_token_ids]), mask, log_probs
+
+    async def ct_merge_non_assistant_msg(
+        self,
+        previous_messages: list[Message],
+        updated_messages: list[Message],
+        runtime_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        tools: Any = None,
+    ) -> tuple[Any, list[int], list[float] | None]:
+        """Append the ids of new messages, which are not trained on."""
+        new, called = updated_messages[len(previous_messages) :], bool(previous_messages[-1].get("tool_calls"))
+        delta = self.server_manager.dialogue.delta(new, runtime_token_ids, ended=True, called=called, tools=tools or ())
+        kept = len(runtime_token_ids) - delta.dropped
+        mask = response_mask[: len(response_mask) - delta.dropped] + [0] * len(delta.ids)
+        if response_logprobs is not None:
+            response_logprobs = response_logprobs[: len(response_logprobs) - delta.dropped] + [0.0] * len(delta.ids)
+        return SimpleNamespace(token_ids=[*runtime_token_ids[:kept], *delta.ids]), mask, response_logprobs
+
+    def _assert_mm_supported(self, has_multi_modal: bool) -> None: ...
+
+    def _get_mm_processor_kwargs(self, audio_data: Any = None) -> dict[str, Any]:
+        return {}
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         """Run an episode of the row in `kwargs`."""
         raise NotImplementedError
@@ -199,12 +243,13 @@ class AgentLoop:
         tokenizer: Any,
         config: Mapping[str, Any],
         sampling_params: Mapping[str, Any],
+        dialogue: Any = None,
     ) -> list[AgentLoopOutput]:
         """Run an episode and return its rows; EpisodeFault if ids, mask and log-probs are not of the same length.
 
         `config` is the whole configuration, by verl's names. What raises in the loop is raised here.
         """
-        section, server = _section(config), AsyncLLMServerManager(policy)
+        section, server = _section(config), AsyncLLMServerManager(policy, dialogue)
         data, own = DictConfigWrap(section.data), copy.copy(tokenizer)
         # A list of ids, as it was when these loops were written.
         own.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
@@ -294,5 +339,6 @@ NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
     "verl.experimental.agent_loop.agent_loop": _AGENT_LOOP,
     "verl.tools.tool_registry": _REGISTRY,
     "verl.tools.utils.tool_registry": _REGISTRY,
+    "verl.workers.rollout.llm_server": {"LLMServerClient": AsyncLLMServerManager},
     "verl.workers.rollout.replica": {"TokenOutput": TokenOutput},
 }

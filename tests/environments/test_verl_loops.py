@@ -61,6 +61,29 @@ class TwoTurns(AgentLoopBase):
             reward_score=float(kwargs["extra_info"]["wanted"] == second.token_ids[0]),
             num_turns=4, metrics={}, extra_fields={"turn_scores": [1.0]})
 
+@register("helped")
+class Helped(AgentLoopBase):
+    """The style of 0.9: the base class merges ids."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
+        messages = list(kwargs["raw_prompt"])
+        self._assert_mm_supported(bool(await self.process_multi_modal_info(messages)))
+        ids = prompt_ids = await self.ct_build_initial_tokens(messages)
+        mask, log_probs = [], []
+        for turn in range(2):
+            output = await self.server_manager.generate(
+                request_id="a", prompt_ids=ids, sampling_params=dict(max_tokens=2))
+            merged, mask, log_probs = await self.ct_merge_assistant_token(
+                ids, output.token_ids, mask, log_probs, assistant_logprobs=output.log_probs)
+            if turn == 0:
+                said = [*messages, {"role": "assistant", "content": "", "tool_calls": [{}]}]
+                heard = [*said, {"role": "tool", "content": "z"}]
+                merged, mask, log_probs = await self.ct_merge_non_assistant_msg(
+                    said, heard, merged.token_ids, mask, log_probs)
+            ids = merged.token_ids
+        return AgentLoopOutput(prompt_ids=prompt_ids, response_ids=ids[len(prompt_ids):], response_mask=mask,
+            response_logprobs=log_probs, metrics={})
+
 class Wrong(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
         return AgentLoopOutput(prompt_ids=[1], response_ids=[2, 3], response_mask=[1], metrics={})
@@ -98,6 +121,12 @@ class Policy:
         return SimpleNamespace(token_ids=ids, log_probs=log_probs, truncated=max_tokens is not None)
 
 
+class Dialogue:
+    def delta(self, messages, sampled, *, ended, called, tools=()):
+        assert (ended, called) == (True, True)
+        return SimpleNamespace(ids=[ord(letter) for letter in messages[0]["content"]], dropped=1)
+
+
 @pytest.fixture
 def settings(tmp_path):
     (tmp_path / "my_loops.py").write_text(LOOPS)
@@ -110,7 +139,7 @@ def settings(tmp_path):
 def run(name: str, settings, policy=None):
     row = {"agent_name": name, "extra_info": {"wanted": 8}}
     loop = environment_of(row, settings)
-    call = loop.run(policy or Policy(), MESSAGES, Tokenizer(), CONFIG, {"temperature": 1.0})
+    call = loop.run(policy or Policy(), MESSAGES, Tokenizer(), CONFIG, {"temperature": 1.0}, Dialogue())
     return asyncio.run(call)
 
 
@@ -130,6 +159,12 @@ def test_a_loop_of_two_turns_gets_its_arguments_the_row_and_the_log_probs_of_wha
     assert policy.seen == [([97, 98, 99], None, ()), ([97, 98, 99, 3, 3, 3, 3, 7], 1, ("x",))]
 
 
+def test_a_loop_that_leaves_merging_to_its_base_class_gets_the_ids_that_messages_add(settings) -> None:
+    (row,) = run("helped", settings)
+    assert (row.response_ids, row.response_mask) == ([3, 122, 5, 5], [1, 0, 1, 1])
+    assert row.response_logprobs == pytest.approx([-0.1, 0.0, -0.1, -0.2])
+
+
 def test_a_list_is_several_rows_and_lengths_that_differ_are_a_fault(settings) -> None:
     assert [row.response_logprobs for row in run("several", settings)] == [[-1.0], [-1.0]]
     with pytest.raises(EpisodeFault, match="returned 2 response_ids and 1 response_mask"):
@@ -138,7 +173,7 @@ def test_a_list_is_several_rows_and_lengths_that_differ_are_a_fault(settings) ->
 
 def test_an_unknown_loop_is_rejected_with_those_that_there_are(settings, tmp_path) -> None:
     check(settings, [{"agent_name": "two"}])
-    with pytest.raises(ConfigError, match="row 0: .*agent_name=mine: there is no such agent loop; it has early, two"):
+    with pytest.raises(ConfigError, match=r"row 0: .*agent_name=mine: there is no such agent loop; it has early, two"):
         check(settings, [{"agent_name": "mine"}])
     (tmp_path / "bad.yaml").write_text("- {name: bad, _target_: my_loops.NoRun}")
     with pytest.raises(ConfigError, match=r"bad\.yaml: \[0\]: NoRun has no async method run"):
