@@ -113,6 +113,7 @@ class AgentLoopBase:
     """The base class of verl's agent loops, with the constructor and the helpers of all its releases."""
 
     _class_initialized = False  # which classes of early releases set
+    enable_continuous_token = True  # which classes of 0.9 read
 
     def __init__(
         self,
