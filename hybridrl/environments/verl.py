@@ -14,6 +14,7 @@ import yaml
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, where
 from hybridrl.environments.environment import Environment, Message, Response, Schema, Step
+from hybridrl.environments.mcp_tools import load_mcp_tools
 from hybridrl.environments.rows import mapping
 from hybridrl.environments.settings import MULTI_TURN
 from hybridrl.environments.skyrl import numbers
@@ -93,8 +94,10 @@ def load_verl_tools(path: str, built_in: Mapping[str, Callable[..., Tool]]) -> l
     tools: list[Tool] = []
     faults: list[Any] = []
     for index, entry in enumerate(read_entries(path, TOOLS, "tools")):
+        place = f"{TOOLS}={path}: tools[{index}]"
         try:
-            tools.append(_load_tool(entry, f"{TOOLS}={path}: tools[{index}]", path, built_in))
+            is_mcp = mapping(entry.get("config")).get("type") == "mcp"
+            tools += load_mcp_tools(entry, place, path) if is_mcp else [_load_tool(entry, place, path, built_in)]
         except ConfigError as error:
             faults += error.findings
     if faults:
