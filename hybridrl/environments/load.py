@@ -4,7 +4,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hybridrl.config import ConfigError
@@ -19,10 +19,12 @@ from hybridrl.environments.built_in.search import Search, SearchQuestions
 from hybridrl.environments.built_in.sql import Sql, TextToSql
 from hybridrl.environments.environment import Environment
 from hybridrl.environments.rows import field, mapping
-from hybridrl.environments.settings import AGENT, ENVIRONMENT, MULTI_TURN, EnvironmentSettings
+from hybridrl.environments.settings import ENVIRONMENT, MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.tool_environment import ToolEnvironment
 from hybridrl.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, check_schema
 from hybridrl.environments.verl_classes import NAMES, Gsm8kTool, as_given
+from hybridrl.environments.verl_loops import NAMES as LOOP_NAMES
+from hybridrl.environments.verl_loops import AgentLoop, agent_loop
 from hybridrl.rewards.verl_names import provide_verl_imports
 
 Row = Mapping[str, Any]
@@ -68,8 +70,8 @@ def choice_of(row: Row, settings: EnvironmentSettings) -> Choice | None:
     return None if agent == SINGLE_TURN else Choice("agent", str(agent))
 
 
-def environment_of(row: Row, settings: EnvironmentSettings) -> Make | None:
-    """What makes the environment of one episode of the row; None: a single response.
+def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop | None:
+    """What makes the environment of one episode of the row, or the loop that runs it; None: a single response.
 
     ConfigError names the file, class or name that is missing. Files are loaded once per process.
     """
@@ -80,9 +82,7 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | None:
     if choice.kind == "environment":
         return _named(choice.name, row, settings)
     if choice.kind == "agent":
-        raise ConfigError(
-            f"agent_name={choice.name}: there is no such agent loop", fix=f"set {AGENT}.agent_loop_config_path"
-        )
+        return replace(agent_loop(choice.name, settings.agent_loop_config_path), row=row)
     return functools.partial(_with_tools, settings, row)
 
 
@@ -137,13 +137,13 @@ def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
 
 def load_tools(settings: EnvironmentSettings) -> Mapping[str, Tool]:
     """All tools that the settings name, by name; ConfigError lists all that is wrong with them."""
+    _prepare(settings.libraries)
     configs = {name: mapping(settings.environment_kwargs.get(name)) for name in settings.tools}
     return _tools(json.dumps(configs), settings.tool_config_path, settings.function_tool_path)
 
 
 @functools.cache
 def _tools(built_in: str, classes: str | None, functions: str | None) -> Mapping[str, Tool]:
-    provide_verl_imports(NAMES)
     findings, tools = Findings(), []
     for name, config in json.loads(built_in).items():
         if name in TOOLS:
@@ -182,17 +182,19 @@ def function_tools(path: str) -> list[Tool]:
 
 @functools.cache
 def _interactions(path: str) -> dict[str, Any]:
-    provide_verl_imports(NAMES)
     return verl.load_interactions(path)
 
 
 @functools.cache
 def _prepare(libraries: tuple[str, ...]) -> None:
+    provide_verl_imports(NAMES)
+    provide_verl_imports(LOOP_NAMES)
     import_libraries(list(libraries))
 
 
 def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> None:
     """Load all files, and make the environment of the first row of each kind; ConfigError lists all that is wrong."""
+    _prepare(settings.libraries)
     findings, seen = Findings(), set()
     with findings.gathered():
         load_tools(settings)
@@ -214,8 +216,8 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> None:
 def _try_row(number: int, row: Row, choice: Choice, settings: EnvironmentSettings) -> None:
     try:
         make = environment_of(row, settings)
-        assert make is not None  # there is a choice
-        make()
+        if make is not None and not isinstance(make, AgentLoop):
+            make()
     except ConfigError as error:
         raise ConfigError(*(f"row {number}: {line}" for line in error.lines)) from error
     except Exception as error:  # whatever the user's constructor raises

@@ -50,14 +50,14 @@ class Tool:
         self.argument_names = list(parameters.get("properties", {}))
         self._validator = jsonschema.Draft202012Validator({"additionalProperties": False, **parameters})
 
-    def start(self, row: Mapping[str, Any]) -> Any:
+    async def start(self, row: Mapping[str, Any]) -> Any:
         """Return the state of a new episode of this row."""
 
     def call(self, state: Any, arguments: dict[str, Any]) -> Any:
         """Return the result: a text, something that is written as JSON, a ToolResult or (result, reward, metrics)."""
         raise NotImplementedError
 
-    def end(self, state: Any) -> Mapping[str, float]:
+    async def end(self, state: Any) -> Mapping[str, float]:
         """Release the state of an episode and return metrics of it."""
         return {}
 

@@ -14,6 +14,7 @@ import yaml
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, where
 from hybridrl.environments.environment import Environment, Message, Response, Schema, Step
+from hybridrl.environments.mcp_tools import load_mcp_tools
 from hybridrl.environments.rows import mapping
 from hybridrl.environments.settings import MULTI_TURN
 from hybridrl.environments.skyrl import numbers
@@ -31,31 +32,31 @@ class VerlTool(Tool):
     def __init__(self, tool: Any, network: bool = False) -> None:
         super().__init__(as_schema(tool.tool_schema))
         self.network = network
-        self._tool = tool
+        self.tool = tool
 
     async def start(self, row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         kwargs = tools_kwargs(row).get(self.name) or {}
         create = kwargs.get("create_kwargs") or {}
         identity = str(uuid.uuid4())
-        created = await accepted(self._tool.create, identity, **{**create, "create_kwargs": create})
+        created = await accepted(self.tool.create, identity, **{**create, "create_kwargs": create})
         return (created[0] if isinstance(created, tuple) else created) or identity, kwargs
 
     async def call(self, state: tuple[str, dict[str, Any]], arguments: dict[str, Any]) -> ToolResult:
         identity, kwargs = state
         named = kwargs.get("execute_kwargs") or {}
-        if "parameters" in inspect.signature(self._tool.execute).parameters:
-            returned = await accepted(self._tool.execute, identity, arguments, **named)
+        if "parameters" in inspect.signature(self.tool.execute).parameters:
+            returned = await accepted(self.tool.execute, identity, arguments, **named)
         else:  # some recipes name the arguments instead
-            returned = await accepted(self._tool.execute, identity, **{**named, **arguments})
+            returned = await accepted(self.tool.execute, identity, **{**named, **arguments})
         return to_result(returned)
 
     async def end(self, state: tuple[str, dict[str, Any]]) -> Mapping[str, float]:
         identity, kwargs = state
         try:
-            reward = await accepted(self._tool.calc_reward, identity, **(kwargs.get("calc_reward_kwargs") or {}))
+            reward = await accepted(self.tool.calc_reward, identity, **(kwargs.get("calc_reward_kwargs") or {}))
             return {"reward": float(reward)} if isinstance(reward, int | float) else {}
         finally:
-            await accepted(self._tool.release, identity, **(kwargs.get("release_kwargs") or {}))
+            await accepted(self.tool.release, identity, **(kwargs.get("release_kwargs") or {}))
 
 
 def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -65,16 +66,20 @@ def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 async def accepted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a method with those of the named arguments that it accepts, and await it."""
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = {parameter.name for parameter in parameters}
-        named = {name: value for name, value in named.items() if name in names}
+    named = taken(function, named)
 
     def call() -> Any:
         return function(*arguments, **named)
 
     returned = call() if inspect.iscoroutinefunction(function) else await finished(call)
     return await returned if inspect.isawaitable(returned) else returned
+
+
+def taken(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the named arguments that a function accepts."""
+    parameters = inspect.signature(function).parameters
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in named.items() if accepts_all or name in parameters}
 
 
 def as_schema(schema: Any) -> Schema:
@@ -89,13 +94,20 @@ def load_verl_tools(path: str, built_in: Mapping[str, Callable[..., Tool]]) -> l
     tools: list[Tool] = []
     faults: list[Any] = []
     for index, entry in enumerate(read_entries(path, TOOLS, "tools")):
+        place = f"{TOOLS}={path}: tools[{index}]"
         try:
-            tools.append(_load_tool(entry, f"{TOOLS}={path}: tools[{index}]", path, built_in))
+            is_mcp = mapping(entry.get("config")).get("type") == "mcp"
+            tools += load_mcp_tools(entry, place, path) if is_mcp else [_load_tool(entry, place, path, built_in)]
         except ConfigError as error:
             faults += error.findings
     if faults:
         raise ConfigError(*faults)
     return tools
+
+
+def initialize_tools_from_config(path: str) -> list[Any]:
+    """The instances of verl's tool classes in a yaml, as verl's function of this name returns them."""
+    return [tool.tool for tool in load_verl_tools(path, {}) if isinstance(tool, VerlTool)]
 
 
 def _load_tool(entry: Mapping[str, Any], place: str, path: str, built_in: Mapping[str, Callable[..., Tool]]) -> Tool:

@@ -97,6 +97,8 @@ class ToolResponse(_Open):
 class BaseTool:
     """The base class of verl's tools: an instance per process, and per episode an instance id."""
 
+    tool_schema: Any = None
+
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
@@ -106,7 +108,7 @@ class BaseTool:
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
         """Return the schema, which is that of the yaml by default."""
-        return getattr(self, "tool_schema", None)
+        return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **_: Any) -> tuple[str, ToolResponse]:
         """Begin an episode and return its id."""

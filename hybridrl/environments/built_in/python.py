@@ -59,7 +59,7 @@ class Python(Tool):
         self._seconds, self._memory = float(config.get("seconds", 5)), int(config.get("memory_mb", 512))
         self._stateful = bool(config.get("stateful", False))
 
-    def start(self, row: Mapping[str, Any]) -> list[str]:
+    async def start(self, row: Mapping[str, Any]) -> list[str]:
         return []
 
     def call(self, state: list[str], arguments: dict[str, Any]) -> str:
