@@ -45,7 +45,7 @@ def update(workers: TrainWorkers, batch: Batch) -> None:
 
 def largest_gap(workers: TrainWorkers, batch: Batch) -> float:
     scored = workers.forward_log_probs(batch)
-    return float((scored.old_log_probs - batch.rollout_log_probs).abs().max())
+    return float((scored.old_log_probs - batch.rollout_log_probs)[batch.response_mask].abs().max())
 
 
 def tokens(responses: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], list[int]]:
