@@ -165,6 +165,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "reward",
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
     ),
+    "template": (
+        "template",
+        "MODEL [--format FORMAT]: checks a model's chat template for several turns, and shows a conversation's mask",
+    ),
     "cluster": ("cluster", "[key=value ...]: tries the machines of a Ray cluster together, without a run"),
     "migrate": (
         "migrate",

@@ -177,11 +177,11 @@ class Dialogue:
             row, text = self._compared(messages)
         except ConfigError as error:
             return f"{name}: {error}"
-        same = "".join(row.split()) == "".join(text.split()) if mode == "ignore_strippable" else row == text
-        if same or (self.strips_reasoning and _lacks_reasoning(row, text)):
+        place = _first_difference(row, text, but_reasoning=self.strips_reasoning)
+        same = "".join(row.split()) == "".join(text.split()) if mode == "ignore_strippable" else False
+        if place is None or same:
             return ""
-        at = _common(row, text)
-        row, text = (repr(one[max(at - 20, 0) : at + 20]) for one in (row, text))
+        row, text = (repr(one[max(at - 20, 0) : at + 20]) for one, at in zip((row, text), place, strict=True))
         return f"{name}: the row has {row} where the chat template writes {text}"
 
     def _stand_in(self, calls: int, tools: bool, role: str) -> _StandIn:
@@ -236,7 +236,8 @@ class Dialogue:
         try:
             if RESPONSE not in self._template.text([user("question"), inline, user("more")]):
                 return True
-            return any(_lacks_reasoning(*self._compared(messages)) for messages in (USERS, TOOLS))
+            replays = (self._compared(messages) for messages in (USERS, TOOLS))
+            return any(r != text and _first_difference(r, text, but_reasoning=True) is None for r, text in replays)
         except ConfigError:
             return False
 
@@ -269,10 +270,20 @@ TOOLS = [
 WORDS = re.compile(r"((?:question|answer|result)\d|" + RESPONSE + ")")
 
 
-def _lacks_reasoning(row: str, text: str) -> bool:
-    """Return whether the text is the row except for reasoning of earlier turns, or the tags of an empty one."""
-    pairs = list(zip_longest(WORDS.split(row), WORDS.split(text), fillvalue=""))
-    return row != text and all(one == other or "th" in _removed(one, other) for one, other in pairs)
+def _first_difference(row: str, text: str, *, but_reasoning: bool) -> tuple[int, int] | None:
+    """Return the places in row and text at which they differ first, or None if they do not.
+
+    With `but_reasoning` the text may lack reasoning of earlier turns, and tags of an empty one: one part between two
+    contents.
+    """
+    row_at = text_at = 0
+    for one, other in zip_longest(WORDS.split(row), WORDS.split(text), fillvalue=""):
+        removed = _removed(one, other) if but_reasoning else ""
+        if one != other and "thought" not in removed and "think" not in removed:
+            shared = _common(one, other)
+            return row_at + shared, text_at + shared
+        row_at, text_at = row_at + len(one), text_at + len(other)
+    return None
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:

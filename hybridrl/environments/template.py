@@ -76,7 +76,8 @@ class ChatTemplate:
     def plain(self, message: Message) -> Message:
         """Return the message with a CUT inside each text of a special token, so that it is encoded as plain text.
 
-        A response of the policy keeps the tokens that are not special to the tokenizer, such as those of reasoning.
+        Tokenizers that begin each piece with a space add one there. A response of the policy keeps the tokens that are
+        not special to the tokenizer, such as those of reasoning.
         """
         pattern = self._special if message["role"] == "assistant" else self.reserved
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,15 +46,17 @@ TOKEN = re.compile(r"""<[|\uff5c][^\s|\uff5c<>{}]+[|\uff5c]>|<\|?[a-z_]+\|?>|</[
 
 
 @pytest.fixture(scope="session")
-def tokenizer_of() -> Callable[[str], Qwen2Tokenizer]:
-    """Make a tokenizer of single bytes for a template, in which each token of the template is one."""
+def tokenizer_of() -> Callable[..., Qwen2Tokenizer]:
+    """Make a tokenizer of single bytes for a template, in which each token of the template is one: a special token,
+    unless it is one of `common`, which are added too."""
     vocabulary = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 
-    def make(template: str) -> Qwen2Tokenizer:
+    def make(template: str, common: Sequence[str] = ()) -> Qwen2Tokenizer:
         tokenizer = Qwen2Tokenizer(
             vocab=vocabulary, merges=[], bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token=None
         )
-        tokenizer.add_tokens(sorted(set(TOKEN.findall(template))), special_tokens=True)
+        tokenizer.add_tokens(sorted({*TOKEN.findall(template)} - {*common}), special_tokens=True)
+        tokenizer.add_tokens(list(common))
         tokenizer.chat_template = template
         return tokenizer
 

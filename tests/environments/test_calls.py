@@ -13,7 +13,7 @@ from hybridrl.environments import calls
 from hybridrl.environments.calls import call_parser
 from tests.environments.conftest import CALLS, PLAIN
 
-MakeTokenizer = Callable[[str], Qwen2Tokenizer]
+MakeTokenizer = Callable[..., Qwen2Tokenizer]
 TOOLS = [
     {
         "type": "function",

@@ -1,0 +1,67 @@
+"""`doctor template` says whether a model's chat template serves several turns, and shows a conversation by its mask."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Doctor = Callable[..., tuple[int, str]]
+
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (tmp_path / "template.jinja").write_text(text)
+        return str(tmp_path / "template.jinja")
+
+    return write
+
+
+def test_an_exact_template_is_described(doctor: Doctor, model: Path, template: Callable[[str], str]) -> None:
+    status, output = doctor("template", str(model), "--template", template(CALLS))
+    assert status == 0
+    assert "user turns   exact" in output
+    assert "tools        exact" in output
+    assert "reasoning    kept" in output
+    assert "tool calls   hermes, which reads the template's '<tool_call>" in output
+    assert "stop tokens  <|im_end|>" in output
+    call = '<tool_call>{"name": "lookup", "arguments": {"word": "mask"}}</tool_call><|im_end|>'
+    assert f"<|im_start|>assistant\n\u27e6{call}\u27e7\n<|im_start|>tool\n0: observed" in output
+
+
+def test_a_template_that_differs_fails(doctor: Doctor, model: Path, template: Callable[[str], str]) -> None:
+    counting = CALLS.replace("m.role", "m.role + (messages | length) | string")
+    status, output = doctor("template", str(model), "--template", template(counting))
+    assert status == 1
+    assert "user turns   the row has" in output
+
+
+def test_a_format_that_does_not_read_the_templates_calls_is_shown(
+    doctor: Doctor, model: Path, template: Callable[[str], str]
+) -> None:
+    _, output = doctor("template", str(model), "--format", "pythonic", "--template", template(CALLS))
+    assert "tool calls   pythonic, which does not read the template's" in output
+
+
+def test_a_template_without_tools_shows_a_conversation_of_users(
+    doctor: Doctor, model: Path, template: Callable[[str], str]
+) -> None:
+    plain = CALLS.replace("for m in messages", "for m in messages if m.role != 'tool'")
+    status, output = doctor("template", str(model), "--template", template(plain), "--format", "hermes")
+    assert status == 1
+    assert "user turns   exact" in output
+    assert "leaves out messages of the role tool" in output
+    assert "\u27e6It marks sampled tokens.<|im_end|>\u27e7\n<|im_start|>user\nThanks.<|im_end|>" in output
+
+
+def test_a_model_that_is_missing_is_named(doctor: Doctor, tmp_path: Path) -> None:
+    status, output = doctor("template", str(tmp_path / "none"))
+    assert status == 1
+    assert "there is no such directory" in output
