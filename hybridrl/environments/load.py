@@ -88,19 +88,25 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
 
 def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
     """What makes an environment by its name, or by path.py:Class. Those of an installed skyrl_gym come first."""
-    config = mapping(settings.environment_kwargs.get(name)) or settings.environment_kwargs
+    config = _config(name, settings.environment_kwargs)
     if ":" in name:
         cls = environment_class(name)
         if hasattr(cls, "reset"):
             return functools.partial(cls, config, row)
         return functools.partial(skyrl.of_class, cls, config, row, settings.max_turns)
-    if skyrl.registered(name):
+    if name in skyrl.names():
         return functools.partial(skyrl.make, name, config, row, settings.max_turns)
     if name in ENVIRONMENTS:
         turns = {} if settings.max_turns is None else {"max_turns": settings.max_turns}
         return functools.partial(ENVIRONMENTS[name], {**turns, **config}, row)
     fix = f"choose {', '.join(ENVIRONMENTS)}, write path.py:Class, or install skyrl-gym for SkyRL's"
     raise ConfigError(f"{ENVIRONMENT}={name}: there is no environment of this name", fix=fix, keys=ENVIRONMENT)
+
+
+def _config(name: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of this name, else all but the sections of other names."""
+    others = {*ENVIRONMENTS, *TOOLS, *SINGLE_RESPONSES, *skyrl.names()}
+    return mapping(kwargs[name]) if name in kwargs else {key: kwargs[key] for key in kwargs if key not in others}
 
 
 @functools.cache
@@ -116,14 +122,15 @@ def environment_class(name: str) -> type:
 
 def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
     tools = load_tools(settings)
+    selection = field(row, "tool_selection")
     for names, key in (
         (verl.tools_kwargs(row), "tools_kwargs"),
-        (field(row, "tool_selection") or (), "tool_selection"),
+        (() if selection is None else selection, "tool_selection"),
     ):
         for name in names:
             if name not in tools:
                 raise ConfigError(f"{key}: there is no tool {name}", fix=f"the tools are {', '.join(tools) or 'none'}")
-    selected = [tools[name] for name in field(row, "tool_selection") or tools]
+    selected = [tools[name] for name in (tools if selection is None else selection)]
     environment = ToolEnvironment(selected, settings, row)
     name = verl.interaction_kwargs(row).get("name")
     if not settings.interaction_config_path or name is None:
@@ -204,7 +211,7 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> None:
     for number, row in enumerate(rows):
         choice = choice_of(row, settings)
         interaction = verl.interaction_kwargs(row).get("name")
-        kind = (choice, *verl.tools_kwargs(row), *(field(row, "tool_selection") or ()), interaction)
+        kind = (choice, *verl.tools_kwargs(row), str(field(row, "tool_selection")), interaction)
         if choice is None or kind in seen or (findings.errors and choice.kind == "tools"):
             continue
         seen.add(kind)

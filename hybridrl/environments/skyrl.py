@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import logging
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -44,9 +44,9 @@ class SkyRLEnvironment(Environment):
             self._environment.close()
 
 
-def registered(name: str) -> bool:
-    """Whether `skyrl_gym` is installed and has an environment of this name, by itself or by a call of `register`."""
-    return importlib.util.find_spec("skyrl_gym") is not None and name in _registration().registry
+def names() -> Collection[str]:
+    """The environments of `skyrl_gym`, its own and those that `register` added; none if it is not installed."""
+    return _registration().registry if importlib.util.find_spec("skyrl_gym") else ()
 
 
 def make(name: str, config: Mapping[str, Any], row: Mapping[str, Any], max_turns: int | None) -> SkyRLEnvironment:

@@ -61,7 +61,8 @@ class VerlTool(Tool):
 
 def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a row has for each method of each tool: a column, or a field of extra_info."""
-    return mapping(row.get("tools_kwargs")) or mapping(mapping(row.get("extra_info")).get("tools_kwargs"))
+    found = mapping(row.get("tools_kwargs")) or mapping(mapping(row.get("extra_info")).get("tools_kwargs"))
+    return {name: kwargs for name, kwargs in found.items() if kwargs is not None}  # Parquet has every tool in every row
 
 
 async def accepted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

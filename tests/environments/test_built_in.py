@@ -14,6 +14,7 @@ from hybridrl.environments.built_in.calculator import calculate
 from hybridrl.environments.built_in.games import GuessNumber, Wordle, best_guessing, marks
 from hybridrl.environments.built_in.gsm8k import Gsm8kMultiTurn
 from hybridrl.environments.built_in.python import run_python
+from hybridrl.environments.built_in.search import SearchQuestions
 from hybridrl.environments.load import environment_of
 from hybridrl.environments.retriever import Index, serve
 from hybridrl.environments.settings import EnvironmentSettings
@@ -140,13 +141,12 @@ def test_a_table_has_at_most_50_rows(database) -> None:
 )
 def test_text2sql_answers_queries_and_compares_results_as_multisets(database, solution, reward) -> None:
     row = {
-        "env_class": "text2sql",
         "db_id": "d",
         "data": "spider",
         "reward_spec": {"ground_truth": "select a, b from t"},
     }
-    make = environment_of(row, EnvironmentSettings(environment_kwargs={"text2sql": {"db_path": str(database)}}))
-    first, bad, last = play(make(), "<sql>select a from t</sql>", "<sql>select c from t</sql>", solution)
+    environment = sql.TextToSql({"db_path": str(database)}, row)
+    first, bad, last = play(environment, "<sql>select a from t</sql>", "<sql>select c from t</sql>", solution)
     assert "<observation>a\n1\n2\n2\n<reminder>You have 4 turns left" in first.messages[0]["content"]
     assert "no such column: c" in bad.messages[0]["content"]
     assert (first.reward, last.reward, last.done) == (0.0, reward, True)
@@ -157,9 +157,8 @@ def test_search_questions_are_answered_with_passages_until_there_is_an_answer() 
     server = serve(Index(texts), [{"contents": text} for text in texts], "127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     kwargs = {"search_url": f"http://127.0.0.1:{server.server_port}/retrieve", "topk": 1}
-    row = {"env_class": "search", "reward_spec": {"ground_truth": {"target": ["Rome"]}}, "max_turns": 3}
-    environment = environment_of(row, EnvironmentSettings(environment_kwargs=kwargs))()
-    first, last = play(environment, "<search>capital Italy</search>", "<answer>the rome.</answer>")
+    row = {"reward_spec": {"ground_truth": {"target": ["Rome"]}}, "max_turns": 3}
+    first, last = play(SearchQuestions(kwargs, row), "<search>capital Italy</search>", "<answer>the rome.</answer>")
     assert first.messages[0]["content"] == "\n<information>Doc 1(Title: Rome) The capital of Italy</information>\n"
     assert (last.reward, last.done) == (1.0, True)
     server.shutdown()

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 
 from hybridrl.config import ConfigError
@@ -37,10 +38,10 @@ def test_settings_can_be_sent_to_another_process() -> None:
 
 
 def test_a_built_in_environment_gets_the_configuration_under_its_name() -> None:
-    kwargs = {"guess_number": {"cost": 0.5}, "wordle5": {"cost": 7}}
-    environment = environment_of(GAME, EnvironmentSettings(environment="guess_number", environment_kwargs=kwargs))()
-    assert isinstance(environment, GuessNumber)
-    assert environment.config == {"cost": 0.5}
+    for kwargs in ({"guess_number": {"cost": 0.5}, "wordle5": {"cost": 7}}, {"cost": 0.5, "wordle5": {"cost": 7}}):
+        environment = environment_of(GAME, EnvironmentSettings(environment="guess_number", environment_kwargs=kwargs))()
+        assert isinstance(environment, GuessNumber)
+        assert environment.config == {"cost": 0.5}
 
 
 OWN = """
@@ -114,5 +115,6 @@ def test_a_row_selects_among_the_tools() -> None:
     settings = EnvironmentSettings(tools=("calculator", "python"))
     names = [tool["function"]["name"] for tool in environment_of({}, settings)().tools]
     assert names == ["calculator", "python"]
-    selected = environment_of({"extra_info": {"tool_selection": ["python"]}}, settings)()
+    row = {"extra_info": {"tool_selection": np.array(["python"]), "tools_kwargs": {"search": None}}}
+    selected = environment_of(row, settings)()
     assert [tool["function"]["name"] for tool in selected.tools] == ["python"]
