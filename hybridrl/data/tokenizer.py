@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError
@@ -84,6 +84,16 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"{key}={path}: holds no tokenizer", fix=fix)
     return tokenizer
+
+
+def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's end token, and those of the model's generation config."""
+    try:
+        configured = GenerationConfig.from_pretrained(str(resolve_model(model_path))).eos_token_id
+    except OSError:
+        configured = None
+    further = configured if isinstance(configured, list) else [] if configured is None else [configured]
+    return tuple(sorted({tokenizer.eos_token_id, *further}))
 
 
 def as_messages(value: Any) -> list[Message] | None:

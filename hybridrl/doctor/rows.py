@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt, PromptDataset
-from hybridrl.data.tokenizer import as_chat
-from hybridrl.runs.ppo import end_tokens
+from hybridrl.data.tokenizer import as_chat, end_tokens
 
 SAMPLE = 50_000  # prompts that are checked one by one; of a larger set as many, evenly spaced
 PERCENTILES = (50, 90, 99, 100)

@@ -14,13 +14,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.environments.calls import KEY as FORMAT
 from hybridrl.environments.calls import call_parser
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Message
 from hybridrl.environments.template import TOOL
-from hybridrl.runs.ppo import end_tokens
 
 CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"word": "mask"}}}
 TALK: list[Message] = [

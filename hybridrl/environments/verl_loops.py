@@ -9,8 +9,9 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -18,30 +19,14 @@ from pydantic import BaseModel, Field
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
 from hybridrl.environments.environment import EpisodeFault, Message
+from hybridrl.environments.episode import Policy, Trajectory, Turn
 from hybridrl.environments.rows import mapping
 from hybridrl.environments.settings import AGENT
 from hybridrl.environments.verl import initialize_tools_from_config, load_verl_class, read_entries, taken
 from hybridrl.rewards.verl_names import get_event_loop
+from hybridrl.rollout import Completion
 
 LOOPS = f"{AGENT}.agent_loop_config_path"
-
-
-class Completion(Protocol):
-    """What the policy sampled: ids and their log-probs, both arrays; `truncated` if it ended by the token limit."""
-
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    truncated: bool
-
-
-class Policy(Protocol):
-    """The policy under training, for one episode."""
-
-    async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Completion:
-        """Sample a continuation."""
-        ...
 
 
 class AgentLoopMetrics(BaseModel, extra="allow"):
@@ -320,6 +305,35 @@ def _checked(output: Any, sampled: Sequence[TokenOutput]) -> AgentLoopOutput:
             values = iter([value for output in sampled for value in output.log_probs])
             row.response_logprobs = [next(values) if mask else 0.0 for mask in row.response_mask]
     return row
+
+
+def trajectory(outputs: Sequence[AgentLoopOutput], version: np.ndarray | int, tokenizer: Any) -> Trajectory:
+    """Return the rows of an episode as turns: what has mask 1 was sampled, with this weight version.
+
+    EpisodeFault if nothing was sampled, or its log-probs are unknown.
+    """
+    turns: list[Turn] = []
+    for row in outputs:
+        observed, position = row.prompt_ids, 0
+        for sampled, run in groupby(row.response_mask):
+            ids = row.response_ids[position : position + (length := len(list(run)))]
+            if sampled and row.response_logprobs is None:
+                raise EpisodeFault(
+                    "the agent loop returned no response_logprobs, and ids that the policy did not sample"
+                )
+            if sampled:
+                log_probs = np.array(row.response_logprobs[position : position + length], np.float32)
+                fresh = bool(turns) and position == 0
+                turns.append(Turn(observed, np.array(ids, np.int64), log_probs, version, "stop", fresh=fresh))
+            observed, position = ids if not sampled else [], position + length
+    if not turns:
+        raise EpisodeFault("the agent loop returned no sampled ids")
+    last = outputs[-1]
+    text = tokenizer.decode(last.response_ids, skip_special_tokens=True)
+    metrics = {
+        name: float(value) for name, value in last.metrics.model_dump().items() if isinstance(value, int | float)
+    }
+    return Trajectory(turns, "completed", (), text, last.reward_score, metrics)
 
 
 _AGENT_LOOP: dict[str, Callable[..., Any] | None] = {

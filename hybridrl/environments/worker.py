@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.environments.calls import call_parser
@@ -21,7 +22,9 @@ from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
-from hybridrl.environments.load import EnvironmentSettings, environment_of
+from hybridrl.environments.load import environment_of
+from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.environments.verl_loops import AgentLoop, trajectory
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.runtime.guard import begin_actor
 
@@ -59,6 +62,7 @@ class EpisodeSettings:
     call_format: str = "auto"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     history_reasoning: str = "keep"
+    configuration: Mapping[str, Any] = field(default_factory=dict)  # all of it, for verl's agent loops
 
 
 class SingleResponse(Environment):
@@ -74,6 +78,7 @@ class WorkerPolicy:
     def __init__(self, worker: "EpisodeWorker", ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
         self.worker, self.ticket, self.spec, self.sampling = worker, ticket, spec, sampling
         self.turn = 0
+        self.version: np.ndarray | int = 0  # of the weights that the last turn was sampled with
 
     async def generate(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -91,6 +96,7 @@ class WorkerPolicy:
         sampling = replace(self.sampling, max_tokens=most if max_tokens is None else min(most, max_tokens))
         request = Request(spec.prompt, spec.sample, list(prompt_ids), seed, sampling, turn)
         completion = await self.worker.ask(self.ticket, request)
+        self.version = completion.versions
         return self.worker.cut(completion, stop) if stop else completion
 
 
@@ -110,7 +116,7 @@ class EpisodeWorker:
         executor = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         end_ids = frozenset((*settings.end_ids, *dialogue.stop_ids))
         self.kit = Kit(tokenizer, dialogue, parser, end_ids, settings.limits, executor)
-        self.environments = settings.environments
+        self.environments, self.configuration = settings.environments, settings.configuration
         self.tasks: dict[Ticket, asyncio.Task] = {}
         self.asked: dict[Ticket, asyncio.Future[Completion]] = {}
         self.ready: asyncio.Queue[tuple[Ticket, Request | Trajectory]] = asyncio.Queue()
@@ -187,12 +193,23 @@ class EpisodeWorker:
         self.ready.put_nowait((ticket, trajectory))
 
     async def _episode(self, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
-        make = environment_of(spec.row, self.environments)
+        make, sampling = environment_of(spec.row, self.environments), spec.sampling
+        if isinstance(make, AgentLoop):
+            return await self._verl_loop(make, WorkerPolicy(self, ticket, spec, sampling), spec)
         environment = SingleResponse({}, spec.row) if make is None else make()
-        sampling = spec.sampling
         if environment.tools and self.kit.dialogue.stop_ids:
             sampling = replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *self.kit.dialogue.stop_ids})))
         policy = WorkerPolicy(self, ticket, spec, sampling)
         if run := getattr(environment, "run", None):  # an agent, which has a loop of its own
             return await run(policy, list(spec.messages))
         return await EpisodeRun(self.kit, policy, environment).run(spec.messages)
+
+    async def _verl_loop(self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec) -> Trajectory:
+        """Run an agent loop of verl, which returns the rows of its episode."""
+        sampling, tokenizer = spec.sampling, self.kit.tokenizer
+        parameters = {name: vars(sampling)[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+        async with asyncio.timeout(self.kit.limits.timeout):
+            outputs = await loop.run(
+                policy, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
+            )
+        return trajectory(outputs, policy.version, tokenizer)

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.cluster import Group, RaySession, gather
@@ -17,6 +18,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.files import resolve_model
 from hybridrl.config.help import batch_arithmetic, samplings
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.data.tokenizer import end_tokens
 from hybridrl.environments.pool import EpisodeWorkers
 from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.evaluation.evaluator import Evaluator
@@ -236,6 +238,7 @@ def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: 
         call_format=multi_turn.format,
         template_arguments=config.data.apply_chat_template_kwargs,
         history_reasoning=multi_turn.history_reasoning,
+        configuration=asdict(config),
     )
 
 
@@ -252,16 +255,6 @@ def build_shaping(reward: RewardConfig) -> Shaping:
     if reward.reward_manager.name == "dapo" and buffer.enable:
         overlong = OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
     return Shaping(reward.scale, (clip[0], clip[1]) if clip else None, overlong)
-
-
-def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's end token, and those of the model's generation config."""
-    try:
-        configured = GenerationConfig.from_pretrained(str(resolve_model(model_path))).eos_token_id
-    except OSError:
-        configured = None
-    further = configured if isinstance(configured, list) else [] if configured is None else [configured]
-    return tuple(sorted({tokenizer.eos_token_id, *further}))
 
 
 def probe_ids(prompt_ids: list[int], length: int = PROBE_LENGTH) -> list[int]:

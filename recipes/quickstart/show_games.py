@@ -19,8 +19,8 @@ from hybridrl.tracking import read_metrics
 REWARD, WON, LAST_STEPS, LEAST = "critic/score/mean", "environment/won", 5, 0.9
 WHAT_CHANGED = """\
 The demonstrations mostly try the lowest number that is left, and the model imitates them. From a reward for finding the
-number in {guesses} guesses, less a little for each wrong one, it learned to bisect. Nobody told it what to guess: it reads
-"low" and "high" from its environment, turn by turn."""
+number in {guesses} guesses, less a little for each wrong one, it learned to bisect. What it knows of the number it reads
+from its environment, turn by turn: "low" or "high"."""
 NEXT = """\
 Two commands to try next
 
