@@ -25,7 +25,7 @@ from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.load import TOOL_AGENT
 from hybridrl.environments.load import check as check_environments
 from hybridrl.environments.settings import MULTI_TURN
-from hybridrl.environments.template import TEMPLATE
+from hybridrl.environments.template import KEY as TEMPLATE
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.resume import adapted_models
