@@ -112,6 +112,9 @@ def test_a_query_reads_and_can_change_nothing(database) -> None:
         "delete from t",
         "create table u (a)",
         f"attach '{database}/new.db' as n",
+        f"vacuum into '{database}/new.db'",
+        "pragma user_version = 5",
+        "select randomblob(100000000)",
         "PRAGMA query_only=0; drop table t",
     ):
         with pytest.raises(ToolError, match="Error: "):

@@ -25,6 +25,7 @@ SCHEMA: Schema = {
     },
 }
 SECONDS, MAX_ROWS, MAX_CHARACTERS = 5.0, 50, 9000
+LARGEST_VALUE = 1 << 20  # bytes
 MAX_FETCHED = 100_000  # rows of a result that is compared
 INSTRUCTIONS_BETWEEN_CHECKS = 10_000  # of sqlite's virtual machine
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
@@ -38,6 +39,7 @@ def query(database: str, sql: str, seconds: float = SECONDS, most: int = MAX_FET
     try:
         connection.execute("PRAGMA query_only = ON")
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # a query must not open other files
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_VALUE)
         end = time.monotonic() + seconds
         connection.set_progress_handler(lambda: time.monotonic() > end, INSTRUCTIONS_BETWEEN_CHECKS)
         cursor = connection.execute(sql)
