@@ -18,13 +18,15 @@ from hybridrl.tracking import read_metrics
 
 REWARD, WON, LAST_STEPS, LEAST = "critic/score/mean", "environment/won", 5, 0.9
 WHAT_CHANGED = """\
-The demonstrations mostly try the lowest number that is left, and the model imitates them. From a reward for finding the
-number in {guesses} guesses, less a little for each wrong one, it learned to bisect. What it knows of the number it reads
-from its environment, turn by turn: "low" or "high"."""
+The demonstrations often try the lowest number that is left, and the model imitates them. From a reward for finding
+the number in {guesses} guesses, less a little for each wrong one, it learned to bisect. All that it knows of the number
+it reads from its environment, turn by turn: "low" or "high"."""
 NEXT = """\
 Two commands to try next
 
-  A tool: a calculator on problems of GSM8K's form, with commands for one GPU and for eight (recipes/tools/README.md)
+  A tool: GSM8K with a calculator, on one GPU or eight (recipes/gsm8k/README.md):
+    .venv/bin/python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
+    bash recipes/gsm8k/run_calculator_1.5b_1gpu.sh
 
   A custom environment; docs/environments.md shows how to write one:
     bash scripts/quickstart.sh --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame"""

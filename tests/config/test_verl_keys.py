@@ -116,6 +116,7 @@ SKYRL = (
     "generator.n_samples_per_prompt=5",
     "generator.sampling_params.max_generate_length=256",
     "environment.env_class=gsm8k",
+    "generator.max_turns=4",
 )
 
 
@@ -127,6 +128,7 @@ def test_a_command_of_skyrl_is_translated(load: Load) -> None:
     assert (section.actor.optim.lr, section.actor.ppo_mini_batch_size) == (2e-6, 32)
     assert section.actor.fsdp_config.offload_policy
     assert section.rollout.gpu_memory_utilization == 0.8
+    assert (section.rollout.multi_turn.max_assistant_turns, section.rollout.multi_turn.environment) == (4, None)
     assert config.trainer.resume_mode == "disable"
     assert all(" is now " in note for note in loaded.notes)
 
@@ -134,9 +136,7 @@ def test_a_command_of_skyrl_is_translated(load: Load) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("generator.max_turns=4", "responses of several turns are not supported yet; set 1"),
         ("trainer.strategy=megatron", "training runs on FSDP2; set fsdp2"),
-        ("environment.env_class=search", "this environment is not supported"),
         ("generator.no_such_key=1", "it has no counterpart here; leave it out"),
         ("trainer.algorithm.dynamic_sampling.type=replace", "replacing prompts is not supported"),
         ("data.image_key=images", "rows with images, videos or sounds are not supported yet"),
@@ -253,15 +253,20 @@ def test_nothing_is_said_of_neutral_values(load: Load, neutral: str) -> None:
 
 
 def test_a_key_that_would_change_the_result_is_rejected_with_its_value(load: Load) -> None:
-    assert errors_of(load, f"{ROLLOUT}.multi_turn.enable=True", "distillation.enabled=true") == [
-        f"{ROLLOUT}.multi_turn.enable=true: responses of several turns and tools are not supported yet; set false",
+    assert errors_of(load, f"{ROLLOUT}.use_fire_sampling=True", "distillation.enabled=true") == [
+        f"{ROLLOUT}.use_fire_sampling=true: that sampling is not supported; set false",
         "distillation.enabled=true: learning from a teacher model is not supported; set false",
     ]
 
 
 def test_a_reference_counts_as_what_it_refers_to(load: Load) -> None:
-    wanted = f"{ROLLOUT}.multi_turn.enable=${{data.shuffle}}"
-    assert errors_of(load, wanted)[0].startswith(f"{ROLLOUT}.multi_turn.enable=true: ")
+    wanted = f"{ROLLOUT}.use_fire_sampling=${{data.shuffle}}"
+    assert errors_of(load, wanted)[0].startswith(f"{ROLLOUT}.use_fire_sampling=true: ")
+
+
+def test_an_environment_of_skyrl_is_the_rows_environment(load: Load) -> None:
+    loaded = load(*GRPO, "environment.env_class=text2sql")
+    assert loaded.config.actor_rollout_ref.rollout.multi_turn.environment == "text2sql"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,12 @@ def test_skyrl_rows_are_converted_and_logged(
     assert without_ids(first) == Prompt(0, [], SKYRL["prompt"], "openai/gsm8k", "4", {"index": 7})
     assert second.data_source == "gsm8k"
     assert "2 rows (2 in SkyRL format)" in caplog.text
-    assert "no env_class is run" in caplog.text
+
+
+def test_the_environments_that_rows_name_are_known(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    dataset = load(config, tokenizer, write(SKYRL, SKYRL | {"env_class": "search"}, SKYRL | {"agent_name": "mine"}))
+    assert dataset.environments == {"gsm8k", "search", "mine"}
+    assert dataset[1].columns["env_class"] == "search"
 
 
 def test_areal_rows_are_converted_without_the_turns_of_another_chat_template(

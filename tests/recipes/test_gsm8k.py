@@ -39,7 +39,7 @@ def test_local_problems_become_prompts_for_the_random_model(tmp_path: Path, monk
     assert '"####"' in text
 
 
-@pytest.mark.parametrize("script", ["run_0.5b_1gpu.sh", "run_1.5b_1gpu.sh", "run_7b_8gpu.sh"])
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPT.parent.glob("*.sh")))
 def test_a_run_script_is_a_valid_configuration(script: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
@@ -49,4 +49,4 @@ def test_a_run_script_is_a_valid_configuration(script: str, tmp_path: Path) -> N
     command = ["bash", str(SCRIPT.with_name(script)), "--cfg", *local]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"path: Qwen/Qwen2.5-{script.split('_')[1].upper()}-Instruct" in done.stdout
+    assert f"path: Qwen/Qwen2.5-{script.split('_')[-2].upper()}-Instruct" in done.stdout

@@ -92,4 +92,4 @@ def test_a_failure_ends_the_script_with_its_status_and_discards_an_incomplete_wa
 def test_unknown_arguments_are_rejected_before_anything_runs(checkout: Path, arguments: list[str]) -> None:
     status, commands, printed = call(checkout, *arguments)
     assert (status, commands) == (2, [])
-    assert "bash scripts/quickstart.sh [--seed N] [key=value ...]" in printed
+    assert "bash scripts/quickstart.sh [--agent] [--seed N] [key=value ...]" in printed
