@@ -213,6 +213,8 @@ class EpisodeRun:
             async with asyncio.timeout(limit) as clock:
                 if inspect.iscoroutinefunction(method):
                     return await method(*arguments)
+                if method.__func__ in (Environment.reset, Environment.close):  # which return at once
+                    return method(*arguments)
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self.kit.executor, method, *arguments)
         except TimeoutError as error:

@@ -223,3 +223,12 @@ def test_state_lasts_for_an_episode_and_is_its_own() -> None:
     assert (first, second) == (["11", "12"], ["21", "22"])
     assert (made.calls[0].reward, made.metrics) == (0.5, {"count/calls": 1.0})
     assert (metrics, counter.ended) == ({"count/reward": 12.0}, 2)
+
+
+def test_calls_of_the_last_response_are_not_run() -> None:
+    async def run():
+        environment = ToolEnvironment([tool(double, x="integer")], EnvironmentSettings(), {})
+        return await environment.step(Response("", [ToolCall("double", {"x": 4})], last=True))
+
+    last = asyncio.run(run())
+    assert (last.messages, last.done, last.calls[0].outcome) == ([], False, "skipped")

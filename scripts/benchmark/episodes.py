@@ -1,0 +1,187 @@
+"""What episodes cost: processes and dispatch against the engine's own time, and against sleeping tools.
+
+python scripts/benchmark/episodes.py            64 episodes of 8 turns with real engines, in turn with bare calls
+python scripts/benchmark/episodes.py --sleeping 1,000 episodes of 4 turns whose tools sleep a second, without engines
+
+Both print seconds and their ratio. Bare calls sample the same turns from the same prompts, without environments.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+from warm_start import TOP, python
+
+from hybridrl.cluster import RaySession
+from hybridrl.config import load_ppo_config
+from hybridrl.environments.episode import Trajectory
+from hybridrl.environments.episode_loop import Limits
+from hybridrl.environments.pool import EpisodeDispatch, EpisodeWorkers, Sampler
+from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec
+from hybridrl.rollout import Completion, Request, RolloutClient, Sampling
+from hybridrl.runs.ppo import start_devices
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
+
+ROUNDS = 5
+ENVIRONMENT = """
+import asyncio
+from hybridrl.environments import Environment, Step
+
+
+class Talk(Environment):
+    async def step(self, response):
+        await asyncio.sleep(self.config["seconds"])
+        if response.turn + 1 == self.config["turns"]:
+            return Step(done=True, reward=1.0)
+        return Step([{"role": "user", "content": "Go on with the next of these numbers."}])
+
+
+class Sleep(Environment):
+    def step(self, response):
+        import time
+        time.sleep(self.config["seconds"])
+        return Step([{"role": "user", "content": "more"}], done=response.turn + 1 == self.config["turns"])
+"""
+
+
+def open_workers(
+    session: RaySession, directory: Path, name: str, turns: int, seconds: float, end: int, limits: Limits
+) -> EpisodeWorkers:
+    """Start one process whose episodes run in a class of ENVIRONMENT."""
+    (directory / "talk.py").write_text(ENVIRONMENT)
+    load = partial(AutoTokenizer.from_pretrained, str(directory / "data" / "model"))
+    kwargs = {"turns": turns, "seconds": seconds}
+    environments = EnvironmentSettings(environment=f"{directory}/talk.py:{name}", environment_kwargs=kwargs)
+    settings = EpisodeSettings(load, environments, limits, (end,), call_format="hermes")
+    workers = EpisodeWorkers(session, settings, 1, [f"{directory}/episodes.log"])
+    workers.wait_until_ready(300)
+    return workers
+
+
+async def run(workers: EpisodeWorkers, specs: Sequence[EpisodeSpec], sample: Sampler) -> list[Trajectory]:
+    found = {}
+    async for some in EpisodeDispatch(workers, specs, sample, together=False).run():
+        found |= dict(some)
+    return [found[index] for index in range(len(specs))]
+
+
+def specs_of(count: int, sampling: Sampling) -> list[EpisodeSpec]:
+    chat = [{"role": "user", "content": "Count."}]
+    return [EpisodeSpec(number, 0, chat, {"index": number}, sampling, 1, number) for number in range(count)]
+
+
+def sleeping(directory: Path, count: int, turns: int) -> None:
+    """Print the seconds of episodes whose tools sleep, against those of the sleep alone."""
+    session = RaySession("cpu", 1, 1, {}, 60)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "data" / "model")
+    end = tokenizer.eos_token_id
+    sampling = Sampling(max_tokens=64, stop_ids=(end,))
+    ids = np.array([*tokenizer("7")["input_ids"], end])
+    completion = Completion(ids, np.zeros(len(ids), np.float32), False, 0)
+
+    def sample(_: Request) -> "asyncio.Future[Completion]":
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(completion)
+        return future
+
+    limits = Limits(prompt=256, response=1024, context=2048)
+    for name in ("Talk", "Sleep"):
+        with open_workers(session, directory, name, turns, 1.0, end, limits) as workers:
+            asyncio.run(run(workers, specs_of(10, sampling), sample))
+            began = time.monotonic()
+            ended = asyncio.run(run(workers, specs_of(count, sampling), sample))
+            seconds = time.monotonic() - began
+        assert {one.stop for one in ended} == {"completed"}, ended[0]
+        kind = "coroutines" if name == "Talk" else "plain functions"
+        print(f"{kind:<16} {count} episodes x {turns} turns: {seconds:.2f} s, {seconds / turns:.3f} x the sleep alone")
+    session.close()
+
+
+def against_bare_calls(directory: Path, count: int, turns: int, tokens: int) -> None:
+    """Print the seconds of episodes, and those of the same turns sampled without environments, in turn."""
+    values = {
+        "data.train_files": directory / "data" / "train.jsonl",
+        "data.max_prompt_length": 64,
+        "data.max_response_length": turns * (tokens + 48),
+        "actor_rollout_ref.model.path": directory / "data" / "model",
+        "actor_rollout_ref.rollout.max_num_seqs": count,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.default_local_dir": directory / "run",
+    }
+    config = load_ppo_config([f"{key}={value}" for key, value in values.items()])
+    session = RaySession("cpu", 1, 1, {}, 60)
+    logs = directory / "logs"
+    logs.mkdir()
+    worker = ppo_worker_config(config, build_algorithm(config), directory / "run", steps=1)
+    _, engine = start_devices(config, session, worker, logs, [1, 2, 3])
+    engine.to_rollout(0)
+    # Responses of a fixed length, so that all turns are alike: the last token counts as the end of a turn.
+    sampling = Sampling(max_tokens=tokens, stop_ids=(), ignore_eos=True)
+    limits = Limits(prompt=64, response=turns * (tokens + 48), context=64 + turns * (tokens + 48))
+    tokenizer = AutoTokenizer.from_pretrained(directory / "data" / "model")
+
+    def ended(client: RolloutClient, request: Request) -> "asyncio.Future[Completion]":
+        async def complete() -> Completion:
+            got = await client.generate(request)
+            ids = np.append(got.token_ids[:-1], tokenizer.eos_token_id)
+            return Completion(ids, got.log_probs, False, got.versions)
+
+        return asyncio.ensure_future(complete())
+
+    async def bare(trajectories: Sequence[Trajectory]) -> None:
+        async def one(number: int, trajectory: Trajectory) -> None:
+            context: list[int] = []
+            for turn_number, turn in enumerate(trajectory.turns):
+                context += turn.observed
+                request = Request(number, 0, list(context), 1, sampling, turn_number)
+                await engine.client.generate(request)
+                context += turn.sampled.tolist()
+
+        await asyncio.gather(*(one(*item) for item in enumerate(trajectories)))
+
+    sample = partial(ended, engine.client)
+    seconds: dict[str, list[float]] = {"episodes": [], "bare": []}
+    with open_workers(session, directory, "Talk", turns, 0.0, tokenizer.eos_token_id, limits) as workers:
+        for number in range(ROUNDS + 1):  # the first warms up
+            began = time.monotonic()
+            trajectories = asyncio.run(run(workers, specs_of(count, sampling), sample))
+            middle = time.monotonic()
+            asyncio.run(bare(trajectories))
+            if number:
+                seconds["episodes"].append(middle - began)
+                seconds["bare"].append(time.monotonic() - middle)
+    assert {len(one.turns) for one in trajectories} == {turns}, trajectories[0]
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    print(f"{count} episodes x {turns} turns x {tokens} tokens, median of {ROUNDS} rounds in turn:")
+    print(f"episodes {medians['episodes']:.2f} s, bare calls {medians['bare']:.2f} s, ratio ", end="")
+    print(f"{medians['episodes'] / medians['bare']:.3f}")
+    session.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time episodes against bare calls, or against tools that sleep.")
+    parser.add_argument("--sleeping", action="store_true", help="without engines, with tools that sleep a second")
+    parser.add_argument("--episodes", type=int, help="by default 64, or 1,000 that sleep")
+    parser.add_argument("--turns", type=int, help="by default 8, or 4 that sleep")
+    parser.add_argument("--tokens", type=int, default=32, help="per response")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if not python([str(TOP / "recipes/quickstart/make_data.py"), "--out", f"{directory}/data"]):
+            raise SystemExit("the model could not be made")
+        if arguments.sleeping:
+            sleeping(directory, arguments.episodes or 1000, arguments.turns or 4)
+        else:
+            against_bare_calls(directory, arguments.episodes or 64, arguments.turns or 8, arguments.tokens)
+
+
+if __name__ == "__main__":
+    main()
