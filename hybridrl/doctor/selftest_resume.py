@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -43,10 +44,11 @@ VICTIMS = {
     "an engine": "EngineCore",
     "the raylet": "raylet/raylet",
     "a scorer": "hybridrl.rewards.process",
+    "a process of episodes": "ray::EpisodeWorker",
     "everything": "",
 }
-# Metrics of clocks, memory and lost engines, which may differ.
-MACHINE_METRICS = ("timing", "perf/", "rollout/")
+# Metrics of clocks, memory and lost engines, which may differ, as may the seconds of tools and of transcripts.
+MACHINE_METRICS, SECONDS = ("timing", "perf/", "rollout/", "agent_loop/"), "seconds"
 
 
 def main(argv: list[str]) -> int:
@@ -276,7 +278,7 @@ def differences(expected: Path, actual: Path, last_step: int) -> list[str]:
         for step, name in sorted(left.keys() | right.keys())
         if left.get((step, name)) != right.get((step, name))
     ]
-    samples = [{file.name: file.read_bytes() for file in run.glob("samples/*.jsonl")} for run in (expected, actual)]
+    samples = [{file.name: _samples(file) for file in run.glob("samples/*.jsonl")} for run in (expected, actual)]
     names = sorted(samples[0].keys() | samples[1].keys())
     lines += [f"{name}: other samples" for name in names if samples[0].get(name) != samples[1].get(name)]
     checkpoint = f"global_step_{last_step}"
@@ -302,8 +304,17 @@ def _metrics(directory: Path) -> dict[tuple[int, str], float]:
         (record["step"], name): value
         for record in records
         for name, value in record.items()
-        if not name.startswith(MACHINE_METRICS)
+        if not name.startswith(MACHINE_METRICS) and f"/{SECONDS}_" not in name
     }
+
+
+def _samples(file: Path) -> list[Any]:
+    """Return the rows of a file of samples without the seconds of their turns."""
+
+    def timeless(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if name != SECONDS}
+
+    return [json.loads(line, object_hook=timeless) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

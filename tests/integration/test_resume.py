@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybridrl.checkpoint.read import read_shards
+from hybridrl.doctor.selftest_resume import MACHINE_METRICS
 from tests.integration.test_run import assert_gone, driver_of, finish, metrics, start, wait_for_step
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ def arguments(overrides):
 
 def compared_metrics(directory: Path) -> dict[int, dict[str, float]]:
     """Return each step's metrics except those of time and memory, and of lost engines."""
-    excluded = ("timing", "perf/", "rollout/")
+    excluded = MACHINE_METRICS
     return {
         step: {name: value for name, value in values.items() if not name.startswith(excluded)}
         for step, values in metrics(directory).items()
