@@ -48,7 +48,7 @@ VICTIMS = {
     "everything": "",
 }
 # Metrics of clocks, memory and lost engines, which may differ, as may the seconds of tools and of transcripts.
-MACHINE_METRICS, SECONDS = ("timing", "perf/", "rollout/", "agent_loop/"), "seconds"
+MACHINE_METRICS, SECONDS = re.compile(r"^(timing|perf/|rollout/)|\bagent_loop/|/seconds_"), "seconds"
 
 
 def main(argv: list[str]) -> int:
@@ -304,7 +304,7 @@ def _metrics(directory: Path) -> dict[tuple[int, str], float]:
         (record["step"], name): value
         for record in records
         for name, value in record.items()
-        if not name.startswith(MACHINE_METRICS) and f"/{SECONDS}_" not in name
+        if not MACHINE_METRICS.search(name)
     }
 
 

@@ -39,9 +39,8 @@ def arguments(overrides):
 
 def compared_metrics(directory: Path) -> dict[int, dict[str, float]]:
     """Return each step's metrics except those of time and memory, and of lost engines."""
-    excluded = MACHINE_METRICS
     return {
-        step: {name: value for name, value in values.items() if not name.startswith(excluded)}
+        step: {name: value for name, value in values.items() if not MACHINE_METRICS.search(name)}
         for step, values in metrics(directory).items()
         if step > 0
     }
