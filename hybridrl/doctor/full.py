@@ -53,7 +53,7 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
                 check_template(config, inputs.tokenizer, inputs.prompts, findings)
                 if with_reward:
                     status.update("checking the reward, on a few rows ...")
-                    try_reward(config, inputs.tokenizer, inputs.datasets, findings)
+                    try_reward(config, inputs.tokenizer, inputs.scored_by(config), findings)
     finally:
         log.removeHandler(handler)
         log.propagate = True

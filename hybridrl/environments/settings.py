@@ -6,7 +6,7 @@ from typing import Any
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 AGENT = "actor_rollout_ref.rollout.agent"
-ENVIRONMENT = "environment.env_class"
+ENVIRONMENT = f"{MULTI_TURN}.environment"
 
 
 @dataclass(frozen=True)

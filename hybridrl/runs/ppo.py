@@ -1,26 +1,20 @@
 """A reinforcement learning run, put together: data and reward first, then devices, then the task."""
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoConfig
-
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.cluster.group import START_LIMIT, control_limit
 from hybridrl.config import PPOConfig
-from hybridrl.config.files import resolve_model
 from hybridrl.config.help import batch_arithmetic, samplings
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.environments.pool import EpisodeWorkers
-from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.evaluation.evaluator import Evaluator
 from hybridrl.experience.collector import SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter
@@ -28,19 +22,17 @@ from hybridrl.experience.episodes import EpisodeRunner
 from hybridrl.experience.sample_log import SampleLog
 from hybridrl.experience.spool import Spool
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.rewards.actor import LoadTokenizer, open_scorer_pool
+from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import check_loads
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.rollout.fleet import RolloutFleet
+from hybridrl.runs.episodes import episode_processes, episode_settings, runs_episodes
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
 from hybridrl.runs.reward_trial import trying_reward
 from hybridrl.runs.settings import (
-    environment_settings,
-    episode_limits,
     ppo_worker_config,
-    runs_episodes,
     training_sampling,
     validation_sampling,
 )
@@ -53,7 +45,6 @@ from hybridrl.training.worker_group import TrainWorkers
 from hybridrl.weights.sync import ColocatedSync
 
 PROBE_LENGTH = 24
-CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine, for processes that run episodes
 
 
 class PPOJob:
@@ -90,9 +81,7 @@ class PPOJob:
         if runs_episodes(config, inputs.environments):
             settings = episode_settings(config, load, end_tokens(config.actor_rollout_ref.model.path, self.tokenizer))
             self.episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
-        # Where environments give the rewards there may be no function to try.
-        tried = {} if self.episodes is not None and uses_built_in(config.reward) else inputs.datasets
-        with trying_reward(config, self.tokenizer, tried, self.scorers, logs / "reward.log"):
+        with trying_reward(config, self.tokenizer, inputs.scored_by(config), self.scorers, logs / "reward.log"):
             group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
             self.scorers.wait_until_loaded()
             if self.episodes is not None:
@@ -223,30 +212,6 @@ def start_devices(
     sync = ColocatedSync(workers, fleet.servers, section.rollout, probe=probe, train_dtype=dtype, timeout=timeout)
     engine = HybridEngine(workers, fleet, sync, timeout=timeout)
     return engine.trainers, engine
-
-
-def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]) -> EpisodeSettings:
-    """What the processes that run episodes are made with."""
-    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
-    settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
-    return EpisodeSettings(
-        load_tokenizer,
-        environment_settings(config),
-        episode_limits(config),
-        end_ids,
-        model_type=settings.model_type,
-        call_format=multi_turn.format,
-        template_arguments=config.data.apply_chat_template_kwargs,
-        history_reasoning=multi_turn.history_reasoning,
-        configuration=asdict(config),
-    )
-
-
-def episode_processes(config: PPOConfig, logs: Path) -> tuple[int, list[str]]:
-    """Return how many processes run episodes, over all machines, and their logs."""
-    machines, wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.agent.num_workers
-    count = wanted or machines * min(max((os.cpu_count() or 1) // CORES_PER_PROCESS, 1), MOST_PROCESSES)
-    return count, [str(logs / f"episodes-{index}.log") for index in range(count)]
 
 
 def build_shaping(reward: RewardConfig) -> Shaping:

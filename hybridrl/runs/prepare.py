@@ -20,27 +20,19 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.data.conversations import ConversationDataset, load_conversations
 from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
-from hybridrl.data.tokenizer import end_tokens, load_tokenizer
-from hybridrl.environments.dialogue import Dialogue
-from hybridrl.environments.load import TOOL_AGENT
-from hybridrl.environments.load import check as check_environments
-from hybridrl.environments.settings import MULTI_TURN
-from hybridrl.environments.template import KEY as TEMPLATE
+from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.runs.episodes import check_episodes, runs_episodes
 from hybridrl.runs.resume import adapted_models
 from hybridrl.runs.settings import (
     build_algorithm,
     build_critic_plan,
     build_policy_plan,
-    environment_settings,
-    runs_episodes,
 )
 from hybridrl.tracking.console import info
 from hybridrl.training.lora import check_adapter
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan
-
-MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
 
 
 @dataclass
@@ -62,6 +54,11 @@ class RunInputs:
         """The datasets that were loaded, by key."""
         both = {"data.train_files": self.prompts, "data.val_files": self.validation}
         return {key: data for key, data in both.items() if data is not None}
+
+    def scored_by(self, config: PPOConfig) -> dict[str, PromptDataset]:
+        """The datasets whose responses the reward function scores: none where environments give the rewards."""
+        environments = uses_built_in(config.reward) and runs_episodes(config, self.environments)
+        return {} if environments else self.datasets
 
     @property
     def environments(self) -> set[str]:
@@ -94,26 +91,8 @@ def prepare(config: PPOConfig) -> RunInputs:
         _check_models(config, inputs)
         _load_data(config, inputs.tokenizer, inputs)
         if runs_episodes(config, inputs.environments):
-            with inputs.rejections.gathered():
-                _check_template(config, inputs.tokenizer)
-            with inputs.rejections.gathered():
-                rows = (data[index].columns for data in inputs.datasets.values() for index in range(len(data)))
-                check_environments(environment_settings(config), rows)
+            check_episodes(config, inputs.tokenizer, inputs.datasets, inputs.rejections)
     return inputs
-
-
-def _check_template(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Reject a chat template with which turns cannot be continued exactly."""
-    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
-    arguments, reasoning = config.data.apply_chat_template_kwargs, multi_turn.history_reasoning
-    end_ids = end_tokens(model.path, tokenizer)
-    dialogue = Dialogue(tokenizer, end_ids, arguments=arguments, history_reasoning=reasoning)
-    uses_tools = environment_settings(config).default_agent_loop == TOOL_AGENT
-    if differences := dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
-        raise ConfigError(
-            f"{MODE}={multi_turn.tokenization_sanity_check_mode}: {'; '.join(differences)}",
-            fix=f"see python -m hybridrl.doctor template {model.path}; set {TEMPLATE}, or {MODE}=disable",
-        )
 
 
 def model_tokenizer(
@@ -172,7 +151,7 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
             reject_unknown_tokens(
                 config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *inputs.datasets.values()
             )
-    if uses_built_in(config.reward) and not runs_episodes(config, inputs.environments):  # environments give rewards
+    if uses_built_in(config.reward) and inputs.scored_by(config):
         with rejections.gathered():
             check_data_sources(inputs.data_sources)
 

@@ -1,7 +1,6 @@
 """From configuration sections to plain values: a run's algorithm, models, updates and sampling parameters."""
 
-from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.algorithms import Algorithm
@@ -15,16 +14,11 @@ from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, P
 from hybridrl.config.checks.model import disturbances
 from hybridrl.config.schema import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
-from hybridrl.environments.episode_loop import Limits
-from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.rollout import Sampling
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import FrozenConfig, LearnerConfig, WorkerConfig
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
-
-# What rows name that are one response each: verl's loop for these, and SkyRL's environments that only score.
-SINGLE_RESPONSES = ("single_turn_agent", "gsm8k", "aime", "lcb")
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
@@ -224,48 +218,6 @@ def training_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Samp
         repetition_penalty=rollout.repetition_penalty,
         min_tokens=rollout.min_tokens,
         ignore_eos=rollout.ignore_eos,
-    )
-
-
-def environment_settings(config: PPOConfig) -> EnvironmentSettings:
-    """What environments and tools the configuration names, as plain values."""
-    multi_turn, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
-    values = vars(multi_turn) | vars(agent)
-    names = {item.name for item in fields(EnvironmentSettings)} & values.keys()
-    libraries, turns = tuple(config.actor_rollout_ref.model.external_lib), multi_turn.max_assistant_turns
-    settings = EnvironmentSettings(
-        **{name: values[name] for name in names} | {"libraries": libraries, "max_turns": turns}
-    )
-    uses_tools = settings.tools or settings.tool_config_path or settings.function_tool_path
-    if uses_tools and settings.default_agent_loop == "single_turn_agent":  # as verl does where multi_turn.enable is set
-        settings = replace(settings, default_agent_loop="tool_agent")
-    return settings
-
-
-def runs_episodes(config: PPOConfig, environments: Collection[str]) -> bool:
-    """Whether episodes run in processes of their own: if the configuration or a row names more than single responses.
-    `environments` are the names in the rows."""
-    settings = environment_settings(config)
-    named = {name for name in environments if name not in SINGLE_RESPONSES}
-    chosen = settings.environment or settings.interaction_config_path or settings.agent_loop_config_path
-    loops = settings.default_agent_loop not in SINGLE_RESPONSES
-    return bool(named or chosen or loops or config.actor_rollout_ref.rollout.multi_turn.enable)
-
-
-def episode_limits(config: PPOConfig) -> Limits:
-    """What bounds an episode, from the keys of multi_turn and the lengths of prompt and response."""
-    rollout = config.actor_rollout_ref.rollout
-    multi_turn, prompt, response = rollout.multi_turn, config.data.max_prompt_length, rollout.response_length
-    return Limits(
-        prompt=prompt,
-        response=response,
-        context=rollout.max_model_len or prompt + response,
-        turn=multi_turn.max_assistant_response_length,
-        turns=multi_turn.max_assistant_turns,
-        user_turns=multi_turn.max_user_turns,
-        invalid_calls=multi_turn.max_consecutive_invalid_tool_calls,
-        call_timeout=multi_turn.tool_timeout,
-        timeout=multi_turn.episode_timeout,
     )
 
 

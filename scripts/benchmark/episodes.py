@@ -41,7 +41,7 @@ class Talk(Environment):
         await asyncio.sleep(self.config["seconds"])
         if response.turn + 1 == self.config["turns"]:
             return Step(done=True, reward=1.0)
-        return Step([{"role": "user", "content": "Go on with the next of these numbers."}])
+        return Step([{"role": "user", "content": "more"}])
 
 
 class Sleep(Environment):
@@ -110,7 +110,7 @@ def against_bare_calls(directory: Path, count: int, turns: int, tokens: int) -> 
     values = {
         "data.train_files": directory / "data" / "train.jsonl",
         "data.max_prompt_length": 64,
-        "data.max_response_length": turns * (tokens + 48),
+        "data.max_response_length": turns * (tokens + 24),
         "actor_rollout_ref.model.path": directory / "data" / "model",
         "actor_rollout_ref.rollout.max_num_seqs": count,
         "trainer.n_gpus_per_node": 1,
@@ -125,7 +125,7 @@ def against_bare_calls(directory: Path, count: int, turns: int, tokens: int) -> 
     engine.to_rollout(0)
     # Responses of a fixed length, so that all turns are alike: the last token counts as the end of a turn.
     sampling = Sampling(max_tokens=tokens, stop_ids=(), ignore_eos=True)
-    limits = Limits(prompt=64, response=turns * (tokens + 48), context=64 + turns * (tokens + 48))
+    limits = Limits(prompt=64, response=turns * (tokens + 24), context=64 + turns * (tokens + 24))
     tokenizer = AutoTokenizer.from_pretrained(directory / "data" / "model")
 
     def ended(client: RolloutClient, request: Request) -> "asyncio.Future[Completion]":

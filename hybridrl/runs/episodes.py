@@ -1,0 +1,140 @@
+"""Whether and how a run has episodes of several turns: from the configuration to the processes, and what is checked
+before they start."""
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.files import resolve_model
+from hybridrl.config.findings import Findings
+from hybridrl.data.prompts import PromptDataset
+from hybridrl.data.tokenizer import as_chat, end_tokens
+from hybridrl.environments.dialogue import Dialogue
+from hybridrl.environments.episode_loop import Limits
+from hybridrl.environments.load import SINGLE_RESPONSES, SINGLE_TURN, TOOL_AGENT, load_tools
+from hybridrl.environments.load import check as check_environments
+from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
+from hybridrl.environments.template import KEY as TEMPLATE
+from hybridrl.environments.worker import EpisodeSettings
+from hybridrl.rewards.actor import LoadTokenizer
+
+MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
+CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
+
+
+def environment_settings(config: PPOConfig) -> EnvironmentSettings:
+    """What environments and tools the configuration names, as plain values."""
+    multi_turn, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
+    values = vars(multi_turn) | vars(agent)
+    names = {item.name for item in fields(EnvironmentSettings)} & values.keys()
+    libraries, turns = tuple(config.actor_rollout_ref.model.external_lib), multi_turn.max_assistant_turns
+    settings = EnvironmentSettings(
+        **{name: values[name] for name in names} | {"libraries": libraries, "max_turns": turns}
+    )
+    uses_tools = settings.tools or settings.tool_config_path or settings.function_tool_path
+    if uses_tools and settings.default_agent_loop == SINGLE_TURN:  # as verl does where multi_turn.enable is set
+        settings = replace(settings, default_agent_loop=TOOL_AGENT)
+    return settings
+
+
+def runs_episodes(config: PPOConfig, environments: Collection[str]) -> bool:
+    """Whether episodes run in processes of their own: if the configuration or a row names more than single responses.
+    `environments` are the names in the rows."""
+    settings = environment_settings(config)
+    single = (SINGLE_TURN, *SINGLE_RESPONSES)
+    named = {name for name in environments if name not in single}
+    chosen = settings.environment or settings.interaction_config_path or settings.agent_loop_config_path
+    loops = settings.default_agent_loop != SINGLE_TURN
+    return bool(named or chosen or loops or config.actor_rollout_ref.rollout.multi_turn.enable)
+
+
+def episode_limits(config: PPOConfig) -> Limits:
+    """What bounds an episode, from the keys of multi_turn and the lengths of prompt and response."""
+    rollout = config.actor_rollout_ref.rollout
+    multi_turn, prompt, response = rollout.multi_turn, config.data.max_prompt_length, rollout.response_length
+    return Limits(
+        prompt=prompt,
+        response=response,
+        context=rollout.max_model_len or prompt + response,
+        turn=multi_turn.max_assistant_response_length,
+        turns=multi_turn.max_assistant_turns,
+        user_turns=multi_turn.max_user_turns,
+        invalid_calls=multi_turn.max_consecutive_invalid_tool_calls,
+        call_timeout=multi_turn.tool_timeout,
+        timeout=multi_turn.episode_timeout,
+    )
+
+
+def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]) -> EpisodeSettings:
+    """What the processes that run episodes are made with."""
+    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
+    settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
+    return EpisodeSettings(
+        load_tokenizer,
+        environment_settings(config),
+        episode_limits(config),
+        end_ids,
+        model_type=settings.model_type,
+        call_format=multi_turn.format,
+        template_arguments=config.data.apply_chat_template_kwargs,
+        history_reasoning=multi_turn.history_reasoning,
+        configuration=asdict(config),
+    )
+
+
+def episode_processes(config: PPOConfig, logs: Path) -> tuple[int, list[str]]:
+    """Return how many processes run episodes, over all machines, and their logs."""
+    machines, wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.agent.num_workers
+    count = wanted or machines * min(max((os.cpu_count() or 1) // CORES_PER_PROCESS, 1), MOST_PROCESSES)
+    return count, [str(logs / f"episodes-{index}.log") for index in range(count)]
+
+
+def check_episodes(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, PromptDataset], findings: Findings
+) -> None:
+    """Add what cannot work: a chat template whose turns cannot be continued exactly, files of environments and tools,
+    and prompts that are too long with the schemas of the tools."""
+    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
+    settings, arguments = environment_settings(config), config.data.apply_chat_template_kwargs
+    uses_tools = settings.default_agent_loop == TOOL_AGENT
+    with findings.gathered():
+        ends, reasoning = end_tokens(model.path, tokenizer), multi_turn.history_reasoning
+        dialogue = Dialogue(tokenizer, ends, arguments=arguments, history_reasoning=reasoning)
+        if differences := dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
+            raise ConfigError(
+                f"{MODE}={multi_turn.tokenization_sanity_check_mode}: {'; '.join(differences)}",
+                fix=f"see python -m hybridrl.doctor template {model.path}; set {TEMPLATE}, or {MODE}=disable",
+            )
+    with findings.gathered():
+        rows = (data[index].columns for data in datasets.values() for index in range(len(data)))
+        check_environments(settings, rows)
+    if uses_tools and not findings.errors:
+        with findings.gathered():
+            _check_lengths(config, dialogue, settings, datasets)
+
+
+def _check_lengths(
+    config: PPOConfig, dialogue: Dialogue, settings: EnvironmentSettings, datasets: Mapping[str, PromptDataset]
+) -> None:
+    """Reject a chat template that does not show the tools to the model, and prompts that are too long with them."""
+    schemas, limit = [tool.schema for tool in load_tools(settings).values()], config.data.max_prompt_length
+    for key, data in datasets.items():
+        chat = as_chat(data[0].messages)
+        added = len(dialogue.start(chat, schemas)) - len(dialogue.start(chat))
+        if not added and config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
+            raise ConfigError(
+                f"{MULTI_TURN}: the chat template does not show the tools to the model",
+                fix=f"set {TEMPLATE}, or {MODE}=disable if the prompts describe them",
+            )
+        longest = int(data.ids.lengths.max()) + added
+        if longest > limit:
+            count = int((data.ids.lengths + added > limit).sum())
+            raise ConfigError(
+                f"data.max_prompt_length={limit}: {count} of {len(data)} prompts of {key} are longer with the schemas "
+                f"of the tools, which take {added} tokens",
+                fix=f"set data.max_prompt_length={longest}",
+            )

@@ -1,0 +1,104 @@
+"""Which runs have episodes of several turns, and what of them is rejected before anything starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.runs.episodes import episode_limits, runs_episodes
+from hybridrl.runs.prepare import prepare
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
+MULTI_TURN, MODE = "actor_rollout_ref.rollout.multi_turn", "tokenization_sanity_check_mode"
+TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} "
+    "| tojson + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """The agent quickstart's data and its untrained model."""
+    directory = tmp_path_factory.mktemp("data")
+    subprocess.run([sys.executable, RECIPE / "make_games.py", "--out", directory], check=True, cwd=RECIPE)
+    (directory / "tools.jinja").write_text(TOOLS)
+    return directory
+
+
+def load(data: Path, *overrides: str) -> PPOConfig:
+    fixed = [f"data.train_files={data}/train.jsonl", f"actor_rollout_ref.model.path={data}/model"]
+    fixed += ["data.train_batch_size=8", "trainer.total_training_steps=1", "algorithm.adv_estimator=grpo"]
+    fixed += [f"trainer.default_local_dir={data}/run", "actor_rollout_ref.rollout.n=2"]
+    return load_ppo_config([*fixed, "data.max_prompt_length=32", "data.max_response_length=64", *overrides])
+
+
+def rejected(data: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        prepare(load(data, *overrides)).rejections.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "rows", "expected"),
+    [
+        ("actor_rollout_ref.rollout.n=2", (), False),
+        ("actor_rollout_ref.rollout.n=2", ("single_turn_agent", "gsm8k"), False),
+        ("actor_rollout_ref.rollout.n=2", ("tool_agent",), True),
+        (f"{MULTI_TURN}.environment=guess_number", (), True),
+        (f"{MULTI_TURN}.tools=[calculator]", (), True),
+        (f"{MULTI_TURN}.enable=true", (), True),
+    ],
+)
+def test_a_run_has_episodes_if_a_key_or_a_row_names_more_than_single_responses(data, override, rows, expected):
+    assert runs_episodes(load(data, override), set(rows)) is expected
+
+
+def test_the_limits_are_those_of_the_keys(data):
+    keys = {"max_assistant_turns": 5, "max_user_turns": 4, "max_assistant_response_length": 16, "tool_timeout": 7}
+    limits = episode_limits(load(data, *(f"{MULTI_TURN}.{key}={value}" for key, value in keys.items())))
+    assert (limits.prompt, limits.response, limits.context) == (32, 64, 96)
+    assert (limits.turns, limits.user_turns, limits.turn, limits.call_timeout) == (5, 4, 16, 7)
+
+
+def test_an_environment_that_gives_the_rewards_needs_no_reward_function(data):
+    inputs = prepare(load(data, f"{MULTI_TURN}.environment=guess_number"))
+    inputs.rejections.close()
+    assert inputs.datasets and inputs.scored_by(load(data, f"{MULTI_TURN}.environment=guess_number")) == {}
+
+
+def test_all_that_is_wrong_with_environments_is_rejected_with_the_fix(data, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("class Game:\n    def reset(self, messages):\n        return messages\n")
+    assert "Game has no method step" in rejected(data, f"{MULTI_TURN}.environment={file}:Game")
+    assert "there is no environment of this name" in rejected(data, f"{MULTI_TURN}.environment=gess_number")
+
+
+def test_a_tool_without_a_docstring_is_named(data, tmp_path):
+    file = tmp_path / "tools.py"
+    file.write_text("def look(word: str) -> str:\n    return word\n")
+    template = f"actor_rollout_ref.model.custom_chat_template={data}/tools.jinja"
+    reward = f"reward.custom_reward_function.path={RECIPE}/reward.py"
+    message = rejected(data, f"{MULTI_TURN}.function_tool_path={file}", template, reward, "data.max_prompt_length=400")
+    assert "look" in message and "docstring" in message
+
+
+def test_a_template_that_does_not_show_the_tools_is_rejected(data):
+    reward = f"reward.custom_reward_function.path={RECIPE}/reward.py"
+    message = rejected(data, f"{MULTI_TURN}.tools=[calculator]", reward)
+    assert "the chat template does not show the tools to the model" in message
+    allowed = load(data, f"{MULTI_TURN}.tools=[calculator]", f"{MULTI_TURN}.{MODE}=disable", reward)
+    assert not prepare(allowed).rejections.errors
+
+
+def test_prompts_that_are_too_long_with_the_tools_are_rejected_with_the_length(data):
+    keys = [f"{MULTI_TURN}.tools=[calculator]", f"actor_rollout_ref.model.custom_chat_template={data}/tools.jinja"]
+    message = rejected(data, *keys, f"reward.custom_reward_function.path={RECIPE}/reward.py")
+    assert "data.max_prompt_length=32: 31 of 31 prompts" in message
+    needed = message.rsplit("data.max_prompt_length=", 1)[1].split()[0]
+    longer = load(data, *keys, f"reward.custom_reward_function.path={RECIPE}/reward.py", "data.max_prompt_length=440")
+    assert json.loads(needed) <= 440 and not prepare(longer).rejections.errors
