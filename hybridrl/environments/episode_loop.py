@@ -77,14 +77,15 @@ class EpisodeRun:
                 stop = await self._turns(list(messages))
         except EpisodeFault as error:
             stop, fault, detail = "fault", "environment", str(error)
-        except Exception as error:  # an environment can raise anything
+        except (Exception, SystemExit) as error:  # an environment can raise anything
             if not clock.expired():
                 logger.exception("an environment failed")
                 stop, fault, detail = "fault", f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
-        try:
-            self.metrics |= await self._call(self.environment.close)
-        except Exception:
-            logger.exception("an environment's close failed")
+        finally:  # also if the episode is abandoned
+            try:
+                self.metrics |= await self._call(self.environment.close)
+            except Exception:
+                logger.exception("an environment's close failed")
         if not self.turns and fault is None:
             fault, detail = "timeout", "the episode reached its time limit before its first response"
         text = self.kit.tokenizer.decode(self.context[self.prompt_length :], skip_special_tokens=True)

@@ -5,6 +5,7 @@ process was when it died are tried twice, then excluded by name.
 """
 
 import asyncio
+import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, Self
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from hybridrl.cluster import Actor, RaySession, cause, gather, kill, spawn
+from hybridrl.cluster import Actor, Pending, RaySession, cause, gather, kill, spawn
 from hybridrl.cluster.group import START_LIMIT
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec, EpisodeWorker, Ticket
@@ -21,8 +22,7 @@ from hybridrl.rollout import Completion, Request
 from hybridrl.tracking.console import warn
 
 TRIES = 2  # of an episode in whose environment its process died
-GRACE_SECONDS = 30.0  # without a heartbeat, in addition to the time limit of an environment
-CALL_LIMIT = 60.0  # of calls that a process that responds makes at once
+GRACE_SECONDS = 60.0  # without a heartbeat, in addition to the time limit of an environment: one starts in less
 
 Sampler = Callable[[Request], "asyncio.Future[Completion]"]
 
@@ -70,6 +70,7 @@ class Lane:
     thinking: set[Ticket] = field(default_factory=set)
     answers: list[tuple[Ticket, Completion]] = field(default_factory=list)
     pump: asyncio.Task | None = None
+    begun: bool = False
     starts: int = 0  # of the process: what an earlier one asked for is ignored
 
 
@@ -82,6 +83,7 @@ class EpisodeDispatch:
     ) -> None:
         self.workers, self.specs, self.sample, self.together = workers, specs, sample, together
         self.lanes = [Lane(index) for index in range(len(workers))]
+        self.call = os.urandom(8).hex()  # names it, so that nothing of an earlier call is taken for its own
         self.deaths = dict.fromkeys(range(len(specs)), 0)
         self.held: list[tuple[Lane, Ticket, Request]] = []
         self.ended: asyncio.Queue[tuple[Ticket, Trajectory] | Exception] = asyncio.Queue()
@@ -106,18 +108,15 @@ class EpisodeDispatch:
         finally:
             for lane in self.lanes:
                 lane.pump.cancel()
-            if any(lane.tickets for lane in self.lanes):
-                for actor in self.workers.actors:
-                    actor.abandon.remote()
 
     async def _pump(self, lane: Lane) -> None:
         """Start a process's episodes and serve them until all have ended."""
         try:
-            self._begin(lane)
             while lane.tickets:
-                actor = self.workers.actors[lane.index]
                 try:
-                    content = await asyncio.wait_for(_result(actor.take.remote()), self.workers.limit)
+                    if not lane.begun:
+                        await self._begin(lane)
+                    content = await self._result(self.workers.actors[lane.index].take.remote(self.call))
                 except (RayActorError, TimeoutError) as error:
                     self._lost(lane, error)
                     continue
@@ -132,12 +131,12 @@ class EpisodeDispatch:
         except Exception as error:
             self.ended.put_nowait(error)
 
-    def _begin(self, lane: Lane) -> None:
+    async def _begin(self, lane: Lane) -> None:
+        """Start a process's episodes; one that was just replaced has to start itself first."""
+        lane.begun, lane.thinking, lane.answers = True, set(lane.tickets), []
         lane.starts += 1
-        lane.thinking, lane.answers = set(lane.tickets), []
-        specs = [(ticket, self.specs[ticket]) for ticket in sorted(lane.tickets)]
-        if specs:
-            self.workers.actors[lane.index].begin.remote(pickle.dumps(specs, pickle.HIGHEST_PROTOCOL))
+        content = pickle.dumps([(one, self.specs[one]) for one in sorted(lane.tickets)], pickle.HIGHEST_PROTOCOL)
+        await self._result(self.workers.actors[lane.index].begin.remote(self.call, content))
 
     def _ask(self, lane: Lane, ticket: Ticket, request: Request) -> None:
         if self.together:
@@ -187,12 +186,11 @@ class EpisodeDispatch:
             "episode-worker-lost",
         )
         self.workers.replace(lane.index)
-        self._begin(lane)
+        lane.begun = False
 
-
-async def _result(ref: Any) -> Any:
-    """Return the result of a remote call; its exception is the one that was raised there."""
-    try:
-        return await ref
-    except RayTaskError as error:
-        raise RuntimeError(f"an episode worker failed: {cause(error)}") from error
+    async def _result(self, ref: Pending) -> Any:
+        """Return the result of a remote call within the time limit of a process that responds."""
+        try:
+            return await asyncio.wait_for(ref, self.workers.limit)
+        except RayTaskError as error:
+            raise RuntimeError(f"an episode worker failed: {cause(error)}") from error

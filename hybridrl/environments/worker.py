@@ -5,6 +5,7 @@ this process needs neither weights nor a device.
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import pickle
@@ -35,6 +36,7 @@ HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the 
 THREADS = 1024  # of a process, for plain functions of environments
 
 Ticket = int  # names an episode between driver and process
+Ready = asyncio.Queue  # of tickets, each with the Request of its episode or its Trajectory
 
 
 @dataclass(frozen=True)
@@ -119,29 +121,31 @@ class EpisodeWorker:
         self.environments, self.configuration = settings.environments, settings.configuration
         self.tasks: dict[Ticket, asyncio.Task] = {}
         self.asked: dict[Ticket, asyncio.Future[Completion]] = {}
-        self.ready: asyncio.Queue[tuple[Ticket, Request | Trajectory]] = asyncio.Queue()
+        self.call, self.ready = "", Ready()
         gc.freeze()  # the many objects of the libraries need not be visited by every full collection
 
     async def start(self) -> bool:
         """Return once the process is ready."""
         return True
 
-    async def begin(self, content: bytes) -> None:
-        """Start episodes, pickled pairs of ticket and EpisodeSpec."""
+    async def begin(self, call: str, content: bytes) -> None:
+        """Start episodes of a call of the driver, pickled pairs of ticket and EpisodeSpec; those of an earlier call
+        that have not ended are abandoned."""
+        if call != self.call:
+            self._abandon()
+            self.call, self.ready = call, Ready()
         for ticket, spec in pickle.loads(content):
             self.tasks[ticket] = asyncio.create_task(self._run(ticket, spec))
 
-    async def take(self) -> bytes:
-        """Return what episodes ask for, and episodes that ended, as pickled pairs of ticket and Request or Trajectory;
-        nothing after some seconds without any."""
-        ready = []
-        try:
-            ready.append(await asyncio.wait_for(self.ready.get(), HEARTBEAT_SECONDS))
+    async def take(self, call: str) -> bytes:
+        """Return what episodes of this call ask for, and those that ended, as pickled pairs of ticket and Request or
+        Trajectory; nothing after some seconds without any."""
+        queue, ready = self.ready if call == self.call else Ready(), []
+        with contextlib.suppress(TimeoutError):
+            ready.append(await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS))
             await asyncio.sleep(COALESCE_SECONDS)
-        except TimeoutError:
-            pass
-        while not self.ready.empty():
-            ready.append(self.ready.get_nowait())
+        while not queue.empty():
+            ready.append(queue.get_nowait())
         return pickle.dumps(ready, pickle.HIGHEST_PROTOCOL)
 
     async def answer(self, content: bytes) -> None:
@@ -151,15 +155,10 @@ class EpisodeWorker:
             if future is not None and not future.done():
                 future.set_result(completion)
 
-    async def abandon(self) -> None:
-        """End all episodes; their environments are closed."""
-        tasks = list(self.tasks.values())
-        for task in tasks:
+    def _abandon(self) -> None:
+        for task in self.tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self.asked.clear()
-        while not self.ready.empty():
-            self.ready.get_nowait()
+        self.tasks, self.asked = {}, {}
 
     async def ask(self, ticket: Ticket, request: Request) -> Completion:
         """Have the driver sample one turn."""
@@ -184,12 +183,11 @@ class EpisodeWorker:
             trajectory = await self._episode(ticket, spec)
         except EpisodeFault as error:
             trajectory = Trajectory([], "fault", text="", fault="environment", detail=str(error))
-        except Exception as error:  # an environment that cannot be made, or an agent
+        except (Exception, SystemExit) as error:  # an environment that cannot be made, or an agent
             logger.exception("an episode failed")
             name, detail = type(error).__name__, f"{type(error).__name__}: {error}"
             trajectory = Trajectory([], "fault", text="", fault=f"raised:{name}", detail=detail)
-        finally:
-            self.tasks.pop(ticket, None)
+        self.tasks.pop(ticket, None)
         self.ready.put_nowait((ticket, trajectory))
 
     async def _episode(self, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
