@@ -23,6 +23,7 @@ LAYERS = """
     runs
     trainer  evaluation
     experience  hybrid_engine
+    endpoint
     environments
     training  rollout  rewards  data
     algorithms  weights  checkpoint  cluster
@@ -38,6 +39,8 @@ KNOWN_TO = {
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
     "torch.cuda": ("device.py",),
+    "fastapi": ("endpoint/",),
+    "uvicorn": ("endpoint/",),
 }
 
 # What is imported late, inside a function, and why.
