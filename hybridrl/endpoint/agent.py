@@ -117,9 +117,10 @@ class Agents:
         return await self.policies[session.id].generate(ids, wanted)
 
     def _call(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Awaitable[Any]:
+        limit = self.kit.limits.timeout
         if self.settings.mode == "process":
-            return run_in_process(self.settings, data, base_url, api_key, self.kit.limits.timeout)
-        return call_agent(self.agent, data, base_url, api_key, self.kit.limits.timeout)
+            return run_in_process(self.settings, data, base_url, api_key, limit)
+        return call_agent(self.agent, data, base_url, api_key, limit, self.kit.executor)
 
     @cached_property
     def agent(self) -> Agent:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.environments.calls import call_parser
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Environment, Message, Response, Step
-from hybridrl.environments.episode import Trajectory
+from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
 from hybridrl.environments.load import EnvironmentSettings, environment_of
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
@@ -57,6 +57,14 @@ class EpisodeSettings:
     call_format: str = "auto"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     history_reasoning: str = "keep"
+    agents: Callable[[Kit], "AgentRunner"] | None = None  # what rows run in that name neither environment nor loop
+
+
+class AgentRunner(Protocol):
+    """Runs episodes that have a loop of their own."""
+
+    async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
+        """Run one episode."""
 
 
 class SingleResponse(Environment):
@@ -103,6 +111,7 @@ class EpisodeWorker:
         end_ids = frozenset((*settings.end_ids, *dialogue.stop_ids))
         self.kit = Kit(tokenizer, dialogue, parser, end_ids, settings.limits, executor)
         self.environments = settings.environments
+        self.agents = settings.agents and settings.agents(self.kit)
         self.tasks: dict[Ticket, asyncio.Task] = {}
         self.asked: dict[Ticket, asyncio.Future[Completion]] = {}
         self.ready: asyncio.Queue[tuple[Ticket, Request | Trajectory]] = asyncio.Queue()
@@ -176,12 +185,17 @@ class EpisodeWorker:
         self.ready.put_nowait((ticket, trajectory))
 
     async def _episode(self, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
+        if self.agents and not (spec.row.get("agent_name") or spec.row.get("env_class")):
+            policy = WorkerPolicy(self, ticket, spec, self._with_stops(spec.sampling))
+            return await self.agents.run(policy, spec.messages, spec.row)
         make = environment_of(spec.row, self.environments)
         environment = SingleResponse({}, spec.row) if make is None else make()
-        sampling = spec.sampling
-        if environment.tools and self.kit.dialogue.stop_ids:
-            sampling = replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *self.kit.dialogue.stop_ids})))
+        sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
         policy = WorkerPolicy(self, ticket, spec, sampling)
         if run := getattr(environment, "run", None):  # an agent, which has a loop of its own
             return await run(policy, list(spec.messages))
         return await EpisodeRun(self.kit, policy, environment).run(spec.messages)
+
+    def _with_stops(self, sampling: Sampling) -> Sampling:
+        """Return the sampling of episodes with tools, which further tokens end."""
+        return replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *self.kit.dialogue.stop_ids})))

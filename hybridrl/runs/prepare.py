@@ -24,7 +24,7 @@ from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.resume import adapted_models
-from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, runs_episodes
+from hybridrl.runs.settings import agent_settings, build_algorithm, build_critic_plan, build_policy_plan, runs_episodes
 from hybridrl.tracking.console import info
 from hybridrl.training.lora import check_adapter
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan
@@ -139,6 +139,8 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
             reject_unknown_tokens(
                 config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *inputs.datasets.values()
             )
+    with rejections.gathered():
+        agent_settings(config)
     if uses_built_in(config.reward) and not runs_episodes(config, inputs.environments):  # environments give rewards
         with rejections.gathered():
             check_data_sources(inputs.data_sources)
