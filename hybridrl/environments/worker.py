@@ -91,7 +91,20 @@ class WorkerPolicy:
         sampling = replace(self.sampling, max_tokens=most if max_tokens is None else min(most, max_tokens))
         request = Request(spec.prompt, spec.sample, list(prompt_ids), seed, sampling, turn)
         completion = await self.worker.ask(self.ticket, request)
-        return self.worker.cut(completion, stop) if stop else completion
+        return cut_at(completion, stop, self.worker.kit.tokenizer.decode) if stop else completion
+
+
+def cut_at(completion: Completion, stop: Sequence[str], decode: Callable[[list[int]], str]) -> Completion:
+    """Return a completion up to the token that completes the first of the texts."""
+    ids = completion.token_ids.tolist()
+    if not any(text in decode(ids) for text in stop):
+        return completion
+    low, high = 1, len(ids)  # the shortest beginning that has one, by bisection
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if any(text in decode(ids[:middle]) for text in stop) else (middle + 1, high)
+    versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:low]
+    return Completion(completion.token_ids[:low], completion.log_probs[:low], False, versions)
 
 
 class EpisodeWorker:
@@ -161,18 +174,6 @@ class EpisodeWorker:
         future = self.asked[ticket] = asyncio.get_running_loop().create_future()
         self.ready.put_nowait((ticket, request))
         return await future
-
-    def cut(self, completion: Completion, stop: Sequence[str]) -> Completion:
-        """Return a completion up to the token that completes the first of the texts."""
-        ids, decode = completion.token_ids.tolist(), self.kit.tokenizer.decode
-        if not any(text in decode(ids) for text in stop):
-            return completion
-        low, high = 1, len(ids)  # the shortest beginning that has one, by bisection
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if any(text in decode(ids[:middle]) for text in stop) else (middle + 1, high)
-        versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:low]
-        return Completion(completion.token_ids[:low], completion.log_probs[:low], False, versions)
 
     async def _run(self, ticket: Ticket, spec: EpisodeSpec) -> None:
         try:
