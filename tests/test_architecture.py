@@ -18,6 +18,7 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 
 # Packages and top-level modules in layers, from the entry points down; each imports only from layers below its own.
 LAYERS = """
+    serve
     main_ppo  main_sft  model_merger
     doctor
     runs
@@ -50,6 +51,7 @@ LATE = {
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
     "training/linear_log_probs.py": "Triton comes with torch's builds for CUDA, and is used there only",
+    "serve.py": "torch, transformers and vLLM come only once the command stands",
     "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",
     "tracking/tracker.py": "sinks whose libraries are heavy, or an extra, come only where they are chosen",
 }
