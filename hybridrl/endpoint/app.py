@@ -17,6 +17,7 @@ from hybridrl.endpoint.core import Core, Generate, Reply
 from hybridrl.endpoint.formats import ChatRequest, CompletionRequest, Sampled, chat_body, completion_body, stream_of
 from hybridrl.endpoint.messages import as_rendered, rejected
 from hybridrl.endpoint.sessions import KEY_PREFIX, Session, Sessions
+from hybridrl.endpoint.translations import MessagesRequest, ResponsesRequest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,6 +60,21 @@ class Api:
         wanted, prompt, session = body.wanted(), body.single_prompt(), self.session_of(request, body)
         reply: Reply = await while_connected(request, self.core.complete(session, prompt, wanted))
         return _answer(completion_body(reply, body, self.model, self.core.kit.tokenizer), body)
+
+    async def responses(self, request: Request, body: ResponsesRequest) -> Response:
+        return await self._translated(request, body)
+
+    async def messages(self, request: Request, body: MessagesRequest) -> Response:
+        return await self._translated(request, body)
+
+    async def _translated(self, request: Request, body: ResponsesRequest | MessagesRequest) -> Response:
+        wanted, tools, messages = body.wanted(), body.schemas(), as_rendered(body.chat())
+        session = self.session_of(request, body)
+        work = self.core.respond(session, messages, tools, wanted, reads_calls=body.reads_calls)
+        answer = body.body(await while_connected(request, work), self.model)
+        if body.stream:
+            return StreamingResponse(body.events(answer), media_type="text/event-stream")
+        return JSONResponse(answer)
 
     async def models(self) -> dict[str, Any]:
         limit = self.core.kit.limits.context
@@ -142,6 +158,8 @@ def create_app(
     for method, path, route in (
         ("POST", "/v1/chat/completions", api.chat),
         ("POST", "/v1/completions", api.completions),
+        ("POST", "/v1/responses", api.responses),
+        ("POST", "/v1/messages", api.messages),
         ("GET", "/v1/models", api.models),
         ("GET", "/health", api.health),
         ("POST", "/rl/start_session", api.start_session),
