@@ -72,7 +72,7 @@ def read(arguments: list[str]) -> tuple[dict[str, str], ActorRolloutRefConfig]:
 
 def run(own: dict[str, str], section: ActorRolloutRefConfig) -> None:
     """Serve until the process is stopped. Shards and adapters are merged into a temporary directory first."""
-    model, rollout, device = section.model, section.rollout, own["device"]
+    model, rollout, device, source = section.model, section.rollout, own["device"], section.model.path
     if device == "auto":
         device = "cuda" if this_machine().gpus else "cpu"
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
@@ -94,7 +94,7 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> None:
 
     tokenizer = load_tokenizer(model.path, tokenizer_path=model.tokenizer_path)
     end_ids = end_tokens(model.path, tokenizer)
-    options = {"host": own["host"], "port": int(own["port"]), "name": own["served_model_name"]}
+    options = {"host": own["host"], "port": int(own["port"]), "name": own["served_model_name"], "source": source}
     asyncio.run(serve(model, rollout, end_ids, device, **options))
 
 

@@ -76,8 +76,10 @@ async def serve(
     host: str,
     port: int,
     name: str,
+    source: str,
 ) -> None:
-    """Serve a Hugging Face model until the process gets a signal to end; ConfigError if the port is taken."""
+    """Serve a Hugging Face model, made from `source`, until the process gets a signal to end; ConfigError if the port
+    cannot be used."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)
@@ -91,7 +93,7 @@ async def serve(
     app = create_app(Local(engine, rollout, kit), Sessions(kit), model=name, admin_key=admin)
     try:
         async with serving(app, host, port) as address:
-            info(f"serving {model.path} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
+            info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
             info(f"admin key of /rl/start_session: {admin}")
             await ended.wait()
     except OSError as error:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-import httpx
+import anthropic
 import openai
 import pytest
 
@@ -60,10 +60,9 @@ def test_a_stream_of_responses_ends_with_the_whole_response(endpoint):
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
 
 
-async def post(served, session, body, **options):
-    headers = {"x-api-key": session.api_key, "anthropic-version": "2023-06-01"}
-    async with httpx.AsyncClient(base_url=served.address, headers=headers, timeout=20) as http:
-        return await http.post("/v1/messages", json={"model": "policy", "max_tokens": 500, **body}, **options)
+def anthropic_messages(served, session):
+    client = anthropic.AsyncAnthropic(base_url=served.address, api_key=session.api_key, max_retries=0, timeout=20)
+    return client.messages
 
 
 def test_messages_continue_a_tool_loop_as_a_chat_does(endpoint):
@@ -72,34 +71,43 @@ def test_messages_continue_a_tool_loop_as_a_chat_does(endpoint):
     async def run():
         async with endpoint([CALL, "It is a."] * 2) as served:
             expected, session = await chat_of(served), served.sessions.start()
-            body = {"system": SYSTEM, "tools": [schema], "messages": [{"role": "user", "content": QUESTION}]}
-            first = (await post(served, session, body)).json()
-            result = {"type": "tool_result", "tool_use_id": first["content"][0]["id"], "content": "found"}
-            body["messages"] += [
-                {"role": "assistant", "content": first["content"]},
-                {"role": "user", "content": [result]},
-            ]
-            return expected, session, first, (await post(served, session, body)).json()
+            create = anthropic_messages(served, session).create
+            options = {"model": "policy", "max_tokens": 500, "system": SYSTEM, "tools": [schema]}
+            messages = [{"role": "user", "content": QUESTION}]
+            first = await create(messages=messages, **options)
+            result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "found"}
+            messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+            return expected, session, first, await create(messages=messages, **options)
 
     expected, session, first, second = asyncio.run(run())
-    assert first["stop_reason"] == "tool_use" and first["content"][0]["input"] == {"word": "a", "times": 2}
-    assert second["content"] == [{"type": "text", "text": "It is a."}] and second["stop_reason"] == "end_turn"
+    assert first.stop_reason == "tool_use" and first.content[0].input == {"word": "a", "times": 2}
+    assert second.content[0].text == "It is a." and second.stop_reason == "end_turn"
     assert session.turns[-1].ids() == expected and session.forks == 0
 
 
-def test_a_stream_of_messages_and_its_errors_have_anthropics_form(endpoint):
-    async def run():
-        async with endpoint(["one two"]) as served:
-            session, body = served.sessions.start(), {"messages": [{"role": "user", "content": QUESTION}]}
-            stream = (await post(served, session, body | {"stream": True})).text
-            image = {"role": "user", "content": [{"type": "image", "source": {}}]}
-            return stream, await post(served, session, {"messages": [image]})
+def test_a_stream_of_messages_has_the_whole_message(endpoint):
+    tools = [{"name": "look", "input_schema": TOOL["parameters"]}]
 
-    stream, rejected = asyncio.run(run())
-    names = [line.removeprefix("event: ") for line in stream.splitlines() if line.startswith("event")]
-    blocks = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert names == ["message_start", *blocks, "message_delta", "message_stop"] and "one two" in stream
-    assert rejected.status_code == 400 and rejected.json()["type"] == "error"
-    assert (
-        rejected.json()["error"]["type"] == "invalid_request_error" and "image" in rejected.json()["error"]["message"]
-    )
+    async def run():
+        async with endpoint(["one two", CALL]) as served:
+            messages = anthropic_messages(served, served.sessions.start())
+            options = {"model": "policy", "max_tokens": 500, "messages": [{"role": "user", "content": QUESTION}]}
+            async with messages.stream(**options) as stream:
+                text = await stream.get_final_message()
+            async with messages.stream(**options, tools=tools) as stream:
+                return text, await stream.get_final_message()
+
+    text, call = asyncio.run(run())
+    assert text.content[0].text == "one two" and text.usage.output_tokens == 8
+    assert call.content[0].input == {"word": "a", "times": 2} and call.stop_reason == "tool_use"
+
+
+def test_what_messages_cannot_hold_is_rejected_by_name(endpoint):
+    async def run():
+        async with endpoint([]) as served:
+            image = {"role": "user", "content": [{"type": "image", "source": {}}]}
+            messages = anthropic_messages(served, served.sessions.start())
+            with pytest.raises(anthropic.BadRequestError, match="image"):
+                await messages.create(model="policy", max_tokens=9, messages=[image])
+
+    asyncio.run(run())
