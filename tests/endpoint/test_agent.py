@@ -1,9 +1,11 @@
 """Agents as functions: the same rows as an environment's, rewards, faults, and agents in processes of their own."""
 
 import asyncio
+import pickle
 import textwrap
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,9 @@ from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments import Environment, Step
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
-from hybridrl.rollout import Completion
+from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
+from hybridrl.rollout import Completion, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
 
 MESSAGES = [{"role": "user", "content": "Guess."}]
@@ -217,3 +221,35 @@ def test_an_agent_in_a_process_of_its_own_has_openais_variables(run):
     good, bad = run(code, {"fails": False}, {"fails": True}, mode="process")
     assert good.reward == 1.0 and good.fault is None
     assert bad.fault == "raised:RuntimeError" and "ValueError: no idea" in bad.detail
+
+
+@pytest.fixture
+def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
+    """What runs episodes in a process, with an agent for rows that name nothing else."""
+    (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(LOOP))
+    agents = partial(Agents, AgentSettings(str(tmp_path / "agent.py")))
+    limits, ends = kit_of().limits, (tokenizer.eos_token_id,)
+    settings = EpisodeSettings(lambda: tokenizer, EnvironmentSettings(), limits, ends, "qwen2", "hermes", agents=agents)
+    worker = object.__new__(EpisodeWorker)  # without what its process needs
+    worker._begin(settings)
+    return worker
+
+
+@pytest.mark.parametrize(("columns", "turns"), [({}, 2), ({"agent_name": "single_turn_agent"}, 1)])
+def test_rows_that_name_nothing_else_run_in_the_agent(worker, tokenizer, columns, turns):
+    sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,))
+    spec = EpisodeSpec(0, 0, MESSAGES, {"turns": 2, "reward": 1.0} | columns, sampling, 1, "key")
+    seeds = []
+
+    async def drive() -> Trajectory:
+        await worker.begin(pickle.dumps([(7, spec)]))
+        while True:
+            for ticket, what in pickle.loads(await worker.take()):
+                if isinstance(what, Trajectory):
+                    return what
+                seeds.append(what.seed)
+                await worker.answer(pickle.dumps([(ticket, completion_of(tokenizer, "yes"))]))
+
+    found = asyncio.run(drive())
+    assert len(found.turns) == turns and found.fault is None
+    assert seeds == [request_seed(1, "key", 0, *([turn] if turn else [])) for turn in range(turns)]
