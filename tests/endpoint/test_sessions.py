@@ -90,6 +90,14 @@ def test_a_changed_response_is_rendered_as_a_new_conversation_and_counted(sessio
     assert tokenizer.decode(prompt.ids).endswith("More.<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_a_changed_response_after_one_that_is_recorded_is_rendered_as_well(session):
+    _, first = say(session, [QUESTION], "7")
+    say(session, [QUESTION, first, MORE], "8")
+    changed = {"role": "assistant", "content": "9"}
+    prompt = session.prompt_for(as_rendered([QUESTION, first, MORE, changed, MORE]))
+    assert prompt.parent is None and session.forks == 1
+
+
 def test_other_tools_are_another_prompt_and_fork(session):
     _, message = say(session, [QUESTION], "7")
     assert session.prompt_for(as_rendered([QUESTION, message, MORE]), [TOOL]).parent is None
