@@ -17,7 +17,6 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.files import resolve_model
 from hybridrl.config.help import batch_arithmetic, samplings
 from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.endpoint.agent import Agents
 from hybridrl.environments.pool import EpisodeWorkers
 from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.evaluation.evaluator import Evaluator
@@ -32,11 +31,11 @@ from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import check_loads
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.rollout.fleet import RolloutFleet
+from hybridrl.runs.agents import agent_runner
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
 from hybridrl.runs.reward_trial import trying_reward
 from hybridrl.runs.settings import (
-    agent_settings,
     environment_settings,
     episode_limits,
     ppo_worker_config,
@@ -229,7 +228,6 @@ def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: 
     """What the processes that run episodes are made with."""
     multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
     settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
-    agent = agent_settings(config)
     return EpisodeSettings(
         load_tokenizer,
         environment_settings(config),
@@ -239,7 +237,7 @@ def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: 
         call_format=multi_turn.format,
         template_arguments=config.data.apply_chat_template_kwargs,
         history_reasoning=multi_turn.history_reasoning,
-        agents=agent and partial(Agents, agent),
+        agents=agent_runner(config),
     )
 
 

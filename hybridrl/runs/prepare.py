@@ -23,8 +23,9 @@ from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.runs.agents import agent_settings
 from hybridrl.runs.resume import adapted_models
-from hybridrl.runs.settings import agent_settings, build_algorithm, build_critic_plan, build_policy_plan, runs_episodes
+from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, runs_episodes
 from hybridrl.tracking.console import info
 from hybridrl.training.lora import check_adapter
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan

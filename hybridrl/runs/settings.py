@@ -13,13 +13,10 @@ from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS
 from hybridrl.config.checks.model import disturbances
-from hybridrl.config.custom_code import script_path
 from hybridrl.config.schema import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
-from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.episode_loop import Limits
 from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.rewards.load import uses_built_in
 from hybridrl.rollout import Sampling
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import MicroBatchBudget
@@ -245,27 +242,14 @@ def environment_settings(config: PPOConfig) -> EnvironmentSettings:
     return settings
 
 
-def agent_settings(config: PPOConfig) -> AgentSettings | None:
-    """Which function of the user's rows run in; ConfigError if there is none of its name. None: none is configured."""
-    rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
-    if agent.path is None:
-        return None
-    # With full_determinism turns are sampled once every episode wants one, so none may wait for another to end.
-    concurrency = None if rollout.full_determinism else agent.concurrency
-    path, needs_reward = str(script_path(agent.path)), uses_built_in(config.reward)
-    settings = AgentSettings(path, agent.name, agent.mode, concurrency, agent.turn_discount, needs_reward)
-    settings.load()
-    return settings
-
-
 def runs_episodes(config: PPOConfig, environments: Collection[str]) -> bool:
     """Whether episodes run in processes of their own: if the configuration or a row names more than single responses.
     `environments` are the names in the rows."""
     settings = environment_settings(config)
     named = {name for name in environments if name not in SINGLE_RESPONSES}
     chosen = settings.environment or settings.interaction_config_path or settings.agent_loop_config_path
-    chosen = chosen or config.actor_rollout_ref.rollout.agent.path
     loops = settings.default_agent_loop not in SINGLE_RESPONSES
+    chosen = chosen or config.actor_rollout_ref.rollout.agent.path
     return bool(named or chosen or loops or config.actor_rollout_ref.rollout.multi_turn.enable)
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.endpoint.functions import AgentSettings
-from hybridrl.runs.settings import agent_settings, runs_episodes
+from hybridrl.runs.agents import agent_settings
+from hybridrl.runs.settings import runs_episodes
 
 AGENT = "actor_rollout_ref.rollout.agent"
 
