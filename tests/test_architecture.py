@@ -18,11 +18,13 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 
 # Packages and top-level modules in layers, from the entry points down; each imports only from layers below its own.
 LAYERS = """
+    serve
     main_ppo  main_sft  model_merger
     doctor
     runs
     trainer  evaluation
     experience  hybrid_engine
+    endpoint
     environments
     training  rollout  rewards  data
     algorithms  weights  checkpoint  cluster
@@ -38,6 +40,8 @@ KNOWN_TO = {
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
     "torch.cuda": ("device.py",),
+    "fastapi": ("endpoint/",),
+    "uvicorn": ("endpoint/",),
 }
 
 # What is imported late, inside a function, and why.
@@ -47,6 +51,7 @@ LATE = {
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
     "training/linear_log_probs.py": "Triton comes with torch's builds for CUDA, and is used there only",
+    "serve.py": "torch, transformers and vLLM come only once the command stands",
     "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",
     "tracking/tracker.py": "sinks whose libraries are heavy, or an extra, come only where they are chosen",
 }

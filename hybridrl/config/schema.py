@@ -238,6 +238,11 @@ class AgentConfig(Section):
     num_workers: values.Positive | None
     default_agent_loop: str
     agent_loop_config_path: str | None
+    path: str | None
+    name: str
+    mode: Literal["inline", "process"]
+    concurrency: values.Positive
+    turn_discount: values.Share
 
 
 class RolloutConfig(Section):

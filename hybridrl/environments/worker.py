@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.environments.calls import call_parser
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step
-from hybridrl.environments.episode import Trajectory
+from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
 from hybridrl.environments.load import environment_of
 from hybridrl.environments.settings import EnvironmentSettings
@@ -65,6 +65,14 @@ class EpisodeSettings:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     history_reasoning: str = "keep"
     configuration: Mapping[str, Any] = field(default_factory=dict)  # all of it, for verl's agent loops
+    agents: Callable[[Kit], "AgentRunner"] | None = None  # what rows run in that name neither environment nor loop
+
+
+class AgentRunner(Protocol):
+    """Runs episodes that have a loop of their own."""
+
+    async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
+        """Run one episode."""
 
 
 class SingleResponse(Environment):
@@ -99,7 +107,20 @@ class WorkerPolicy:
         request = Request(spec.prompt, spec.sample, list(prompt_ids), seed, sampling, turn)
         completion = await self.worker.ask(self.ticket, request)
         self.version = completion.versions
-        return self.worker.cut(completion, stop) if stop else completion
+        return cut_at(completion, stop, self.worker.kit.tokenizer.decode) if stop else completion
+
+
+def cut_at(completion: Completion, stop: Sequence[str], decode: Callable[[list[int]], str]) -> Completion:
+    """Return a completion up to the token that completes the first of the texts."""
+    ids = completion.token_ids.tolist()
+    if not any(text in decode(ids) for text in stop):
+        return completion
+    low, high = 1, len(ids)  # the shortest beginning that has one, by bisection
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if any(text in decode(ids[:middle]) for text in stop) else (middle + 1, high)
+    versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:low]
+    return Completion(completion.token_ids[:low], completion.log_probs[:low], False, versions)
 
 
 class EpisodeWorker:
@@ -119,6 +140,7 @@ class EpisodeWorker:
         end_ids = frozenset((*settings.end_ids, *dialogue.stop_ids))
         self.kit = Kit(tokenizer, dialogue, parser, end_ids, settings.limits, executor)
         self.environments, self.configuration = settings.environments, settings.configuration
+        self.agents = settings.agents and settings.agents(self.kit)
         self.tasks: dict[Ticket, asyncio.Task] = {}
         self.asked: dict[Ticket, asyncio.Future[Completion]] = {}
         self.call, self.ready = "", Ready()
@@ -166,18 +188,6 @@ class EpisodeWorker:
         self.ready.put_nowait((ticket, request))
         return await future
 
-    def cut(self, completion: Completion, stop: Sequence[str]) -> Completion:
-        """Return a completion up to the token that completes the first of the texts."""
-        ids, decode = completion.token_ids.tolist(), self.kit.tokenizer.decode
-        if not any(text in decode(ids) for text in stop):
-            return completion
-        low, high = 1, len(ids)  # the shortest beginning that has one, by bisection
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if any(text in decode(ids[:middle]) for text in stop) else (middle + 1, high)
-        versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:low]
-        return Completion(completion.token_ids[:low], completion.log_probs[:low], False, versions)
-
     async def _run(self, ticket: Ticket, spec: EpisodeSpec) -> None:
         try:
             trajectory = await self._episode(ticket, spec)
@@ -191,12 +201,14 @@ class EpisodeWorker:
         self.ready.put_nowait((ticket, trajectory))
 
     async def _episode(self, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
-        make, sampling = environment_of(spec.row, self.environments), spec.sampling
+        if self.agents and not (spec.row.get("agent_name") or spec.row.get("env_class")):
+            policy = WorkerPolicy(self, ticket, spec, self._with_stops(spec.sampling))
+            return await self.agents.run(policy, spec.messages, spec.row)
+        make = environment_of(spec.row, self.environments)
         if isinstance(make, AgentLoop):
-            return await self._verl_loop(make, WorkerPolicy(self, ticket, spec, sampling), spec)
+            return await self._verl_loop(make, WorkerPolicy(self, ticket, spec, spec.sampling), spec)
         environment = SingleResponse({}, spec.row) if make is None else make()
-        if environment.tools and self.kit.dialogue.stop_ids:
-            sampling = replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *self.kit.dialogue.stop_ids})))
+        sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
         policy = WorkerPolicy(self, ticket, spec, sampling)
         if run := getattr(environment, "run", None):  # an agent, which has a loop of its own
             return await run(policy, list(spec.messages))
@@ -211,3 +223,7 @@ class EpisodeWorker:
                 policy, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
             )
         return trajectory(outputs, policy.version, tokenizer)
+
+    def _with_stops(self, sampling: Sampling) -> Sampling:
+        """Return the sampling of episodes with tools, which further tokens end."""
+        return replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *self.kit.dialogue.stop_ids})))

@@ -2,25 +2,30 @@
 before they start."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.custom_code import script_path
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
+from hybridrl.endpoint.agent import Agents
+from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.dialogue import Dialogue
-from hybridrl.environments.episode_loop import Limits
+from hybridrl.environments.episode_loop import Kit, Limits
 from hybridrl.environments.load import SINGLE_RESPONSES, SINGLE_TURN, TOOL_AGENT, load_tools
 from hybridrl.environments.load import check as check_environments
 from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.template import KEY as TEMPLATE
 from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.rewards.actor import LoadTokenizer
+from hybridrl.rewards.load import uses_built_in
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
@@ -48,6 +53,7 @@ def runs_episodes(config: PPOConfig, environments: Collection[str]) -> bool:
     single = (SINGLE_TURN, *SINGLE_RESPONSES)
     named = {name for name in environments if name not in single}
     chosen = settings.environment or settings.interaction_config_path or settings.agent_loop_config_path
+    chosen = chosen or config.actor_rollout_ref.rollout.agent.path
     loops = settings.default_agent_loop != SINGLE_TURN
     return bool(named or chosen or loops or config.actor_rollout_ref.rollout.multi_turn.enable)
 
@@ -83,7 +89,27 @@ def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: 
         template_arguments=config.data.apply_chat_template_kwargs,
         history_reasoning=multi_turn.history_reasoning,
         configuration=asdict(config),
+        agents=agent_runner(config),
     )
+
+
+def agent_settings(config: PPOConfig) -> AgentSettings | None:
+    """Which function of the user's rows run in; ConfigError if there is none of its name. None: none is configured."""
+    rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
+    if agent.path is None:
+        return None
+    # With full_determinism turns are sampled once every episode wants one, so none may wait for another to end.
+    concurrency = None if rollout.full_determinism else agent.concurrency
+    path, needs_reward = str(script_path(agent.path)), uses_built_in(config.reward)
+    settings = AgentSettings(path, agent.name, agent.mode, concurrency, agent.turn_discount, needs_reward)
+    settings.load()
+    return settings
+
+
+def agent_runner(config: PPOConfig) -> Callable[[Kit], Agents] | None:
+    """What makes the runner of agents in a process of episodes."""
+    settings = agent_settings(config)
+    return settings and partial(Agents, settings)
 
 
 def episode_processes(config: PPOConfig, logs: Path) -> tuple[int, list[str]]:
@@ -109,6 +135,8 @@ def check_episodes(
                 f"{MODE}={multi_turn.tokenization_sanity_check_mode}: {'; '.join(differences)}",
                 fix=f"see python -m hybridrl.doctor template {model.path}; set {TEMPLATE}, or {MODE}=disable",
             )
+    with findings.gathered():
+        agent_settings(config)
     with findings.gathered():
         rows = (data[index].columns for data in datasets.values() for index in range(len(data)))
         check_environments(settings, rows)

@@ -14,7 +14,8 @@ from hybridrl.runs.prepare import prepare
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 MULTI_TURN, MODE = "actor_rollout_ref.rollout.multi_turn", "tokenization_sanity_check_mode"
 TOOLS = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
     "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} "
     "| tojson + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -1,0 +1,127 @@
+"""Agents as episodes: the endpoint of a process that runs episodes, with a session for each agent.
+
+The turns of an agent are sampled as those of an environment are, with the seeds and the sampling of the run.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from hybridrl.endpoint.app import create_app
+from hybridrl.endpoint.core import Wanted
+from hybridrl.endpoint.functions import Agent, AgentSettings, call_agent, run_in_process
+from hybridrl.endpoint.messages import rejected
+from hybridrl.endpoint.server import serving
+from hybridrl.endpoint.sessions import Session, Sessions
+from hybridrl.environments import EpisodeFault, Message
+from hybridrl.environments.episode import Policy, Trajectory
+from hybridrl.environments.episode_loop import Kit
+from hybridrl.rollout import Completion
+
+logger = logging.getLogger(__name__)
+
+
+class OneAtATime:
+    """The policy of one session, which samples its turns one after another. A turn whose client has gone is sampled to
+    its end, so that the next one is not mistaken for it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.lock = policy, asyncio.Lock()
+        self.tasks: set[asyncio.Task] = set()
+
+    async def generate(self, ids: list[int], wanted: Wanted) -> Completion:
+        task = asyncio.create_task(self._generate(ids, wanted))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _generate(self, ids: list[int], wanted: Wanted) -> Completion:
+        async with self.lock:
+            return await self.policy.generate(ids, max_tokens=wanted.max_tokens, stop=wanted.stop)
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+
+class Agents:
+    """The agents of a process that runs episodes, with one endpoint for all of them."""
+
+    def __init__(self, settings: AgentSettings, kit: Kit) -> None:
+        self.settings, self.kit = settings, kit
+        self.sessions = Sessions(kit, timeout=math.inf)  # an episode has a time limit of its own
+        self.policies: dict[str, OneAtATime] = {}
+        self.places = asyncio.Semaphore(settings.concurrency) if settings.concurrency else nullcontext()
+        self.open = AsyncExitStack()
+        self.starting: asyncio.Future[str] | None = None
+
+    async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
+        """Run one episode."""
+        async with self.places:
+            session, turns = self.sessions.start(messages), OneAtATime(policy)
+            self.policies[session.id] = turns
+            stop, fault, detail = "", None, ""
+            try:
+                async with asyncio.timeout(self.kit.limits.timeout) as clock:
+                    data = {**row, "messages": list(messages)}
+                    self._take(session, await self._call(data, await self._serve(), session.api_key))
+            except EpisodeFault as error:
+                fault, detail = "environment", str(error)
+            except Exception as error:  # whatever the user's function raises
+                if clock.expired():
+                    stop = "timeout"
+                elif not session.stop:  # else it was the end of the conversation that it does not handle
+                    logger.exception("an agent failed")
+                    fault, detail = f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
+            finally:
+                turns.close()
+                del self.policies[session.id]
+                self.sessions.remove(session)
+        return self._trajectory(session, stop, fault, detail)
+
+    def _trajectory(self, session: Session, stop: str, fault: str | None, detail: str) -> Trajectory:
+        found = session.trajectory(self.settings.turn_discount)
+        if fault is None and not session.turns:
+            fault, detail = "no turns", "the agent ended before the policy had responded"
+        if fault is None and found.reward is None and self.settings.needs_reward:
+            fault = "no reward"
+            detail = f"the agent set no reward, and the episode ended with {stop or found.stop}; return one from "
+            detail += f"{self.settings.name}, or set reward.custom_reward_function.path"
+        return replace(found, stop="fault" if fault else stop or found.stop, fault=fault, detail=detail)
+
+    def _take(self, session: Session, returned: Any) -> None:
+        """Give the session the rewards that the agent returned."""
+        if isinstance(returned, Mapping):
+            for name, reward in returned.items():
+                session.set_reward(float(reward), name)
+        elif returned is not None and session.turns:
+            for turn in session.turns:
+                turn.reward = None
+            session.set_reward(float(returned))
+
+    async def _serve(self) -> str:
+        """Return the endpoint's base address, which is started once."""
+        if self.starting is None:
+            app = create_app(self._generate, self.sessions)
+            self.starting = asyncio.ensure_future(self.open.enter_async_context(serving(app)))
+        return f"{await asyncio.shield(self.starting)}/v1"
+
+    async def _generate(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
+        if session.id not in self.policies:
+            raise rejected(401, "use the API key that the agent was called with", code="invalid_api_key")
+        return await self.policies[session.id].generate(ids, wanted)
+
+    def _call(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Awaitable[Any]:
+        limit = self.kit.limits.timeout
+        if self.settings.mode == "process":
+            return run_in_process(self.settings, data, base_url, api_key, limit)
+        return call_agent(self.agent, data, base_url, api_key, limit, self.kit.executor)
+
+    @cached_property
+    def agent(self) -> Agent:
+        return self.settings.load()

@@ -1,0 +1,126 @@
+"""From a conversation to a response of the policy, whatever form of the API the request has."""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridrl.config.findings import ConfigError
+from hybridrl.endpoint.messages import rejected, split_reasoning
+from hybridrl.endpoint.sessions import Prompt, SampledTurn, Session, Sessions
+from hybridrl.environments import Message, Schema, ToolCall
+from hybridrl.rollout import Completion
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a client wants a response sampled; None: as the endpoint does by default. A text of `stop` ends it."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+
+# Samples a response to token ids for a session; max_tokens is a number.
+Generate = Callable[[Session, list[int], Wanted], Awaitable[Completion]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response, with the ids that it was sampled from."""
+
+    turn: SampledTurn
+    prompt_ids: list[int]
+
+    @property
+    def message(self) -> Message:
+        """The response as the conversation has it."""
+        return self.turn.messages[-1]
+
+    @property
+    def finish(self) -> str:
+        """Why it ended, in OpenAI's words: stop, length or tool_calls."""
+        if "tool_calls" in self.message:
+            return "tool_calls"
+        return "length" if self.turn.completion.truncated else "stop"
+
+
+class Core:
+    """The policy behind the endpoint. Requests without a session are answered and recorded nowhere."""
+
+    def __init__(self, generate: Generate, sessions: Sessions) -> None:
+        self.generate, self.sessions, self.kit = generate, sessions, sessions.kit
+
+    async def respond(
+        self,
+        session: Session | None,
+        messages: Sequence[Message],
+        tools: Sequence[Schema],
+        wanted: Wanted,
+        *,
+        reads_calls: bool,
+    ) -> Reply:
+        """Sample the next message of a conversation, and record it."""
+        session = session or Session(self.kit)
+        prompt = session.prompt_for(messages, tools)
+        completion, seconds = await self._sample(session, prompt, wanted)
+        text, calls = self._text(completion, wanted.stop, special=bool(tools)), []
+        if reads_calls:
+            content, calls = self._read(text, tools)
+            # What cannot be read as a call is left in the text: the agent decides what follows from it.
+            readable = not any(call.error for call in calls)
+            text = content if readable else text
+        before = sum(len(message.get("tool_calls", ())) for message in messages)
+        response = _message(text, calls if calls and readable else [], before)
+        turn = session.record(prompt, completion, response, called=bool(calls), seconds=seconds)
+        return Reply(turn, prompt.ids)
+
+    async def complete(self, session: Session | None, prompt: str | list[int], wanted: Wanted) -> Reply:
+        """Continue a text or token ids, and record it."""
+        session = session or Session(self.kit)
+        ids = self.kit.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        if not ids:
+            raise rejected(400, "the prompt has no tokens", param="prompt")
+        place = session.prompt_of_ids(ids)
+        completion, seconds = await self._sample(session, place, wanted)
+        response = {"role": "assistant", "content": self._text(completion, wanted.stop)}
+        return Reply(session.record(place, completion, response, seconds=seconds), place.ids)
+
+    async def _sample(self, session: Session, prompt: Prompt, wanted: Wanted) -> tuple[Completion, float]:
+        began, most = time.monotonic(), min(wanted.max_tokens or prompt.left, prompt.left)
+        completion = await self.generate(session, prompt.ids, replace(wanted, max_tokens=most))
+        return completion, time.monotonic() - began
+
+    def _text(self, completion: Completion, stop: Sequence[str], *, special: bool = False) -> str:
+        """Decode a response without its end token, up to the first of the texts in `stop`."""
+        ids = completion.token_ids.tolist()
+        while ids and ids[-1] in self.kit.end_ids:
+            ids.pop()
+        text = self.kit.tokenizer.decode(ids, skip_special_tokens=not special)
+        return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
+
+    def _read(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
+        try:
+            return self.kit.parser()(text, tools)
+        except ConfigError as error:
+            raise rejected(400, str(error), param="tools") from error
+
+
+def _message(text: str, calls: Sequence[ToolCall], before: int) -> Message:
+    """Return a response as a message; its calls are numbered after those `before` it, so that their ids differ."""
+    reasoning, content = split_reasoning(text)
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_call(call, before + number) for number, call in enumerate(calls)]
+    return message
+
+
+def _call(call: ToolCall, number: int) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": f"call{number:05}", "type": "function", "function": function}

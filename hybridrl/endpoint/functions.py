@@ -1,0 +1,92 @@
+"""The user's functions that are agents: finding them, and calling one in this process or in one of its own.
+
+    async def run(data, *, base_url, api_key, http_client): ...
+
+`data` is the row with its `messages`. The function returns the reward of the episode, rewards by completion id, or None
+if it has set them through the endpoint. A plain function runs in a thread; a class is constructed and its `run` called.
+Imports nothing heavy, since the process of an agent starts for each episode.
+"""
+
+import asyncio
+import inspect
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+
+from hybridrl.config.custom_code import load_function
+from hybridrl.environments.settings import AGENT
+
+PROCESS = "hybridrl.endpoint.process"
+Agent = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """Which function rows run in. `mode` is inline, in the process of the endpoint, or process, one for each episode;
+    at most `concurrency` of them run at a time in each process that runs episodes (None: all).
+
+    An episode that gets no reward is a fault if `needs_reward`, else the reward function scores it.
+    """
+
+    path: str
+    name: str = "run"
+    mode: str = "inline"
+    concurrency: int | None = None
+    turn_discount: float = 1.0
+    needs_reward: bool = True
+
+    def load(self) -> Agent:
+        """Return the function; ConfigError says what is wrong with the file."""
+        member = load_function(f"{self.path}:{self.name}", f"{AGENT}.path")
+        return member().run if isinstance(member, type) else member
+
+
+async def call_agent(
+    agent: Agent,
+    data: Mapping[str, Any],
+    base_url: str,
+    api_key: str,
+    timeout: float,
+    executor: Executor | None = None,
+) -> Any:
+    """Call an agent, a plain function in a thread of `executor`, with a client that has its time limit."""
+    options = {"timeout": timeout, "trust_env": False}  # a proxy could not reach this machine's own address
+    if inspect.iscoroutinefunction(agent):
+        async with httpx.AsyncClient(**options) as client:
+            return await agent(data, base_url=base_url, api_key=api_key, http_client=client)
+    with httpx.Client(**options) as client:
+        call = partial(agent, data, base_url=base_url, api_key=api_key, http_client=client)
+        return await asyncio.get_running_loop().run_in_executor(executor, call)
+
+
+async def run_in_process(
+    settings: AgentSettings, data: Mapping[str, Any], base_url: str, api_key: str, timeout: float
+) -> Any:
+    """Call an agent in a process of its own, which is killed if this is cancelled."""
+    variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_TIMEOUT": f"{timeout:g}"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", PROCESS),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | variables,
+    )
+    try:
+        given = pickle.dumps((settings, data, base_url, api_key, timeout))
+        written, _ = await process.communicate(given)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise RuntimeError(f"the agent's process ended with exit status {process.returncode}")
+    returned, error = pickle.loads(written)
+    if error:
+        raise RuntimeError(error)
+    return returned

@@ -1,0 +1,101 @@
+"""A model behind an OpenAI-compatible endpoint: `python -m hybridrl.serve model.path=...`
+
+Keys are those of a run below actor_rollout_ref, such as model.path and rollout.max_model_len, and OWN.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from hybridrl.config import ConfigError
+from hybridrl.config.checks.training import resolve_dtype, this_machine
+from hybridrl.config.compose import CONF, SHIPPED, existing, parse_overrides, plain_values, shipped
+from hybridrl.config.files import holds_adapter, is_sharded
+from hybridrl.config.findings import Findings
+from hybridrl.config.keys import nearest_keys
+from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
+from hybridrl.config.values import Reading, value_of
+from hybridrl.model_merger.__main__ import main as merge
+from hybridrl.runtime.guard import guarded
+from hybridrl.runtime.keeper import work_in_private
+
+SECTION = "actor_rollout_ref."
+OWN = {"port": "8000", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
+USAGE = f"""usage: python -m hybridrl.serve model.path=MODEL [key=value ...]
+
+Serve a Hugging Face model, or a model of a checkpoint of hybridrl or verl, with OpenAI's API (docs/endpoint.md).
+Keys: {", ".join(f"{key}={value}" for key, value in OWN.items())}, and those of a run
+below {SECTION[:-1]}, such as rollout.max_model_len, rollout.max_num_seqs, rollout.tensor_model_parallel_size.
+"""
+EXIT_FAILED, EXIT_REJECTED = 1, 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or {"-h", "--help"} & {*arguments}:
+        print(USAGE)
+        return 0 if arguments else EXIT_REJECTED
+    try:
+        own, section = read(arguments)
+        run(own, section)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REJECTED
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+    return 0
+
+
+def read(arguments: list[str]) -> tuple[dict[str, str], ActorRolloutRefConfig]:
+    """Return the values of the command's own keys and the section of a run; ConfigError lists all that is wrong."""
+    given = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
+    others = [text for text in arguments if text.partition("=")[0] not in OWN]
+    findings = Findings()
+    overrides = [f"{SECTION}{text.removeprefix(SECTION)}" for text in others]
+    parsed = parse_overrides(overrides, PPOConfig, findings)
+    plain = plain_values(existing(SHIPPED[PPOConfig], CONF), PPOConfig, parsed.arguments, findings)
+    reading = Reading(PPOConfig, plain, lambda key: value_of(shipped(SHIPPED[PPOConfig]).values, key))
+    for key in reading.foreign:
+        if key.startswith(SECTION):
+            findings.error("unknown-key", f"unknown key {key}", nearest_keys(key, PPOConfig), keys=key)
+    # What else a run needs, such as data, is not read.
+    findings.add(*(one for one in reading.findings.items if one.keys and one.keys[0].startswith(SECTION)))
+    if not given.get("port", "0").isdigit():
+        findings.error("value", f"port={given['port']} is no number", "set port=8000, or 0 for a free one", keys="port")
+    findings.close()
+    return OWN | given, reading.config.actor_rollout_ref
+
+
+def run(own: dict[str, str], section: ActorRolloutRefConfig) -> None:
+    """Serve until the process is stopped. Shards and adapters are merged into a temporary directory first."""
+    model, rollout, device, source = section.model, section.rollout, own["device"], section.model.path
+    if device == "auto":
+        device = "cuda" if this_machine().gpus else "cpu"
+    rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
+    work_in_private()  # which is removed when this process ends
+    if is_sharded(model.path) or holds_adapter(model.path):
+        target = Path(tempfile.mkdtemp(), "merged")
+        if merge(["merge", "--local_dir", model.path, "--target_dir", str(target)]):
+            raise ConfigError(f"model.path={model.path} cannot be merged", fix="see the message above")
+        model.path = str(target)
+    from hybridrl import device as devices
+    from hybridrl.rollout.engine import ENGINES
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ |= devices.environment(device, 1) | ENGINES[rollout.name].environment(rollout)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    from hybridrl.data.tokenizer import end_tokens, load_tokenizer
+    from hybridrl.endpoint.local import serve
+
+    tokenizer = load_tokenizer(model.path, tokenizer_path=model.tokenizer_path)
+    end_ids = end_tokens(model.path, tokenizer)
+    options = {"host": own["host"], "port": int(own["port"]), "name": own["served_model_name"], "source": source}
+    asyncio.run(serve(model, rollout, end_ids, device, **options))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,255 @@
+"""Agents as functions: the same rows as an environment's, rewards, faults, and agents in processes of their own."""
+
+import asyncio
+import pickle
+import textwrap
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridrl.endpoint.agent import Agents
+from hybridrl.endpoint.functions import AgentSettings
+from hybridrl.environments import Environment, Step
+from hybridrl.environments.episode import Trajectory
+from hybridrl.environments.episode_loop import EpisodeRun
+from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
+from hybridrl.rollout import Completion, Sampling, request_seed
+from tests.endpoint.conftest import completion_of
+
+MESSAGES = [{"role": "user", "content": "Guess."}]
+HEAD = """
+    from openai import AsyncOpenAI, OpenAI
+    async def ask(base_url, api_key, http_client, messages):
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        return await client.chat.completions.create(model="policy", messages=messages)
+"""
+LOOP = """
+    async def run(data, *, base_url, api_key, http_client):
+        messages = list(data["messages"])
+        for _ in range(data["turns"]):
+            answer = await ask(base_url, api_key, http_client, messages)
+            text = answer.choices[0].message.content
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"You said {text}"}]
+        return data.get("reward")
+"""
+
+
+class Counting:
+    """A policy that responds with a number that depends on the prompt and on how often it was asked."""
+
+    def __init__(self, tokenizer: Any, delay: float = 0.0) -> None:
+        self.tokenizer, self.delay, self.asked, self.limits = tokenizer, delay, 0, []
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        self.asked += 1
+        self.limits.append(max_tokens)
+        await asyncio.sleep(self.delay)
+        return completion_of(self.tokenizer, f"{self.asked}{sum(prompt_ids)}", max_tokens)
+
+
+class Echo(Environment):
+    """The loop above as an environment."""
+
+    def step(self, response):
+        if response.turn + 1 == self.row["turns"]:
+            return Step(done=True, reward=self.row["reward"])
+        return Step([{"role": "user", "content": f"You said {response.text}"}])
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer, kit_of):
+    """Run an agent's code on rows; returns the trajectories."""
+
+    def run(code: str, *rows: dict, policy=None, limits=(), **settings: Any) -> list[Trajectory]:
+        (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(code))
+        agents = Agents(AgentSettings(str(tmp_path / "agent.py"), **settings), kit_of(**dict(limits)))
+
+        async def all_of_them():
+            episodes = (agents.run(policy or Counting(tokenizer), MESSAGES, row) for row in rows)
+            found = await asyncio.gather(*episodes)
+            await agents.open.aclose()
+            return found
+
+        return asyncio.run(all_of_them())
+
+    return run
+
+
+def test_an_agent_gives_the_rows_of_the_same_loop_as_an_environment(run, tokenizer, kit_of):
+    row = {"turns": 3, "reward": 0.5}
+    kit, asked, by_agent = kit_of(), Counting(tokenizer), Counting(tokenizer)
+    expected = asyncio.run(EpisodeRun(kit, asked, Echo({}, row)).run(MESSAGES))
+    (found,) = run(LOOP, row, policy=by_agent)
+    ((one,), (other,)) = expected.rows(), found.rows()
+    for name in ("prompt_ids", "response_ids", "log_probs", "mask", "rewards"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert (found.reward, found.stop, found.fault, found.text) == (0.5, "completed", None, expected.text)
+    assert list(found.messages) == list(expected.messages) and asked.limits == by_agent.limits
+
+
+def test_rewards_by_completion_are_those_of_its_turns(run):
+    code = """
+        async def run(data, **endpoint):
+            first = await ask(messages=data["messages"], **endpoint)
+            history = [*data["messages"], first.choices[0].message.model_dump(exclude_none=True)]
+            second = await ask(messages=[*history, {"role": "user", "content": "Again."}], **endpoint)
+            return {first.id: 0.25, second.id: 1}
+    """
+    (found,) = run(code, {}, turn_discount=0.5)
+    assert [turn.reward for turn in found.turns] == [0.25, 0.5] and found.reward == 0.75
+
+
+def test_an_agent_may_set_rewards_through_the_endpoint(run):
+    code = """
+        async def run(data, *, base_url, api_key, http_client):
+            await ask(base_url, api_key, http_client, data["messages"])
+            place, key = base_url.removesuffix("/v1") + "/rl/set_reward", {"Authorization": f"Bearer {api_key}"}
+            (await http_client.post(place, json={"reward": 0.75}, headers=key)).raise_for_status()
+    """
+    (found,) = run(code, {})
+    assert found.reward == 0.75 and found.fault is None
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        (LOOP, "no reward"),
+        ("async def run(data, **endpoint): return 1.0", "no turns"),
+        ("async def run(data, **endpoint): raise KeyError('gone')", "raised:KeyError"),
+        ("def other(): pass", "raised:ConfigError"),
+    ],
+)
+def test_an_episode_that_says_nothing_of_the_policy_is_excluded_by_name(run, code, fault):
+    (found,) = run(code, {"turns": 1})
+    assert (found.fault, found.stop) == (fault, "fault") and found.detail
+
+
+def test_with_a_reward_function_an_agent_needs_no_reward(run):
+    (found,) = run(LOOP, {"turns": 2}, needs_reward=False)
+    assert found.reward is None and found.fault is None and "You said" in found.text
+
+
+def test_an_agent_that_does_not_handle_a_full_context_ends_with_it(run):
+    code = """
+        async def run(data, *, base_url, api_key, http_client):
+            await ask(base_url, api_key, http_client, data["messages"])
+            post = {"json": {"reward": 1}, "headers": {"Authorization": f"Bearer {api_key}"}}
+            await http_client.post(base_url.removesuffix("/v1") + "/rl/set_reward", **post)
+            await ask(base_url, api_key, http_client, [*data["messages"], {"role": "user", "content": "x" * 300}])
+    """
+    (found,) = run(code, {}, limits={"context": 200})
+    assert (found.stop, found.fault, found.reward) == ("context_overflow", None, 1.0)
+
+
+def test_an_agent_is_stopped_at_the_time_limit_of_an_episode(run, tokenizer):
+    began = time.monotonic()
+    (found,) = run(LOOP, {"turns": 1, "reward": 1.0}, policy=Counting(tokenizer, delay=30), limits={"timeout": 0.5})
+    assert (found.fault, time.monotonic() - began < 10) == ("no turns", True)
+
+
+def test_plain_functions_and_classes_are_agents(run):
+    plain = """
+        def run(data, *, base_url, api_key, http_client):
+            client = OpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+            client.chat.completions.create(model="policy", messages=data["messages"])
+            return 1.0
+    """
+    kind = """
+        class Solver:
+            async def run(self, data, **endpoint):
+                await ask(messages=data["messages"], **endpoint)
+                return 2.0
+    """
+    assert [run(plain, {})[0].reward, run(kind, {}, name="Solver")[0].reward] == [1.0, 2.0]
+
+
+def test_no_more_agents_run_at_a_time_than_are_allowed(run, tokenizer):
+    code = """
+        running = most = 0
+        async def run(data, **endpoint):
+            global running, most
+            running += 1
+            most = max(most, running)
+            await ask(messages=data["messages"], **endpoint)
+            running -= 1
+            return most
+    """
+    found = run(code, *[{}] * 6, policy=Counting(tokenizer, delay=0.05), concurrency=2)
+    assert max(one.reward for one in found) == 2.0
+
+
+def test_requests_of_one_agent_at_the_same_time_are_sampled_one_after_another(run, tokenizer):
+    class Single(Counting):
+        running = 0
+
+        async def generate(self, *arguments, **options):
+            assert not self.running
+            self.running += 1
+            completion = await super().generate(*arguments, **options)
+            self.running -= 1
+            return completion
+
+    code = """
+        import asyncio
+        async def run(data, **endpoint):
+            await asyncio.gather(*(ask(messages=data["messages"], **endpoint) for _ in range(3)))
+            return 1.0
+    """
+    (found,) = run(code, {}, policy=Single(tokenizer, delay=0.01))
+    assert found.fault is None and len(found.rows()) == 3
+
+
+def test_an_agent_in_a_process_of_its_own_has_openais_variables(run):
+    code = """
+        import os, sys
+        def run(data, *, base_url, api_key, http_client):
+            print("this is no result")
+            assert (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]) == (base_url, api_key)
+            assert "torch" not in sys.modules
+            if data["fails"]:
+                raise ValueError("no idea")
+            OpenAI(http_client=http_client).chat.completions.create(model="policy", messages=data["messages"])
+            return 1.0
+    """
+    good, bad = run(code, {"fails": False}, {"fails": True}, mode="process")
+    assert good.reward == 1.0 and good.fault is None
+    assert bad.fault == "raised:RuntimeError" and "ValueError: no idea" in bad.detail
+
+
+@pytest.fixture
+def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
+    """What runs episodes in a process, with an agent for rows that name nothing else."""
+    (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(LOOP))
+    agents = partial(Agents, AgentSettings(str(tmp_path / "agent.py")))
+    limits, ends = kit_of().limits, (tokenizer.eos_token_id,)
+    settings = EpisodeSettings(lambda: tokenizer, EnvironmentSettings(), limits, ends, "qwen2", "hermes", agents=agents)
+    worker = object.__new__(EpisodeWorker)  # without what its process needs
+    worker._begin(settings)
+    return worker
+
+
+@pytest.mark.parametrize(("columns", "turns"), [({}, 2), ({"agent_name": "single_turn_agent"}, 1)])
+def test_rows_that_name_nothing_else_run_in_the_agent(worker, tokenizer, columns, turns):
+    sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,))
+    spec = EpisodeSpec(0, 0, MESSAGES, {"turns": 2, "reward": 1.0} | columns, sampling, 1, "key")
+    seeds = []
+
+    async def drive() -> Trajectory:
+        await worker.begin("1", pickle.dumps([(7, spec)]))
+        while True:
+            for ticket, what in pickle.loads(await worker.take("1")):
+                if isinstance(what, Trajectory):
+                    return what
+                seeds.append(what.seed)
+                await worker.answer(pickle.dumps([(ticket, completion_of(tokenizer, "yes"))]))
+
+    found = asyncio.run(drive())
+    assert len(found.turns) == turns and found.fault is None
+    assert seeds == [request_seed(1, "key", 0, *([turn] if turn else [])) for turn in range(turns)]

@@ -1,0 +1,89 @@
+"""The command that serves a model: its keys, its messages, and one real server."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from hybridrl import serve
+from hybridrl.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+READY_SECONDS = 180
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """The quickstart's untrained model."""
+    directory = tmp_path_factory.mktemp("tiny")
+    script = ROOT / "recipes" / "quickstart" / "make_data.py"
+    subprocess.run([sys.executable, script, "--out", directory], check=True, cwd=ROOT)
+    return directory / "model"
+
+
+def test_keys_are_the_commands_own_and_those_of_a_run(tiny):
+    own, section = serve.read([f"model.path={tiny}", "port=9", "rollout.max_num_seqs=3"])
+    assert own == {"port": "9", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
+    assert (section.model.path, section.rollout.max_num_seqs, section.rollout.top_p) == (str(tiny), 3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["model.path=/not/there"], "actor_rollout_ref.model.path=/not/there"),
+        (["rollout.max_num_seqs=0"], "rollout.max_num_seqs=0"),
+        (["rollout.max_seqs=3"], "unknown key actor_rollout_ref.rollout.max_seqs"),
+        (["port=web"], "port=web is no number; set port=8000"),
+        (["port=8000"], "model.path"),
+    ],
+)
+def test_what_cannot_be_served_is_rejected_by_key_and_value(tiny, arguments, expected):
+    model = [] if "model" in expected else [f"model.path={tiny}"]
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        serve.read([*model, *arguments])
+
+
+def test_without_arguments_the_usage_is_printed(capsys):
+    assert serve.main([]) == serve.EXIT_REJECTED and serve.main(["--help"]) == 0
+    assert "served_model_name=policy" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_served_model_responds_repeatably_and_ctrl_c_leaves_nothing(tiny, tmp_path):
+    arguments = [f"model.path={tiny}", "port=0", "device=cpu", "rollout.max_num_seqs=4"]
+    log, environment = tmp_path / "log", os.environ | {"TMPDIR": str(tmp_path)}
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "hybridrl.serve", *arguments]
+        server = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=ROOT, start_new_session=True)
+    try:
+        address = wait_for(log, r"http://\S+/v1", server)
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+        ask = {"model": "policy", "messages": [{"role": "user", "content": "What is 1+2?"}], "max_tokens": 12}
+        greedy = [client.chat.completions.create(**ask, temperature=0).choices[0] for _ in range(2)]
+        seeds = (1, 1, 2)
+        sampled = [client.chat.completions.create(**ask, seed=seed).choices[0].message.content for seed in seeds]
+        started = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0, log.read_text()
+    finally:
+        server.kill()
+    assert greedy[0].message.content == greedy[1].message.content and greedy[0].finish_reason == "length"
+    assert sampled[0] == sampled[1] != sampled[2]
+    left = psutil.wait_procs(started, timeout=5)[1]
+    assert started and not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(log: Path, pattern: str, process: subprocess.Popen) -> str:
+    for _ in range(READY_SECONDS * 2):
+        if found := re.search(pattern, log.read_text()):
+            return found[0].rstrip(",")
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.5)
+    raise AssertionError(log.read_text())

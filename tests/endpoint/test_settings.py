@@ -1,0 +1,56 @@
+"""What a run's configuration makes of rollout.agent."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.endpoint.functions import AgentSettings
+from hybridrl.runs.episodes import agent_settings, runs_episodes
+
+AGENT = "actor_rollout_ref.rollout.agent"
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    def load(*overrides: str) -> PPOConfig:
+        (tmp_path / "train.jsonl").write_text("{}\n")
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
+        (tmp_path / "model.safetensors").touch()
+        needed = [f"data.train_files={tmp_path}/train.jsonl", f"actor_rollout_ref.model.path={tmp_path}"]
+        return load_ppo_config([*needed, "trainer.device=cpu", *overrides])
+
+    return load
+
+
+@pytest.fixture
+def agent(tmp_path) -> Path:
+    (tmp_path / "agent.py").write_text("async def solve(data, **endpoint): return 1.0\n")
+    return tmp_path / "agent.py"
+
+
+def test_without_a_path_no_row_runs_in_an_agent(config_of):
+    assert agent_settings(config_of()) is None and not runs_episodes(config_of(), [])
+
+
+def test_an_agent_runs_in_the_processes_of_episodes(config_of, agent):
+    config = config_of(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", f"{AGENT}.turn_discount=0.9")
+    assert agent_settings(config) == AgentSettings(str(agent), "solve", "inline", 64, 0.9, needs_reward=True)
+    assert runs_episodes(config, [])
+
+
+def test_a_reward_function_may_score_instead_of_the_agent(config_of, agent):
+    function = f"reward.custom_reward_function.path={agent}"
+    config = config_of(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", function)
+    assert not agent_settings(config).needs_reward
+
+
+def test_where_batches_are_fixed_no_agent_waits_for_another(config_of, agent):
+    config = config_of(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", "trainer.deterministic=true")
+    assert agent_settings(config).concurrency is None
+
+
+def test_a_function_that_is_missing_is_named_with_those_there_are(config_of, agent):
+    with pytest.raises(ConfigError, match=f"{AGENT}.path=.*has no function run; it has solve"):
+        agent_settings(config_of(f"{AGENT}.path={agent}"))
