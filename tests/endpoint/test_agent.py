@@ -17,6 +17,7 @@ from hybridrl.environments import Environment, Step
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
 from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.environments.verl_loops import AgentLoop, AgentLoopBase, AgentLoopOutput, trajectory
 from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
 from hybridrl.rollout import Completion, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
@@ -92,6 +93,38 @@ def test_an_agent_gives_the_rows_of_the_same_loop_as_an_environment(run, tokeniz
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert (found.reward, found.stop, found.fault, found.text) == (0.5, "completed", None, expected.text)
     assert list(found.messages) == list(expected.messages) and asked.limits == by_agent.limits
+
+
+class EchoLoop(AgentLoopBase):
+    """The loop above as an agent loop of verl."""
+
+    async def run(self, sampling_params, **row):
+        messages, mask, log_probs = list(row["raw_prompt"]), [], []
+        prompt = ids = await self.ct_build_initial_tokens(messages)
+        for turn in range(row["turns"]):
+            output = await self.server_manager.generate("1", prompt_ids=ids, sampling_params=sampling_params)
+            sampled = output.token_ids, output.log_probs
+            merged, mask, log_probs = await self.ct_merge_assistant_token(ids, sampled[0], mask, log_probs, sampled[1])
+            ids, text = merged.token_ids, self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+            before = messages = [*messages, {"role": "assistant", "content": text}]
+            if turn + 1 < row["turns"]:
+                messages = [*messages, {"role": "user", "content": f"You said {text}"}]
+                merged, mask, log_probs = await self.ct_merge_non_assistant_msg(before, messages, ids, mask, log_probs)
+                ids = merged.token_ids
+        fields = {"prompt_ids": prompt, "response_ids": ids[len(prompt) :], "response_mask": mask}
+        return AgentLoopOutput(**fields, response_logprobs=log_probs, reward_score=row["reward"], num_turns=2)
+
+
+def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment(tokenizer, kit_of):
+    row, kit = {"turns": 3, "reward": 0.5}, kit_of()
+    expected = asyncio.run(EpisodeRun(kit, Counting(tokenizer), Echo({}, row)).run(MESSAGES))
+    sections = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 64, "max_response_length": 64}}
+    loop = AgentLoop(EchoLoop, {}, row).run(Counting(tokenizer), MESSAGES, tokenizer, sections, {}, kit.dialogue)
+    found = trajectory(asyncio.run(loop), 3, tokenizer)
+    ((one,), (other,)) = expected.rows(), found.rows()
+    for name in ("prompt_ids", "response_ids", "log_probs", "mask"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert (found.reward, len(found.turns), found.text) == (0.5, 3, expected.text)
 
 
 def test_rewards_by_completion_are_those_of_its_turns(run):
