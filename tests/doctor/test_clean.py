@@ -59,7 +59,9 @@ def keeper_of(directory: Path) -> psutil.Process:
 def test_the_directory_and_processes_of_a_killed_run_are_listed_and_removed_on_request(owner, capsys):
     process, directory, child = owner
     assert doctor.main(["clean"]) == 0 and "nothing is left" in capsys.readouterr().out
-    keeper_of(directory).kill()
+    keeper = keeper_of(directory)
+    keeper.kill()
+    keeper.wait(10)
     assert doctor.main(["clean"]) == 0, "its owner lives"
     process.kill()
     process.wait()

@@ -77,7 +77,7 @@ def test_an_environment_of_a_file_gets_its_configuration_and_the_row(tmp_path) -
         ({"environment": "{file}:Missing"}, {}, "there is no class Missing; it has Echo, Without, Fails"),
         ({"environment": "{file}.no:Echo"}, {}, "there is no such file"),
         ({"environment": "{file}:Fails"}, {}, "Fails fails: KeyError: 'nothing' ("),
-        ({"environment": "chess"}, {}, "env_class=chess: there is no environment of this name; choose gsm8k"),
+        ({"environment": "chess"}, {}, ".environment=chess: there is no environment of this name; choose gsm8k"),
         ({"environment": "guess_number"}, {"low": 1}, "guess_number fails: ValueError: the row has no target"),
         ({"tools": ("hammer",)}, {}, "there is no built-in tool hammer; choose calculator"),
         ({"tools": ("python",)}, {"extra_info": {"tool_selection": ["sql"]}}, "tool_selection: there is no tool sql;"),

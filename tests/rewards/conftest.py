@@ -44,6 +44,7 @@ def reward_config(tmp_path: Path) -> WriteReward:
             on_error="exclude",
             max_fault_rate=0.5,
             max_fault_steps=3,
+            add_environment_reward=False,
             functions={},
             weights={},
             scale=1.0,
