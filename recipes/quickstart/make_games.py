@@ -15,7 +15,7 @@ from make_data import build_model, build_tokenizer, write_jsonl
 from transformers.utils import logging
 
 LOW, HIGH, GUESSES = 1, 31, 5
-GAMES = 300 * 32  # one epoch is 300 steps of 32
+GAMES = 240 * 32  # one epoch is 240 steps of 32
 SHARE_BISECTING = 0.5  # of the guesses; the others are the lowest number that is left
 QUESTION = "?"
 
