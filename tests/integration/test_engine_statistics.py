@@ -47,7 +47,7 @@ def sampled(overrides, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_starved_cache_preempts_requests_and_changes_no_token(sampled):
     ample, plenty = sampled(rows=len(REQUESTS))
     starved, short = sampled(rows=2, enable_prefix_caching=False)
