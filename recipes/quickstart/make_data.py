@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging
 
 Problem = tuple[int, int]
+Files = dict[str, Iterable[dict[str, Any]]]  # the rows of each file
 
 TRAIN_PROBLEMS, VAL_PROBLEMS, WARMUP_PROBLEMS = 2000, 200, 4000
 WARMUP_ROWS = 450 * 32  # one epoch is 450 steps of 32
@@ -132,27 +133,33 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the quickstart's model, tokenizer and data.")
+def make(description: str, texts: Sequence[str], rows_of: Callable[[int], Files]) -> None:
+    """Write what a quickstart starts from: a model, its tokenizer with merges for `texts`, and rows of a seed."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model's weights and of the demonstrations")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    # 19 tokens per prompt, 35 per response.
-    tokenizer = build_tokenizer(question((767, 488)), careful((767, 488)))
+    tokenizer = build_tokenizer(*texts)
     tokenizer.save_pretrained(out / "model")
     build_model(tokenizer, arguments.seed).save_pretrained(out / "model")
-    write_jsonl(out / "warmup.jsonl", warmup_rows(arguments.seed))
-    write_jsonl(out / "train.jsonl", prompt_rows("train", TRAIN_PROBLEMS))
-    write_jsonl(out / "val.jsonl", prompt_rows("val", VAL_PROBLEMS))
-    print(f"{out}: model, warmup.jsonl, train.jsonl, val.jsonl")
+    files = rows_of(arguments.seed)
+    for name, rows in files.items():
+        (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{out}: model, {', '.join(files)}")
+
+
+def files(seed: int) -> Files:
+    return {
+        "warmup.jsonl": warmup_rows(seed),
+        "train.jsonl": prompt_rows("train", TRAIN_PROBLEMS),
+        "val.jsonl": prompt_rows("val", VAL_PROBLEMS),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    # 19 tokens per prompt, 35 per response.
+    words = question((767, 488)), careful((767, 488))
+    make("Make the quickstart's model, tokenizer and data.", words, files)

@@ -5,14 +5,11 @@ demonstrations keep what they read in mind, but often try the lowest number that
 every number if all of them bisect: reinforcement learning finds that out.
 """
 
-import argparse
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from make_data import build_model, build_tokenizer, write_jsonl
-from transformers.utils import logging
+from make_data import Files, make
 
 LOW, HIGH, GUESSES = 1, 31, 5
 GAMES = 240 * 32  # one epoch is 240 steps of 32
@@ -50,23 +47,10 @@ def rows(targets: list[int]) -> Iterator[dict[str, Any]]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the agent quickstart's model, tokenizer and data.")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the model's weights and of the demonstrations")
-    arguments = parser.parse_args()
-    logging.disable_progress_bar()
-    out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer("low", "high")
-    tokenizer.save_pretrained(out / "model")
-    build_model(tokenizer, arguments.seed).save_pretrained(out / "model")
+def files(seed: int) -> Files:
     numbers = list(range(LOW, HIGH + 1))
-    write_jsonl(out / "warmup.jsonl", warmup_rows(arguments.seed))
-    write_jsonl(out / "train.jsonl", rows(numbers))
-    write_jsonl(out / "val.jsonl", rows(numbers))
-    print(f"{out}: model, warmup.jsonl, train.jsonl, val.jsonl")
+    return {"warmup.jsonl": warmup_rows(seed), "train.jsonl": rows(numbers), "val.jsonl": rows(numbers)}
 
 
 if __name__ == "__main__":
-    main()
+    make("Make the agent quickstart's model, tokenizer and data.", ("low", "high"), files)

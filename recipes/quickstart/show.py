@@ -140,12 +140,16 @@ def has_learned(after: Stage) -> bool:
     return sampled > LEAST_SAMPLED and greedy > LEAST_GREEDY
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Show what a run of the quickstart has learned.")
+def read_arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--seconds", type=float, help="total time; without it no shares are shown")
     parser.add_argument("--warm-start-seconds", type=float, default=0.0, help="time of data and warm start")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = read_arguments("Show what a run of the quickstart has learned.")
     run_dir: Path = arguments.run_dir
     before, after = read_stages(run_dir)
     pages = [example_page(*example_pair(before.greedy, after.greedy)), figures_page(before, after), WHAT_CHANGED]

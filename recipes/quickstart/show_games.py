@@ -3,7 +3,6 @@
 Exits with status 1 if the run did not reach 90% of the best possible reward.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from make_games import GUESSES, HIGH, LOW
-from show import seconds_page
+from show import read_arguments, seconds_page
 
 from hybridrl.environments.built_in.games import best_guessing
 from hybridrl.tracking import read_metrics
@@ -54,11 +53,7 @@ def example_page(directory: Path, first: int, last: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Show what a run of the agent quickstart has learned.")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--seconds", type=float, help="total time; without it no shares are shown")
-    parser.add_argument("--warm-start-seconds", type=float, default=0.0, help="time of data and warm start")
-    arguments = parser.parse_args()
+    arguments = read_arguments("Show what a run of the agent quickstart has learned.")
     run_dir: Path = arguments.run_dir
     metrics = read_metrics(run_dir)
     trained = [values for values in metrics.values() if REWARD in values]
