@@ -32,7 +32,7 @@ def reported() -> set[str]:
         if ast.unparse(call.func) == "warn" and len(call.args) == 2:
             codes |= {call.args[1].value} if isinstance(call.args[1], ast.Constant) else set()
         for word in call.keywords:
-            if word.arg == "extra" and isinstance(word.value, ast.Dict):
+            if word.arg == "extra" and not isinstance(word.value, ast.Constant):
                 codes.add(ast.literal_eval(word.value)["code"])
     return codes
 

@@ -47,8 +47,8 @@ VICTIMS = {
     "a process of episodes": "ray::EpisodeWorker",
     "everything": "",
 }
-# Metrics of clocks, memory and lost engines, which may differ, as may the seconds of tools and of transcripts.
-MACHINE_METRICS, SECONDS = re.compile(r"^(timing|perf/|rollout/)|\bagent_loop/|/seconds_"), "seconds"
+# Metrics of clocks, memory and lost engines, which may differ.
+MACHINE_METRICS = re.compile(r"^(timing|perf/|rollout/)|\bagent_loop/|\btools/[^/]+/seconds_p\d+$")
 
 
 def main(argv: list[str]) -> int:
@@ -309,12 +309,12 @@ def _metrics(directory: Path) -> dict[tuple[int, str], float]:
 
 
 def _samples(file: Path) -> list[Any]:
-    """Return the rows of a file of samples without the seconds of their turns."""
-
-    def timeless(fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in fields.items() if name != SECONDS}
-
-    return [json.loads(line, object_hook=timeless) for line in file.read_text(encoding="utf-8").splitlines()]
+    """Return the rows of a file of samples without the seconds of their turns and calls."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for turn in (turn for row in rows for turn in row.get("turns", ())):
+        for timed in (turn, *turn["calls"]):
+            del timed["seconds"]
+    return rows
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

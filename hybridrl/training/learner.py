@@ -235,9 +235,11 @@ def first_not_finite(model: nn.Module, forward: Callable[[], None]) -> str:
         module.register_forward_hook(lambda module, arguments, output, name=name: look(name, output))
         for name, module in model.named_modules()
     ]
-    forward()
-    for hook in hooks:
-        hook.remove()
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return next(iter(found), "")
 
 

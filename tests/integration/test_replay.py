@@ -1,5 +1,6 @@
 """A step computed again from its batch and the weights before it, by real training ranks."""
 
+import re
 import shutil
 from contextlib import closing
 
@@ -29,7 +30,9 @@ def directory(overrides, tmp_path):
 
 def test_the_row_that_moved_the_gradient_is_named_first(directory, capsys):
     rows = replay(directory, None)
-    assert "noise; set actor_rollout_ref.rollout.n" in " ".join(capsys.readouterr().out.split())
+    # One row has nearly all of the gradient, so that the estimate of the signal is next to 0, on either side of it.
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"(, is nothing but noise|: most of it is noise); set actor_rollout_ref\.rollout\.n or ", said)
     assert (rows[0]["position"], rows[0]["sample"], rows[0]["advantage"]) == (0, 0, pytest.approx(5.0))
     assert rows[0]["share"] > 0.9 and sum(row["share"] for row in rows) == pytest.approx(1.0)
     assert [row["gradient"] for row in rows] == sorted((row["gradient"] for row in rows), reverse=True)
