@@ -163,8 +163,8 @@ def _about_memory(run: Run) -> str | None:
     if held - used <= 0.15 * total:
         return None
     return (
-        f"torch held up to {held:.1f} GiB of a GPU for tensors of at most {used:.1f} GiB: its memory is fragmented; "
-        "set PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256 in the environment"
+        f"torch held up to {held:.1f} GiB of a GPU for tensors of at most {used:.1f} GiB: its memory may be "
+        "fragmented; try PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256 in the environment"
     )
 
 

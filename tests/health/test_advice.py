@@ -149,8 +149,8 @@ def test_memory_that_is_held_in_pieces_wants_smaller_ones():
     gpu = {"perf/device_used_gb": 70.0, "perf/device_free_gb": 10.0, "perf/max_memory_allocated_gb": 40.0}
     assert advice(**gpu, **{"perf/max_memory_reserved_gb": 52.0}) == []
     assert advice(**gpu, **{"perf/max_memory_reserved_gb": 54.0}) == [
-        "torch held up to 54.0 GiB of a GPU for tensors of at most 40.0 GiB: its memory is fragmented; set "
-        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256 in the environment"
+        "torch held up to 54.0 GiB of a GPU for tensors of at most 40.0 GiB: its memory may be fragmented; "
+        "try PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256 in the environment"
     ]
 
 
