@@ -19,6 +19,7 @@ from hybridrl.config.keys import nearest_keys
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
 from hybridrl.config.values import Reading, value_of
 from hybridrl.model_merger.__main__ import main as merge
+from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import work_in_private
 
@@ -30,7 +31,6 @@ Serve a Hugging Face model, or a model of a checkpoint of hybridrl or verl, with
 Keys: {", ".join(f"{key}={value}" for key, value in OWN.items())}, and those of a run
 below {SECTION[:-1]}, such as rollout.max_model_len, rollout.max_num_seqs, rollout.tensor_model_parallel_size.
 """
-EXIT_FAILED, EXIT_REJECTED = 1, 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,13 +88,10 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ |= devices.environment(device, 1) | ENGINES[rollout.name].environment(rollout)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
-    from hybridrl.data.tokenizer import end_tokens, load_tokenizer
     from hybridrl.endpoint.local import serve
 
-    tokenizer = load_tokenizer(model.path, tokenizer_path=model.tokenizer_path)
-    end_ids = end_tokens(model.path, tokenizer)
     options = {"host": own["host"], "port": int(own["port"]), "name": own["served_model_name"], "source": source}
-    asyncio.run(serve(model, rollout, end_ids, device, **options))
+    asyncio.run(serve(model, rollout, device, **options))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         ("user turns", written.get("users", "exact")),
         ("tools", written.get("tools", "exact")),
         ("reasoning", "dropped after a new user message" if dialogue.strips_reasoning else "kept"),
-        ("tool calls", _calls(options.model, options.format, tokenizer, dialogue)),
+        ("tool calls", _calls(options.model, options.format, dialogue)),
         ("stop tokens", _names(tokenizer, ends)),
         ("for tools", _names(tokenizer, dialogue.stop_ids) or "no further stop tokens"),
     ]:
@@ -73,11 +73,11 @@ def _names(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> str:
     return ", ".join(tokenizer.convert_ids_to_tokens(list(ids)))
 
 
-def _calls(model: str, format: str, tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> str:
+def _calls(model: str, format: str, dialogue: Dialogue) -> str:
     """Describe the format of calls, and whether it reads the one that the template writes."""
     settings, _ = PretrainedConfig.get_config_dict(str(resolve_model(model)))
     try:
-        parser = call_parser(format, settings.get("model_type", ""), tokenizer)
+        parser = call_parser(format, settings.get("model_type", ""), dialogue)
     except ConfigError as error:
         return str(error)
     written = dialogue.written_call()

@@ -120,7 +120,7 @@ class Agents:
         limit = self.kit.limits.timeout
         if self.settings.mode == "process":
             return run_in_process(self.settings, data, base_url, api_key, limit)
-        return call_agent(self.agent, data, base_url, api_key, limit, self.kit.executor)
+        return call_agent(self.agent, data, base_url, api_key, limit)
 
     @cached_property
     def agent(self) -> Agent:

@@ -97,9 +97,7 @@ class Core:
 
     def _text(self, completion: Completion, stop: Sequence[str], *, special: bool = False) -> str:
         """Decode a response without its end token, up to the first of the texts in `stop`."""
-        ids = completion.token_ids.tolist()
-        while ids and ids[-1] in self.kit.end_ids:
-            ids.pop()
+        ids = self.kit.content(completion.token_ids)
         text = self.kit.tokenizer.decode(ids, skip_special_tokens=not special)
         return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
 

@@ -13,7 +13,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ import httpx
 
 from hybridrl.config.custom_code import load_function
 from hybridrl.environments.settings import AGENT
+from hybridrl.environments.user_code import finished
 
 PROCESS = "hybridrl.endpoint.process"
 Agent = Callable[..., Any]
@@ -48,22 +48,15 @@ class AgentSettings:
         return member().run if isinstance(member, type) else member
 
 
-async def call_agent(
-    agent: Agent,
-    data: Mapping[str, Any],
-    base_url: str,
-    api_key: str,
-    timeout: float,
-    executor: Executor | None = None,
-) -> Any:
-    """Call an agent, a plain function in a thread of `executor`, with a client that has its time limit."""
+async def call_agent(agent: Agent, data: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> Any:
+    """Call an agent with a client that has its time limit."""
+    call = partial(agent, data, base_url=base_url, api_key=api_key)
     options = {"timeout": timeout, "trust_env": False}  # a proxy could not reach this machine's own address
     if inspect.iscoroutinefunction(agent):
         async with httpx.AsyncClient(**options) as client:
-            return await agent(data, base_url=base_url, api_key=api_key, http_client=client)
+            return await finished(partial(call, http_client=client))
     with httpx.Client(**options) as client:
-        call = partial(agent, data, base_url=base_url, api_key=api_key, http_client=client)
-        return await asyncio.get_running_loop().run_in_executor(executor, call)
+        return await finished(partial(call, http_client=client))
 
 
 async def run_in_process(

@@ -3,22 +3,18 @@
 import asyncio
 import secrets
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
 
 from transformers import AutoConfig
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.endpoint.app import create_app
 from hybridrl.endpoint.core import Wanted
 from hybridrl.endpoint.server import serving
 from hybridrl.endpoint.sessions import Session, Sessions
-from hybridrl.environments.calls import call_parser
-from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.episode_loop import Kit, Limits
-from hybridrl.environments.worker import THREADS, cut_at
+from hybridrl.environments.worker import cut_at
 from hybridrl.rollout import Completion, Request, Sampling
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.tracking.console import info
@@ -52,7 +48,7 @@ def longest_context(model: ModelConfig) -> int:
     return min(getattr(config, "max_position_embeddings", None) or LONGEST, LONGEST)
 
 
-def make_kit(model: ModelConfig, rollout: RolloutConfig, end_ids: tuple[int, ...], context: int) -> Kit:
+def make_kit(model: ModelConfig, rollout: RolloutConfig, context: int) -> Kit:
     """Return the chat template of a model, and its formats."""
     tokenizer = load_tokenizer(
         model.path,
@@ -61,16 +57,13 @@ def make_kit(model: ModelConfig, rollout: RolloutConfig, end_ids: tuple[int, ...
         custom_chat_template=model.custom_chat_template,
     )
     model_type = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).model_type
-    dialogue = Dialogue(tokenizer, end_ids)
-    parser = cache(partial(call_parser, rollout.multi_turn.format, model_type, tokenizer))
-    limits, executor = Limits(context, context, context), ThreadPoolExecutor(THREADS)
-    return Kit(tokenizer, dialogue, parser, frozenset((*end_ids, *dialogue.stop_ids)), limits, executor)
+    limits, format = Limits(context, context, context), rollout.multi_turn.format
+    return Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, format=format, model_type=model_type)
 
 
 async def serve(
     model: ModelConfig,
     rollout: RolloutConfig,
-    end_ids: tuple[int, ...],
     device: str,
     *,
     host: str,
@@ -84,7 +77,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)
     context = rollout.max_model_len = rollout.max_model_len or longest_context(model)
-    kit = make_kit(model, rollout, end_ids, context)
+    kit = make_kit(model, rollout, context)
     # The engine's own default is weights that a trainer sends.
     rollout.engine_kwargs.vllm["load_format"] = "auto"
     engine = ENGINES[rollout.name].build(device, model, rollout, 1)

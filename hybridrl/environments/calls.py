@@ -78,7 +78,7 @@ class CallParser:
         return [(call.name, call.arguments) for call in calls] == [("lookup", {"word": RESPONSE})]
 
 
-def call_parser(format: str, model_type: str, tokenizer: PreTrainedTokenizerBase) -> CallParser:
+def call_parser(format: str, model_type: str, dialogue: Dialogue) -> CallParser:
     """Return the parser of a format; `auto` is the format in which the model's chat template writes calls.
 
     Raises ConfigError for a format that is unknown, or that the tokenizer lacks tokens for.
@@ -86,9 +86,9 @@ def call_parser(format: str, model_type: str, tokenizer: PreTrainedTokenizerBase
     format = VERL_NAMES.get(format, format)
     if format in FORMATS:
         return CallParser(format, FORMATS[format])
-    written = Dialogue(tokenizer, [tokenizer.eos_token_id]).written_call()
+    written = dialogue.written_call()
     if format != "auto":
-        return _from_vllm(format, written, tokenizer)
+        return _from_vllm(format, written, dialogue.tokenizer)
     for name, parse in FORMATS.items():
         if (parser := CallParser(name, parse)).reads(written):
             return parser
@@ -97,7 +97,7 @@ def call_parser(format: str, model_type: str, tokenizer: PreTrainedTokenizerBase
         what = "which no known format is" if written else "but its chat template writes no calls"
         cause = f"{KEY}=auto follows the calls of the model, {what} (model type {model_type})"
         raise ConfigError(cause, fix=f"set {KEY} to one of {_names()}")
-    return _from_vllm(name, written, tokenizer)
+    return _from_vllm(name, written, dialogue.tokenizer)
 
 
 def _names() -> str:

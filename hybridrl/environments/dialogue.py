@@ -68,7 +68,7 @@ class Dialogue:
         history_reasoning: str = "keep",
     ) -> None:
         self.history_reasoning = history_reasoning
-        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, arguments)
+        self.tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, arguments)
         added = tokenizer.added_tokens_decoder
         self._ends = [added[i].content if i in added else tokenizer.decode([i]) for i in sorted(end_ids)]
         self._encoded_start = lru_cache(maxsize=64)(self._template.encode)  # of the samples of a prompt
@@ -130,7 +130,7 @@ class Dialogue:
         """Return what the template writes for a call of TOOL with the argument RESPONSE; "" if it writes no calls."""
         conversation = [user("question"), with_calls(1, [])]
         try:
-            written = self._tokenizer.decode(self._as_sampled(conversation, [TOOL])[0])
+            written = self.tokenizer.decode(self._as_sampled(conversation, [TOOL])[0])
         except ConfigError:
             return ""
         return written if RESPONSE in written else ""
@@ -156,7 +156,7 @@ class Dialogue:
         if not text.startswith(prompt):  # a generation prompt for responses without reasoning
             text = self._template.text([*history, _without_reasoning(last)], tools)
         known = _common(prompt, text)
-        stops = [*self._ends, *self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))]
+        stops = [*self._ends, *self.tokenizer.convert_ids_to_tokens(list(self.stop_ids))]
         end = min((at + len(stop) for stop in stops if (at := text.find(stop, known)) >= 0), default=0)
         context, ids = self._template.encode(prompt), self._template.encode(text[: end or None])
         return ids[_common(context, ids) :], end > 0
@@ -169,7 +169,7 @@ class Dialogue:
             self._template.encode(self._template.text(messages, tools, prompt=True)),
         ]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        row, text = (self._tokenizer.decode(one, **options) for one in ids)
+        row, text = (self.tokenizer.decode(one, **options) for one in ids)
         return row, text
 
     def _difference(self, name: str, messages: Sequence[Message], mode: str) -> str:

@@ -4,20 +4,23 @@ The order of the checks after each turn is in `_stop`, and nowhere else.
 """
 
 import asyncio
-import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any, Self
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.environments.calls import CallParser
+from hybridrl.environments.calls import CallParser, call_parser
 from hybridrl.environments.dialogue import Dialogue
-from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step
+from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step, ToolCall
 from hybridrl.environments.episode import Policy, Trajectory, Turn
+from hybridrl.environments.user_code import finished
+from hybridrl.rewards.score import OutOfTime
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,30 @@ class Kit:
     parser: Callable[[], CallParser]
     end_ids: frozenset[int]
     limits: Limits
-    executor: Executor  # of plain functions
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int],
+        limits: Limits,
+        *,
+        format: str = "auto",
+        model_type: str = "",
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        history_reasoning: str = "keep",
+    ) -> Self:
+        """Return the kit of a model: `format` of its tool calls, `arguments` of its chat template."""
+        dialogue = Dialogue(tokenizer, end_ids, arguments=arguments, history_reasoning=history_reasoning)
+        parser = cache(partial(call_parser, format, model_type, dialogue))
+        return cls(tokenizer, dialogue, parser, frozenset((*end_ids, *dialogue.stop_ids)), limits)
+
+    def content(self, sampled: np.ndarray) -> list[int]:
+        """Return the ids of a response without its end tokens."""
+        ids = sampled.tolist()
+        while ids and ids[-1] in self.end_ids:
+            ids.pop()
+        return ids
 
 
 @dataclass
@@ -135,16 +161,13 @@ class EpisodeRun:
     def _response(self) -> Response:
         """Decode and parse the last turn, and add it to the conversation."""
         kit, turn = self.kit, self.turns[-1]
-        ids = turn.sampled.tolist()
-        while ids and ids[-1] in kit.end_ids:
-            ids.pop()
-        text, calls = kit.tokenizer.decode(ids, skip_special_tokens=not self.environment.tools), []
+        ids, calls = kit.content(turn.sampled), []
+        text = kit.tokenizer.decode(ids, skip_special_tokens=not self.environment.tools)
         if self.environment.tools:
             text, calls = kit.parser()(text, self.environment.tools)
         message: Message = {"role": "assistant", "content": text}
         if calls:
-            functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+            message["tool_calls"] = [_as_message(call) for call in calls]
         self.messages.append(message)
         self.invalid = self.invalid + 1 if calls and all(call.error for call in calls) else 0
         limits, number = kit.limits, len(self.turns)
@@ -207,21 +230,17 @@ class EpisodeRun:
         return delta.ids
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the environment, a plain function in a thread; EpisodeFault at the time limit. Tools have
-        limits of their own."""
+        """Call a method of the environment; EpisodeFault at the time limit. Tools have limits of their own."""
+        if getattr(method, "__func__", None) in (Environment.reset, Environment.close):  # which return at once
+            return method(*arguments)
         limit = None if self.environment.tools else self.kit.limits.call_timeout
         try:
-            async with asyncio.timeout(limit) as clock:
-                if inspect.iscoroutinefunction(method):
-                    return await method(*arguments)
-                if method.__func__ in (Environment.reset, Environment.close):  # which return at once
-                    return method(*arguments)
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self.kit.executor, method, *arguments)
-        except TimeoutError as error:
-            if not clock.expired():
-                raise
+            return await finished(method, *arguments, seconds=limit)
+        except OutOfTime as error:
             name = f"{type(self.environment).__name__}.{method.__name__}"
-            raise EpisodeFault(
-                f"{name} took more than {limit:g} s (actor_rollout_ref.rollout.multi_turn.tool_timeout)"
-            ) from error
+            raise EpisodeFault(f"{name}: {error} (actor_rollout_ref.rollout.multi_turn.tool_timeout)") from error
+
+
+def _as_message(call: ToolCall) -> Message:
+    """Return a call as chat templates read it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}

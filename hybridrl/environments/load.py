@@ -51,32 +51,43 @@ FUNCTIONS = f"{MULTI_TURN}.function_tool_path"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a row runs in: an environment of this name, tools, or an agent loop of this name."""
+    """What a row runs in: an environment of this name, tools, an agent loop of this name, or a function of a file."""
 
-    kind: Literal["environment", "tools", "agent"]
+    kind: Literal["environment", "tools", "agent", "function"]
     name: str
 
 
 def choice_of(row: Row, settings: EnvironmentSettings) -> Choice | None:
     """What a row runs in; None: a single response. Loads nothing."""
-    agent = row.get("agent_name")
-    named = row.get("env_class") or settings.environment
-    if not agent and named:
+    agent, named = row.get("agent_name"), row.get("env_class")
+    if settings.agent_path and not (agent or named):
+        return Choice("function", settings.agent_path)
+    named = named or settings.environment
+    if named and not agent:
         return None if named in SINGLE_RESPONSES else Choice("environment", str(named))
-    has_tools = settings.tools or settings.tool_config_path or settings.function_tool_path
-    agent = agent or settings.default_agent_loop
-    if agent == TOOL_AGENT or (not row.get("agent_name") and (has_tools or settings.interaction_config_path)):
+    default = settings.default_agent_loop
+    if default == SINGLE_TURN and (settings.has_tools or settings.interaction_config_path):
+        default = TOOL_AGENT  # as verl does where multi_turn.enable is set
+    agent = str(agent or default)
+    if agent == TOOL_AGENT:
         return Choice("tools", TOOL_AGENT)
-    return None if agent == SINGLE_TURN else Choice("agent", str(agent))
+    return None if agent == SINGLE_TURN else Choice("agent", agent)
+
+
+def runs_function(row: Row, settings: EnvironmentSettings) -> bool:
+    """Whether the row runs in the user's function."""
+    choice = choice_of(row, settings)
+    return choice is not None and choice.kind == "function"
 
 
 def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop | None:
-    """What makes the environment of one episode of the row, or the loop that runs it; None: a single response.
+    """What makes the environment of one episode of the row, or the loop that runs it; None: a single response, or the
+    user's function.
 
     ConfigError names the file, class or name that is missing. Files are loaded once per process.
     """
     choice = choice_of(row, settings)
-    if choice is None:
+    if choice is None or choice.kind == "function":
         return None
     _prepare(settings.libraries)
     if choice.kind == "environment":
@@ -113,7 +124,7 @@ def _config(name: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 def environment_class(name: str) -> type:
     """The class of path.py:Class; ConfigError if it is no environment."""
     cls = load_class(*name.rsplit(":", 1), key=ENVIRONMENT)
-    unwritten = getattr(cls, "step", None) in (None, Environment.step) and not hasattr(cls, "run")
+    unwritten = getattr(cls, "step", None) in (None, Environment.step)
     if unwritten or not (hasattr(cls, "reset") or hasattr(cls, "init")):
         fix = "inherit from hybridrl.environments.Environment and define step(response)"
         raise ConfigError(f"{ENVIRONMENT}={name}: {cls.__name__} has no method step", fix=fix, keys=ENVIRONMENT)

@@ -7,6 +7,7 @@ process was when it died are tried twice, then excluded by name.
 import asyncio
 import os
 import pickle
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,7 @@ Sampler = Callable[[Request], "asyncio.Future[Completion]"]
 
 
 class EpisodeWorkers:
-    """All processes that run episodes, spread over the machines of a session; `start` returns once they are ready."""
+    """All processes that run episodes, spread over the machines of a session."""
 
     def __init__(self, session: RaySession, settings: EpisodeSettings, count: int, logs: Sequence[str]) -> None:
         self.session, self.settings, self.logs = session, settings, logs
@@ -84,7 +85,8 @@ class EpisodeDispatch:
         self.workers, self.specs, self.sample, self.together = workers, specs, sample, together
         self.lanes = [Lane(index) for index in range(len(workers))]
         self.call = os.urandom(8).hex()  # names it, so that nothing of an earlier call is taken for its own
-        self.deaths = dict.fromkeys(range(len(specs)), 0)
+        self.deaths: Counter[Ticket] = Counter()
+        self.sending: set[asyncio.Task] = set()
         self.held: list[tuple[Lane, Ticket, Request]] = []
         self.ended: asyncio.Queue[tuple[Ticket, Trajectory] | Exception] = asyncio.Queue()
 
@@ -106,8 +108,8 @@ class EpisodeDispatch:
                 missing -= len(arrived)
                 yield arrived
         finally:
-            for lane in self.lanes:
-                lane.pump.cancel()
+            for task in (*(lane.pump for lane in self.lanes), *self.sending):
+                task.cancel()
 
     async def _pump(self, lane: Lane) -> None:
         """Start a process's episodes and serve them until all have ended."""
@@ -165,7 +167,19 @@ class EpisodeDispatch:
     def _flush(self, lane: Lane) -> None:
         if answers := lane.answers:
             lane.answers = []
-            self.workers.actors[lane.index].answer.remote(pickle.dumps(answers, pickle.HIGHEST_PROTOCOL))
+            task = asyncio.create_task(self._send(lane, answers))
+            self.sending.add(task)
+            task.add_done_callback(self.sending.discard)
+
+    async def _send(self, lane: Lane, answers: list[tuple[Ticket, Completion]]) -> None:
+        """Give a process its turns. If it has died, or does not respond, the pump finds that out."""
+        try:
+            content = pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
+            await self._result(self.workers.actors[lane.index].answer.remote(content))
+        except (RayActorError, TimeoutError):
+            pass
+        except Exception as error:
+            self.ended.put_nowait(error)
 
     def _lost(self, lane: Lane, error: Exception) -> None:
         """Replace a process and start its episodes again, but for those that have ended it too often."""

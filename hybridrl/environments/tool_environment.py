@@ -21,7 +21,8 @@ from hybridrl.environments.environment import (
     ToolError,
 )
 from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.tools import Tool, ToolResult, finished, to_result
+from hybridrl.environments.tools import Tool, ToolResult, to_result
+from hybridrl.environments.user_code import finished
 from hybridrl.rewards.score import OutOfTime
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,10 @@
 """Tools: what the policy calls by name, as classes or as plain functions with a docstring."""
 
-import asyncio
-import contextlib
 import functools
 import inspect
 import json
 import re
-import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +14,6 @@ from transformers.utils import get_json_schema
 
 from hybridrl.config import ConfigError
 from hybridrl.environments.environment import Schema, ToolError
-from hybridrl.rewards.score import OutOfTime
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 FUNCTION_TOOL = "_function_tool"  # the attribute of a function that is marked as a tool: its name and schema, if given
@@ -173,54 +169,3 @@ def _text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(value)
-
-
-async def finished(function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-    """Await a coroutine function, or run a plain one in a thread of its own, which is abandoned at the time limit.
-
-    OutOfTime after `seconds`. An exit of the called code is a RuntimeError here.
-    """
-    task = asyncio.ensure_future(_contained(_called(function, arguments)))
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if not done:
-        task.cancel()
-        raise OutOfTime(f"time limit of {seconds:g} s reached")
-    return task.result()
-
-
-async def _called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    returned = await _in_thread(function, arguments)
-    return await returned if inspect.isawaitable(returned) else returned
-
-
-async def _contained(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # they would end the event loop, or hang the task
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
-    """Threads are not pooled: a call that hangs must not hold up others, nor the end of the process."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
-
-    def work() -> None:
-        result, fault = None, None
-        try:
-            result = function(*arguments)
-        except Exception as error:
-            fault = RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
-        except BaseException as error:
-            fault = RuntimeError(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, fault)
-
-    threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "tool")).start()
-    return future

@@ -6,6 +6,7 @@ import inspect
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from hybridrl.environments.rows import mapping
 from hybridrl.environments.settings import MULTI_TURN
 from hybridrl.environments.skyrl import numbers
 from hybridrl.environments.tool_environment import ToolEnvironment
-from hybridrl.environments.tools import Tool, ToolResult, check_schema, finished, to_result
+from hybridrl.environments.tools import Tool, ToolResult, check_schema, to_result
+from hybridrl.environments.user_code import finished
 
 TOOLS = f"{MULTI_TURN}.tool_config_path"
 INTERACTIONS = f"{MULTI_TURN}.interaction_config_path"
@@ -67,13 +69,7 @@ def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 async def accepted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a method with those of the named arguments that it accepts, and await it."""
-    named = taken(function, named)
-
-    def call() -> Any:
-        return function(*arguments, **named)
-
-    returned = call() if inspect.iscoroutinefunction(function) else await finished(call)
-    return await returned if inspect.isawaitable(returned) else returned
+    return await finished(partial(function, *arguments, **taken(function, named)))
 
 
 def taken(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,21 +10,17 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.environments.calls import call_parser
-from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
-from hybridrl.environments.load import environment_of
-from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.environments.load import environment_of, runs_function
+from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, trajectory
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.runtime.guard import begin_actor
@@ -33,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 COALESCE_SECONDS = 0.005  # a pause in which more becomes ready: a remote call costs more than a turn
 HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the process responds
-THREADS = 1024  # of a process, for plain functions of environments
 
 Ticket = int  # names an episode between driver and process
 Ready = asyncio.Queue  # of tickets, each with the Request of its episode or its Trajectory
@@ -60,12 +55,9 @@ class EpisodeSettings:
     environments: EnvironmentSettings
     limits: Limits
     end_ids: tuple[int, ...]
-    model_type: str = ""
-    call_format: str = "auto"
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    history_reasoning: str = "keep"
+    formats: Mapping[str, Any] = field(default_factory=dict)  # the arguments of Kit.of that are given by name
     configuration: Mapping[str, Any] = field(default_factory=dict)  # all of it, for verl's agent loops
-    agents: Callable[[Kit], "AgentRunner"] | None = None  # what rows run in that name neither environment nor loop
+    agents: Callable[[Kit], "AgentRunner"] | None = None  # makes what runs the function of environments.agent_path
 
 
 class AgentRunner(Protocol):
@@ -132,13 +124,7 @@ class EpisodeWorker:
         self._begin(settings)
 
     def _begin(self, settings: EpisodeSettings) -> None:
-        tokenizer = settings.load_tokenizer()
-        arguments, reasoning = settings.template_arguments, settings.history_reasoning
-        dialogue = Dialogue(tokenizer, settings.end_ids, arguments=arguments, history_reasoning=reasoning)
-        parser = cache(partial(call_parser, settings.call_format, settings.model_type, tokenizer))
-        executor = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
-        end_ids = frozenset((*settings.end_ids, *dialogue.stop_ids))
-        self.kit = Kit(tokenizer, dialogue, parser, end_ids, settings.limits, executor)
+        self.kit = Kit.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
         self.environments, self.configuration = settings.environments, settings.configuration
         self.agents = settings.agents and settings.agents(self.kit)
         self.tasks: dict[Ticket, asyncio.Task] = {}
@@ -201,7 +187,7 @@ class EpisodeWorker:
         self.ready.put_nowait((ticket, trajectory))
 
     async def _episode(self, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
-        if self.agents and not (spec.row.get("agent_name") or spec.row.get("env_class")):
+        if self.agents and runs_function(spec.row, self.environments):
             policy = WorkerPolicy(self, ticket, spec, self._with_stops(spec.sampling))
             return await self.agents.run(policy, spec.messages, spec.row)
         make = environment_of(spec.row, self.environments)
@@ -210,18 +196,22 @@ class EpisodeWorker:
         environment = SingleResponse({}, spec.row) if make is None else make()
         sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
         policy = WorkerPolicy(self, ticket, spec, sampling)
-        if run := getattr(environment, "run", None):  # an agent, which has a loop of its own
-            return await run(policy, list(spec.messages))
         return await EpisodeRun(self.kit, policy, environment).run(spec.messages)
 
     async def _verl_loop(self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec) -> Trajectory:
         """Run an agent loop of verl, which returns the rows of its episode."""
         sampling, tokenizer = spec.sampling, self.kit.tokenizer
         parameters = {name: vars(sampling)[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
-        async with asyncio.timeout(self.kit.limits.timeout):
-            outputs = await loop.run(
-                policy, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
-            )
+        limit = self.kit.limits.timeout
+        try:
+            async with asyncio.timeout(limit) as clock:
+                outputs = await loop.run(
+                    policy, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
+                )
+        except TimeoutError as error:
+            if not clock.expired():
+                raise
+            raise EpisodeFault(f"the agent loop took more than {limit:g} s ({MULTI_TURN}.episode_timeout)") from error
         return trajectory(outputs, policy.version, tokenizer)
 
     def _with_stops(self, sampling: Sampling) -> Sampling:

@@ -1,15 +1,16 @@
 """Whether and how a run has episodes of several turns: from the configuration to the processes, and what is checked
 before they start."""
 
-import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.checks.training import this_machine
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
@@ -19,7 +20,7 @@ from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.episode_loop import Kit, Limits
-from hybridrl.environments.load import SINGLE_RESPONSES, SINGLE_TURN, TOOL_AGENT, load_tools
+from hybridrl.environments.load import SINGLE_RESPONSES, SINGLE_TURN, TOOL_AGENT, Choice, choice_of, load_tools
 from hybridrl.environments.load import check as check_environments
 from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.template import KEY as TEMPLATE
@@ -34,28 +35,19 @@ CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
 def environment_settings(config: PPOConfig) -> EnvironmentSettings:
     """What environments and tools the configuration names, as plain values."""
     multi_turn, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
-    values = vars(multi_turn) | vars(agent)
+    libraries = tuple(config.actor_rollout_ref.model.external_lib)
+    renamed = {"libraries": libraries, "max_turns": multi_turn.max_assistant_turns, "agent_path": agent.path}
+    values = vars(multi_turn) | vars(agent) | renamed
     names = {item.name for item in fields(EnvironmentSettings)} & values.keys()
-    libraries, turns = tuple(config.actor_rollout_ref.model.external_lib), multi_turn.max_assistant_turns
-    settings = EnvironmentSettings(
-        **{name: values[name] for name in names} | {"libraries": libraries, "max_turns": turns}
-    )
-    uses_tools = settings.tools or settings.tool_config_path or settings.function_tool_path
-    if uses_tools and settings.default_agent_loop == SINGLE_TURN:  # as verl does where multi_turn.enable is set
-        settings = replace(settings, default_agent_loop=TOOL_AGENT)
-    return settings
+    return EnvironmentSettings(**{name: values[name] for name in names})
 
 
 def runs_episodes(config: PPOConfig, environments: Collection[str]) -> bool:
     """Whether episodes run in processes of their own: if the configuration or a row names more than single responses.
     `environments` are the names in the rows."""
-    settings = environment_settings(config)
-    single = (SINGLE_TURN, *SINGLE_RESPONSES)
-    named = {name for name in environments if name not in single}
-    chosen = settings.environment or settings.interaction_config_path or settings.agent_loop_config_path
-    chosen = chosen or config.actor_rollout_ref.rollout.agent.path
-    loops = settings.default_agent_loop != SINGLE_TURN
-    return bool(named or chosen or loops or config.actor_rollout_ref.rollout.multi_turn.enable)
+    named = any(name not in (SINGLE_TURN, *SINGLE_RESPONSES) for name in environments)
+    chosen = choice_of({}, environment_settings(config)) is not None
+    return named or chosen or config.actor_rollout_ref.rollout.multi_turn.enable
 
 
 def episode_limits(config: PPOConfig) -> Limits:
@@ -77,20 +69,27 @@ def episode_limits(config: PPOConfig) -> Limits:
 
 def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]) -> EpisodeSettings:
     """What the processes that run episodes are made with."""
-    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
-    settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
     return EpisodeSettings(
         load_tokenizer,
         environment_settings(config),
         episode_limits(config),
         end_ids,
-        model_type=settings.model_type,
-        call_format=multi_turn.format,
-        template_arguments=config.data.apply_chat_template_kwargs,
-        history_reasoning=multi_turn.history_reasoning,
+        formats=_formats(config),
         configuration=asdict(config),
         agents=agent_runner(config),
     )
+
+
+def _formats(config: PPOConfig) -> dict[str, Any]:
+    """The arguments of Kit.of that are given by name."""
+    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
+    settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
+    return {
+        "format": multi_turn.format,
+        "model_type": settings.model_type,
+        "arguments": config.data.apply_chat_template_kwargs,
+        "history_reasoning": multi_turn.history_reasoning,
+    }
 
 
 def agent_settings(config: PPOConfig) -> AgentSettings | None:
@@ -115,7 +114,8 @@ def agent_runner(config: PPOConfig) -> Callable[[Kit], Agents] | None:
 def episode_processes(config: PPOConfig, logs: Path) -> tuple[int, list[str]]:
     """Return how many processes run episodes, over all machines, and their logs."""
     machines, wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.agent.num_workers
-    count = wanted or machines * min(max((os.cpu_count() or 1) // CORES_PER_PROCESS, 1), MOST_PROCESSES)
+    per_machine = min(max(this_machine(count_gpus=False).cores // CORES_PER_PROCESS, 1), MOST_PROCESSES)
+    count = wanted or machines * per_machine
     return count, [str(logs / f"episodes-{index}.log") for index in range(count)]
 
 
@@ -123,14 +123,13 @@ def check_episodes(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, PromptDataset], findings: Findings
 ) -> None:
     """Add what cannot work: a chat template whose turns cannot be continued exactly, files of environments and tools,
-    and prompts that are too long with the schemas of the tools."""
+    prompts that are too long with the schemas of the tools, and calls that cannot be read."""
     multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
-    settings, arguments = environment_settings(config), config.data.apply_chat_template_kwargs
-    uses_tools = settings.default_agent_loop == TOOL_AGENT
+    settings = environment_settings(config)
+    uses_tools = settings.has_tools and choice_of({}, settings) == Choice("tools", TOOL_AGENT)
     with findings.gathered():
-        ends, reasoning = end_tokens(model.path, tokenizer), multi_turn.history_reasoning
-        dialogue = Dialogue(tokenizer, ends, arguments=arguments, history_reasoning=reasoning)
-        if differences := dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
+        kit = Kit.of(tokenizer, end_tokens(model.path, tokenizer), episode_limits(config), **_formats(config))
+        if differences := kit.dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
             raise ConfigError(
                 f"{MODE}={multi_turn.tokenization_sanity_check_mode}: {'; '.join(differences)}",
                 fix=f"see python -m hybridrl.doctor template {model.path}; set {TEMPLATE}, or {MODE}=disable",
@@ -142,7 +141,10 @@ def check_episodes(
         check_environments(settings, rows)
     if uses_tools and not findings.errors:
         with findings.gathered():
-            _check_lengths(config, dialogue, settings, datasets)
+            _check_lengths(config, kit.dialogue, settings, datasets)
+    if not findings.errors and (uses_tools or multi_turn.format != "auto"):
+        with findings.gathered():
+            kit.parser()
 
 
 def _check_lengths(

@@ -60,7 +60,7 @@ def open_workers(
     load = partial(AutoTokenizer.from_pretrained, str(directory / "data" / "model"))
     kwargs = {"turns": turns, "seconds": seconds}
     environments = EnvironmentSettings(environment=f"{directory}/talk.py:{name}", environment_kwargs=kwargs)
-    settings = EpisodeSettings(load, environments, limits, (end,), call_format="hermes")
+    settings = EpisodeSettings(load, environments, limits, (end,), formats={"format": "hermes"})
     workers = EpisodeWorkers(session, settings, 1, [f"{directory}/episodes.log"])
     workers.wait_until_ready(300)
     return workers

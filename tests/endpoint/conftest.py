@@ -2,9 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,6 @@ from hybridrl.endpoint.app import create_app
 from hybridrl.endpoint.core import Wanted
 from hybridrl.endpoint.server import serving
 from hybridrl.endpoint.sessions import Session, Sessions
-from hybridrl.environments.calls import call_parser
-from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.episode_loop import Kit, Limits
 from hybridrl.rollout import Completion
 from tests.environments import conftest as environments
@@ -60,9 +56,8 @@ def kit_of(tokenizer: Qwen2Tokenizer) -> Callable[..., Kit]:
     """Make what the sessions of an endpoint share, with these limits."""
 
     def make(prompt: int = 2000, response: int = 4000, context: int = 6000, **limits: Any) -> Kit:
-        end = tokenizer.eos_token_id
-        shared = Dialogue(tokenizer, [end]), partial(call_parser, "hermes", "qwen2", tokenizer), frozenset([end])
-        return Kit(tokenizer, *shared, Limits(prompt, response, context, **limits), ThreadPoolExecutor(4))
+        bounds = Limits(prompt, response, context, **limits)
+        return Kit.of(tokenizer, [tokenizer.eos_token_id], bounds, format="hermes")
 
     return make
 

@@ -260,9 +260,9 @@ def test_an_agent_in_a_process_of_its_own_has_openais_variables(run):
 def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
     """What runs episodes in a process, with an agent for rows that name nothing else."""
     (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(LOOP))
-    agents = partial(Agents, AgentSettings(str(tmp_path / "agent.py")))
-    limits, ends = kit_of().limits, (tokenizer.eos_token_id,)
-    settings = EpisodeSettings(lambda: tokenizer, EnvironmentSettings(), limits, ends, "qwen2", "hermes", agents=agents)
+    path, limits, ends = str(tmp_path / "agent.py"), kit_of().limits, (tokenizer.eos_token_id,)
+    agents = partial(Agents, AgentSettings(path))
+    settings = EpisodeSettings(lambda: tokenizer, EnvironmentSettings(agent_path=path), limits, ends, agents=agents)
     worker = object.__new__(EpisodeWorker)  # without what its process needs
     worker._begin(settings)
     return worker

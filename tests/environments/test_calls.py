@@ -4,16 +4,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from transformers import Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.environments import calls
 from hybridrl.environments.calls import call_parser
+from hybridrl.environments.dialogue import Dialogue
 from tests.environments.conftest import CALLS, PLAIN
 
-MakeTokenizer = Callable[..., Qwen2Tokenizer]
+MakeDialogue = Callable[[str], Dialogue]
 TOOLS = [
     {
         "type": "function",
@@ -50,6 +51,17 @@ BROKEN = {
     "gpt-oss": [' to=functions.add<|channel|>commentary<|message|>{"a": 1', " to=functions.add"],
 }  # fmt: skip
 NONE = ["The sum is 2.", '{"answer": 3}', "the interval [f(0), 1]", "", "a list: [1, 2]"]
+
+
+@pytest.fixture
+def dialogue_of(tokenizer_of: Callable[..., Any]) -> MakeDialogue:
+    """Make the dialogue of a template."""
+
+    def make(template: str) -> Dialogue:
+        tokenizer = tokenizer_of(template)
+        return Dialogue(tokenizer, [tokenizer.eos_token_id])
+
+    return make
 
 
 def parse(format: str, text: str) -> tuple[str, list]:
@@ -95,25 +107,21 @@ def test_an_argument_may_hold_the_end_of_reasoning() -> None:
     assert parse("hermes", text)[1][0].arguments == {"b": "</think>"}
 
 
-def test_auto_is_the_format_that_the_template_writes(tokenizer_of: MakeTokenizer) -> None:
-    assert call_parser("auto", "qwen2", tokenizer_of(CALLS)).format == "hermes"
-    assert (
-        call_parser(
-            "auto", "llama", tokenizer_of(CALLS.replace("<tool_call>", "").replace("'</tool_call>'", "''"))
-        ).format
-        == "json"
-    )
+def test_auto_is_the_format_that_the_template_writes(dialogue_of: MakeDialogue) -> None:
+    assert call_parser("auto", "qwen2", dialogue_of(CALLS)).format == "hermes"
+    bare = CALLS.replace("<tool_call>", "").replace("'</tool_call>'", "''")
+    assert call_parser("auto", "llama", dialogue_of(bare)).format == "json"
 
 
 def test_auto_is_rejected_with_the_formats_where_the_template_writes_no_calls(
-    tokenizer_of: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+    dialogue_of: MakeDialogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = SimpleNamespace(names=lambda: ["mistral"])
     monkeypatch.setattr(calls.importlib, "import_module", lambda name: vllm)
     with pytest.raises(ConfigError, match=r"multi_turn.format=auto .* writes no calls.* one of .*hermes.*mistral"):
-        call_parser("auto", "qwen2", tokenizer_of(PLAIN))
+        call_parser("auto", "qwen2", dialogue_of(PLAIN))
     with pytest.raises(ConfigError, match=r"multi_turn.format=hermse: unknown; set it to one of auto, .*hermes"):
-        call_parser("hermse", "qwen2", tokenizer_of(CALLS))
+        call_parser("hermse", "qwen2", dialogue_of(CALLS))
 
 
 def test_the_usual_formats_do_not_import_vllm() -> None:
@@ -126,14 +134,14 @@ def test_the_usual_formats_do_not_import_vllm() -> None:
 
 
 @pytest.mark.slow
-def test_the_formats_of_vllm_are_read_and_their_broken_calls_reported(tokenizer_of: MakeTokenizer) -> None:
+def test_the_formats_of_vllm_are_read_and_their_broken_calls_reported(dialogue_of: MakeDialogue) -> None:
     glm = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] %}"
         "{{ '<tool_call>' + c.function.name }}{% for k, v in c.function.arguments.items() %}"
         "{{ '\n<arg_key>' + k + '</arg_key>\n<arg_value>' + v + '</arg_value>' }}{% endfor %}{{ '\n</tool_call>' }}"
         "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
-    parser = call_parser("auto", "glm4_moe", tokenizer_of(glm))
+    parser = call_parser("auto", "glm4_moe", dialogue_of(glm))
     assert parser.format == "glm45"
     written = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
     for _ in range(2):  # a parser keeps no state
@@ -143,6 +151,6 @@ def test_the_formats_of_vllm_are_read_and_their_broken_calls_reported(tokenizer_
         assert "cannot be read" in broken.error
         assert parser("No.", TOOLS) == ("No.", [])
     with pytest.raises(ConfigError, match=r"multi_turn.format=mistral: .*; set actor_rollout_ref"):
-        call_parser("mistral", "mistral", tokenizer_of(CALLS))
+        call_parser("mistral", "mistral", dialogue_of(CALLS))
     with pytest.raises(ConfigError, match=r"multi_turn.format=hermse: unknown; set it to one of auto, .*mistral"):
-        call_parser("hermse", "qwen2", tokenizer_of(CALLS))
+        call_parser("hermse", "qwen2", dialogue_of(CALLS))

@@ -4,9 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.environments import Environment, EpisodeFault, Message, Response, Step
-from hybridrl.environments.calls import call_parser
-from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
 from hybridrl.rollout import Completion
@@ -56,9 +52,7 @@ class Echo(Environment):
 
 
 def kit(tokenizer: PreTrainedTokenizerFast, **limits: Any) -> Kit:
-    end = tokenizer.eos_token_id
-    shared = Dialogue(tokenizer, [end]), partial(call_parser, "hermes", "qwen2", tokenizer), frozenset([end])
-    return Kit(tokenizer, *shared, replace(LIMITS, **limits), ThreadPoolExecutor(4))
+    return Kit.of(tokenizer, [tokenizer.eos_token_id], replace(LIMITS, **limits), format="hermes")
 
 
 def run(
@@ -116,9 +110,9 @@ def test_every_limit_has_its_stop_reason(tokenizer, limits, texts, stop):
 
 def test_a_turn_may_have_what_the_episode_has_left(tokenizer):
     _, policy = run(tokenizer, ["7", "stop"], response=100)
-    added = len("\n<|im_start|>user\nYou said 7<|im_end|>\n<|im_start|>assistant\n") - 3 * len("<|im_start|") + 1
-    assert policy.prompts[0][1] == 100
-    assert policy.prompts[1][1] < 100 - added + 2 * len("<|im_start|>")
+    # 2 tokens were sampled, and 30 observed: bytes, but for the special tokens at both ends of a message.
+    observed = ["\n", "<|im_start|>", *"user\nYou said 7", "<|im_end|>", "\n", "<|im_start|>", *"assistant\n"]
+    assert [most for _, most in policy.prompts] == [100, 100 - 2 - len(observed)]
 
 
 class Caller(Environment):
@@ -209,7 +203,7 @@ class Failing(Environment):
         ("step", "raised:RuntimeError", "RuntimeError: the board is broken"),
         ("fault", "environment", "the server does not respond"),
         ("timeout", "raised:TimeoutError", "TimeoutError: of its own"),
-        ("sleep", "environment", "Failing.step took more than 0.5 s"),
+        ("sleep", "environment", "Failing.step: time limit of 0.5 s reached"),
         ("none", "environment", "Failing.step returned NoneType, not a Step"),
     ],
 )

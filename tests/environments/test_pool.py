@@ -70,7 +70,7 @@ def workers(tokenizer, tmp_path_factory) -> Iterator[EpisodeWorkers]:
     tokenizer.save_pretrained(place / "tokenizer")
     load = partial(AutoTokenizer.from_pretrained, str(place / "tokenizer"))
     environments = EnvironmentSettings(environment=f"{place}/game.py:Game", environment_kwargs={"place": str(place)})
-    settings = EpisodeSettings(load, environments, LIMITS, (tokenizer.eos_token_id,), call_format="hermes")
+    settings = EpisodeSettings(load, environments, LIMITS, (tokenizer.eos_token_id,), formats={"format": "hermes"})
     session = RaySession("cpu", 1, 2, {}, 60)
     with EpisodeWorkers(session, settings, 2, [f"{place}/episodes-{index}.log" for index in range(2)]) as workers:
         workers.wait_until_ready(120)

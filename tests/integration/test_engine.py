@@ -29,10 +29,10 @@ from hybridrl.rollout import ModeError, Request, Sampling, request_seed
 from hybridrl.rollout.engine import RolloutEngine
 from hybridrl.rollout.fleet import EngineGroup
 from hybridrl.weights.sync import StaleWeights
-from tests.integration.agents import TOKENS, TURNS
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
 
 FILE = Path(__file__).with_name("agents.py")
+TURNS, TOKENS = 8, 3
 EPISODE_SAMPLING = Sampling(max_tokens=24, stop_ids=(2,))
 PROMPTS, SAMPLES = 3, 4
 
@@ -224,14 +224,16 @@ def prompts(tokenizer) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def workers_of(session, tiny, tmp_path_factory) -> Callable[[str | None], Iterator[EpisodeWorkers]]:
-    """Open processes whose episodes run in a class of agents.py."""
+def workers_of(session, tiny, tmp_path_factory) -> Callable[..., Iterator[EpisodeWorkers]]:
+    """Open processes whose episodes run as EnvironmentSettings says."""
 
     @contextmanager
-    def open_workers(name: str) -> Iterator[EpisodeWorkers]:
+    def open_workers(**settings: str) -> Iterator[EpisodeWorkers]:
         load = partial(AutoTokenizer.from_pretrained, str(tiny / "model"))
-        environments = EnvironmentSettings(environment=f"{FILE}:{name}")
-        settings = EpisodeSettings(load, environments, Limits(prompt=32, response=24, context=56), (2,))
+        environments = EnvironmentSettings(**settings)
+        limits = Limits(prompt=32, response=24, context=56)
+        plain = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 32, "max_response_length": 24}}
+        settings = EpisodeSettings(load, environments, limits, (2,), configuration=plain)
         logs = [str(tmp_path_factory.mktemp("logs") / "episodes.log")]
         with EpisodeWorkers(session, settings, 1, logs) as workers:
             workers.wait_until_ready(120)
@@ -270,21 +272,22 @@ def batch_of(found: list[Episode]) -> Batch:
 def test_an_episode_of_one_turn_is_the_single_response_bit_for_bit(config, parts, tokenizer, prompts, workers_of):
     engine, _ = parts
     single = batch_of(episodes(config, engine, tokenizer, prompts, None, 0))
-    with workers_of("OneResponse") as workers:
+    with workers_of(environment=f"{FILE}:OneResponse") as workers:
         conversations = batch_of(episodes(config, engine, tokenizer, prompts, workers, 0))
     for (name, axis, value), (other, _, same) in zip(single._filled(), conversations._filled(), strict=True):
         assert (name, value.dtype) == (other, same.dtype)
         assert torch.equal(value, same), (name, axis)
 
 
-def test_log_probs_of_eight_turns_are_those_of_the_trainer(config, parts, tokenizer, prompts, workers_of):
+def test_log_probs_of_eight_turns_are_those_of_the_trainer(config, parts, tokenizer, prompts, workers_of, tmp_path):
     engine, workers = parts
-    with workers_of("Counter") as episode_workers:
+    loops = tmp_path / "loops.yaml"
+    loops.write_text(f"- {{name: counter, _target_: '{FILE}:Counter', turns: {TURNS}, tokens: {TOKENS}}}\n")
+    with workers_of(default_agent_loop="counter", agent_loop_config_path=str(loops)) as episode_workers:
         found = episodes(config, engine, tokenizer, prompts, episode_workers, 1)
     assert {one.score.detail for one in found} == {""}
     batch = batch_of(found)
     assert batch.response_mask.sum() <= PROMPTS * SAMPLES * TURNS * TOKENS
     assert {len(one.trajectory.turns) for one in found} == {TURNS}
-    assert batch.token_rewards.reshape(-1).max() == TURNS - 1
     assert len({tuple(one.trajectory.turns[3].sampled.tolist()) for one in found}) > 1
     assert largest_gap(workers, batch) < 1e-4

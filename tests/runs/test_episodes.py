@@ -92,8 +92,16 @@ def test_a_template_that_does_not_show_the_tools_is_rejected(data):
     reward = f"reward.custom_reward_function.path={RECIPE}/reward.py"
     message = rejected(data, f"{MULTI_TURN}.tools=[calculator]", reward)
     assert "the chat template does not show the tools to the model" in message
-    allowed = load(data, f"{MULTI_TURN}.tools=[calculator]", f"{MULTI_TURN}.{MODE}=disable", reward)
-    assert not prepare(allowed).rejections.errors
+    described = [f"{MULTI_TURN}.tools=[calculator]", f"{MULTI_TURN}.{MODE}=disable", reward]
+    assert not prepare(load(data, *described, f"{MULTI_TURN}.format=hermes")).rejections.errors
+
+
+def test_a_format_of_calls_that_cannot_be_read_is_rejected(data):
+    reward = f"reward.custom_reward_function.path={RECIPE}/reward.py"
+    silent = rejected(data, f"{MULTI_TURN}.tools=[calculator]", f"{MULTI_TURN}.{MODE}=disable", reward)
+    assert f"{MULTI_TURN}.format=auto" in silent and "its chat template writes no calls" in silent
+    unknown = rejected(data, f"{MULTI_TURN}.environment=guess_number", f"{MULTI_TURN}.format=hermse")
+    assert f"{MULTI_TURN}.format=hermse: unknown; set it to one of auto" in unknown
 
 
 def test_prompts_that_are_too_long_with_the_tools_are_rejected_with_the_length(data):

@@ -8,7 +8,8 @@ from typing import Any
 
 from hybridrl.environments.environment import Environment, Response, Schema, Step
 from hybridrl.environments.rows import field, ground_truth
-from hybridrl.environments.tools import Tool, finished
+from hybridrl.environments.tools import Tool
+from hybridrl.environments.user_code import finished
 from hybridrl.rewards.scorers.short_answers import score_search_qa
 
 SCHEMA: Schema = {
