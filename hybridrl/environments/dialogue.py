@@ -112,7 +112,8 @@ class Dialogue:
         ids = self._template.encode(added[at:])
         if not ended or not stand_in.end:
             return Delta(ids)
-        return Delta(ids[1:]) if ids[0] == sampled[-1] else Delta(ids, dropped=1)
+        # A response that is nothing but another end token stays: without it there is no token that its turn trains.
+        return Delta(ids[1:]) if ids[0] == sampled[-1] else Delta(ids, dropped=int(len(sampled) > 1))
 
     def check(self, mode: str = "strict", *, tools: bool = True) -> list[str]:
         """Return the differences between two replayed conversations, one of them with `tools`, and the template's text.

@@ -8,7 +8,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -184,7 +184,9 @@ class AgentLoopBase:
     ) -> tuple[Any, list[int], list[float] | None]:
         """Append the ids of new messages, which are not trained on."""
         new, called = updated_messages[len(previous_messages) :], bool(previous_messages[-1].get("tool_calls"))
-        delta = self.server_manager.dialogue.delta(new, runtime_token_ids, ended=True, called=called, tools=tools or ())
+        turn = len(response_mask) - "".join(map(str, response_mask)).rfind("0") - 1  # sampled last
+        sampled = runtime_token_ids[-turn:] if turn else runtime_token_ids
+        delta = self.server_manager.dialogue.delta(new, sampled, ended=True, called=called, tools=tools or ())
         kept = len(runtime_token_ids) - delta.dropped
         mask = response_mask[: len(response_mask) - delta.dropped] + [0] * len(delta.ids)
         if response_logprobs is not None:
@@ -329,6 +331,7 @@ def trajectory(outputs: Sequence[AgentLoopOutput], version: np.ndarray | int, to
     if not turns:
         raise EpisodeFault("the agent loop returned no sampled ids")
     last = outputs[-1]
+    turns[-1] = replace(turns[-1], reward=last.reward_score)
     text = tokenizer.decode(last.response_ids, skip_special_tokens=True)
     metrics = {
         name: float(value) for name, value in last.metrics.model_dump().items() if isinstance(value, int | float)

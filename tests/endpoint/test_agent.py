@@ -7,20 +7,23 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import httpx
 import numpy as np
 import pytest
 
+from hybridrl.endpoint import agent
 from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import AgentSettings
-from hybridrl.environments import Environment, Step
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
 from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.verl_loops import AgentLoop, AgentLoopBase, AgentLoopOutput, trajectory
+from hybridrl.environments.verl_loops import AgentLoop, trajectory
 from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
 from hybridrl.rollout import Completion, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
+from tests.integration.agents import Echo, EchoLoop, echo
 
 MESSAGES = [{"role": "user", "content": "Guess."}]
 HEAD = """
@@ -55,15 +58,6 @@ class Counting:
         return completion_of(self.tokenizer, f"{self.asked}{sum(prompt_ids)}", max_tokens)
 
 
-class Echo(Environment):
-    """The loop above as an environment."""
-
-    def step(self, response):
-        if response.turn + 1 == self.row["turns"]:
-            return Step(done=True, reward=self.row["reward"])
-        return Step([{"role": "user", "content": f"You said {response.text}"}])
-
-
 @pytest.fixture
 def run(tmp_path, tokenizer, kit_of):
     """Run an agent's code on rows; returns the trajectories."""
@@ -93,26 +87,6 @@ def test_an_agent_gives_the_rows_of_the_same_loop_as_an_environment(run, tokeniz
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert (found.reward, found.stop, found.fault, found.text) == (0.5, "completed", None, expected.text)
     assert list(found.messages) == list(expected.messages) and asked.limits == by_agent.limits
-
-
-class EchoLoop(AgentLoopBase):
-    """The loop above as an agent loop of verl."""
-
-    async def run(self, sampling_params, **row):
-        messages, mask, log_probs = list(row["raw_prompt"]), [], []
-        prompt = ids = await self.ct_build_initial_tokens(messages)
-        for turn in range(row["turns"]):
-            output = await self.server_manager.generate("1", prompt_ids=ids, sampling_params=sampling_params)
-            sampled = output.token_ids, output.log_probs
-            merged, mask, log_probs = await self.ct_merge_assistant_token(ids, sampled[0], mask, log_probs, sampled[1])
-            ids, text = merged.token_ids, self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
-            before = messages = [*messages, {"role": "assistant", "content": text}]
-            if turn + 1 < row["turns"]:
-                messages = [*messages, {"role": "user", "content": f"You said {text}"}]
-                merged, mask, log_probs = await self.ct_merge_non_assistant_msg(before, messages, ids, mask, log_probs)
-                ids = merged.token_ids
-        fields = {"prompt_ids": prompt, "response_ids": ids[len(prompt) :], "response_mask": mask}
-        return AgentLoopOutput(**fields, response_logprobs=log_probs, reward_score=row["reward"], num_turns=2)
 
 
 def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment(tokenizer, kit_of):
@@ -254,6 +228,51 @@ def test_an_agent_in_a_process_of_its_own_has_openais_variables(run):
     good, bad = run(code, {"fails": False}, {"fails": True}, mode="process")
     assert good.reward == 1.0 and good.fault is None
     assert bad.fault == "raised:RuntimeError" and "ValueError: no idea" in bad.detail
+
+
+def test_agents_outside_the_run_take_its_episodes_and_end_them(tokenizer, kit_of):
+    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of())
+    rows = [{"turns": 2, "reward": 0.5, "array": np.arange(3)}, {"turns": 1, "reward": 1.0}]
+
+    async def outside(client: httpx.AsyncClient) -> dict[str, Any]:
+        taken = (await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})).json()
+        row, key = taken["row"], taken["api_key"]
+        await echo(row, base_url=f"{client.base_url}/v1", api_key=key, http_client=None)
+        own = {"headers": {"Authorization": f"Bearer {key}"}}
+        await client.post("/rl/set_reward", json={"reward": row["reward"]}, **own)
+        return (await client.post("/rl/end_session", **own)).json() | {"row": row}
+
+    async def scenario() -> tuple[list[Trajectory], list[dict], httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+            refused = await client.post("/rl/start_session", headers={"Authorization": "Bearer other"})
+            episodes = asyncio.gather(*(agents.run(Counting(tokenizer), MESSAGES, row) for row in rows))
+            ended = await asyncio.gather(outside(client), outside(client))
+            found = await episodes
+            with mock.patch.object(agent, "CLAIM_SECONDS", 0.1):
+                none_left = await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})
+        await agents.open.aclose()
+        return found, ended, refused, none_left
+
+    found, ended, refused, none_left = asyncio.run(scenario())
+    assert [(one.reward, len(one.turns), one.fault) for one in found] == [(0.5, 2, None), (1.0, 1, None)]
+    assert [one["row"].get("array") for one in ended] == [[0, 1, 2], None] and ended[0]["row"]["messages"] == MESSAGES
+    assert (refused.status_code, none_left.status_code, none_left.json()["error"]["code"]) == (401, 429, "no_episode")
+
+
+def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_taken(tokenizer, kit_of):
+    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of(timeout=0.2))
+
+    async def scenario() -> Trajectory:
+        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+            episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
+            await asyncio.sleep(0.5)
+            assert not episode.done()
+            await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})
+            found = await episode
+        await agents.open.aclose()
+        return found
+
+    assert asyncio.run(scenario()).fault == "no turns"
 
 
 @pytest.fixture

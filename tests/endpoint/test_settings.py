@@ -1,13 +1,14 @@
 """What a run's configuration makes of rollout.agent."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.endpoint.functions import AgentSettings
-from hybridrl.runs.episodes import agent_settings, runs_episodes
+from hybridrl.runs.episodes import agent_settings, episode_processes, invitation, runs_episodes
 
 AGENT = "actor_rollout_ref.rollout.agent"
 
@@ -54,3 +55,24 @@ def test_where_batches_are_fixed_no_agent_waits_for_another(config_of, agent):
 def test_a_function_that_is_missing_is_named_with_those_there_are(config_of, agent):
     with pytest.raises(ConfigError, match=f"{AGENT}.path=.*has no function run; it has solve"):
         agent_settings(config_of(f"{AGENT}.path={agent}"))
+
+
+def test_agents_outside_the_run_find_its_episodes_at_one_address_with_a_key(config_of, monkeypatch):
+    monkeypatch.setenv("HYBRIDRL_ADMIN_KEY", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = config_of(f"{AGENT}.mode=online", f"{AGENT}.port={port}")
+    settings = agent_settings(config)
+    assert (settings.mode, settings.port, settings.admin_key) == ("online", port, "secret")
+    assert runs_episodes(config, []) and episode_processes(config, Path("logs"))[0] == 1
+    assert f"POST http://127.0.0.1:{port}/rl/start_session with the admin key secret" in invitation(settings)
+
+
+def test_what_does_not_go_with_agents_outside_the_run_is_rejected(config_of, agent):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"{AGENT}.port={taken.getsockname()[1]}"
+        wrong = [f"{AGENT}.path={agent}", f"{AGENT}.num_workers=2", "trainer.deterministic=true", port]
+        with pytest.raises(ConfigError) as raised:
+            agent_settings(config_of(f"{AGENT}.mode=online", *wrong))
+    for said in ("agents are outside the run", "there is one endpoint", "the order of requests", "cannot be used"):
+        assert said in str(raised.value)

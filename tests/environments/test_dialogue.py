@@ -93,6 +93,9 @@ def test_a_sampled_end_token_leaves_the_row_where_the_template_has_another(token
     assert talk.delta(result("1"), sampled="x<|user|>") == ("<|tool|>1<|assistant|>", 1)
     assert talk.delta(result("1"), sampled="x<|tool|>") == ("1<|assistant|>", 0)
     assert talk.delta(user("more"), sampled="x<|tool|>") == ("<|user|>more<|assistant|>", 1)
+    assert talk.delta(user("more"), sampled="<|tool|>") == ("<|user|>more<|assistant|>", 0), (
+        "its turn has no other token"
+    )
     assert talk.dialogue.check() == []
 
 

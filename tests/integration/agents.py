@@ -1,8 +1,12 @@
-"""Environments and an agent loop for tests with real engines; loaded by path in the processes of episodes."""
+"""Environments, agent loops and an agent for tests, some with real engines; loaded by path in processes of episodes.
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+Echo, EchoLoop and echo are one loop in three forms: the policy reads what it said, and responds again.
+"""
 
 from hybridrl.environments import Environment, Step
+from hybridrl.environments.verl_loops import AgentLoopBase, AgentLoopOutput
+
+TURNS, REWARD = 3, 0.5  # unless the row has its own
 
 
 class OneResponse(Environment):
@@ -10,6 +14,45 @@ class OneResponse(Environment):
 
     def step(self, response):
         return Step(done=True)
+
+
+class Echo(Environment):
+    def step(self, response):
+        if response.turn + 1 == self.row.get("turns", TURNS):
+            return Step(done=True, reward=self.row.get("reward", REWARD))
+        return Step([{"role": "user", "content": f"You said {response.text}"}])
+
+
+class EchoLoop(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        messages, mask, log_probs = list(row["raw_prompt"]), [], []
+        prompt = ids = await self.ct_build_initial_tokens(messages)
+        turns = row.get("turns", TURNS)
+        for turn in range(turns):
+            output = await self.server_manager.generate("1", prompt_ids=ids, sampling_params=sampling_params)
+            sampled = output.token_ids, output.log_probs
+            merged, mask, log_probs = await self.ct_merge_assistant_token(ids, sampled[0], mask, log_probs, sampled[1])
+            ids, text = merged.token_ids, self.tokenizer.decode(output.token_ids[:-1], skip_special_tokens=True)
+            before = messages = [*messages, {"role": "assistant", "content": text}]
+            if turn + 1 < turns:
+                messages = [*messages, {"role": "user", "content": f"You said {text}"}]
+                merged, mask, log_probs = await self.ct_merge_non_assistant_msg(before, messages, ids, mask, log_probs)
+                ids = merged.token_ids
+        fields = {"prompt_ids": prompt, "response_ids": ids[len(prompt) :], "response_mask": mask}
+        reward = row.get("reward", REWARD)
+        return AgentLoopOutput(**fields, response_logprobs=log_probs, reward_score=reward, num_turns=2, metrics={})
+
+
+async def echo(data, *, base_url, api_key, http_client):
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+    messages = list(data["messages"])
+    for _ in range(data.get("turns", TURNS)):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        text = answer.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"You said {text}"}]
+    return data.get("reward", REWARD)
 
 
 class Counter(AgentLoopBase):

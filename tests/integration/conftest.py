@@ -56,7 +56,8 @@ def overrides(tiny) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="module")
 def config(overrides, tmp_path_factory):
-    return load_ppo_config(overrides(tmp_path_factory.mktemp("run")))
+    longer = {"actor_rollout_ref.rollout.max_model_len": 448}  # for episodes of several turns
+    return load_ppo_config(overrides(tmp_path_factory.mktemp("run"), longer))
 
 
 @pytest.fixture(scope="module")

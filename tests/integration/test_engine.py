@@ -17,6 +17,8 @@ from transformers import AutoTokenizer
 from hybridrl import device as devices
 from hybridrl.batch import Batch
 from hybridrl.data.prompts import Prompt
+from hybridrl.endpoint.agent import Agents
+from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.episode_loop import Limits
 from hybridrl.environments.pool import EpisodeWorkers
 from hybridrl.environments.settings import EnvironmentSettings
@@ -29,11 +31,12 @@ from hybridrl.rollout import ModeError, Request, Sampling, request_seed
 from hybridrl.rollout.engine import RolloutEngine
 from hybridrl.rollout.fleet import EngineGroup
 from hybridrl.weights.sync import StaleWeights
+from tests.integration.agents import REWARD, TURNS
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
 
 FILE = Path(__file__).with_name("agents.py")
-TURNS, TOKENS = 8, 3
-EPISODE_SAMPLING = Sampling(max_tokens=24, stop_ids=(2,))
+LIMITS = Limits(prompt=32, response=416, context=448)
+ENDS = tuple(range(2, 100))  # so many that a random model ends its turns after a few tokens
 PROMPTS, SAMPLES = 3, 4
 
 
@@ -124,8 +127,14 @@ def test_an_engine_tells_how_many_tokens_it_has_sampled_while_it_samples(parts):
 
 
 def engine_processes() -> list[psutil.Process]:
-    mine = psutil.Process().children(recursive=True)
-    return [process for process in mine if "EngineCore" in " ".join(process.cmdline())]
+    return [process for process in psutil.Process().children(recursive=True) if "EngineCore" in command(process)]
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
 
 
 def server_process(engine_process: psutil.Process) -> psutil.Process:
@@ -231,9 +240,9 @@ def workers_of(session, tiny, tmp_path_factory) -> Callable[..., Iterator[Episod
     def open_workers(**settings: str) -> Iterator[EpisodeWorkers]:
         load = partial(AutoTokenizer.from_pretrained, str(tiny / "model"))
         environments = EnvironmentSettings(**settings)
-        limits = Limits(prompt=32, response=24, context=56)
-        plain = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 32, "max_response_length": 24}}
-        settings = EpisodeSettings(load, environments, limits, (2,), configuration=plain)
+        plain = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 32, "max_response_length": 416}}
+        agents = partial(Agents, AgentSettings(str(FILE), "echo")) if environments.agent_path else None
+        settings = EpisodeSettings(load, environments, LIMITS, ENDS, configuration=plain, agents=agents)
         logs = [str(tmp_path_factory.mktemp("logs") / "episodes.log")]
         with EpisodeWorkers(session, settings, 1, logs) as workers:
             workers.wait_until_ready(120)
@@ -246,9 +255,16 @@ def episodes(config, engine, tokenizer, prompts, workers: EpisodeWorkers | None,
     engine.to_rollout(version)
     with ScorerPool(config.reward) as scorers:
         runner = EpisodeRunner(engine.client, Decoding(scorers, tokenizer), 3, None, workers)
-        found, _ = runner.run(prompts, SAMPLES, EPISODE_SAMPLING, range(PROMPTS))
+        sampling = Sampling(max_tokens=LIMITS.response, stop_ids=ENDS)
+        found, _ = runner.run(prompts, SAMPLES, sampling, range(PROMPTS))
     engine.to_training()
     return found
+
+
+def assert_equal(one: Batch, other: Batch) -> None:
+    for (name, axis, value), (name_there, _, there) in zip(one._filled(), other._filled(), strict=True):
+        assert (name, value.dtype) == (name_there, there.dtype)
+        assert torch.equal(value, there), (name, axis)
 
 
 class Decoding:
@@ -274,20 +290,58 @@ def test_an_episode_of_one_turn_is_the_single_response_bit_for_bit(config, parts
     single = batch_of(episodes(config, engine, tokenizer, prompts, None, 0))
     with workers_of(environment=f"{FILE}:OneResponse") as workers:
         conversations = batch_of(episodes(config, engine, tokenizer, prompts, workers, 0))
-    for (name, axis, value), (other, _, same) in zip(single._filled(), conversations._filled(), strict=True):
-        assert (name, value.dtype) == (other, same.dtype)
-        assert torch.equal(value, same), (name, axis)
+    assert_equal(single, conversations)
+
+
+def test_a_loop_gives_one_batch_as_environment_as_agent_loop_and_as_agent(
+    config, parts, tokenizer, prompts, workers_of, tmp_path
+):
+    engine, _ = parts
+    loops = tmp_path / "loops.yaml"
+    loops.write_text(f"- {{name: echo, _target_: '{FILE}:EchoLoop'}}\n")
+    batches = []
+    for form in (
+        {"environment": f"{FILE}:Echo"},
+        {"default_agent_loop": "echo", "agent_loop_config_path": str(loops)},
+        {"agent_path": str(FILE)},
+    ):
+        with workers_of(**form) as workers:
+            found = episodes(config, engine, tokenizer, prompts, workers, 0)
+        assert {(one.score.detail, len(one.trajectory.turns)) for one in found} == {("", TURNS)}
+        batches.append(batch_of(found))
+    assert_equal(batches[0], batches[1])
+    assert_equal(batches[0], batches[2])
+
+
+def test_a_server_killed_while_agents_wait_for_it_costs_no_episode(
+    config, parts, tokenizer, prompts, workers_of, monkeypatch
+):
+    engine, _ = parts
+    restarts, victims, sample = engine.client.restarts, [engine_processes()[0]], engine.client.generate
+
+    def kill_once(request):
+        if request.turn == 1 and victims:
+            victims.pop().kill()
+        return sample(request)
+
+    with workers_of(agent_path=str(FILE)) as workers:
+        undisturbed = batch_of(episodes(config, engine, tokenizer, prompts, workers, 0))
+        monkeypatch.setattr(engine.client, "generate", kill_once)
+        found = episodes(config, engine, tokenizer, prompts, workers, 0)
+    assert engine.client.restarts == restarts + 1 and not victims
+    assert {one.score.value for one in found} == {REWARD}
+    assert_equal(undisturbed, batch_of(found))
 
 
 def test_log_probs_of_eight_turns_are_those_of_the_trainer(config, parts, tokenizer, prompts, workers_of, tmp_path):
     engine, workers = parts
     loops = tmp_path / "loops.yaml"
-    loops.write_text(f"- {{name: counter, _target_: '{FILE}:Counter', turns: {TURNS}, tokens: {TOKENS}}}\n")
+    loops.write_text(f"- {{name: counter, _target_: '{FILE}:Counter', turns: 8, tokens: 3}}\n")
     with workers_of(default_agent_loop="counter", agent_loop_config_path=str(loops)) as episode_workers:
         found = episodes(config, engine, tokenizer, prompts, episode_workers, 1)
     assert {one.score.detail for one in found} == {""}
     batch = batch_of(found)
-    assert batch.response_mask.sum() <= PROMPTS * SAMPLES * TURNS * TOKENS
-    assert {len(one.trajectory.turns) for one in found} == {TURNS}
+    assert batch.response_mask.sum() <= PROMPTS * SAMPLES * 8 * 3
+    assert {len(one.trajectory.turns) for one in found} == {8}
     assert len({tuple(one.trajectory.turns[3].sampled.tolist()) for one in found}) > 1
     assert largest_gap(workers, batch) < 1e-4
