@@ -240,9 +240,11 @@ class AgentConfig(Section):
     agent_loop_config_path: str | None
     path: str | None
     name: str
-    mode: Literal["inline", "process"]
+    mode: Literal["inline", "process", "online"]
     concurrency: values.Positive
     turn_discount: values.Share
+    host: str
+    port: values.Positive
 
 
 class RolloutConfig(Section):

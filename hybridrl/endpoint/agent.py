@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridrl.endpoint.app import create_app
 from hybridrl.endpoint.core import Wanted
-from hybridrl.endpoint.functions import Agent, AgentSettings, call_agent, run_in_process
+from hybridrl.endpoint.functions import ONLINE, Agent, AgentSettings, call_agent, run_in_process
 from hybridrl.endpoint.messages import rejected
 from hybridrl.endpoint.server import serving
 from hybridrl.endpoint.sessions import Session, Sessions
@@ -24,6 +24,8 @@ from hybridrl.environments.episode_loop import Kit
 from hybridrl.rollout import Completion
 
 logger = logging.getLogger(__name__)
+
+CLAIM_SECONDS = 4.0  # that a request for an episode waits for one; clients may have a time limit of 5 s
 
 
 class OneAtATime:
@@ -49,6 +51,36 @@ class OneAtATime:
             task.cancel()
 
 
+class Waiting:
+    """Episodes that wait for an agent outside the run: who asks first gets the one that has waited longest."""
+
+    def __init__(self) -> None:
+        self.offers: asyncio.Queue[tuple[Session, Mapping[str, Any], asyncio.Future[None]]] = asyncio.Queue()
+
+    async def offer(self, session: Session, data: Mapping[str, Any]) -> None:
+        """Wait until an agent has taken the session."""
+        taken = asyncio.get_running_loop().create_future()
+        self.offers.put_nowait((session, data, taken))
+        await taken
+
+    async def claim(self) -> tuple[Session, Mapping[str, Any]]:
+        """Return a session with its row, which waits for an agent; rejects the request if none does for a while."""
+        try:
+            async with asyncio.timeout(CLAIM_SECONDS):
+                while True:
+                    session, data, taken = await self.offers.get()
+                    if not taken.done():  # else the episode was abandoned
+                        taken.set_result(None)
+                        return session, data
+        except TimeoutError:
+            raise rejected(429, "no episode waits for an agent; ask again", code="no_episode") from None
+
+
+async def _until_ended(session: Session) -> None:
+    """Wait until the agent ends its session; its rewards were set before."""
+    await session.ended.wait()
+
+
 class Agents:
     """The agents of a process that runs episodes, with one endpoint for all of them."""
 
@@ -57,6 +89,7 @@ class Agents:
         self.sessions = Sessions(kit, timeout=math.inf)  # an episode has a time limit of its own
         self.policies: dict[str, OneAtATime] = {}
         self.places = asyncio.Semaphore(settings.concurrency) if settings.concurrency else nullcontext()
+        self.waiting = Waiting() if settings.mode == ONLINE else None
         self.open = AsyncExitStack()
         self.starting: asyncio.Future[str] | None = None
 
@@ -65,15 +98,18 @@ class Agents:
         async with self.places:
             session, turns = self.sessions.start(messages), OneAtATime(policy)
             self.policies[session.id] = turns
-            stop, fault, detail = "", None, ""
+            stop, fault, detail, clock = "", None, "", None
+            data = {**row, "messages": list(messages)}
             try:
+                address = await self.start()
+                if self.waiting:
+                    await self.waiting.offer(session, data)
                 async with asyncio.timeout(self.kit.limits.timeout) as clock:
-                    data = {**row, "messages": list(messages)}
-                    self._take(session, await self._call(data, await self._serve(), session.api_key))
+                    self._take(session, await self._call(session, data, f"{address}/v1"))
             except EpisodeFault as error:
                 fault, detail = "environment", str(error)
             except Exception as error:  # whatever the user's function raises
-                if clock.expired():
+                if clock and clock.expired():
                     stop = "timeout"
                 elif not session.stop:  # else it was the end of the conversation that it does not handle
                     logger.exception("an agent failed")
@@ -104,23 +140,28 @@ class Agents:
                 turn.reward = None
             session.set_reward(float(returned))
 
-    async def _serve(self) -> str:
-        """Return the endpoint's base address, which is started once."""
+    async def start(self) -> str:
+        """Return the endpoint's address, which is started once."""
         if self.starting is None:
-            app = create_app(self._generate, self.sessions)
-            self.starting = asyncio.ensure_future(self.open.enter_async_context(serving(app)))
-        return f"{await asyncio.shield(self.starting)}/v1"
+            claim, settings = self.waiting and self.waiting.claim, self.settings
+            app = create_app(self._generate, self.sessions, admin_key=settings.admin_key, claim=claim)
+            self.starting = asyncio.ensure_future(
+                self.open.enter_async_context(serving(app, settings.host, settings.port))
+            )
+        return await asyncio.shield(self.starting)
 
     async def _generate(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
         if session.id not in self.policies:
             raise rejected(401, "use the API key that the agent was called with", code="invalid_api_key")
         return await self.policies[session.id].generate(ids, wanted)
 
-    def _call(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Awaitable[Any]:
-        limit = self.kit.limits.timeout
+    def _call(self, session: Session, data: Mapping[str, Any], base_url: str) -> Awaitable[Any]:
+        if self.waiting:
+            return _until_ended(session)
+        arguments = data, base_url, session.api_key, self.kit.limits.timeout
         if self.settings.mode == "process":
-            return run_in_process(self.settings, data, base_url, api_key, limit)
-        return call_agent(self.agent, data, base_url, api_key, limit)
+            return run_in_process(self.settings, *arguments)
+        return call_agent(self.agent, *arguments)
 
     @cached_property
     def agent(self) -> Agent:

@@ -1,9 +1,10 @@
 """The endpoint as a web application: the routes and errors of OpenAI's API, and AReaL's for sessions."""
 
 import asyncio
+import json
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from hybridrl.endpoint.translations import MessagesRequest, ResponsesRequest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Claim = Callable[[], Coroutine[Any, Any, tuple[Session, Mapping[str, Any]]]]  # a session and its row
 
 CLIENT_GONE = 499  # which nobody reads
 WITHOUT_EFFECT = ("store", "parallel_tool_calls", "frequency_penalty", "presence_penalty", "service_tier")
@@ -43,11 +45,13 @@ class SetReward(BaseModel):
 class Api:
     """The routes over one policy, which clients may name as they like.
 
-    With an `admin_key` its owner starts sessions; without one only this process does.
+    With an `admin_key` its owner starts sessions; without one only this process does. With `claim` these are sessions
+    that wait for an agent, with their rows.
     """
 
-    def __init__(self, core: Core, model: str, admin_key: str | None) -> None:
+    def __init__(self, core: Core, model: str, admin_key: str | None, claim: Claim | None) -> None:
         self.core, self.sessions, self.model, self.admin_key = core, core.sessions, model, admin_key
+        self.claim = claim
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         wanted, tools, messages = body.wanted(), body.schemas(), as_rendered(body.messages)
@@ -85,10 +89,14 @@ class Api:
         open_sessions = sum(not session.closed for session in self.sessions.by_id.values())
         return {"status": "ok", "sessions": open_sessions, "unrecorded": self.sessions.unrecorded}
 
-    async def start_session(self, request: Request, body: StartSession) -> dict[str, str]:
+    async def start_session(self, request: Request, body: StartSession | None = None) -> Response:
         self._check_admin(request)
-        session = self.sessions.start(task=body.task_id)
-        return {"session_id": session.id, "api_key": session.api_key}
+        if self.claim is None:
+            session, row = self.sessions.start(task=body.task_id if body else ""), {}
+        else:
+            session, row = await while_connected(request, self.claim())
+        answer = {"session_id": session.id, "api_key": session.api_key} | ({"row": row} if row else {})
+        return Response(json.dumps(answer, default=_plain), media_type="application/json")
 
     async def set_reward(self, request: Request, body: SetReward) -> dict[str, Any]:
         session = self._own_session(request)
@@ -97,7 +105,7 @@ class Api:
 
     async def end_session(self, request: Request) -> dict[str, Any]:
         session = self._own_session(request)
-        session.closed = "it has ended"
+        session.close()
         return {"session_id": session.id, "turns": len(session.turns)}
 
     async def describe(self, request: Request, session_id: str, turn_discount: float = 1.0) -> dict[str, Any]:
@@ -150,10 +158,15 @@ class Api:
 
 
 def create_app(
-    generate: Generate, sessions: Sessions, *, model: str = "policy", admin_key: str | None = None
+    generate: Generate,
+    sessions: Sessions,
+    *,
+    model: str = "policy",
+    admin_key: str | None = None,
+    claim: Claim | None = None,
 ) -> FastAPI:
     """Make the application over a function that samples, and the sessions that it records."""
-    api = Api(Core(generate, sessions), model, admin_key)
+    api = Api(Core(generate, sessions), model, admin_key, claim)
     app = FastAPI(title="hybridrl", openapi_url=None)
     for method, path, route in (
         ("POST", "/v1/chat/completions", api.chat),
@@ -201,6 +214,11 @@ def _answer(body: dict[str, Any], request: Sampled) -> Response:
 def _key(request: Request) -> str:
     """Return the API key, as OpenAI's or Anthropic's clients send it."""
     return request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a row as JSON has it: rows hold arrays and numbers of numpy."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @cache

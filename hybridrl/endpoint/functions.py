@@ -23,24 +23,30 @@ from hybridrl.config.custom_code import load_function
 from hybridrl.environments.settings import AGENT
 from hybridrl.environments.user_code import finished
 
+ONLINE = "online"
 PROCESS = "hybridrl.endpoint.process"
 Agent = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Which function rows run in. `mode` is inline, in the process of the endpoint, or process, one for each episode;
-    at most `concurrency` of them run at a time in each process that runs episodes (None: all).
+    """What rows run in: the function `name` of the file `path`, or with mode online agents outside the run.
 
-    An episode that gets no reward is a fault if `needs_reward`, else the reward function scores it.
+    `mode` is inline, in the process of the endpoint, process, one for each episode, or online: the endpoint is then at
+    `host` and `port` and gives sessions to who has the `admin_key`. At most `concurrency` agents run at a time in each
+    process that runs episodes (None: all). An episode that gets no reward is a fault if `needs_reward`, else the reward
+    function scores it.
     """
 
-    path: str
+    path: str = ""
     name: str = "run"
     mode: str = "inline"
     concurrency: int | None = None
     turn_discount: float = 1.0
     needs_reward: bool = True
+    host: str = "127.0.0.1"
+    port: int = 0
+    admin_key: str | None = None
 
     def load(self) -> Agent:
         """Return the function; ConfigError says what is wrong with the file."""

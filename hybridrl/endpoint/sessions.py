@@ -4,6 +4,7 @@ A request whose messages begin with a recorded conversation continues its token 
 again. Where the agent changed what the policy wrote, the conversation is rendered as a new one.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -84,7 +85,13 @@ class Session:
     forks: int = 0
     stop: str = ""  # the limit that ended it
     closed: str = ""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     used: float = 0.0
+
+    def close(self, why: str = "it has ended") -> None:
+        """Take no more requests."""
+        self.closed = self.closed or why
+        self.ended.set()
 
     def prompt_for(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Prompt:
         """Return the prompt of a conversation: the recorded ids and what its further messages add, or all rendered."""
@@ -216,14 +223,14 @@ class Sessions:
         return session
 
     def remove(self, session: Session) -> None:
-        session.closed = session.closed or "it has ended"
+        session.close()
         del self.by_id[session.id], self.by_key[session.api_key]
 
     def opened(self, session: Session) -> Session:
         """Return the session for a request that changes it; rejects one that is closed."""
         now = self.clock()
         if not session.closed and now - session.used > self.timeout:
-            session.closed = f"it was not used for {self.timeout:g} s"
+            session.close(f"it was not used for {self.timeout:g} s")
         if session.closed:
             raise rejected(409, f"session {session.id} is closed: {session.closed}", code="session_closed")
         session.used = now

@@ -20,9 +20,10 @@ from hybridrl.cluster.group import START_LIMIT
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec, EpisodeWorker, Ticket
 from hybridrl.rollout import Completion, Request
-from hybridrl.tracking.console import warn
+from hybridrl.tracking.console import info, warn
 
 TRIES = 2  # of an episode in whose environment its process died
+SILENT_SECONDS = 60.0  # without the end of an episode, after which it is said what they wait for
 GRACE_SECONDS = 60.0  # without a heartbeat, in addition to the time limit of an environment: one starts in less
 
 Sampler = Callable[[Request], "asyncio.Future[Completion]"]
@@ -99,7 +100,7 @@ class EpisodeDispatch:
                 lane.pump = asyncio.create_task(self._pump(lane))
             missing = len(self.specs)
             while missing:
-                arrived = [await self.ended.get()]
+                arrived = [await self._next()]
                 while not self.ended.empty():
                     arrived.append(self.ended.get_nowait())
                 for one in arrived:
@@ -110,6 +111,19 @@ class EpisodeDispatch:
         finally:
             for task in (*(lane.pump for lane in self.lanes), *self.sending):
                 task.cancel()
+
+    async def _next(self) -> tuple[Ticket, Trajectory] | Exception:
+        """Wait for what ends next, and say now and then what the others wait for."""
+        while True:
+            try:
+                return await asyncio.wait_for(self.ended.get(), SILENT_SECONDS)
+            except TimeoutError:
+                running = sum(len(lane.tickets) for lane in self.lanes)
+                thinking = sum(len(lane.thinking) for lane in self.lanes)
+                info(
+                    f"no episode has ended for {SILENT_SECONDS:g} s: of {running}, {thinking} wait for an environment "
+                    "or agent, the others for the policy"
+                )
 
     async def _pump(self, lane: Lane) -> None:
         """Start a process's episodes and serve them until all have ended."""

@@ -63,6 +63,9 @@ class EpisodeSettings:
 class AgentRunner(Protocol):
     """Runs episodes that have a loop of their own."""
 
+    async def start(self) -> Any:
+        """Prepare for episodes."""
+
     async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
         """Run one episode."""
 
@@ -134,6 +137,8 @@ class EpisodeWorker:
 
     async def start(self) -> bool:
         """Return once the process is ready."""
+        if self.agents:
+            await self.agents.start()
         return True
 
     async def begin(self, call: str, content: bytes) -> None:

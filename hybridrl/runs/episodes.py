@@ -1,7 +1,10 @@
 """Whether and how a run has episodes of several turns: from the configuration to the processes, and what is checked
 before they start."""
 
-from collections.abc import Callable, Collection, Mapping
+import os
+import secrets
+import socket
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -17,18 +20,20 @@ from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
 from hybridrl.endpoint.agent import Agents
-from hybridrl.endpoint.functions import AgentSettings
+from hybridrl.endpoint.functions import ONLINE, AgentSettings
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.episode_loop import Kit, Limits
 from hybridrl.environments.load import SINGLE_RESPONSES, SINGLE_TURN, TOOL_AGENT, Choice, choice_of, load_tools
 from hybridrl.environments.load import check as check_environments
-from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
+from hybridrl.environments.settings import AGENT, MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.template import KEY as TEMPLATE
 from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.rewards.actor import LoadTokenizer
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.tracking.console import info
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
+ADMIN_KEY = "HYBRIDRL_ADMIN_KEY"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
 
 
@@ -36,7 +41,8 @@ def environment_settings(config: PPOConfig) -> EnvironmentSettings:
     """What environments and tools the configuration names, as plain values."""
     multi_turn, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
     libraries = tuple(config.actor_rollout_ref.model.external_lib)
-    renamed = {"libraries": libraries, "max_turns": multi_turn.max_assistant_turns, "agent_path": agent.path}
+    agent_path = ONLINE if agent.mode == ONLINE else agent.path
+    renamed = {"libraries": libraries, "max_turns": multi_turn.max_assistant_turns, "agent_path": agent_path}
     values = vars(multi_turn) | vars(agent) | renamed
     names = {item.name for item in fields(EnvironmentSettings)} & values.keys()
     return EnvironmentSettings(**{name: values[name] for name in names})
@@ -68,7 +74,10 @@ def episode_limits(config: PPOConfig) -> Limits:
 
 
 def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]) -> EpisodeSettings:
-    """What the processes that run episodes are made with."""
+    """What the processes that run episodes are made with; with agents outside the run, says where they find it."""
+    agents = agent_settings(config)
+    if agents and agents.mode == ONLINE:
+        info(invitation(agents))
     return EpisodeSettings(
         load_tokenizer,
         environment_settings(config),
@@ -76,7 +85,7 @@ def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: 
         end_ids,
         formats=_formats(config),
         configuration=asdict(config),
-        agents=agent_runner(config),
+        agents=agents and partial(Agents, agents),
     )
 
 
@@ -93,29 +102,57 @@ def _formats(config: PPOConfig) -> dict[str, Any]:
 
 
 def agent_settings(config: PPOConfig) -> AgentSettings | None:
-    """Which function of the user's rows run in; ConfigError if there is none of its name. None: none is configured."""
+    """Which agents rows run in; ConfigError if there is no function of this name, or they cannot be outside. None: none
+    are configured."""
     rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
-    if agent.path is None:
-        return None
     # With full_determinism turns are sampled once every episode wants one, so none may wait for another to end.
     concurrency = None if rollout.full_determinism else agent.concurrency
-    path, needs_reward = str(script_path(agent.path)), uses_built_in(config.reward)
-    settings = AgentSettings(path, agent.name, agent.mode, concurrency, agent.turn_discount, needs_reward)
+    shared = {"concurrency": concurrency, "turn_discount": agent.turn_discount}
+    shared |= {"mode": agent.mode, "needs_reward": uses_built_in(config.reward)}
+    if agent.mode == ONLINE:
+        _check_online(config)
+        key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(16)
+        return AgentSettings(**shared, host=agent.host, port=agent.port, admin_key=key)
+    if agent.path is None:
+        return None
+    settings = AgentSettings(str(script_path(agent.path)), agent.name, **shared)
     settings.load()
     return settings
 
 
-def agent_runner(config: PPOConfig) -> Callable[[Kit], Agents] | None:
-    """What makes the runner of agents in a process of episodes."""
-    settings = agent_settings(config)
-    return settings and partial(Agents, settings)
+def _check_online(config: PPOConfig) -> None:
+    """Raise ConfigError if agents outside the run cannot take its episodes."""
+    rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
+    findings = Findings()
+    for is_wrong, name, why, fix in (
+        (agent.path, f"path={agent.path}", "agents are outside the run", "leave path out, or set mode=inline"),
+        ((agent.num_workers or 1) > 1, f"num_workers={agent.num_workers}", "there is one endpoint", "set it to 1"),
+        (rollout.full_determinism, "mode=online", "the order of requests is not fixed", "set full_determinism=false"),
+    ):
+        if is_wrong:
+            findings.error(
+                "conflict", f"{AGENT}.{name} does not go with agents that are online: {why}", fix, keys=AGENT
+            )
+    if config.trainer.nnodes == 1:
+        try:
+            socket.create_server((agent.host, agent.port)).close()
+        except OSError as error:
+            cause = f"{AGENT}.port={agent.port}: {agent.host}:{agent.port} cannot be used ({error.strerror})"
+            findings.error("input", cause, "set another port", keys=f"{AGENT}.port")
+    findings.close()
+
+
+def invitation(agents: AgentSettings) -> str:
+    """Say where agents outside the run find its episodes."""
+    place = f"http://{agents.host}:{agents.port}/rl/start_session"
+    return f"agents get episodes by POST {place} with the admin key {agents.admin_key} (docs/endpoint.md)"
 
 
 def episode_processes(config: PPOConfig, logs: Path) -> tuple[int, list[str]]:
     """Return how many processes run episodes, over all machines, and their logs."""
     machines, wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.agent.num_workers
     per_machine = min(max(this_machine(count_gpus=False).cores // CORES_PER_PROCESS, 1), MOST_PROCESSES)
-    count = wanted or machines * per_machine
+    count = 1 if config.actor_rollout_ref.rollout.agent.mode == ONLINE else wanted or machines * per_machine
     return count, [str(logs / f"episodes-{index}.log") for index in range(count)]
 
 
