@@ -258,6 +258,7 @@ class RolloutConfig(Section):
     repetition_penalty: values.AboveZero
     min_tokens: values.Natural
     ignore_eos: bool
+    stop: list[str]
     seed: values.Natural
     full_determinism: bool
     prompt_length: values.Positive

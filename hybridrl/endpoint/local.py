@@ -14,7 +14,6 @@ from hybridrl.endpoint.core import Wanted
 from hybridrl.endpoint.server import serving
 from hybridrl.endpoint.sessions import Session, Sessions
 from hybridrl.environments.episode_loop import Kit, Limits
-from hybridrl.environments.worker import cut_at
 from hybridrl.rollout import Completion, Request, Sampling
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.tracking.console import info
@@ -37,9 +36,9 @@ class Local:
             top_p=wanted.top_p or rollout.top_p,
             top_k=wanted.top_k or rollout.top_k,
             repetition_penalty=rollout.repetition_penalty,
+            stop=(*rollout.stop, *wanted.stop),
         )
-        completion = await self.engine.generate(Request(0, 0, ids, seed, sampling))
-        return cut_at(completion, wanted.stop, self.kit.tokenizer.decode) if wanted.stop else completion
+        return await self.engine.generate(Request(0, 0, ids, seed, sampling))
 
 
 def longest_context(model: ModelConfig) -> int:

@@ -98,24 +98,12 @@ class WorkerPolicy:
         most = min(self.sampling.max_tokens, context - len(prompt_ids))
         # The first turn has the seed of a single response, which an episode of one turn then equals.
         seed = request_seed(spec.seed, spec.seed_key, spec.sample, *([turn] if turn else []))
-        sampling = replace(self.sampling, max_tokens=most if max_tokens is None else min(most, max_tokens))
+        most = most if max_tokens is None else min(most, max_tokens)
+        sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *stop))
         request = Request(spec.prompt, spec.sample, list(prompt_ids), seed, sampling, turn)
         completion = await self.worker.ask(self.ticket, request)
         self.version = completion.versions
-        return cut_at(completion, stop, self.worker.kit.tokenizer.decode) if stop else completion
-
-
-def cut_at(completion: Completion, stop: Sequence[str], decode: Callable[[list[int]], str]) -> Completion:
-    """Return a completion up to the token that completes the first of the texts."""
-    ids = completion.token_ids.tolist()
-    if not any(text in decode(ids) for text in stop):
         return completion
-    low, high = 1, len(ids)  # the shortest beginning that has one, by bisection
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if any(text in decode(ids[:middle]) for text in stop) else (middle + 1, high)
-    versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:low]
-    return Completion(completion.token_ids[:low], completion.log_probs[:low], False, versions)
 
 
 class EpisodeWorker:

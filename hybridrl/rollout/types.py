@@ -8,7 +8,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled; temperature 0 is greedy. Any of `stop_ids` ends a response."""
+    """How responses are sampled; temperature 0 is greedy. Any of `stop_ids` ends a response, and so does a text of
+    `stop`, with the token that completes it."""
 
     max_tokens: int
     stop_ids: tuple[int, ...]
@@ -18,6 +19,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,7 @@ def training_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Samp
         repetition_penalty=rollout.repetition_penalty,
         min_tokens=rollout.min_tokens,
         ignore_eos=rollout.ignore_eos,
+        stop=tuple(rollout.stop),
     )
 
 
@@ -229,4 +230,5 @@ def validation_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sa
         temperature=validation.temperature,
         top_p=validation.top_p,
         top_k=validation.top_k,
+        stop=tuple(rollout.stop),
     )

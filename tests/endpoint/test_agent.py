@@ -20,7 +20,7 @@ from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, trajectory
-from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
+from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
 from hybridrl.rollout import Completion, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
 from tests.integration.agents import Echo, EchoLoop, echo
@@ -305,3 +305,17 @@ def test_rows_that_name_nothing_else_run_in_the_agent(worker, tokenizer, columns
     found = asyncio.run(drive())
     assert len(found.turns) == turns and found.fault is None
     assert seeds == [request_seed(1, "key", 0, *([turn] if turn else [])) for turn in range(turns)]
+
+
+def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worker, tokenizer, monkeypatch):
+    asked = []
+
+    async def ask(ticket, request):
+        asked.append(request.sampling)
+        return completion_of(tokenizer, "yes")
+
+    monkeypatch.setattr(worker, "ask", ask)
+    sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,), stop=("</search>",))
+    policy = WorkerPolicy(worker, 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
+    asyncio.run(policy.generate([1, 2], max_tokens=9, stop=("</answer>",)))
+    assert [(one.stop, one.max_tokens) for one in asked] == [(("</search>", "</answer>"), 9)]

@@ -71,6 +71,25 @@ def test_a_response_to_a_prompt_longer_than_a_cache_block_does_not_use_the_old_c
     assert largest_gap(workers, rows(wanted, second)) < 1e-4
 
 
+def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(parts, tokenizer):
+    engine, _ = parts
+    engine.to_rollout(1)
+    whole = generate(engine, requests())
+    texts = ("a", "ser\n")  # the second is several tokens, or one
+    stopped = generate(engine, [replace(one, sampling=replace(SAMPLING, stop=texts)) for one in requests()])
+    engine.to_training()
+    ended = 0
+    for key, response in whole.items():
+        ids = response.token_ids.tolist()
+        lengths = [n for n in range(1, len(ids) + 1) if any(text in tokenizer.decode(ids[:n]) for text in texts)]
+        length = min(lengths, default=len(ids))
+        assert stopped[key].token_ids.tolist() == ids[:length]
+        assert stopped[key].log_probs.tolist() == pytest.approx(response.log_probs[:length].tolist(), abs=1e-5)
+        assert stopped[key].truncated == (response.truncated and not lengths)
+        ended += bool(lengths) and length < len(ids)
+    assert ended >= 2, "some responses must be ended by a text for this test to mean anything"
+
+
 def test_a_call_in_the_wrong_mode_raises_and_switching_to_the_present_mode_does_nothing(parts):
     engine, workers = parts
     with pytest.raises(ModeError, match="generate was called while the devices are in training mode"):

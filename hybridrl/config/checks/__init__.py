@@ -22,6 +22,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     _resolve_run(config, check, machine)
     section, trainer = config.actor_rollout_ref, config.trainer
     actor, model = section.actor, section.model
+    model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # for engines, which see no data
     config.data.seed = trainer.seed if config.data.seed is None else config.data.seed
     config.reward.custom_reward_function.name = config.reward.custom_reward_function.name or "compute_score"
     training.resolve_micro_batches(config, check)

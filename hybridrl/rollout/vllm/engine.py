@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from transformers import AutoTokenizer
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
 from vllm.lora.request import LoRARequest
@@ -63,6 +64,8 @@ class VllmEngine:
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
         parameters, adapter = sampling_params(request), self._adapter()
+        if parameters.stop:
+            self._read_texts()
         self.observer.submitted()
         async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
             response = output.outputs[0]
@@ -71,6 +74,14 @@ class VllmEngine:
         self.observer.stats.tokens += len(token_ids)
         log_probs = np.asarray(response.logprobs.logprobs, dtype=np.float32)
         return Completion(token_ids, log_probs, response.finish_reason == "length", version)
+
+    def _read_texts(self) -> None:
+        """Give vLLM the tokenizer, which it starts without: few runs end responses by texts."""
+        processor = self.engine.output_processor
+        if processor.tokenizer is None:
+            place = self.model.tokenizer_path or str(resolve_model(self.model.path))
+            trusted = self.model.trust_remote_code
+            processor.tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -164,7 +175,10 @@ def sampling_params(request: Request) -> SamplingParams:
         seed=request.seed if sampling.temperature > 0 else None,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
