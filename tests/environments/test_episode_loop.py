@@ -15,6 +15,7 @@ from hybridrl.environments import Environment, EpisodeFault, Message, Response, 
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
 from hybridrl.rollout import Completion
+from tests.environments.conftest import STRIPS
 
 LIMITS = Limits(prompt=200, response=400, context=600, call_timeout=0.5, timeout=5)
 QUESTION = [{"role": "user", "content": "Guess."}]
@@ -51,8 +52,9 @@ class Echo(Environment):
         return {"closed": 1.0}
 
 
-def kit(tokenizer: PreTrainedTokenizerFast, **limits: Any) -> Kit:
-    return Kit.of(tokenizer, [tokenizer.eos_token_id], replace(LIMITS, **limits), format="hermes")
+def kit(tokenizer: PreTrainedTokenizerFast, reasoning: str = "keep", **limits: Any) -> Kit:
+    bounds, end = replace(LIMITS, **limits), [tokenizer.eos_token_id]
+    return Kit.of(tokenizer, end, bounds, format="hermes", history_reasoning=reasoning)
 
 
 def run(
@@ -113,6 +115,23 @@ def test_a_turn_may_have_what_the_episode_has_left(tokenizer):
     # 2 tokens were sampled, and 30 observed: bytes, but for the special tokens at both ends of a message.
     observed = ["\n", "<|im_start|>", *"user\nYou said 7", "<|im_end|>", "\n", "<|im_start|>", *"assistant\n"]
     assert [most for _, most in policy.prompts] == [100, 100 - 2 - len(observed)]
+
+
+def test_reasoning_that_the_template_drops_is_kept_in_one_row_or_dropped_with_a_row_for_each_turn(tokenizer_of):
+    tokenizer = tokenizer_of(STRIPS, ["<think>", "</think>"])  # no special tokens, as in released models
+    tokenizer.eos_token = "<|im_end|>"
+    texts = ["<think>a</think>7", "<think>b</think>8", "stop"]
+    kept, policy = run(tokenizer, texts, reasoning="keep")
+    assert len(kept.rows()) == 1 and "<think>a</think>7" in policy.prompts[2][0]
+    stripped, policy = run(tokenizer, texts, reasoning="strip")
+    user = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    first, second, third = (prompt for prompt, _ in policy.prompts)
+    assert second == user.format("Guess.") + "7<|im_end|>\n" + user.format("You said <think>a</think>7")
+    assert third == second + "8<|im_end|>\n" + user.format("You said <think>b</think>8")
+    rows = stripped.rows()
+    assert [tokenizer.decode(row.prompt_ids) for row in rows] == [first, second, third]
+    assert [tokenizer.decode(row.response_ids[row.mask]) for row in rows] == [f"{text}<|im_end|>" for text in texts]
+    assert sum(float(row.rewards.sum()) for row in rows) == stripped.reward == kept.reward == 0.5
 
 
 class Caller(Environment):
