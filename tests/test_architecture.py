@@ -18,6 +18,7 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 
 # Packages and top-level modules in layers, from the entry points down; each imports only from layers below its own.
 LAYERS = """
+    __main__
     serve
     main_ppo  main_sft  model_merger
     doctor

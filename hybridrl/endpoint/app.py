@@ -217,7 +217,7 @@ def _key(request: Request) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a row as JSON has it: rows hold arrays and numbers of numpy."""
+    """Return a value that JSON can hold: rows have arrays and numbers of numpy."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

@@ -53,7 +53,7 @@ class Tracker:
             try:
                 from hybridrl.tracking.wandb_sink import WandbSink
             except ImportError as error:
-                warn(f"trainer.logger=wandb is skipped: {error} (`pip install hybridrl[wandb]`)", "logger-skipped")
+                warn(f"trainer.logger=wandb is skipped: {error} (`pip install wandb`)", "logger-skipped")
             else:
                 run_id = states.get("wandb", {}).get("id")
                 self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))

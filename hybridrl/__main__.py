@@ -1,0 +1,47 @@
+"""`hybridrl COMMAND ...`: all commands under one name; each is also `python -m` with its module."""
+
+import difflib
+import pkgutil
+import runpy
+import sys
+
+# Imports nothing but the module of the command, so that --help and completion are quick.
+COMMANDS = {
+    "train": ("hybridrl.main_ppo", "train by reinforcement learning:  hybridrl train key=value ..."),
+    "sft": ("hybridrl.main_sft", "fine-tune on demonstrations:  hybridrl sft key=value ..."),
+    "serve": ("hybridrl.serve", "serve a model with OpenAI's API:  hybridrl serve model.path=DIR"),
+    "doctor": ("hybridrl.doctor", "check a command, explain a key, say why a run ended:  hybridrl doctor why RUN"),
+    "merge": (
+        "hybridrl.model_merger",
+        "write a checkpoint as a Hugging Face directory:  hybridrl merge --local_dir DIR",
+    ),
+}
+USAGE = "usage: hybridrl COMMAND ...\n\n" + "\n".join(f"  {name:8}{what}" for name, (_, what) in COMMANDS.items())
+USAGE += "\n\nhybridrl COMMAND --help says more; hybridrl --version prints the version."
+EXIT_REJECTED = 2
+
+
+def main() -> int:
+    """Run the command that the first argument names, with the others as its own."""
+    arguments = sys.argv[1:]
+    first = arguments.pop(0) if arguments else ""
+    if first in ("-V", "--version"):
+        print("hybridrl", pkgutil.resolve_name("hybridrl:__version__"))
+        return 0
+    if first in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if first not in COMMANDS:
+        near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, COMMANDS, n=1))
+        print(USAGE + (f"\n\nerror: there is no command {first}{near}" if first else ""))
+        return EXIT_REJECTED
+    module, _ = COMMANDS[first]
+    if first == "merge" and arguments[:1] not in (["merge"], ["test"]):
+        arguments = ["merge", *arguments]
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
