@@ -18,7 +18,7 @@ from hybridrl.doctor.reward import try_reward
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_space, check_start
 from hybridrl.runs.prepare import RunInputs, prepare
-from hybridrl.runs.resume import plan_resume
+from hybridrl.runs.resume import check_complete, plan_resume
 from hybridrl.tracking.faults import FILE
 
 RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", FILE, "logs", "latest_checkpointed_iteration.txt"}
@@ -90,7 +90,7 @@ def check_run_directory(config: PPOConfig, inputs: RunInputs, findings: Findings
             steps = plan.steps
             if messages:
                 findings.info("run.resume", "\n".join(messages))
-            if plan.done >= plan.steps and not config.trainer.val_only:
+            if not config.trainer.val_only and check_complete(config, plan, directory):
                 cause = f"the run is complete: {plan.done} of {plan.steps} steps are done ({plan.checkpoint.path})"
                 fix = f"raise trainer.total_training_steps, or set another {KEY}"
                 findings.warn("run.steps", cause, fix, keys=("trainer.total_training_steps", KEY))

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hybridrl.algorithms import Algorithm
 from hybridrl.checkpoint.fingerprints import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.read import check_parts
@@ -15,7 +17,7 @@ from hybridrl.checkpoint.saver import Stateful
 from hybridrl.checkpoint.store import Checkpoint, is_verl
 from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
-from hybridrl.config.compose import as_dict
+from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.rows import fingerprinted_files
@@ -24,6 +26,8 @@ from hybridrl.training.worker_group import TrainWorkers
 
 SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 RESETTABLE = ("optimizer", "schedule")
+DIRECTORY = "trainer.default_local_dir"
+MOST_CHANGED = 5  # values that a message names
 
 Say = Callable[[str], None]
 
@@ -90,6 +94,33 @@ def plan_resume(
     total = trainer.total_epochs * epoch
     steps = plan.done - (plan.prompts_used - total) // config.data.train_batch_size
     return replace(plan, steps=steps, total_prompts=total)
+
+
+def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: Path) -> bool:
+    """Return whether all steps of the run in this directory are done.
+
+    Raises ConfigError if they are and the configuration is another one: nothing would be trained with it.
+    """
+    if plan.checkpoint is None or plan.done < plan.steps:
+        return False
+    changed = _changed_values(config, directory / "config.yaml")
+    if plan.checkpoint.path.parent == directory and changed:
+        raise ConfigError(
+            f"{DIRECTORY}={directory}: the run there is complete ({plan.done} of {plan.steps} steps), with "
+            f"{'; '.join(changed[:MOST_CHANGED])}",
+            fix=f"set another {DIRECTORY} for a new run, or a higher trainer.total_training_steps to go on with them",
+            keys=DIRECTORY,
+        )
+    return True
+
+
+def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
+    """What differs from the configuration in a file, but for the section `trainer`, which changes nothing learned."""
+    if not file.exists():
+        return []
+    before, now = (flatten(yaml.safe_load(text)) for text in (file.read_text(encoding="utf-8"), as_yaml(config)))
+    keys = [key for key in now if key in before and before[key] != now[key] and not key.startswith("trainer.")]
+    return [f"{key}={before[key]}, not {now[key]}" for key in keys]
 
 
 def identify(config: PPOConfig, algorithm: Algorithm, rows: int) -> Identity:

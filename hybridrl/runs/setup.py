@@ -24,7 +24,7 @@ from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.runs.restarts import Adjusted, with_restarts
-from hybridrl.runs.resume import ResumePlan, restore
+from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, warn
@@ -85,8 +85,9 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         plan = job.plan(directory)
         saved, schedule = plan.checkpoint, job.schedule(plan.steps)
         info(f"{plan.steps} steps: {job.description}")
-        if saved and plan.done >= plan.steps and not schedule.validate_only:
+        if not schedule.validate_only and check_complete(config, plan, directory):
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({saved.path})")
+        save_config(config, directory / "config.yaml")
         session = start_session(config.trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
         probe_run(session, directory, as_dict(config))
@@ -126,11 +127,9 @@ def open_run_directory(config: Config) -> Path:
 
 
 def open_store(config: Config, directory: Path) -> Store:
-    """The checkpoints of a run, which holds the directory's lock from here on; its configuration is written there."""
+    """The checkpoints of a run, which holds the directory's lock from here on."""
     trainer = config.trainer
-    store = Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt)
-    save_config(config, directory / "config.yaml")
-    return store
+    return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt)
 
 
 def save_times(trainer: SFTTrainerConfig) -> SaveTimes:

@@ -5,19 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config import load_ppo_config
-from hybridrl.runs.resume import sample_fingerprints
+from hybridrl.checkpoint.store import Checkpoint
+from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.config.compose import save_config
+from hybridrl.runs.resume import Identity, ResumePlan, check_complete, sample_fingerprints
 
 BRIEF = '+reward.functions.brief="~/further.py:brief"'
 
 
-def fingerprints(directory: Path, *overrides: str, data: str = "rows") -> tuple[str, str]:
+def config_of(directory: Path, *overrides: str) -> PPOConfig:
     (directory / "train.jsonl").write_text("{}\n")
     (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
     (directory / "model.safetensors").touch()
     needed = [f"data.train_files={directory}/train.jsonl", f"actor_rollout_ref.model.path={directory}"]
     reward = f"reward.custom_reward_function.path={directory}/reward.py"
-    return sample_fingerprints(load_ppo_config([*needed, reward, "trainer.device=cpu", *overrides]), data)
+    return load_ppo_config([*needed, reward, "trainer.device=cpu", *overrides])
+
+
+def fingerprints(directory: Path, *overrides: str, data: str = "rows") -> tuple[str, str]:
+    return sample_fingerprints(config_of(directory, *overrides), data)
 
 
 @pytest.fixture
@@ -51,3 +57,20 @@ def test_settings_of_the_engine_change_what_responses_are_recognised_by(saved, t
 def test_what_only_the_update_reads_changes_nothing(saved, tmp_path):
     less = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
     assert fingerprints(tmp_path, BRIEF, less) == saved
+
+
+def plan(directory: Path, done: int) -> ResumePlan:
+    return ResumePlan(Identity("", "", {}), Checkpoint(done, directory / f"global_step_{done}", {}), {}, steps=4)
+
+
+def test_a_run_that_is_complete_is_not_trained_with_other_values(saved, tmp_path):
+    save_config(config_of(tmp_path), tmp_path / "config.yaml")
+    assert check_complete(config_of(tmp_path), plan(tmp_path, 4), tmp_path)
+    assert check_complete(config_of(tmp_path, "trainer.test_freq=3"), plan(tmp_path, 4), tmp_path)
+    other = config_of(tmp_path, "actor_rollout_ref.actor.optim.lr=0.5")
+    assert not check_complete(other, plan(tmp_path, 3), tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        check_complete(other, plan(tmp_path, 4), tmp_path)
+    (said,) = raised.value.lines
+    assert f"trainer.default_local_dir={tmp_path}: the run there is complete (4 of 4 steps)" in said
+    assert "actor_rollout_ref.actor.optim.lr=1e-06, not 0.5; set another trainer.default_local_dir" in said
