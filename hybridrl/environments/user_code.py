@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import inspect
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
+from queue import SimpleQueue
 from typing import Any
 
 from hybridrl.rewards.score import OutOfTime
 
 
 async def finished(function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-    """Await a coroutine function, or run a plain one in a thread of its own, which is abandoned at the time limit.
+    """Await a coroutine function, or run a plain one in a thread, which is abandoned at the time limit.
 
     OutOfTime after `seconds`. An exit of the called code is a RuntimeError here.
     """
@@ -40,7 +42,6 @@ async def _contained(call: Awaitable[Any]) -> Any:
 
 
 def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
-    """Threads are not pooled: a call that hangs must not hold up others, nor the end of the process."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
@@ -59,5 +60,21 @@ def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> asyn
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, fault)
 
-    threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "call")).start()
+    try:
+        _idle.pop().put(work)
+    except IndexError:
+        threading.Thread(target=_work_off, args=(work,), daemon=True, name="user code").start()
     return future
+
+
+# Threads that wait for work, by their queues. There is no limit, and they are daemons: a call that hangs must hold up
+# neither others nor the end of the process. A thread is used again, since starting one takes longer than most calls.
+_idle: deque[SimpleQueue[Callable[[], None]]] = deque()
+
+
+def _work_off(work: Callable[[], None]) -> None:
+    queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    while True:
+        work()
+        _idle.append(queue)
+        work = queue.get()
