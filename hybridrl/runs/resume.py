@@ -108,7 +108,7 @@ def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: P
         raise ConfigError(
             f"{DIRECTORY}={directory}: the run there is complete ({plan.done} of {plan.steps} steps), with "
             f"{'; '.join(changed[:MOST_CHANGED])}",
-            fix=f"set another {DIRECTORY} for a new run, or a higher trainer.total_training_steps to continue with them",
+            fix=f"set another {DIRECTORY} for a new run, or higher trainer.total_training_steps to continue this one",
             keys=DIRECTORY,
         )
     return True
