@@ -114,7 +114,7 @@ DIAGNOSES = (
 )  # fmt: skip
 ACTIONS = ("off", "warn", "stop", "rollback")
 REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
-LOGGERS = ("console", "file", "tensorboard", "wandb")
+LOGGERS = ("console", "verl_console", "file", "tensorboard", "wandb")
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]

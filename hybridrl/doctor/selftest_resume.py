@@ -32,7 +32,7 @@ SHOWN = 5
 POLL_SECONDS = 0.005
 EXIT_SECONDS = 30.0
 MOST_LOST = 1  # complete steps: a kill can come between the end of a step and that of its checkpoint
-RESUMED = re.compile(r"resuming after step (\d+)|^step:(0) ", re.MULTILINE)
+RESUMED = re.compile(r"resuming after step (\d+)|^step (0) ", re.MULTILINE)
 
 # Saving and publishing take a fraction of a step: a kill waits for their files, or it would never coincide with one.
 MOMENTS = {"in the step": "", "while it is saved": "*.writing", "while it is published": "*.writing/manifest.json"}

@@ -1,4 +1,4 @@
-"""Console output: messages of the driver, a progress bar with one line per step on a terminal, plain lines elsewhere.
+"""Console output: messages of the driver, one line per step, and on a terminal a progress bar.
 
 All messages that may appear while the progress bar is shown use `info` and `warn`, which keep the bar below them.
 """
@@ -19,7 +19,7 @@ from hybridrl.tracking.faults import record
 from hybridrl.tracking.sink import SampleRow, Sink
 
 SHOWN_CHARACTERS = 240
-SECONDS_BETWEEN_LINES = 0.5
+SECONDS_ON_TERMINAL, SECONDS_IN_LOG = 0.5, 2.0  # between two lines of steps
 
 console = Console()
 
@@ -42,8 +42,8 @@ def _print(text: Text) -> None:
             raise
 
 
-class PlainSink(Sink):
-    """`step:N - key:value - key:value ...`, the line format of verl, which scripts parse."""
+class VerlSink(Sink):
+    """`step:N - key:value - key:value ...`, all metrics in the line format of verl, which scripts parse."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,32 +52,50 @@ class PlainSink(Sink):
         values = [f"{name}:{value if isinstance(value, int) else f'{value:.6g}'}" for name, value in metrics.items()]
         self._console.print(Text(" - ".join([f"step:{step}", *values])), soft_wrap=True)
 
+
+class LineSink(Sink):
+    """One line per step with its main metrics; fewer where steps are quick, but for validations and the last."""
+
+    seconds_between = SECONDS_IN_LOG
+
+    def __init__(self, console: Console, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._total_steps, self._clock = console, total_steps, clock
+        self._last_line = float("-inf")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._line(step, metrics, self._clock())
+
+    def _line(self, step: int, metrics: dict[str, float], now: float) -> None:
+        always = step == self._total_steps or any(map(names.is_validation_score, metrics))
+        if always or now - self._last_line >= self.seconds_between:
+            self._last_line = now
+            self._show(step_line(step, metrics))
+
+    def _show(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)
+
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         self._console.print(sample_table(f"validation samples, step {step}", rows))
 
 
-class TerminalSink(Sink):
-    """A progress bar with the remaining time, below one line per step (at most two per second, but validations)."""
+class TerminalSink(LineSink):
+    """A progress bar with the remaining time, below the lines."""
+
+    seconds_between = SECONDS_ON_TERMINAL
 
     def __init__(
         self, console: Console, total_steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console, self._clock = console, clock
-        self._total_steps, self._step = total_steps, start_step
+        super().__init__(console, total_steps, clock)
+        self._step = start_step
         self._step_ends: list[float] = []
         done, left = (BarColumn(), MofNCompleteColumn(), TextColumn("steps")), TextColumn("{task.fields[left]}")
         self._progress = Progress(*done, TimeElapsedColumn(), left, console=console, refresh_per_second=2)
         self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="")
-        self._last_line = float("-inf")
         self._progress.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        now = self._clock()
-        always = step == self._total_steps or any(map(names.is_validation_score, metrics))
-        if always or now - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            # Cropped, not wrapped: a step is one line on a narrow terminal too.
-            self._console.print(step_line(step, metrics), no_wrap=True, overflow="ellipsis")
+        self._line(step, metrics, now := self._clock())
         if step > self._step:
             self._step = step
             self._step_ends.append(now)
@@ -85,8 +103,9 @@ class TerminalSink(Sink):
             left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
             self._progress.update(self._bar, completed=step, left=left)
 
-    def samples(self, step: int, rows: list[SampleRow]) -> None:
-        self._console.print(sample_table(f"validation samples, step {step}", rows))
+    def _show(self, line: Text) -> None:
+        # Cropped, not wrapped: a step is one line on a narrow terminal too.
+        self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def close(self) -> None:
         self._progress.stop()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from hybridrl.tracking import console
-from hybridrl.tracking.console import PlainSink, TerminalSink, warn
+from hybridrl.tracking.console import LineSink, TerminalSink, VerlSink, warn
 from hybridrl.tracking.report import JsonlSink
 from hybridrl.tracking.sink import SampleRow, Sink
 
@@ -44,7 +44,7 @@ class Tracker:
         self._failed: set[str] = set()  # sinks with a warning already printed
         self._closing = ExitStack()
         self._add("file", JsonlSink(run_dir / "metrics.jsonl", last_step))
-        # The modules of the next two are imported only if configured: they are heavy, and wandb is an extra.
+        # The modules of the next two are imported only if configured: they are heavy.
         if "tensorboard" in loggers:
             from hybridrl.tracking.tensorboard_sink import TensorBoardSink
 
@@ -57,11 +57,14 @@ class Tracker:
             else:
                 run_id = states.get("wandb", {}).get("id")
                 self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))
+        output = console.console
+        if "verl_console" in loggers:
+            self._add("verl_console", VerlSink(output))
         if "console" in loggers:
             # Opened last, so that messages of the other sinks appear above the bar.
-            output = console.console
             terminal = output.file.isatty() and not output.is_dumb_terminal
-            self._add("console", TerminalSink(output, total_steps, last_step or 0) if terminal else PlainSink(output))
+            shown = TerminalSink(output, total_steps, last_step or 0) if terminal else LineSink(output, total_steps)
+            self._add("console", shown)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, sink in self._sinks.items():

@@ -107,7 +107,7 @@ metrics, again = directory / "metrics.jsonl", (directory / "again").exists()
 if again:
     print(f"resuming after step {sys.argv[2]}, restored from there", flush=True)
     sys.exit(0)
-print("step:0 - timing_s/start_up:1.0", flush=True)
+print("step 0     1.0s (start-up 1.0)", flush=True)
 metrics.write_text("".join(json.dumps({"step": step}) + chr(10) for step in (0, 1, 2, 3)))
 time.sleep(100)
 """

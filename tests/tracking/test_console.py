@@ -6,7 +6,7 @@ from itertools import chain, repeat
 
 from rich.console import Console
 
-from hybridrl.tracking.console import TerminalSink, seconds_left, step_line
+from hybridrl.tracking.console import LineSink, TerminalSink, seconds_left, step_line
 
 
 def terminal(width: int = 160) -> Console:
@@ -95,6 +95,17 @@ def test_on_a_narrow_terminal_a_step_is_cropped_to_one_line():
     sink.log(1, {"critic/rewards/mean": 0.5, "response_length/mean": 24.0})
     sink.close()
     assert "step 1    reward 0.…" in shown(console)
+
+
+def test_in_a_log_quick_steps_have_a_line_every_two_seconds_and_the_last_always():
+    console = Console(file=io.StringIO(), width=20)
+    times = iter([0.0, 1.0, 2.5, 3.0, 3.5])
+    sink = LineSink(console, total_steps=5, clock=lambda: next(times))
+    for step in range(1, 6):
+        sink.log(step, {"train/loss": step / 10, "train/grad_norm": 1.25})
+    assert console.file.getvalue().splitlines() == [
+        f"step {step}    loss {step / 10:.4f} grad 1.25" for step in (1, 3, 5)
+    ]
 
 
 def test_quick_steps_are_thinned_out_but_a_validation_is_always_shown():

@@ -62,8 +62,14 @@ def test_a_full_disk_stops_no_run_and_missing_lines_are_written_once_there_is_ro
     assert "logger tensorboard" in second
 
 
-def test_without_a_terminal_a_step_is_one_plain_line_however_long(tmp_path, capsys):
+def test_without_a_terminal_a_step_is_one_line_of_its_main_metrics(tmp_path, capsys):
     with tracker(tmp_path, ["console"]) as run:
+        run.log(7, {"critic/rewards/mean": 0.123456789, "actor/entropy": 0.25} | {f"k{i}": 0.5 for i in range(40)})
+    assert capsys.readouterr().out == "step 7    reward 0.123 entropy 0.250\n"
+
+
+def test_verls_line_of_all_metrics_is_a_logger_of_its_own(tmp_path, capsys):
+    with tracker(tmp_path, ["verl_console"]) as run:
         run.log(
             7,
             {"critic/rewards/mean": 0.123456789, "actor/lr": 1e-6, "n": 10240} | {f"k{i}": 0.5 for i in range(40)},
