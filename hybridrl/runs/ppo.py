@@ -38,7 +38,7 @@ from hybridrl.runs.settings import (
 )
 from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Tracker
-from hybridrl.tracking.console import info
+from hybridrl.tracking.console import info, stage
 from hybridrl.trainer import RLTask, Schedule, Task
 from hybridrl.training.worker import TrainWorker, WorkerConfig
 from hybridrl.training.worker_group import TrainWorkers
@@ -196,18 +196,22 @@ def start_devices(
         startup_timeout=limit,
         timeout=timeout,
     )
-    info(f"starting {len(workers)} training ranks and {len(fleet.servers)} rollout servers; their logs: {logs}")
-    places = gather(workers.start(TrainWorker.location), "train worker.location", limit, workers.logs, key=START_LIMIT)
-    fleet.load_state_dict(saved)
-    starting = fleet.start([place["gpus"] for place in places])
-    if session.device == "cuda":  # an engine measures how much memory is free, so nothing else may use it meanwhile
-        fleet.finish_start(starting)
-        starting = []
-        fleet.sleep()
-    building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
-    fleet.finish_start(starting, building, workers.logs)
-    if session.device == "cpu":
-        fleet.sleep()
+    info(f"logs of all processes: {logs}")
+    ranks, servers = len(workers), len(fleet.servers)
+    parts = f"{ranks} training rank{'s' * (ranks > 1)} and {servers} rollout server{'s' * (servers > 1)}"
+    with stage(f"starting {parts}"):
+        located = workers.start(TrainWorker.location)
+        places = gather(located, "train worker.location", limit, workers.logs, key=START_LIMIT)
+        fleet.load_state_dict(saved)
+        starting = fleet.start([place["gpus"] for place in places])
+        if session.device == "cuda":  # an engine measures how much memory is free, so nothing else may use it meanwhile
+            fleet.finish_start(starting)
+            starting = []
+            fleet.sleep()
+        building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
+        fleet.finish_start(starting, building, workers.logs)
+        if session.device == "cpu":
+            fleet.sleep()
     dtype = section.actor.fsdp_config.dtype or "float32"
     sync = ColocatedSync(workers, fleet.servers, section.rollout, probe=probe, train_dtype=dtype, timeout=timeout)
     engine = HybridEngine(workers, fleet, sync, timeout=timeout)

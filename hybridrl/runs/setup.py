@@ -27,7 +27,7 @@ from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
-from hybridrl.tracking.console import console, info, warn
+from hybridrl.tracking.console import console, info, stage, warn
 from hybridrl.tracking.faults import recording
 from hybridrl.tracking.report import read_metrics
 from hybridrl.trainer import Schedule, Task, Trainer
@@ -88,7 +88,8 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         if not schedule.validate_only and check_complete(config, plan, directory):
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({saved.path})")
         save_config(config, directory / "config.yaml")
-        session = start_session(config.trainer, config.ray_kwargs.ray_init)
+        with stage("starting Ray"):
+            session = start_session(config.trainer, config.ray_kwargs.ray_init)
         stack.callback(session.close)
         probe_run(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)

@@ -19,6 +19,7 @@ from hybridrl.runs.resume import Identity, ResumePlan, contents_to_load, find_ch
 from hybridrl.runs.settings import sft_policy_plan, sft_worker_config
 from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Stopwatch, Tracker
+from hybridrl.tracking.console import stage
 from hybridrl.trainer import Schedule, Task
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import TrainWorkers
@@ -51,11 +52,12 @@ class SFTJob:
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, limit = self.config, self.config.trainer.startup_timeout
         group = start_train_workers(session, directory / "logs")
-        locating = group.start(TrainWorker.location)
-        place, *_ = gather(locating, "train worker.location", limit, group.logs, key=START_LIMIT)
-        worker = sft_worker_config(config, directory, plan.steps)
-        building = group.start(TrainWorker.build, worker, f"{place['address']}:{place['port']}")
-        gather(building, "start-up", limit, group.logs, key=START_LIMIT)
+        with stage(f"starting {len(group)} training rank{'s' * (len(group) > 1)}"):
+            locating = group.start(TrainWorker.location)
+            place, *_ = gather(locating, "train worker.location", limit, group.logs, key=START_LIMIT)
+            worker = sft_worker_config(config, directory, plan.steps)
+            building = group.start(TrainWorker.build, worker, f"{place['address']}:{place['port']}")
+            gather(building, "start-up", limit, group.logs, key=START_LIMIT)
         timeout = config.trainer.step_timeout
         plans = padded_plans(group, sft_policy_plan(config), None, timeout)
         return TrainWorkers(group, *plans, config.engine.fsdp_config.dtype, timeout)

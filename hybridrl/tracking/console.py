@@ -5,7 +5,8 @@ All messages that may appear while the progress bar is shown use `info` and `war
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
 
@@ -32,6 +33,17 @@ def warn(text: str, code: str = "") -> None:
     """Print a warning, and record it in `faults.jsonl`; `code` names its section of docs/errors.md."""
     record(code or "warning", text)
     _print(Text.assemble(("warning: ", "yellow"), f"{text} [{code}]" if code else text))
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Say what takes its time while it does, and how many seconds it took."""
+    began = time.monotonic()
+    if not console.is_terminal:
+        info(f"{name} ...")
+    with console.status(name) if console.is_terminal else nullcontext():
+        yield
+    info(f"{name}: {time.monotonic() - began:.1f} s")
 
 
 def _print(text: Text) -> None:

@@ -4,9 +4,10 @@ import io
 import re
 from itertools import chain, repeat
 
+import pytest
 from rich.console import Console
 
-from hybridrl.tracking.console import LineSink, TerminalSink, seconds_left, step_line
+from hybridrl.tracking.console import LineSink, TerminalSink, seconds_left, stage, step_line
 
 
 def terminal(width: int = 160) -> Console:
@@ -119,3 +120,12 @@ def test_quick_steps_are_thinned_out_but_a_validation_is_always_shown():
     assert "reward 0.510" in text
     assert "reward 0.520" not in text
     assert "val 0.750" in text
+
+
+def test_a_stage_of_the_start_up_is_named_before_it_and_timed_after_it(capsys):
+    with stage("starting Ray"):
+        assert capsys.readouterr().out == "starting Ray ...\n"
+    assert re.fullmatch(r"starting Ray: \d+\.\d s\n", capsys.readouterr().out)
+    with pytest.raises(KeyError), stage("starting ranks"):
+        raise KeyError
+    assert capsys.readouterr().out == "starting ranks ...\n"
