@@ -173,5 +173,5 @@ def test_without_faults_none_are_reported():
 
 def test_validation_has_a_separate_temperature_whatever_do_sample_is() -> None:
     chosen = ValidationSamplingConfig(n=1, do_sample=False, temperature=0.6, top_p=0.9, top_k=5)
-    sampling = validation_sampling(SimpleNamespace(val_kwargs=chosen, response_length=7), (2,))
-    assert sampling == Sampling(max_tokens=7, stop_ids=(2,), temperature=0.6, top_p=0.9, top_k=5)
+    sampling = validation_sampling(SimpleNamespace(val_kwargs=chosen, response_length=7, stop=["a"]), (2,))
+    assert sampling == Sampling(max_tokens=7, stop_ids=(2,), temperature=0.6, top_p=0.9, top_k=5, stop=("a",))

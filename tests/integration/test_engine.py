@@ -3,8 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl import device as devices
 from hybridrl.batch import Batch
@@ -37,7 +36,8 @@ from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, r
 FILE = Path(__file__).with_name("agents.py")
 LIMITS = Limits(prompt=32, response=416, context=448)
 ENDS = tuple(range(2, 100))  # so many that a random model ends its turns after a few tokens
-PROMPTS, SAMPLES = 3, 4
+EIGHT = "turns: 8, tokens: 3"
+PROMPTS, SAMPLES = 4, 4
 
 
 def test_engine_and_trainer_agree_before_and_after_an_update(parts):
@@ -239,7 +239,7 @@ def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(pa
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny / "model")
+    return tokenizer_of(tiny)
 
 
 @pytest.fixture
@@ -252,22 +252,27 @@ def prompts(tokenizer) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def workers_of(session, tiny, tmp_path_factory) -> Callable[..., Iterator[EpisodeWorkers]]:
-    """Open processes whose episodes run as EnvironmentSettings says."""
+def workers(session, tiny, tmp_path_factory) -> Iterator[EpisodeWorkers]:
+    """A process in which a row runs in the agent of agents.py, unless it names another form."""
+    directory = tmp_path_factory.mktemp("episodes")
+    loops = [f"{{name: echo, _target_: '{FILE}:EchoLoop'}}", f"{{name: counter, _target_: '{FILE}:Counter', {EIGHT}}}"]
+    (directory / "loops.yaml").write_text("".join(f"- {loop}\n" for loop in loops))
+    environments = EnvironmentSettings(agent_path=str(FILE), agent_loop_config_path=str(directory / "loops.yaml"))
+    plain = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 32, "max_response_length": 416}}
+    agents, load = partial(Agents, AgentSettings(str(FILE), "echo")), partial(tokenizer_of, tiny)
+    settings = EpisodeSettings(load, environments, LIMITS, ENDS, configuration=plain, agents=agents)
+    with EpisodeWorkers(session, settings, 1, [str(directory / "episodes.log")]) as workers:
+        workers.wait_until_ready(120)
+        yield workers
 
-    @contextmanager
-    def open_workers(**settings: str) -> Iterator[EpisodeWorkers]:
-        load = partial(AutoTokenizer.from_pretrained, str(tiny / "model"))
-        environments = EnvironmentSettings(**settings)
-        plain = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 32, "max_response_length": 416}}
-        agents = partial(Agents, AgentSettings(str(FILE), "echo")) if environments.agent_path else None
-        settings = EpisodeSettings(load, environments, LIMITS, ENDS, configuration=plain, agents=agents)
-        logs = [str(tmp_path_factory.mktemp("logs") / "episodes.log")]
-        with EpisodeWorkers(session, settings, 1, logs) as workers:
-            workers.wait_until_ready(120)
-            yield workers
 
-    return open_workers
+def tokenizer_of(tiny: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny / "model")
+
+
+def naming(prompts: list[Prompt], **columns: str) -> list[Prompt]:
+    """The prompts with these columns."""
+    return [replace(prompt, columns=columns) for prompt in prompts]
 
 
 def episodes(config, engine, tokenizer, prompts, workers: EpisodeWorkers | None, version: int) -> list[Episode]:
@@ -304,36 +309,27 @@ def batch_of(found: list[Episode]) -> Batch:
     return to_batch(group_by_prompt(found, range(PROMPTS)))
 
 
-def test_an_episode_of_one_turn_is_the_single_response_bit_for_bit(config, parts, tokenizer, prompts, workers_of):
+def test_an_episode_of_one_turn_is_the_single_response_bit_for_bit(config, parts, tokenizer, prompts, workers):
     engine, _ = parts
     single = batch_of(episodes(config, engine, tokenizer, prompts, None, 0))
-    with workers_of(environment=f"{FILE}:OneResponse") as workers:
-        conversations = batch_of(episodes(config, engine, tokenizer, prompts, workers, 0))
-    assert_equal(single, conversations)
+    one_turn = naming(prompts, env_class=f"{FILE}:OneResponse")
+    assert_equal(single, batch_of(episodes(config, engine, tokenizer, one_turn, workers, 0)))
 
 
-def test_a_loop_gives_one_batch_as_environment_as_agent_loop_and_as_agent(
-    config, parts, tokenizer, prompts, workers_of, tmp_path
-):
+def test_a_loop_gives_one_batch_as_environment_as_agent_loop_and_as_agent(config, parts, tokenizer, prompts, workers):
     engine, _ = parts
-    loops = tmp_path / "loops.yaml"
-    loops.write_text(f"- {{name: echo, _target_: '{FILE}:EchoLoop'}}\n")
     batches = []
-    for form in (
-        {"environment": f"{FILE}:Echo"},
-        {"default_agent_loop": "echo", "agent_loop_config_path": str(loops)},
-        {"agent_path": str(FILE)},
-    ):
-        with workers_of(**form) as workers:
-            found = episodes(config, engine, tokenizer, prompts, workers, 0)
+    for form in ({"env_class": f"{FILE}:Echo"}, {"agent_name": "echo"}, {}):
+        found = episodes(config, engine, tokenizer, naming(prompts, **form), workers, 0)
         assert {(one.score.detail, len(one.trajectory.turns)) for one in found} == {("", TURNS)}
         batches.append(batch_of(found))
     assert_equal(batches[0], batches[1])
     assert_equal(batches[0], batches[2])
 
 
+@pytest.mark.slow
 def test_a_server_killed_while_agents_wait_for_it_costs_no_episode(
-    config, parts, tokenizer, prompts, workers_of, monkeypatch
+    config, parts, tokenizer, prompts, workers, monkeypatch
 ):
     engine, _ = parts
     restarts, victims, sample = engine.client.restarts, [engine_processes()[0]], engine.client.generate
@@ -343,24 +339,20 @@ def test_a_server_killed_while_agents_wait_for_it_costs_no_episode(
             victims.pop().kill()
         return sample(request)
 
-    with workers_of(agent_path=str(FILE)) as workers:
-        undisturbed = batch_of(episodes(config, engine, tokenizer, prompts, workers, 0))
-        monkeypatch.setattr(engine.client, "generate", kill_once)
-        found = episodes(config, engine, tokenizer, prompts, workers, 0)
+    undisturbed = batch_of(episodes(config, engine, tokenizer, prompts, workers, 0))
+    monkeypatch.setattr(engine.client, "generate", kill_once)
+    found = episodes(config, engine, tokenizer, prompts, workers, 0)
     assert engine.client.restarts == restarts + 1 and not victims
     assert {one.score.value for one in found} == {REWARD}
     assert_equal(undisturbed, batch_of(found))
 
 
-def test_log_probs_of_eight_turns_are_those_of_the_trainer(config, parts, tokenizer, prompts, workers_of, tmp_path):
-    engine, workers = parts
-    loops = tmp_path / "loops.yaml"
-    loops.write_text(f"- {{name: counter, _target_: '{FILE}:Counter', turns: 8, tokens: 3}}\n")
-    with workers_of(default_agent_loop="counter", agent_loop_config_path=str(loops)) as episode_workers:
-        found = episodes(config, engine, tokenizer, prompts, episode_workers, 1)
+def test_log_probs_of_eight_turns_are_those_of_the_trainer(config, parts, tokenizer, prompts, workers):
+    engine, trainers = parts
+    found = episodes(config, engine, tokenizer, naming(prompts, agent_name="counter"), workers, 1)
     assert {one.score.detail for one in found} == {""}
     batch = batch_of(found)
     assert batch.response_mask.sum() <= PROMPTS * SAMPLES * 8 * 3
     assert {len(one.trajectory.turns) for one in found} == {8}
     assert len({tuple(one.trajectory.turns[3].sampled.tolist()) for one in found}) > 1
-    assert largest_gap(workers, batch) < 1e-4
+    assert largest_gap(trainers, batch) < 1e-4

@@ -20,10 +20,11 @@ from hybridrl.weights.sync import StaleWeights
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens, update
 from tests.integration.test_run import finish, metrics, start
 
+pytestmark = pytest.mark.slow
 ALL = {"actor": ["model", "optimizer", "extra"]}
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["adapter", "merged"])
+@pytest.fixture(scope="module", params=[False, True], ids=["adapter", "merged"])
 def parts(request, overrides, session, tmp_path_factory) -> tuple[HybridEngine, TrainWorkers]:
     logs = tmp_path_factory.mktemp("logs")
     model = "actor_rollout_ref.model"
