@@ -109,7 +109,6 @@ def save(workers: TrainWorkers, directory: Path) -> None:
     assert saved.meta and all(".lora_" in name for name in saved.meta), "the base is not saved"
 
 
-@pytest.mark.slow
 def test_a_restarted_engine_gets_base_and_adapter_again(parts):
     engine, workers = parts
     if not engine.sync.plan.adapter:
@@ -176,7 +175,6 @@ def fine_tuned(tiny, tmp_path_factory) -> Path:
     return directory / "global_step_1" / "actor"
 
 
-@pytest.mark.slow
 def test_a_run_with_adapters_resumes_exactly_from_a_checkpoint_and_is_merged(overrides, tiny, fine_tuned, tmp_path):
     """Policy and critic with adapters, and the exact KL to the base model."""
 
