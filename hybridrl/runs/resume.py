@@ -28,6 +28,7 @@ SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or with
 RESETTABLE = ("optimizer", "schedule")
 DIRECTORY = "trainer.default_local_dir"
 MOST_CHANGED = 5  # values that a message names
+LEARNED = ("trainer.seed", "trainer.critic_warmup")
 
 Say = Callable[[str], None]
 
@@ -115,12 +116,13 @@ def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: P
 
 
 def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
-    """What differs from the configuration in a file, but for the section `trainer`, which changes nothing learned."""
+    """What differs from the configuration in a file; of the section `trainer` only what changes what is learned."""
     if not file.exists():
         return []
     before, now = (flatten(yaml.safe_load(text)) for text in (file.read_text(encoding="utf-8"), as_yaml(config)))
-    keys = [key for key in now if key in before and before[key] != now[key] and not key.startswith("trainer.")]
-    return [f"{key}={before[key]}, not {now[key]}" for key in keys]
+    counted = [key for key in now if key in LEARNED or not key.startswith("trainer.")]
+    changed = [key for key in counted if key in before and before[key] != now[key]]
+    return [f"{key}={before[key]}, not {now[key]}" for key in changed]
 
 
 def identify(config: PPOConfig, algorithm: Algorithm, rows: int) -> Identity:
