@@ -35,13 +35,18 @@ def warn(text: str, code: str = "") -> None:
     _print(Text.assemble(("warning: ", "yellow"), f"{text} [{code}]" if code else text))
 
 
+def on_terminal() -> bool:
+    """Whether the output can show what changes in place."""
+    return console.file.isatty() and not console.is_dumb_terminal
+
+
 @contextmanager
 def stage(name: str) -> Iterator[None]:
     """Say what takes its time while it does, and how many seconds it took."""
-    began = time.monotonic()
-    if not console.is_terminal:
+    began, terminal = time.monotonic(), on_terminal()
+    if not terminal:
         info(f"{name} ...")
-    with console.status(name) if console.is_terminal else nullcontext():
+    with console.status(name) if terminal else nullcontext():
         yield
     info(f"{name}: {time.monotonic() - began:.1f} s")
 

@@ -62,9 +62,10 @@ class Tracker:
             self._add("verl_console", VerlSink(output))
         if "console" in loggers:
             # Opened last, so that messages of the other sinks appear above the bar.
-            terminal = output.file.isatty() and not output.is_dumb_terminal
-            shown = TerminalSink(output, total_steps, last_step or 0) if terminal else LineSink(output, total_steps)
-            self._add("console", shown)
+            if console.on_terminal():
+                self._add("console", TerminalSink(output, total_steps, last_step or 0))
+            else:
+                self._add("console", LineSink(output, total_steps))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, sink in self._sinks.items():
