@@ -94,7 +94,7 @@ check_imports() {
     VLLM_LOGGING_LEVEL=ERROR env -u PYTHONDONTWRITEBYTECODE .venv/bin/python - >.venv/versions <<'PYTHON'
 import platform, shutil, sys
 import ray, torch, vllm
-from vllm import AsyncLLMEngine  # vllm itself imports lazily
+from vllm.v1.engine.llm_engine import LLMEngine  # vllm itself imports lazily
 if torch.version.cuda and shutil.which("nvidia-smi") and not torch.cuda.is_available():
     sys.exit(f"torch cannot use this machine's GPUs: its CUDA {torch.version.cuda} wants a newer driver")
 print(f"Python {platform.python_version()}, torch {torch.__version__}, vLLM {vllm.__version__}, Ray {ray.__version__}")

@@ -41,7 +41,6 @@ VICTIMS = {
     "the driver": "",
     "a train worker": "ray::TrainWorker",
     "a rollout server": "ray::RolloutServer",
-    "an engine": "EngineCore",
     "the raylet": "raylet/raylet",
     "a scorer": "hybridrl.rewards.process",
     "a process of episodes": "ray::EpisodeWorker",

@@ -10,7 +10,7 @@ from hybridrl.config import load_ppo_config
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from tests.integration.answers import PROMPT, generate, requests
-from tests.integration.test_engine import engine_processes
+from tests.integration.test_engine import server_processes
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def test_the_same_requests_get_bitwise_equal_responses_even_if_a_server_dies(eng
     async def disturb() -> None:
         async for finished in engine.client.stream(wanted):
             if not responses:
-                engine_processes()[0].kill()
+                server_processes()[0].kill()
             responses.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
 
     asyncio.run(disturb())

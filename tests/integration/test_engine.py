@@ -145,8 +145,8 @@ def test_an_engine_tells_how_many_tokens_it_has_sampled_while_it_samples(parts):
     engine.to_training()
 
 
-def engine_processes() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if "EngineCore" in command(process)]
+def server_processes() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if "RolloutServer" in command(process)]
 
 
 def command(process: psutil.Process) -> str:
@@ -156,24 +156,19 @@ def command(process: psutil.Process) -> str:
         return ""
 
 
-def server_process(engine_process: psutil.Process) -> psutil.Process:
-    return engine_process.parent()
-
-
 def test_an_engine_waits_for_its_threads_longer_than_a_trainer(parts):
-    (waits,) = {int(engine.environ()["GOMP_SPINCOUNT"]) for engine in engine_processes()}
+    (waits,) = {int(server.environ()["GOMP_SPINCOUNT"]) for server in server_processes()}
     assert waits > int(devices.environment("cpu", slots=2)["GOMP_SPINCOUNT"])
 
 
 @pytest.mark.parametrize(
-    ("victim", "how", "cause"),
+    ("how", "cause"),
     [
-        ("engine", signal.SIGKILL, "the engine failed: EngineDeadError"),
-        pytest.param("server", signal.SIGKILL, "killed by hand or by a scheduler", marks=pytest.mark.slow),
-        pytest.param("engine", signal.SIGSTOP, "ray.kill", marks=pytest.mark.slow),
+        (signal.SIGKILL, "killed by hand or by a scheduler"),
+        pytest.param(signal.SIGSTOP, "ray.kill", marks=pytest.mark.slow),
     ],
 )
-def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, victim, how, cause):
+def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, how, cause):
     engine, _ = parts
     wanted = requests(8, 4)
     engine.to_rollout(6)
@@ -181,8 +176,7 @@ def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, ca
     restarts = engine.client.restarts
     if how is signal.SIGSTOP:  # it hangs, which only its silence shows
         monkeypatch.setattr(engine.client, "timeout", 5.0)
-    process = engine_processes()[0]
-    target = process if victim == "engine" else server_process(process)
+    target = server_processes()[0]
     disturbed = {}
 
     async def disturb() -> None:
@@ -197,7 +191,7 @@ def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, ca
     assert engine.client.restarts == restarts + 1
     (warning,) = (line for line in caplog.messages if "was lost" in line)
     assert cause in warning
-    assert len(engine_processes()) == 2
+    assert len(server_processes()) == 2
     engine.to_training()
 
 
@@ -206,7 +200,7 @@ def test_a_server_killed_asleep_is_rebuilt_when_it_is_needed(parts):
     engine, _ = parts
     engine.to_training()
     restarts = engine.client.restarts
-    server_process(engine_processes()[0]).kill()
+    server_processes()[0].kill()
     engine.to_rollout(7)
     assert len(generate(engine, requests(2))) == 6
     assert engine.client.restarts == restarts + 1
@@ -218,7 +212,7 @@ def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(pa
     engine, workers = parts
     engine.to_training()
     restarts, send_all = engine.client.restarts, engine.sync._send_all
-    victims = [engine_processes()[0]]
+    victims = [server_processes()[0]]
 
     def send_to_the_dead(indices):
         while victims:
@@ -332,7 +326,7 @@ def test_a_server_killed_while_agents_wait_for_it_costs_no_episode(
     config, parts, tokenizer, prompts, workers, monkeypatch
 ):
     engine, _ = parts
-    restarts, victims, sample = engine.client.restarts, [engine_processes()[0]], engine.client.generate
+    restarts, victims, sample = engine.client.restarts, [server_processes()[0]], engine.client.generate
 
     def kill_once(request):
         if request.turn == 1 and victims:

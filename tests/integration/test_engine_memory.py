@@ -31,7 +31,7 @@ def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_i
     wanted = requests(8, 4)
     engine.to_rollout(0)
     undisturbed, disturbed = tokens(generate(engine, wanted)), {}
-    dying = next(one for one in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(one.cmdline()))
+    dying = next(one for one in psutil.Process().children(recursive=True) if "RolloutServer" in " ".join(one.cmdline()))
 
     async def disturb() -> None:
         async for finished in engine.client.stream(wanted):

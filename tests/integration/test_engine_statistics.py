@@ -1,12 +1,15 @@
 """vLLM's statistics as they reach the metrics, from one real engine without trainers."""
 
 import asyncio
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 
 from hybridrl import device as devices
 from hybridrl.config import load_ppo_config
+from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout import Request, Sampling, request_seed
 from hybridrl.rollout.statistics import engine_metrics
 from hybridrl.rollout.vllm.engine import VllmEngine
@@ -20,6 +23,16 @@ REQUESTS = [
 ]
 
 
+def sample(model: ModelConfig, rollout: RolloutConfig) -> tuple[list[list[int]], dict[str, float]]:
+    async def run() -> tuple[list[list[int]], dict[str, float]]:
+        engine = VllmEngine("cpu", model, rollout, 1)
+        await engine.connect()
+        responses = await asyncio.gather(*map(engine.generate, REQUESTS))
+        return [response.token_ids.tolist() for response in responses], engine_metrics([await engine.take_stats()])
+
+    return asyncio.run(run())
+
+
 @pytest.fixture
 def sampled(overrides, tmp_path, monkeypatch):
     """The tokens of all requests, and the metrics, from an engine whose cache holds `rows` responses."""
@@ -31,18 +44,8 @@ def sampled(overrides, tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         cache = {"kv_cache_memory_bytes": (4 * rows + 1) * CPU_BLOCK * cache_bytes_per_token(model, rollout)}
         rollout = replace(rollout, engine_kwargs=replace(rollout.engine_kwargs, vllm=cache))
-
-        async def sample() -> tuple[list[list[int]], dict[str, float]]:
-            engine = VllmEngine("cpu", model, rollout, 1)
-            try:
-                responses = await asyncio.gather(*map(engine.generate, REQUESTS))
-                return [response.token_ids.tolist() for response in responses], engine_metrics(
-                    [await engine.take_stats()]
-                )
-            finally:
-                engine.engine.shutdown()
-
-        return asyncio.run(sample())
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:  # an engine lives as long as its process
+            return process.submit(sample, model, rollout).result()
 
     return run
 

@@ -245,7 +245,7 @@ def test_a_killed_driver_leaves_nothing_running(overrides, tmp_path):
     process = start("main_ppo", overrides(tmp_path, {"trainer.total_training_steps": 50}))
     wait_for_step(process, tmp_path, 1)
     processes = psutil.Process(process.pid).children(recursive=True)
-    assert any("EngineCore" in " ".join(p.cmdline()) for p in processes)
+    assert any("RolloutServer" in " ".join(p.cmdline()) for p in processes)
     directories = temporary_directories(processes)
     assert len(directories) == 3, "of Ray and of two engines"
     driver_of(process).kill()

@@ -7,6 +7,7 @@ import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
 from hybridrl.rollout.vllm.engine import PARTS, VllmEngine
+from hybridrl.rollout.vllm.loop import EngineLoop
 from hybridrl.rollout.vllm.settings import vllm_environment
 from hybridrl.rollout.vllm.worker import unwrap_adapted_layers, wrap_adapted_layers
 
@@ -17,26 +18,30 @@ class OldEngine:
     def __init__(self) -> None:
         self.asleep: set[str] = set()
 
-    async def sleep(self, level: int) -> None:
+    def has_unfinished_requests(self) -> bool:
+        return False
+
+    def sleep(self, level: int) -> None:
         if not self.asleep:
             self.asleep = set(PARTS)
 
-    async def wake_up(self, tags: list[str]) -> None:
+    def wake_up(self, tags: list[str]) -> None:
         self.asleep -= set(tags)
 
 
 def test_an_engine_that_has_only_its_weights_goes_to_sleep_fully():
-    engine = VllmEngine.__new__(VllmEngine)
-    engine.engine, engine.sleeps, engine.adapted, engine.asleep = OldEngine(), True, False, frozenset()
+    engine, old = VllmEngine.__new__(VllmEngine), OldEngine()
+    engine.loop, engine.sleeps, engine.adapted, engine.asleep = EngineLoop(lambda: old), True, False, frozenset()
 
-    async def sleep_after(*parts: str) -> set[str]:
-        for part in parts:
-            await engine.wake(part)
-        await engine.sleep()
-        return engine.engine.asleep
+    async def sleep_after_each_of(*parts: list[str]) -> None:
+        await engine.loop.start()
+        for awake in parts:
+            for part in awake:
+                await engine.wake(part)
+            await engine.sleep()
+            assert old.asleep == PARTS
 
-    for parts in ([], ["weights"], ["weights", "kv_cache"], [], ["weights"]):
-        assert asyncio.run(sleep_after(*parts)) == PARTS
+    asyncio.run(sleep_after_each_of([], ["weights"], ["weights", "kv_cache"], [], ["weights"]))
 
 
 class Adapted(BaseLayerWithLoRA):

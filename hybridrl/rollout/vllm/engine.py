@@ -1,24 +1,23 @@
-"""vLLM as a rollout engine (see RolloutEngine), in the process of its rollout server; versions 0.26 to 0.32.
+"""vLLM as a rollout engine (see RolloutEngine); versions 0.26 to 0.32.
 
-vLLM runs the model in further processes, where it imports `worker.py`.
+It computes in the process of its rollout server: vLLM is imported once and in memory once, and no message is packed for
+a token. An engine over several devices has a further process for each, which imports `worker.py`.
 """
 
-import asyncio
 import json
 import os
-from collections.abc import Awaitable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 from transformers import AutoTokenizer
-from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+from vllm import EngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybridrl.config.checks.model import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
@@ -27,13 +26,14 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.statistics import EngineStats
 from hybridrl.rollout.types import Completion, Request
 from hybridrl.rollout.vllm import repairs
+from hybridrl.rollout.vllm.collector import Collector, Response
+from hybridrl.rollout.vllm.loop import EngineLoop
 from hybridrl.rollout.vllm.observer import Observer
 from hybridrl.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
 from hybridrl.weights.buckets import Bucket, Handle
 
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
-HEALTH_SECONDS = 1.0
 PARTS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
 
 
@@ -41,69 +41,67 @@ class VllmEngine:
     """A vLLM engine over one tensor-parallel group of devices."""
 
     def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> None:
-        os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read by worker.py in the engine's processes
+        os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read by worker.py, also in further processes
         import_libraries(model.external_lib)
         repairs.prepare_for(resolve_model(model.path))
-        arguments = engine_arguments(device, model, rollout, engines_per_machine)
         self.sleeps, self.model = rollout.free_cache_engine, model
         self.adapted = bool(model.lora_rank) and not model.lora.merge
         self.sync_id = 0
         self.version = -1
-        self.sampled = 0  # tokens of finished responses
         self.asleep: frozenset[str] = frozenset()
-        self.observer = Observer()
-        arguments = AsyncEngineArgs(**arguments)
-        self.engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: self.observer])
+        self.observer, self.collector = Observer(), Collector()
+        arguments = engine_arguments(device, model, rollout, engines_per_machine)
+        self.loop = EngineLoop(partial(self._build, EngineArgs(**arguments)))
+
+    def _build(self, arguments: EngineArgs) -> LLMEngine:
+        engine = LLMEngine.from_engine_args(arguments)
+        engine.output_processor, engine.logger_manager = self.collector, self.observer
+        return engine
 
     async def connect(self) -> None:
-        await self._call(self.engine.collective_rpc("init_weight_transfer_engine", args=({},)))
+        await self.loop.start()
+        await self._call_workers("init_weight_transfer_engine", {})
         unlink_segments()
 
     async def generate(self, request: Request) -> Completion:
-        version = self.version
-        prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
-        name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
-        parameters, adapter = sampling_params(request), self._adapter()
+        version, parameters = self.version, sampling_params(request)
         if parameters.stop:
             self._read_texts()
         self.observer.submitted()
-        async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
-            response = output.outputs[0]
-        token_ids = np.asarray(response.token_ids, dtype=np.int64)
-        self.sampled += len(token_ids)
-        self.observer.stats.tokens += len(token_ids)
-        log_probs = np.asarray(response.logprobs.logprobs, dtype=np.float32)
-        return Completion(token_ids, log_probs, response.finish_reason == "length", version)
+        response = await self._respond(f"{request.prompt}-{request.sample}", request.prompt_ids, parameters)
+        self.observer.stats.tokens += len(response.token_ids)
+        return Completion(np.asarray(response.token_ids), response.log_probs, response.truncated, version)
+
+    async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> Response:
+        adapter = adapter_request(self.sync_id) if self.adapted else None
+        prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+        return await self.loop.generate(f"{name}-{os.urandom(4).hex()}", prompt, parameters, lora_request=adapter)
 
     def _read_texts(self) -> None:
-        """Give vLLM the tokenizer, which it starts without: few runs end responses by texts."""
-        processor = self.engine.output_processor
-        if processor.tokenizer is None:
+        """Load the tokenizer, which the engine starts without: few runs end responses by texts."""
+        if self.collector.tokenizer is None:
             place = self.model.tokenizer_path or str(resolve_model(self.model.path))
             trusted = self.model.trust_remote_code
-            processor.tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
+            self.collector.tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        prompt, adapter = TokensPrompt(prompt_token_ids=token_ids), self._adapter()
-        async for output in self.engine.generate(prompt, parameters, "probe", lora_request=adapter):
-            log_probs = output.prompt_logprobs
-        return [of_token[token].logprob for token, of_token in zip(token_ids[1:], log_probs[1:], strict=True)]
+        return (await self._respond("probe", token_ids, parameters)).prompt_log_probs
 
     async def hold(self) -> None:
-        await self._call(self.engine.pause_generation(mode="keep", clear_cache=True))
+        await self.loop.call(lambda engine: engine.reset_prefix_cache())
+        self.loop.hold()
 
     async def release(self) -> None:
-        await self._call(self.engine.resume_generation())
+        self.loop.release()
 
     @property
     def unfinished(self) -> int:
-        return self.engine.output_processor.get_num_unfinished_requests()
+        return len(self.loop.responses)
 
     async def check(self) -> int:
-        await self.engine.check_health()
-        states = self.engine.output_processor.request_states.values()
-        return self.sampled + sum(len(state.detokenizer.output_token_ids) for state in states)
+        self.loop.check()
+        return self.collector.tokens()
 
     async def take_stats(self) -> EngineStats:
         return self.observer.take()
@@ -116,49 +114,40 @@ class VllmEngine:
         if self.asleep and self.asleep != PARTS:
             for part in self.asleep:  # in vLLM 0.26 an engine that is partly asleep would stay so
                 await self.wake(part)
-        await self._call(self.engine.sleep(level=1 if self.adapted else 2))
+        await self.loop.call(lambda engine: engine.sleep(level=1 if self.adapted else 2))
         self.asleep = PARTS
 
     async def wake(self, part: str) -> None:
         if self.sleeps:
-            await self._call(self.engine.wake_up(tags=[part]))
+            await self.loop.call(lambda engine: engine.wake_up(tags=[part]))
             self.asleep -= {part}
 
     async def begin_weights(self) -> None:
-        await self._call(self.engine.collective_rpc("start_weight_update"))
+        await self._call_workers("start_weight_update")
 
     async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int], adapter: bool) -> None:
         tensors = [asdict(tensor) for tensor in bucket.tensors]
         info = {"tensors": tensors, "start": bucket.start, "size": bucket.bytes, "handles": handles, "digests": digests}
         method = "load_adapter_bucket" if adapter else "update_weights"
-        await self._call(self.engine.collective_rpc(method, args=(info,)))
+        await self._call_workers(method, info)
 
     async def finish_weights(self) -> None:
-        await self._call(self.engine.collective_rpc("finish_weight_update"))
+        await self._call_workers("finish_weight_update")
 
     async def finish_sync(self, sync_id: int, version: int) -> None:
         if self.adapted:
             model = self.model
             settings = {"r": model.lora_rank, "lora_alpha": model.lora_alpha, "target_modules": model.target_modules}
-            await self._call(self.engine.collective_rpc("finish_adapter", args=(sync_id, settings)))
-        await self._call(self.engine.reset_prefix_cache())
+            await self._call_workers("finish_adapter", sync_id, settings)
+        await self.loop.call(lambda engine: engine.reset_prefix_cache())
         self.sync_id, self.version = sync_id, version
 
     async def held_sync(self) -> int:
         return self.sync_id
 
-    def _adapter(self) -> LoRARequest | None:
-        return adapter_request(self.sync_id) if self.adapted else None
-
-    async def _call(self, call: Awaitable[Any]) -> None:
-        """Wait for a control call. vLLM never finishes those that an engine was executing when it died."""
-        task = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait([task], timeout=HEALTH_SECONDS))[0]:
-                await self.check()
-            await task
-        finally:
-            task.cancel()
+    async def _call_workers(self, method: str, *args: Any) -> None:
+        """Call a method of `worker.py` next to the model, on every device."""
+        await self.loop.call(lambda engine: engine.collective_rpc(method, args=args))
 
 
 def sampling_params(request: Request) -> SamplingParams:
@@ -207,7 +196,6 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "seed": rollout.seed,
         "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
-        "disable_log_stats": True,  # those that vLLM writes to its log
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": f"{EngineProcess.__module__}.{EngineProcess.__name__}",
     }

@@ -12,7 +12,7 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    # vLLM's asynchronous engine is a child process in either case; 0 saves a second one.
+    # The engine computes in the server's own process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Engines that pin themselves to the first cores would compete for them.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

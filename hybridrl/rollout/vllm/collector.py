@@ -1,0 +1,92 @@
+"""Responses as they grow, in place of vLLM's output processor.
+
+vLLM's makes for every token what a client that streams texts may want: a text, ranks, a table of log-probs, latencies.
+A rollout wants ids and log-probs, once per response; of a small model's iteration that work would be a fifth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.output_processor import OutputProcessorOutput
+from vllm.v1.metrics.stats import IterationStats
+
+
+@dataclass(eq=False)
+class Response:
+    """What the engine has sampled for a request, or the log-probs of a prompt that is scored."""
+
+    name: str
+    texts: IncrementalDetokenizer | None  # of a request that texts end
+    token_ids: list[int] = field(default_factory=list)
+    parts: list[np.ndarray] = field(default_factory=list)  # log-probs of the tokens, by iteration
+    prompt_log_probs: list[float] = field(default_factory=list)
+    truncated: bool = False
+
+    @property
+    def log_probs(self) -> np.ndarray:
+        return np.concatenate(self.parts, dtype=np.float32)
+
+    def add(self, output: EngineCoreOutput) -> bool:
+        """Add what an iteration has sampled; returns whether a text ends the response, with the token that completes
+        it."""
+        token_ids, ended = output.new_token_ids, False
+        if self.texts is not None:
+            count = next((n for n, token in enumerate(token_ids, start=1) if self.texts.update([token], False)), None)
+            token_ids, ended = token_ids[:count], count is not None
+        self.token_ids += token_ids
+        if output.new_logprobs is not None:  # the sampled token comes first in its row
+            self.parts.append(output.new_logprobs.logprobs[: len(token_ids), 0])
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_log_probs += output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+        self.truncated = output.finish_reason == FinishReason.LENGTH and not ended
+        return ended
+
+
+class Collector:
+    """The unfinished responses of an engine, with the methods of vLLM's OutputProcessor that LLMEngine calls."""
+
+    def __init__(self) -> None:
+        self.tokenizer: PreTrainedTokenizerBase | None = None  # needed where texts end responses
+        self.responses: dict[str, Response] = {}
+        self.sampled = 0  # tokens of finished responses
+
+    def add_request(self, request: EngineCoreRequest, *_: Any) -> None:
+        stopped = bool(request.sampling_params.stop)
+        texts = IncrementalDetokenizer.from_new_request(self.tokenizer, request) if stopped else None
+        self.responses[request.request_id] = Response(request.external_req_id, texts)
+
+    def process_outputs(
+        self, outputs: Sequence[EngineCoreOutput], *, iteration_stats: IterationStats | None = None, **_: Any
+    ) -> OutputProcessorOutput:
+        """Add the outputs of an iteration; returns the responses that are finished, and what the engine must end."""
+        finished, ended = [], []
+        for output in outputs:
+            response = self.responses[output.request_id]
+            by_text = response.add(output)
+            if by_text and not output.finished:
+                ended.append(output.request_id)
+            if by_text or output.finished:
+                finished.append(self.responses.pop(output.request_id))
+                self.sampled += len(response.token_ids)
+            if iteration_stats is not None:
+                events = [event.type for event in output.events or ()]
+                iteration_stats.num_preempted_reqs += events.count(EngineCoreEventType.PREEMPTED)
+        return OutputProcessorOutput(finished, ended)
+
+    def tokens(self) -> int:
+        """Return how many tokens were sampled so far, also of unfinished responses. Any thread may ask."""
+        return self.sampled + sum(len(response.token_ids) for response in list(self.responses.values()))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.responses)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.responses)
+
+    def update_scheduler_stats(self, _: Any) -> None:
+        """vLLM counts its adapters' requests here."""
