@@ -4,17 +4,19 @@ import sys
 
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.runtime.cli import Command, run_command
+from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
 
 
 def run(config: PPOConfig) -> None:
     """Run one training, from data to saved model. Invalid input is rejected before Ray starts."""
-    from hybridrl.doctor.start import check_run_start  # torch and Ray are imported only for a valid configuration
-    from hybridrl.runs.ppo import PPOJob
-    from hybridrl.runs.setup import train
+    with fork_server(config.trainer, config.ray_kwargs.ray_init, engine=True) as forks:
+        from hybridrl.doctor.start import check_run_start  # torch and Ray are imported only for a valid configuration
+        from hybridrl.runs.ppo import PPOJob
+        from hybridrl.runs.setup import train
 
-    check_run_start(config)
-    train(config, PPOJob)
+        check_run_start(config)
+        train(config, PPOJob, forks)
 
 
 COMMAND = Command(

@@ -4,17 +4,19 @@ import sys
 
 from hybridrl.config import SFTConfig, load_sft_config
 from hybridrl.runtime.cli import Command, run_command
+from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
 
 
 def run(config: SFTConfig) -> None:
     """Run one fine-tuning, from conversations to saved model. Invalid input is rejected before Ray starts."""
-    from hybridrl.doctor.start import check_run_start  # torch and Ray are imported only for a valid configuration
-    from hybridrl.runs.setup import train
-    from hybridrl.runs.sft import SFTJob
+    with fork_server(config.trainer, config.ray_kwargs.ray_init, engine=False) as forks:
+        from hybridrl.doctor.start import check_run_start  # torch and Ray are imported only for a valid configuration
+        from hybridrl.runs.setup import train
+        from hybridrl.runs.sft import SFTJob
 
-    check_run_start(config)
-    train(config, SFTJob)
+        check_run_start(config)
+        train(config, SFTJob, forks)
 
 
 COMMAND = Command(

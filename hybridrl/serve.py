@@ -82,11 +82,11 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> None:
         if merge(["merge", "--local_dir", model.path, "--target_dir", str(target)]):
             raise ConfigError(f"model.path={model.path} cannot be merged", fix="see the message above")
         model.path = str(target)
-    from hybridrl import device as devices
     from hybridrl.rollout.engine import ENGINES
+    from hybridrl.runtime.environment import worker_environment
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ |= devices.environment(device, 1) | ENGINES[rollout.name].environment(rollout)
+    os.environ |= worker_environment(device, 1) | ENGINES[rollout.name].environment(rollout)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     from hybridrl.endpoint.local import serve
 

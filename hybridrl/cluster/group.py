@@ -122,7 +122,10 @@ def spawn(
     group, bundle = session.bundle(rank)
     placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     options |= {"num_cpus": 0, "num_gpus": gpus if session.device == "cuda" else 0, "scheduling_strategy": placement}
-    return ray.remote(actor).options(runtime_env={"env_vars": environment}, **options).remote(*args)
+    start: dict[str, Any] = {"env_vars": environment}
+    if session.forks and session.forks.serves(environment):
+        start["py_executable"] = session.forks.launch
+    return ray.remote(actor).options(runtime_env=start, **options).remote(*args)
 
 
 def kill(actor: Actor) -> None:

@@ -34,6 +34,7 @@ from hybridrl.cluster.facts import (
 from hybridrl.cluster.group import Group, cause, kill, spawn
 from hybridrl.cluster.session import Machine, RaySession, read_machines
 from hybridrl.config.findings import Findings
+from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import end_with_parent
 from hybridrl.tracking.console import info, warn
 
@@ -99,7 +100,7 @@ def probe_session(session: RaySession, directory: Path, paths: Mapping[str, str]
     names, actors = [], []
     for number, group in enumerate(session.groups):
         names.append(f"machine {number} ({nodes[placement_group_table(group)['bundles_to_node_id'][0]]})")
-        environment = devices.environment(session.device, session.per_machine)
+        environment = worker_environment(session.device, session.per_machine)
         actors.append(spawn(Probe, session, number * session.per_machine, environment, gpus=1))
     return _probe(actors, names, session.device, session.device, directory, paths)
 

@@ -19,6 +19,8 @@ from ray._raylet import Config
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from hybridrl.config import ConfigError
+from hybridrl.runtime.environment import joins
+from hybridrl.runtime.forks import ForkServer
 from hybridrl.runtime.keeper import PrivateDirectory
 from hybridrl.tracking.console import info
 
@@ -52,11 +54,6 @@ class Cluster:
 
     machines: list[dict[str, float]]
     free: dict[str, float]
-
-
-def joins(ray_init: dict[str, Any]) -> bool:
-    """Whether a run joins an existing Ray instead of starting its own."""
-    return bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
 
 
 def query_cluster(ray_init: dict[str, Any]) -> Cluster:
@@ -140,8 +137,16 @@ def lost_component() -> str | None:
 class RaySession:
     """Ray for the time of a run, and the devices of the run: one bundle per device, machine by machine."""
 
-    def __init__(self, device: str, machines: int, devices_per_machine: int, ray_init: dict[str, Any], timeout: float):
-        self.joined = joins(ray_init)
+    def __init__(
+        self,
+        device: str,
+        machines: int,
+        devices_per_machine: int,
+        ray_init: dict[str, Any],
+        timeout: float,
+        forks: ForkServer | None = None,
+    ) -> None:
+        self.joined, self.forks = joins(ray_init), forks
         self.device, self.per_machine = device, devices_per_machine
         self.directory = None if self.joined else PrivateDirectory()
         self.groups: list[PlacementGroup] = []

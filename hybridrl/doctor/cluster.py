@@ -11,7 +11,6 @@ from hybridrl.cluster.session import (
     describe_room,
     join_command,
     joined,
-    joins,
     missing_machines,
     read_machines,
     request_of,
@@ -21,6 +20,7 @@ from hybridrl.config.compose import as_dict
 from hybridrl.config.findings import Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.doctor import add_run_arguments, show
+from hybridrl.runtime.environment import joins
 
 START = (
     "run `ray start --head --port=6379` on the first machine and `ray start --address=FIRST:6379` on each of the "

@@ -10,10 +10,10 @@ import pynvml
 import torch
 
 from hybridrl import device as devices
-from hybridrl.cluster.session import joins
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.findings import Findings
 from hybridrl.doctor.machine import GIB, install_command, installed
+from hybridrl.runtime.environment import joins
 
 IDLE_SHARE = 0.03  # share of a GPU's memory that drivers and displays take
 UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"

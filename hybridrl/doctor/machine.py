@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import psutil
 from packaging.requirements import Requirement
 
-from hybridrl.cluster.session import Cluster, bundle_of, joins, query_cluster
+from hybridrl.cluster.session import Cluster, bundle_of, query_cluster
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
 from hybridrl.device import cgroup_limits
+from hybridrl.runtime.environment import joins
 
 GIB = 1 << 30
 OPEN_FILES = 4096  # with fewer Ray warns that connections may fail

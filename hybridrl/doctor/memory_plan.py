@@ -11,7 +11,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.cluster.session import joins
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
@@ -22,6 +21,7 @@ from hybridrl.doctor.memory_sizes import FULL, Models, Shard, read_models
 from hybridrl.rollout.vllm.settings import cpu_cache_bytes
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times
+from hybridrl.runtime.environment import joins
 from hybridrl.training.linear_log_probs import tokens_at_once
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import LearnerConfig

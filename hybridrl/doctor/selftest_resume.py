@@ -42,6 +42,7 @@ VICTIMS = {
     "a train worker": "ray::TrainWorker",
     "a rollout server": "ray::RolloutServer",
     "the raylet": "raylet/raylet",
+    "the fork server": "forkserver.py serve",
     "a scorer": "hybridrl.rewards.process",
     "a process of episodes": "ray::EpisodeWorker",
     "everything": "",

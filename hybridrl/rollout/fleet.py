@@ -9,7 +9,6 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from hybridrl import device as devices
 from hybridrl.cluster import Actor, Group, Pending, RaySession, RemoteFailure, cause, gather, kill, spawn
 from hybridrl.cluster.group import START_LIMIT, check_ray
 from hybridrl.cluster.watchdog import explain
@@ -20,6 +19,7 @@ from hybridrl.rollout.ladder import MARK, MemoryLadder, Settings, with_settings
 from hybridrl.rollout.server import RolloutServer
 from hybridrl.rollout.statistics import engine_metrics
 from hybridrl.rollout.types import Completion, Request
+from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.console import info
 
@@ -198,7 +198,7 @@ class RolloutFleet:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
     def _spawn(self, index: int, log: str) -> Actor:
-        environment = devices.environment(self.session.device, self.session.per_machine)
+        environment = worker_environment(self.session.device, self.session.per_machine)
         self.oom_kills[index] = oom_kills()
         environment |= ENGINES[self.rollout.name].environment(self.rollout)
         # Control calls must get through while requests run: an asynchronous actor accepts as many as come.

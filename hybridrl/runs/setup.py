@@ -25,6 +25,8 @@ from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
+from hybridrl.runtime.environment import without_expandable_segments, worker_environment
+from hybridrl.runtime.forks import ForkServer
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import console, info, stage, warn
@@ -63,12 +65,12 @@ class Job(Protocol):
     def schedule(self, steps: int) -> Schedule: ...
 
 
-def train(config: C, job_class: Callable[[C], Job]) -> None:
-    """Run training, as often as `with_restarts` allows."""
+def train(config: C, job_class: Callable[[C], Job], forks: ForkServer | None = None) -> None:
+    """Run training, as often as `with_restarts` allows; `forks` is where its workers come from on CPU."""
     directory = open_run_directory(config)
     recorder = nullcontext() if holder(directory) else recording(directory, host_memory)  # not in another run's record
     with recorder:
-        with_restarts(lambda adjusted: run(config, job_class, directory, adjusted), config)
+        with_restarts(lambda adjusted: run(config, job_class, directory, adjusted, forks), config)
 
 
 def host_memory() -> dict[str, int | None]:
@@ -76,7 +78,9 @@ def host_memory() -> dict[str, int | None]:
     return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
 
 
-def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted) -> None:
+def run(
+    config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted, forks: ForkServer | None = None
+) -> None:
     """One attempt, which leaves nothing running however it ends; checkpoints record which settings were `adjusted`."""
     began = time.monotonic()
     job = job_class(config)
@@ -89,7 +93,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({saved.path})")
         save_config(config, directory / "config.yaml")
         with stage("starting Ray"):
-            session = start_session(config.trainer, config.ray_kwargs.ray_init)
+            session = start_session(config.trainer, config.ray_kwargs.ray_init, forks)
         stack.callback(session.close)
         probe_run(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)
@@ -154,19 +158,19 @@ def open_tracker(config: Config, directory: Path, steps: int, resume: Resume | N
     return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume)
 
 
-def start_session(trainer: SFTTrainerConfig, ray_init: dict) -> RaySession:
+def start_session(trainer: SFTTrainerConfig, ray_init: dict, forks: ForkServer | None = None) -> RaySession:
     assert trainer.n_gpus_per_node is not None
     if trainer.device == "cuda":
-        for name in devices.without_expandable_segments():
+        for name in without_expandable_segments():
             cause = "workers run without expandable_segments, as engines could not open the trainer's memory"
             warn(f"{name}: {cause}", "allocator")
-    return RaySession(trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, trainer.startup_timeout)
+    return RaySession(trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, trainer.startup_timeout, forks)
 
 
 def start_train_workers(session: RaySession, logs: Path) -> Group:
     """One training rank per device, whose models are yet to be built."""
     ranks = len(session.groups) * session.per_machine
-    environment = devices.environment(session.device, session.per_machine)
+    environment = worker_environment(session.device, session.per_machine)
     files = [str(logs / f"train-{rank}.log") for rank in range(ranks)]
     actors = [
         spawn(TrainWorker, session, rank, environment, rank, ranks, file, gpus=1) for rank, file in enumerate(files)

@@ -13,8 +13,8 @@ import torch
 from child import serve
 from torch.nn.utils import clip_grad_norm_
 
-from hybridrl import device as devices
 from hybridrl.batch import Batch
+from hybridrl.runtime.environment import worker_environment
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, policy_loss
 from hybridrl.training.model import load_language_model
@@ -157,5 +157,5 @@ def main() -> None:
 if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     if "cuda" not in sys.argv:  # must be set before vLLM is imported
-        os.environ |= devices.environment("cpu", 1)
+        os.environ |= worker_environment("cpu", 1)
     sys.exit(main())

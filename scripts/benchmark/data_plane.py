@@ -19,9 +19,9 @@ import torch
 from side_by_side import Row, arguments, formatted, in_turn, report
 from torch import Tensor
 
-from hybridrl import device as devices
 from hybridrl.batch import Batch
 from hybridrl.cluster import Group
+from hybridrl.runtime.environment import worker_environment
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import Columns
 from hybridrl.training.worker_group import TrainWorkers
@@ -105,7 +105,7 @@ def stand_in_workers(group: Group) -> AllFields:
 
 def through_ray() -> tuple[Row, Row]:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
-    environment = devices.environment("cpu", WORKERS)  # as for a run's ranks
+    environment = worker_environment("cpu", WORKERS)  # as for a run's ranks
     remote = ray.remote(StandIn).options(num_cpus=0, runtime_env={"env_vars": environment})
     actors = [remote.remote() for _ in range(WORKERS)]
     workers, batch = stand_in_workers(Group(actors, "stand-in", [])), rows(ROWS)

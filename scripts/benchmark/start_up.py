@@ -18,11 +18,9 @@ from warm_start import TOP, warm_start
 
 # Runs in a separate process, as the imports of this script would be counted as the driver's.
 PARTS = """
-import functools, sys, time
+import contextlib, functools, sys, time
 began = float(sys.argv.pop(1))
-from hybridrl import main_ppo, hybrid_engine
-from hybridrl.runs import ppo, setup
-from hybridrl.trainer import RLTask
+from hybridrl import main_ppo
 def report(part):
     print(f"PART {part} {time.time() - began:.2f}", flush=True)
 def report_after(owner, name, part):
@@ -33,14 +31,26 @@ def report_after(owner, name, part):
         report(part)
         return result
     setattr(owner, name, wrapped)
-report("imports of the driver")
-# Each function is replaced in the module that calls it.
-report_after(ppo, "prepare", "data and reward")
-report_after(setup, "start_session", "Ray")
-report_after(ppo, "start_train_workers", "actors requested")
-report_after(ppo, "start_devices", "engines and trainers")
-report_after(hybrid_engine.HybridEngine, "to_rollout", "first weight sync")
-report_after(RLTask, "train_step", "first step")
+fork_server = main_ppo.fork_server
+@contextlib.contextmanager
+def reported(*args, **kwargs):
+    report("configuration")
+    with fork_server(*args, **kwargs) as forks:
+        from hybridrl import hybrid_engine
+        from hybridrl.doctor import start
+        from hybridrl.runs import ppo, setup
+        from hybridrl.trainer import RLTask
+        report("imports of the driver")
+        # Each function is replaced in the module that calls it.
+        report_after(start, "check_run_start", "checks")
+        report_after(ppo, "prepare", "data and reward")
+        report_after(setup, "start_session", "Ray")
+        report_after(ppo, "start_train_workers", "actors requested")
+        report_after(ppo, "start_devices", "engines and trainers")
+        report_after(hybrid_engine.HybridEngine, "to_rollout", "first weight sync")
+        report_after(RLTask, "train_step", "first step")
+        yield forks
+main_ppo.fork_server = reported
 sys.exit(main_ppo.main(sys.argv[1:]))
 """
 

@@ -18,12 +18,12 @@ from child import Child, serve
 from compiled import side
 from side_by_side import Row, arguments, formatted, in_turn, report
 
-from hybridrl import device as devices
 from hybridrl.rollout.vllm.settings import ENVIRONMENT
+from hybridrl.runtime.environment import worker_environment
 
 TRAINERS = "the trainer's"
 WAITS = {
-    TRAINERS: devices.environment("cpu", 1)["GOMP_SPINCOUNT"],
+    TRAINERS: worker_environment("cpu", 1)["GOMP_SPINCOUNT"],
     "the engine's": ENVIRONMENT["GOMP_SPINCOUNT"],
     "none": "0",
 }
@@ -58,7 +58,7 @@ def measured(directory: Path, load: str) -> list[Row]:
     with ExitStack() as stack:
         sides = {}
         for name, wait in WAITS.items():
-            environment = devices.environment("cpu", 1) | {"GOMP_SPINCOUNT": wait}
+            environment = worker_environment("cpu", 1) | {"GOMP_SPINCOUNT": wait}
             command = [sys.executable, __file__]
             sides[name] = stack.enter_context(Child(command, directory / f"{wait}.log", environment))
         if load:

@@ -26,7 +26,6 @@ from memory_plan import make_model, overrides
 from models import SHAPES
 from side_by_side import Row, arguments, formatted, in_turn, report
 
-from hybridrl import device as devices
 from hybridrl.cluster import Group
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.hybrid_engine import HybridEngine
@@ -34,6 +33,7 @@ from hybridrl.rollout import Request, Sampling, request_seed
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from hybridrl.runs.setup import start_session
+from hybridrl.runtime.environment import worker_environment
 
 HERE = Path(__file__).absolute().parent
 RESPONSES, TOKENS = 8, 24
@@ -93,7 +93,7 @@ def measure(config: PPOConfig, directory: Path, name: str, same_allocator: bool)
         before = [ours.decode() for _ in range(3)]
         environment = {"OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if same_allocator:
-            environment |= devices.environment("cpu", slots=1)
+            environment |= worker_environment("cpu", slots=1)
         bare = [sys.executable, str(HERE / "bare.py"), "--threads", str(os.cpu_count())]
         other = stack.enter_context(Child(bare, directory / "bare.log", environment))
         other.call("start_engine", file=str(directory / "engine.pt"))

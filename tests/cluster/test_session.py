@@ -17,6 +17,7 @@ import ray
 from hybridrl import device as devices
 from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.cluster.session import joined
+from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import begin_actor
 from hybridrl.runtime.keeper import working_in
 
@@ -83,7 +84,7 @@ def test_each_rank_is_given_one_of_the_visible_gpus_and_its_engine_sees_them_all
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     session = RaySession("cuda", 1, 2, {"num_gpus": 2}, 60)
     try:
-        environment = devices.environment("cuda", 2)
+        environment = worker_environment("cuda", 2)
         ranks = Group([spawn(Placed, session, rank, environment, gpus=1) for rank in range(2)], "rank", [])
         engines = Group([spawn(Placed, session, 0, environment)], "engine", [])
         assert sorted(gpus for gpus, _ in ranks.broadcast(Placed.gpus, timeout=200)) == [["4"], ["6"]]

@@ -11,6 +11,7 @@ from hybridrl.config import load_ppo_config
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
+from hybridrl.runtime.forks import fork_server
 from hybridrl.training.worker_group import TrainWorkers
 from tests.integration.answers import PROMPT
 
@@ -69,8 +70,16 @@ def parts(config, session, tmp_path_factory):
     return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
 
 
+@pytest.fixture(scope="session")
+def forks(overrides, tmp_path_factory):
+    """Where the workers of all modules come from."""
+    config = load_ppo_config(overrides(tmp_path_factory.mktemp("forks")))
+    with fork_server(config.trainer, config.ray_kwargs.ray_init, engine=True) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
-def session(config):
-    session = start_session(config.trainer, config.ray_kwargs.ray_init)
+def session(config, forks):
+    session = start_session(config.trainer, config.ray_kwargs.ray_init, forks)
     yield session
     session.close()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridrl import device as devices
 from hybridrl.batch import Batch
 from hybridrl.data.prompts import Prompt
 from hybridrl.endpoint.agent import Agents
@@ -154,11 +153,6 @@ def command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:  # it has just ended
         return ""
-
-
-def test_an_engine_waits_for_its_threads_longer_than_a_trainer(parts):
-    (waits,) = {int(server.environ()["GOMP_SPINCOUNT"]) for server in server_processes()}
-    assert waits > int(devices.environment("cpu", slots=2)["GOMP_SPINCOUNT"])
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from multiprocessing import get_context
 
 import pytest
 
-from hybridrl import device as devices
 from hybridrl.config import load_ppo_config
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout import Request, Sampling, request_seed
 from hybridrl.rollout.statistics import engine_metrics
 from hybridrl.rollout.vllm.engine import VllmEngine
 from hybridrl.rollout.vllm.settings import CPU_BLOCK, cache_bytes_per_token, vllm_environment
+from hybridrl.runtime.environment import worker_environment
 
 SHARED = [1, *range(20, 20 + CPU_BLOCK)]  # a full block of the cache; a request begins with two and ends with three
 REQUESTS = [
@@ -40,7 +40,7 @@ def sampled(overrides, tmp_path, monkeypatch):
     def run(rows: int, **more: object) -> tuple[list[list[int]], dict[str, float]]:
         config = load_ppo_config(overrides(tmp_path, {"data.max_prompt_length": 300, "data.max_response_length": 200}))
         model, rollout = config.actor_rollout_ref.model, replace(config.actor_rollout_ref.rollout, **more)
-        for name, value in (devices.environment("cpu", slots=1) | vllm_environment(rollout)).items():
+        for name, value in (worker_environment("cpu", slots=1) | vllm_environment(rollout)).items():
             monkeypatch.setenv(name, value)
         cache = {"kv_cache_memory_bytes": (4 * rows + 1) * CPU_BLOCK * cache_bytes_per_token(model, rollout)}
         rollout = replace(rollout, engine_kwargs=replace(rollout.engine_kwargs, vllm=cache))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from hybridrl import main_ppo
 from hybridrl.doctor.why import diagnose
+from hybridrl.runtime.keeper import is_keeper
 
 FAULTY_REWARD = """
 import zlib
@@ -234,8 +235,9 @@ def driver_of(process: subprocess.Popen) -> psutil.Process:
 
 def temporary_directories(processes: list[psutil.Process]) -> set[Path]:
     """Where Ray, engines and their sockets are."""
-    found = {Path(process.environ().get("TMPDIR", "/")) for process in processes}
-    directories = {directory for directory in found if directory.name.startswith("hybridrl-")}
+    owners = {str(process.pid) for process in processes}
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    directories = {Path(command[-3]) for command in commands if is_keeper(command) and command[-2] in owners}
     assert all(map(Path.exists, directories))
     return directories
 
@@ -247,7 +249,7 @@ def test_a_killed_driver_leaves_nothing_running(overrides, tmp_path):
     processes = psutil.Process(process.pid).children(recursive=True)
     assert any("RolloutServer" in " ".join(p.cmdline()) for p in processes)
     directories = temporary_directories(processes)
-    assert len(directories) == 3, "of Ray and of two engines"
+    assert len(directories) == 4, "of Ray, of two engines, and where workers are forked"
     driver_of(process).kill()
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 137
@@ -311,7 +313,7 @@ def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_m
         assert "train worker.update_policy: the process of train-" in output
         assert "Traceback" not in output
     assert_gone(processes)
-    assert len(directories) == 1 and not any(map(Path.exists, directories))
+    assert len(directories) == 2 and not any(map(Path.exists, directories))
     assert diagnose(tmp_path).code == {"signal": "stopped", "worker": "worker-died"}[how]
 
 
