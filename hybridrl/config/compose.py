@@ -42,8 +42,14 @@ def save_config(config: PPOConfig | SFTConfig, path: Path) -> None:
     path.write_text(as_yaml(config), encoding="utf-8")
 
 
-def as_yaml(config: PPOConfig | SFTConfig) -> str:
-    return OmegaConf.to_yaml(as_dict(config))
+def as_yaml(config: PPOConfig | SFTConfig, section: str = "") -> str:
+    """The configuration, or a section or key of it, as YAML. Raises ConfigError if there is none of this name."""
+    values = as_dict(config)
+    for name in filter(None, section.split(".")):
+        if name not in (values if isinstance(values, dict) else ()):
+            raise ConfigError(f"--package={section}: there is no such section", fix=nearest_keys(section, type(config)))
+        values = values[name]
+    return OmegaConf.to_yaml(values) if isinstance(values, dict) else f"{show(values)}\n"
 
 
 def as_dict(config: PPOConfig | SFTConfig) -> dict[str, Any]:
@@ -181,7 +187,7 @@ class Overrides:
                 raise ConfigError(f"{text}: {key} is a section", fix=f"set the keys in it one by one: {key}.key=value")
             self.set(key, value, text)
         elif (override.is_add() or override.is_force_add()) and "." in key:
-            cause = f"{key} is not a key of hybridrl: kept as {OWN}.{key} for your own code"
+            cause = f"{key} is kept as {OWN}.{key} for your own code"
             self.findings.info("own-key", cause, keys=key)
             self.set(f"{OWN}.{key}", value, text)
         else:

@@ -113,8 +113,9 @@ def _missing_rows(entry: str) -> str:
 
 def path_or_hub(value: str) -> Fault | None:
     """A rule: a local directory or a hub name."""
-    looks_local = value.startswith((".", "/")) or value.count("/") != 1
-    return _no_directory(value) if looks_local and not Path(value).is_dir() else None
+    directory = Path(value)
+    looks_local = value.startswith((".", "/")) or value.count("/") != 1 or directory.parent.is_dir()
+    return _no_directory(value) if looks_local and not directory.is_dir() else None
 
 
 def model_path(value: str) -> Fault | None:

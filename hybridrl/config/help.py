@@ -2,43 +2,63 @@
 
 import textwrap
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hybridrl.config.compose import CONF, SHIPPED, shipped
-from hybridrl.config.findings import show
-from hybridrl.config.keys import value_keys
+from hybridrl.config.findings import ConfigError, show
+from hybridrl.config.keys import nearest, value_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
-from hybridrl.config.values import MISSING, value_of
+from hybridrl.config.values import MISSING, Plain, value_of
 
 COLUMN = 46  # where meanings begin
 
 
-def explain_keys(config_name: str, first: tuple[str, ...], width: int) -> str:
-    """Every key of a shipped configuration with value and meaning, by section; a selection of them `first`."""
+def explain_keys(config_name: str, wanted: str, first: tuple[str, ...], width: int) -> str:
+    """The keys of a shipped configuration with value and meaning: of the section `wanted`, of `all`, or if it is empty
+    those in `first`, with a list of the sections. Raises ConfigError if there is no such section."""
     values, meanings = shipped(config_name).values, key_meanings(CONF / f"{config_name}.yaml")
-    lines = ["keys to begin with:"]
-    lines += [_entry(key, value_of(values, key), meanings[key], width) for key in first]
-    for section, keys in groupby(meanings, key=lambda key: key.rpartition(".")[0]):
+    sections: dict[str, list[str]] = {}
+    for key in meanings:
+        sections.setdefault(key.rpartition(".")[0], []).append(key)
+    if not wanted:
+        lines = ["keys to begin with:", *(_entry(key, value_of(values, key), meanings[key], width) for key in first)]
+        names = ", ".join(filter(None, sections))
+        listed = textwrap.fill(f"all, {names}", width, initial_indent="  ", subsequent_indent="  ")
+        more = "python -m hybridrl.doctor explain KEY explains one key, and doctor config a whole command."
+        return "\n".join([*lines, "\nmore keys, by section (--help SECTION):", listed, f"\n{more}"])
+    inside = {name: keys for name, keys in sections.items() if f"{name}.".startswith(f"{wanted}.") or wanted == "all"}
+    if not inside:
+        near = nearest(wanted, [name for name in sections if name])
+        raise ConfigError(f"--help {wanted}: there is no such section", fix=f"choose {' | '.join(near or ['all'])}")
+    lines = []
+    for section, keys in inside.items():
         lines.append(f"\n{section or 'outside the sections'}:")
         lines += [_entry(key.rpartition(".")[2], value_of(values, key), meanings[key], width) for key in keys]
-    return "\n".join(lines)
+    return "\n".join(lines).lstrip("\n")
 
 
-def changed_values(config: PPOConfig | SFTConfig) -> str:
-    """The keys that differ from the shipped values, one line per section, without those that merely follow another."""
+def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
+    """The keys that differ from the shipped values, without those that merely follow another: first those that were
+    set, on the command line or in a file, then those that were chosen here, for model, machine and the others. `plain`
+    are the values before they were resolved."""
     values, usual = asdict(config), shipped(SHIPPED[type(config)])
-    changed: dict[str, list[str]] = {}
+    yours: dict[str, list[str]] = {}
+    chosen: dict[str, list[str]] = {}
     for key in value_keys(type(config)):
         value, source = value_of(values, key), usual.follows.get(key)
-        expected = value_of(values, source) if source else value_of(usual.values, key)
+        default = value_of(usual.values, key)
+        expected = value_of(values, source) if source else default
         if value != expected and value != (expected or []):
             section, _, name = key.partition(".")
-            changed.setdefault(section, []).append(f"{name}={show(value)}" if name else show(value))
-    return "\n".join(f"  {section}: {', '.join(items)}" for section, items in changed.items())
+            part = chosen if value_of(plain.values, key) == default else yours
+            part.setdefault(section, []).append(f"{name}={show(value)}" if name else show(value))
+    lines = []
+    for title, part in (("set by you:", yours), ("chosen for this model and machine:", chosen)):
+        lines += [title] * bool(part) + [f"  {section}: {', '.join(items)}" for section, items in part.items()]
+    return "\n".join(lines)
 
 
 def batch_arithmetic(config: PPOConfig) -> str:

@@ -70,8 +70,18 @@ def nearest(key: str, known: list[str], count: int = 3) -> list[str]:
 
 def nearest_keys(key: str, schema: type) -> str:
     """The fix for an unknown key: the valid keys that may have been meant."""
-    names = nearest(current_name(key), value_keys(schema))
-    return f"nearest: {', '.join(names)}" if names else "--help lists all keys"
+    known = value_keys(schema)
+    if (meant := trl_names().get(key)) in known:
+        return f"TRL's {key} is {meant} here"
+    names = nearest(current_name(key), known)
+    return f"nearest: {', '.join(names)}" if names else "--help all lists all keys"
+
+
+@functools.cache
+def trl_names() -> dict[str, str]:
+    """The key of hybridrl with the meaning of each name of TRL."""
+    file = Path(__file__).parent / "verl" / "trl_names.yaml"
+    return yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,9 @@ from typing import Any, Generic, TypeVar
 from hybridrl.config.checks import resolve_ppo, resolve_sft
 from hybridrl.config.checks.training import Machine, this_machine
 from hybridrl.config.compose import CONF, SHIPPED, existing, parse_overrides, plain_values, shipped
-from hybridrl.config.findings import Findings, show
+from hybridrl.config.findings import Findings
+from hybridrl.config.findings import show as shown
+from hybridrl.config.help import changed_values
 from hybridrl.config.keys import Entry, current_name, entry_of, holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.values import Plain, Reading, value_of
@@ -42,14 +44,19 @@ def load_config(
     config_name: str = "",
     config_dir: Path = CONF,
     report: Report | None = None,
+    show: Report | None = None,
 ) -> T:
-    """The configuration with which a run starts; warnings and information go to `report`. Raises ConfigError."""
+    """The configuration with which a run starts; warnings go to `report`, information and what differs from the default
+    configuration to `show`. Raises ConfigError."""
     result = resolve_config(schema, overrides, config_name or SHIPPED[schema], config_dir)
     for finding in result.findings.items:
-        if finding.severity != "error" and report is not None:
-            report(finding.text)
+        to = {"warning": report, "info": show}.get(finding.severity)
+        if to is not None:
+            to(finding.text)
     result.findings.close()
-    assert result.config is not None
+    assert result.config is not None and result.values is not None
+    if show is not None:
+        show(changed_values(result.config, result.values))
     return result.config
 
 
@@ -103,8 +110,8 @@ def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: 
     for entry, keys in sorted(shared.items(), key=lambda item: item[0].kind != "rejected"):
         more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
         if entry.kind == "rejected":
-            cause = f"{', '.join(f'{key}={show(foreign[key])}' for key in keys[:SHOWN])}{more}: {entry.why}"
-            findings.error("unsupported", cause, keys=keys, value=show(foreign[keys[0]]))
+            cause = f"{', '.join(f'{key}={shown(foreign[key])}' for key in keys[:SHOWN])}{more}: {entry.why}"
+            findings.error("unsupported", cause, keys=keys, value=shown(foreign[keys[0]]))
         else:
             cause = f"{', '.join(keys[:SHOWN])}{more} {'have' if keys[1:] else 'has'} no effect: {entry.why}"
             findings.warn("ignored-key", cause, keys=keys)

@@ -146,6 +146,10 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
     if inputs.prompts is not None:
         with rejections.gathered():
             inputs.order = build_order(data, inputs.prompts, own)
+            if data.train_batch_size > inputs.order.size:
+                key, size = "data.train_batch_size", inputs.order.size
+                cause = f"{key}={data.train_batch_size}: data.train_files has {size} prompts"
+                raise ConfigError(cause, fix=f"set {key}={size}, or less", keys=key)
     if inputs.datasets:
         with rejections.gathered():
             reject_unknown_tokens(

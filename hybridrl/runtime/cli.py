@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
-from hybridrl.config.help import changed_values, explain_keys
+from hybridrl.config.help import explain_keys
 from hybridrl.runtime.signals import REQUESTS, stop_at_once
 from hybridrl.tracking.console import info
 from hybridrl.tracking.faults import PAGE, code_of
@@ -45,29 +46,30 @@ class Command(Generic[T]):
 def run_command(command: Command[T], argv: list[str] | None = None) -> int:
     """Parse, load and run; return the exit status: 0, 1 (the run failed), 2 (invalid input), 130 (interrupted)."""
     parser = _parser(command)
-    arguments, more = parser.parse_known_args(argv)
+    arguments, more = parser.parse_known_args(_with_values(sys.argv[1:] if argv is None else argv))
     if options := [item for item in more if item.startswith("-")]:
-        parser.error(f"unknown option {options[0]}; configuration keys are given as key=value")
+        parser.error(_unknown_option(options[0], command.module))
     arguments.overrides += more
-    if arguments.help or arguments.cfg:
+    if arguments.help is not None or arguments.cfg:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
-    if arguments.help:
-        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-        print(f"{parser.format_help()}\n{explain_keys(command.config_name, command.first_keys, width)}")
-        return 0
     stop_at_once()
     try:
-        place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
-        config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"))
-        if arguments.cfg:
-            print(as_yaml(config), end="")
+        if arguments.help is not None:
+            width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+            begin = f"{parser.format_help()}\n" * (not arguments.help)
+            print(begin + explain_keys(command.config_name, arguments.help, command.first_keys, width))
             return 0
-        info(f"changed from the default configuration:\n{changed_values(config)}")
+        place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
+        show = None if arguments.cfg else info
+        config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=show)
+        if arguments.cfg:
+            print(as_yaml(config, arguments.package or ""), end="")
+            return 0
         command.run(config)
     except ConfigError as error:
         _print("error:", "bold red", str(error))
-        if not arguments.overrides and arguments.config_path == CONF:
-            _print("", "", f"for example: {command.example_line}\n(--help lists all keys)")
+        if not arguments.overrides and arguments.config_path == CONF and arguments.help is None:
+            _print("", "", f"for example: {command.example_line}\n(--help all lists all keys)")
         return EXIT_REJECTED
     except KeyboardInterrupt:
         info(f"stopped ({REQUESTS.last or 'Ctrl-C'}); no process is left running")
@@ -92,12 +94,47 @@ def _parser(command: Command[T]) -> argparse.ArgumentParser:
     )
     add, place = parser.add_argument, "directory of a custom configuration file"
     add("overrides", nargs="*", metavar="key=value", help="values of configuration keys")
-    add("-h", "--help", action="store_true", help="show this, and every key with its value and meaning")
-    add("--cfg", action="store_true", help="print the resolved configuration and exit")
+    sections = "show this; with a section, such as data, or all, the keys there with value and meaning"
+    add("-h", "--help", nargs="?", const="", metavar="SECTION", help=sections)
+    add("-c", "--cfg", nargs="?", const="job", choices=["job", "all"], help="print the resolved configuration and exit")
+    add("-p", "--package", metavar="SECTION", help="the section that --cfg prints, such as actor_rollout_ref.rollout")
+    add("--resolve", action="store_true", help="has no effect, as --cfg prints resolved values always")
     add("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help=place)
     name = f"that file's name; it begins with defaults: [{command.config_name}, _self_]"
     add("-cn", "--config-name", default=command.config_name, metavar="NAME", help=name)
     return parser
+
+
+def _with_values(argv: list[str]) -> list[str]:
+    """The arguments, with `--cfg` and `--help` joined to their word if one follows: Hydra writes `--cfg job`, but what
+    follows is often key=value."""
+    joined: list[str] = []
+    for argument in argv:
+        before = joined[-1] if joined else ""
+        if before in ("-h", "--help", "-c", "--cfg") and "=" not in argument and not argument.startswith("-"):
+            joined[-1] = f"--{'help' if 'h' in before else 'cfg'}={argument}"
+        else:
+            joined.append(argument)
+    return [f"{one}={'' if 'h' in one else 'job'}" if one in ("--help", "--cfg") else one for one in joined]
+
+
+def _unknown_option(option: str, module: str) -> str:
+    """What to do instead, for options of Hydra."""
+    instead = {
+        ("-m", "--multirun"): "start the command once per value, each with another trainer.default_local_dir",
+        (
+            "--info",
+            "-i",
+        ): "--cfg shows the configuration, python -m hybridrl.doctor machine versions and machine",
+        ("-cd", "--config-dir"): "name the directory of your own configuration file in --config-path",
+        ("-sc", "--shell-completion"): "see docs/configuration.md",
+        ("--hydra-help",): f"see python -m {module} --help",
+        ("--experimental-rerun",): "the same command resumes a run; its config.yaml can be given by --config-path",
+        ("--version", "-v"): "see hybridrl --version",
+    }
+    name = option.partition("=")[0]
+    fix = next((fix for names, fix in instead.items() if name in names), "configuration keys are given as key=value")
+    return f"unknown option {name}; {fix}"
 
 
 def _print(label: str, style: str, text: str) -> None:

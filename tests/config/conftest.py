@@ -14,6 +14,7 @@ from hybridrl.config import PPOConfig, load_ppo_config
 class Loaded:
     config: PPOConfig
     notes: list[str] = field(default_factory=list)
+    changed: str = ""
 
 
 Load = Callable[..., Loaded]
@@ -43,6 +44,9 @@ def load(needed: list[str]) -> Load:
 
     def run(*overrides: str, **more: object) -> Loaded:
         notes: list[str] = []
-        return Loaded(load_ppo_config([*needed, *overrides], report=notes.append, **more), notes)
+        shown: list[str] = []
+        config = load_ppo_config([*needed, *overrides], report=notes.append, show=shown.append, **more)
+        *information, changed = shown
+        return Loaded(config, notes + information, changed)
 
     return run

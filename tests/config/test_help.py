@@ -1,5 +1,10 @@
+from pathlib import Path
+
+import pytest
+
 from hybridrl.config.compose import CONF
-from hybridrl.config.help import changed_values, explain_keys, key_meanings, samplings
+from hybridrl.config.findings import ConfigError
+from hybridrl.config.help import explain_keys, key_meanings, samplings
 from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig
 
@@ -7,28 +12,46 @@ from .conftest import Load
 
 
 def test_every_key_is_explained_within_the_width() -> None:
-    lines = explain_keys("ppo_trainer", ("data.train_files",), 90).splitlines()
+    lines = explain_keys("ppo_trainer", "all", (), 90).splitlines()
     assert max(map(len, lines)) <= 90
-    assert lines[:2] == [
-        "keys to begin with:",
-        "  data.train_files (must be set)              Training rows: files (.parquet, .json,",
-    ]
     section, found = "", set()
     for line in lines:
         if line and not line.startswith(" "):
             section = line.rstrip(":").replace("outside the sections", "")
-        elif line.startswith("  ") and line[2] != " " and section != "keys to begin with":
+        elif line.startswith("  ") and line[2] != " ":
             found.add(f"{section}.{line.split()[0]}".lstrip("."))
     assert found == set(value_keys(PPOConfig))
 
 
+def test_help_begins_with_a_few_keys_and_the_names_of_the_sections() -> None:
+    lines = explain_keys("ppo_trainer", "", ("data.train_files",), 90).splitlines()
+    assert max(map(len, lines)) <= 90 and len(lines) < 30
+    assert lines[:2] == [
+        "keys to begin with:",
+        "  data.train_files (must be set)              Training rows: files (.parquet, .json,",
+    ]
+    assert "more keys, by section (--help SECTION):" in lines and lines[-1].startswith("python -m hybridrl.doctor")
+
+
+def test_help_for_a_section_shows_what_is_in_it_and_below() -> None:
+    text = explain_keys("ppo_trainer", "reward", (), 100)
+    sections = [line for line in text.splitlines() if line and line[0] != " "]
+    assert sections[:2] == ["reward:", "reward.custom_reward_function:"]
+    assert all(section.startswith("reward") for section in sections)
+
+
+def test_a_mistyped_section_is_met_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"--help rewards: there is no such section; choose reward\b"):
+        explain_keys("ppo_trainer", "rewards", (), 100)
+
+
 def test_values_are_those_that_hold_where_one_key_follows_another() -> None:
-    assert "  response_length = 512 " in explain_keys("ppo_trainer", (), 100)
+    assert "  response_length = 512 " in explain_keys("ppo_trainer", "all", (), 100)
 
 
 def test_a_file_that_changes_another_ones_value_has_the_last_word() -> None:
-    text = explain_keys("sft_trainer", ("optim.lr",), 100)
-    assert "  optim.lr = 1e-05 " in text
+    text = explain_keys("sft_trainer", "optim", (), 100)
+    assert "  lr = 1e-05 " in text
     assert "1e-06" not in text
 
 
@@ -43,13 +66,17 @@ def test_a_meaning_is_the_whole_comment_above_the_key() -> None:
 
 
 def test_only_what_was_changed_is_reported_and_not_what_follows_it(load: Load) -> None:
-    lines = changed_values(load("trainer.seed=7", "data.max_response_length=64", "data.val_files=train.jsonl").config)
-    sections = dict(line.strip().split(": ", 1) for line in lines.splitlines())
-    assert sections["data"] == "train_files=[train.jsonl], val_files=[train.jsonl], max_response_length=64"
+    text = load("trainer.seed=7", "data.max_response_length=64", "data.val_files=train.jsonl").changed
+    yours, chosen = text.removeprefix("set by you:\n").split("\nchosen for this model and machine:\n")
+    assert yours.splitlines() == [
+        "  data: train_files=[train.jsonl], val_files=[train.jsonl], max_response_length=64",
+        f"  actor_rollout_ref: model.path={Path('model').absolute()}",
+        "  trainer: seed=7",
+    ]
+    sections = dict(line.strip().split(": ", 1) for line in chosen.splitlines())
     assert sections["trainer"].startswith("device=cpu, n_gpus_per_node=")
     assert "response_length" not in sections["actor_rollout_ref"]
     assert "rollout.max_model_len=576" in sections["actor_rollout_ref"]
-    assert "seed=7" in sections["trainer"]
     assert "reward" not in sections
 
 

@@ -1,3 +1,4 @@
+import os
 from dataclasses import dataclass
 
 import pynvml
@@ -5,6 +6,8 @@ import pytest
 
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.checks.training import this_machine
+
+from .conftest import Load
 
 
 @dataclass
@@ -65,3 +68,10 @@ def test_the_reasons_for_a_missing_gpu_are_told_apart(
         load_ppo_config(["data.train_files=a/b", "actor_rollout_ref.model.path=a/b", "trainer.device=cuda"])
     (line,) = (line for line in error.value.lines if "GPU" in line)
     assert line.startswith(f"trainer.device=cuda: this machine has no usable GPU: {why}; {fix}")
+
+
+def test_more_devices_than_cores_are_warned_of(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    (note,) = [note for note in load("trainer.device=cpu", "trainer.n_gpus_per_node=3").notes if "cores" in note]
+    assert note.endswith("set trainer.n_gpus_per_node=2")
+    assert not [note for note in load("trainer.device=cpu", "trainer.n_gpus_per_node=2").notes if "cores" in note]

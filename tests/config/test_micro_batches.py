@@ -28,3 +28,15 @@ def test_values_are_computed_in_the_passes_of_the_critic_s_update_unless_they_ha
 def test_both_forms_at_once_are_rejected(load: Load) -> None:
     with pytest.raises(ConfigError, match=r"set ppo_micro_batch_size_per_gpu only"):
         load(f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
+
+
+def test_a_token_budget_below_the_longest_row_is_warned_of(load: Load) -> None:
+    key = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    lengths = ("data.max_prompt_length=32", "data.max_response_length=64")
+    (note,) = [note for note in load(*lengths, f"{key}=20").notes if note.startswith(key)]
+    assert note == (
+        f"{key}=20: a row may have 96 tokens: each that is longer is computed alone, which takes longer; set {key}=96"
+    )
+    assert not [note for note in load(*lengths, f"{key}=96").notes if note.startswith(key)]
+    rows = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
+    assert not [note for note in load(*lengths, *rows, f"{key}=20").notes if note.startswith(key)], "rows are counted"

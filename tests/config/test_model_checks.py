@@ -285,3 +285,27 @@ def test_a_policy_whose_weights_an_engine_cannot_take_is_rejected(load: Load) ->
     write(model_type="gpt_oss")
     (line,) = errors_of(load)
     assert "model_type=gpt_oss: vLLM copies its experts past the reload" in line and line.endswith("(main_sft)")
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "fitting"),
+    [(2, 2, 3, "1 | 2"), (12, 4, 3, "1 | 2 | 4 | 12"), (8, 1, 2, ""), (8, 2, 8, "")],
+)
+def test_an_engine_s_devices_divide_the_attention_heads(load: Load, heads, groups, width, fitting) -> None:
+    write(num_attention_heads=heads, num_key_value_heads=groups, head_dim=64)
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    keys = (f"{key}={width}", f"trainer.n_gpus_per_node={width}")
+    if not fitting:
+        assert load(*keys).config.actor_rollout_ref.rollout.tensor_model_parallel_size == width
+        return
+    cause = (
+        f"{key}={width}: the model has {heads} attention heads in {groups} groups, which cannot be divided by {width}"
+    )
+    assert errors_of(load, *keys) == [f"{cause}; choose {fitting}"]
+
+
+@pytest.mark.parametrize("path", ["./models/small", "/models/small", "a/b/small", "models/small"])
+def test_a_mistyped_local_path_is_rejected_without_asking_the_hub(load: Load, tmp_path: Path, path: str) -> None:
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        load(f"actor_rollout_ref.model.path={path}")

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridrl.config.keys import nearest, value_keys
+from hybridrl.config.keys import nearest, nearest_keys, trl_names, value_keys
 from hybridrl.config.schema import PPOConfig
 
 KEYS = value_keys(PPOConfig)
@@ -27,3 +27,8 @@ def test_the_key_that_was_meant_comes_first(typed: str, meant: str) -> None:
 
 def test_nothing_is_offered_where_nothing_is_alike() -> None:
     assert nearest("own.thing", KEYS) == []
+
+
+def test_a_name_of_trl_is_met_with_the_key_of_its_meaning() -> None:
+    assert nearest_keys("num_generations", PPOConfig) == "TRL's num_generations is actor_rollout_ref.rollout.n here"
+    assert not [key for key in trl_names().values() if key not in KEYS]

@@ -324,6 +324,7 @@ def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_m
         ({"data.train_files": "{tmp}/no_prompt.jsonl"}, "no_prompt.jsonl"),
         ({"data.train_files": "{tmp}/no_truth.jsonl"}, "no_truth.jsonl"),
         ({"data.max_prompt_length": 5}, "data.max_prompt_length=5"),
+        ({"data.train_batch_size": 4096}, "data.train_batch_size=4096: data.train_files has 2000 prompts"),
         ({"reward.custom_reward_function.path": "{tmp}/broken.py"}, "broken.py:1"),
         ({"reward.custom_reward_function.name": "compute_scores"}, "compute_score"),
         ({"reward.custom_reward_function.path": "null"}, "quickstart/addition"),

@@ -66,7 +66,7 @@ def test_a_command_without_arguments_names_the_missing_keys_and_the_help(capsys:
         "actor_rollout_ref.model.path is not set; add actor_rollout_ref.model.path=...",
     ]
     assert "for example: python -m hybridrl.main_ppo \\" in lines
-    assert lines[-1] == "(--help lists all keys)"
+    assert lines[-1] == "(--help all lists all keys)"
 
 
 def test_an_error_is_printed_literally_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +125,29 @@ def test_cfg_prints_yaml_that_loads_again_and_runs_nothing(capsys: pytest.Captur
     assert capsys.readouterr().out == output.out
 
 
+@pytest.mark.parametrize("words", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"], ["--cfg", "all", "--resolve"]])
+def test_the_configuration_is_printed_as_hydra_s_users_ask_for_it(capsys: pytest.CaptureFixture[str], words) -> None:
+    assert run_command(Work().command, [*words, *NEEDED]) == 0
+    whole = capsys.readouterr().out
+    assert yaml.safe_load(whole)["trainer"]["resume_mode"] == "auto"
+    assert run_command(Work().command, [*NEEDED, *words, "-p", "trainer.resume_mode"]) == 0
+    assert capsys.readouterr().out == "auto\n"
+    assert run_command(Work().command, [*NEEDED, *words, "--package", "trainr"]) == 2
+    assert "--package=trainr: there is no such section" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["-m", "--multirun", "--info=all", "-sc", "--config-dir"])
+def test_options_of_hydra_that_there_are_not_are_met_with_what_to_do(capsys, option) -> None:
+    with pytest.raises(SystemExit):
+        run_command(Work().command, [option, *NEEDED])
+    assert "key=value" not in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_before_a_value_is_not_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(Work().command, ["--help", *NEEDED]) == 0
+    assert "keys to begin with:" in capsys.readouterr().out
+
+
 def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run_command(Work().command, ["--config", "x"])
@@ -139,7 +162,9 @@ def test_help_shows_an_example_and_lists_the_keys(capsys: pytest.CaptureFixture[
     assert module.COMMAND.purpose in text
     beginning = text.split("keys to begin with:")[1].split("\n\n")[0]
     assert all(key in beginning for key in module.COMMAND.first_keys)
-    assert "\ntrainer:\n  device = auto" in text
+    assert "--help SECTION" in text and "trainer" in text and "  device = auto" not in text
+    assert module.main(["--help", "trainer"]) == 0
+    assert capsys.readouterr().out.startswith("trainer:\n  device = auto")
 
 
 @pytest.mark.parametrize("module", [main_ppo, main_sft])

@@ -116,7 +116,7 @@ def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Ch
     model.path, model.external_lib = absolute(model.path), [absolute(name) for name in model.external_lib]
 
 
-def check_served(key: str, model: ModelConfig, device: str, check: Checker) -> None:
+def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: str, check: Checker) -> None:
     """Check whether an engine can compute with the model, and take its weights."""
     settings = model_settings(model)
     if reason := why_not_served(settings):
@@ -128,6 +128,12 @@ def check_served(key: str, model: ModelConfig, device: str, check: Checker) -> N
     if device == "cpu" and size and not settings.get("kv_lora_rank") and size not in CPU_HEAD_SIZES:
         cause = f"its attention heads have size {size}, and vLLM on CPU supports {', '.join(map(str, CPU_HEAD_SIZES))}"
         check.error(f"{key}.path", cause, "use another model, or a GPU")
+    ranks, groups = rollout.tensor_model_parallel_size, settings.get("num_key_value_heads") or heads
+    if heads and groups and (heads % ranks or (groups % ranks and ranks % groups)):
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+        cause = f"the model has {heads} attention heads in {groups} groups, which cannot be divided by {ranks}"
+        keys = f"actor_rollout_ref.rollout.tensor_model_parallel_size {key}.path"
+        check.error(keys, cause, f"choose {' | '.join(map(str, fitting))}")
 
 
 def resolve_recurrence(key: str, model: ModelConfig, rollout: RolloutConfig, check: Checker) -> None:

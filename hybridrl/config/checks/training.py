@@ -78,6 +78,9 @@ def resolve_devices(
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         if machine.here and (directory := vars(trainer).get(name)):
             _check_writable(f"trainer.{name}", Path(directory).absolute(), check)
+    if machine.here and trainer.device == "cpu" and trainer.n_gpus_per_node > machine.cores:
+        cause = f"more devices than this machine's {machine.cores} cores, which they share: each has two processes"
+        check.warn(DEVICES, cause, f"set {DEVICES}={machine.cores}")
     most = max(machine.memory_bytes // CPU_SLOT_BYTES, 1)
     if trainer.device == "cpu" and trainer.n_gpus_per_node > most:
         check.error(DEVICES, f"free memory is enough for {most} CPU devices", f"set {DEVICES}={most}")
@@ -216,6 +219,12 @@ def resolve_actor(config: PPOConfig, check: Checker) -> None:
         cause = f"{key}={size} is more than data.train_batch_size={prompts}: one update per step"
         check.warn(f"{key} data.train_batch_size", cause)
         actor.ppo_mini_batch_size = prompts
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = actor.ppo_max_token_len_per_gpu * actor.fsdp_config.ulysses_sequence_parallel_size
+    if (actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is None) and tokens < longest:
+        keys = f"{ACTOR}.ppo_max_token_len_per_gpu data.max_prompt_length data.max_response_length"
+        cause = f"a row may have {longest} tokens: each that is longer is computed alone, which takes longer"
+        check.warn(keys, cause, f"set {ACTOR}.ppo_max_token_len_per_gpu={longest}")
     actor.clip_ratio_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     actor.clip_ratio_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
     actor.loss_scale_factor = actor.loss_scale_factor or float(config.data.max_response_length)

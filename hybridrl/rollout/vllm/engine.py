@@ -196,6 +196,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "seed": rollout.seed,
         "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
+        "disable_log_stats": False,  # the observer's; vLLM's own log shows them at its level INFO only
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": f"{EngineProcess.__module__}.{EngineProcess.__name__}",
     }
