@@ -185,6 +185,7 @@ def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, ca
     assert engine.client.restarts == restarts + 1
     (warning,) = (line for line in caplog.messages if "was lost" in line)
     assert cause in warning
+    target.wait(timeout=30)  # Ray first asks it to end, for five seconds
     assert len(server_processes()) == 2
     engine.to_training()
 
