@@ -135,3 +135,4 @@ if [[ $(cat ".venv/installed$dev" 2>/dev/null) != "$wanted" ]]; then
     echo "$wanted" | tee .venv/installed ".venv/installed$dev" >/dev/null
 fi
 echo ".venv is ready for $device: $(cat .venv/versions)"
+echo "To use it in this shell: source .venv/bin/activate"

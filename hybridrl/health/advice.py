@@ -14,7 +14,8 @@ from hybridrl.tracking.sink import PHASES, STEP_SECONDS, line_seconds, phase_sec
 Metrics = Mapping[str, float]
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-SCORE = "critic/score/mean"
+SCORE_RANGE = "critic/score"
+SCORE = f"{SCORE_RANGE}/mean"
 LEAST_STEPS, LEAST_QUARTER = 5, 10  # for advice about time, and about the end of the score's curve
 
 
@@ -35,9 +36,21 @@ class Run:
 
 
 def advise(steps: Mapping[int, Metrics], config: Any) -> list[str]:
-    """Return at most one sentence about each of the run's time, memory and length, with what to set."""
+    """Return at most one sentence about each of the run's reward, time, memory and length, with what to do."""
     run = Run([metrics for step, metrics in sorted(steps.items()) if step > 0 and STEP_SECONDS in metrics][1:], config)
-    return [sentence for sentence in (_about_time(run), _about_memory(run), _about_length(run)) if sentence]
+    parts = _about_reward(run), _about_time(run), _about_memory(run), _about_length(run)
+    return [sentence for sentence in parts if sentence]
+
+
+def _about_reward(run: Run) -> str | None:
+    """Return that nothing could be learned, if every response had the same score."""
+    ends = {step.get(name, math.nan) for step in run.steps for name in (f"{SCORE_RANGE}/min", f"{SCORE_RANGE}/max")}
+    if len(ends) != 1 or not math.isfinite(score := ends.pop()):
+        return None
+    return (
+        f"the score was {score:g} for every response of all {len(run.steps) + 1} steps, so nothing could be learned; see "
+        "what the reward gives to right and wrong responses: python -m hybridrl.doctor reward, with the run's keys"
+    )
 
 
 def _about_time(run: Run) -> str | None:

@@ -26,17 +26,19 @@ model learned which strategy pays: nearly every response shows work now, and mor
 discover addition."""
 
 NEXT = """\
-Three commands to try next
+Three commands to try next, after
+
+    source .venv/bin/activate
 
   GSM8K with Qwen2.5-0.5B, on a GPU (recipes/gsm8k/README.md):
-    .venv/bin/python recipes/gsm8k/make_data.py --out outputs/gsm8k/data && bash recipes/gsm8k/run_0.5b_1gpu.sh
+    python recipes/gsm8k/make_data.py --out outputs/gsm8k/data && bash recipes/gsm8k/run_0.5b_1gpu.sh
 
   A custom reward; change what compute_score returns:
     cp recipes/quickstart/reward.py my_reward.py
     bash scripts/quickstart.sh reward.custom_reward_function.path=my_reward.py
 
   This run's curves, and those of every other run:
-    .venv/bin/tensorboard --logdir outputs"""
+    tensorboard --logdir outputs"""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ The demonstrations often try the lowest number that is left, and the model imita
 the number in {guesses} guesses, less a little for each wrong one, it learned to bisect. All that it knows of the number
 it reads from its environment, turn by turn: "low" or "high"."""
 NEXT = """\
-Two commands to try next
+Two commands to try next, after
+
+    source .venv/bin/activate
 
   A tool: GSM8K with a calculator, on one GPU or eight (recipes/gsm8k/README.md):
-    .venv/bin/python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
+    python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
     bash recipes/gsm8k/run_calculator_1.5b_1gpu.sh
 
   A custom environment; docs/environments.md shows how to write one:

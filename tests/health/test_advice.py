@@ -53,6 +53,17 @@ def test_a_run_in_which_nothing_is_worth_changing_gets_no_advice():
     assert advise({0: {"timing_s/start_up": 40.0}, 1: {"timing_s/step": 3.0}}, config()) == []
 
 
+@pytest.mark.parametrize("score", [0.0, 1.0, -0.5])
+def test_a_score_that_was_always_the_same_is_said_to_teach_nothing(score):
+    ranges = {"critic/score/min": score, "critic/score/max": score, "critic/score/mean": score}
+    (sentence,) = advice(**ranges)
+    assert sentence.startswith(
+        f"the score was {score:g} for every response of all 8 steps, so nothing could be learned"
+    )
+    once = {step: WELL | ranges | ({"critic/score/max": score + 1} if step == 5 else {}) for step in range(1, 9)}
+    assert advise(once, config()) == []
+
+
 def test_preemptions_want_a_larger_share_of_the_device_or_fewer_requests():
     (sentence,) = advice(**{"rollout/preemptions": 30})
     assert sentence == (
