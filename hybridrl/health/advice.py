@@ -48,8 +48,8 @@ def _about_reward(run: Run) -> str | None:
     if len(ends) != 1 or not math.isfinite(score := ends.pop()):
         return None
     return (
-        f"the score was {score:g} for every response of all {len(run.steps) + 1} steps, so nothing could be learned; see "
-        "what the reward gives to right and wrong responses: python -m hybridrl.doctor reward, with the run's keys"
+        f"the score was {score:g} for every response of all {len(run.steps) + 1} steps, so nothing could be learned; "
+        "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward, with the run's keys"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.algorithms import Algorithm
+from hybridrl.algorithms.trial import try_estimator, try_policy_loss
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.checks.model import why_unsupported
@@ -80,8 +81,13 @@ def prepare(config: PPOConfig) -> RunInputs:
         return inputs  # a model or a tokenizer may be what the library registers
     with inputs.rejections.gathered():
         inputs.algorithm = build_algorithm(config)
+        if ":" in (name := config.algorithm.adv_estimator):
+            samples, parts = config.actor_rollout_ref.rollout.n, len(config.algorithm.gdpo_reward_keys)
+            try_estimator(name, inputs.algorithm.estimator, samples, parts)
     with inputs.rejections.gathered():
         inputs.policy = build_policy_plan(config)
+        if ":" in (name := inputs.policy.loss.policy_loss):
+            try_policy_loss(name, inputs.policy.loss.parameters)
     if config.critic.enable:
         with inputs.rejections.gathered():
             inputs.critic = build_critic_plan(config)
