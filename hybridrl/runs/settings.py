@@ -12,6 +12,7 @@ from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS
 from hybridrl.config.checks.model import disturbances
+from hybridrl.config.compose import OWN
 from hybridrl.config.schema import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.rollout import Sampling
@@ -69,7 +70,7 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
         cause = f"{name} reads sum_pi_squared, which is not computed in bypass mode"
         raise ConfigError(cause, fix="set algorithm.rollout_correction.bypass_mode=false")
     return Algorithm(
-        estimator=bind(function, {key: vars(algorithm)[key] for key in ESTIMATOR_KEYS}),
+        estimator=bind(function, {key: vars(algorithm)[key] for key in ESTIMATOR_KEYS} | {OWN: config.own}),
         entry=entry,
         uses_critic=bool(config.critic.enable),
         kl_in_reward=algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
@@ -156,7 +157,8 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
         # Workers find a custom file from any directory.
         policy_loss=str(Path(name).expanduser().absolute()) if ":" in name else name,
         parameters={key: vars(actor)[key] for key in ACTOR_KEYS}
-        | {key: vars(actor.policy_loss)[key] for key in PARAMETERS},
+        | {key: vars(actor.policy_loss)[key] for key in PARAMETERS}
+        | {OWN: config.own},
         aggregation=actor.loss_agg_mode,
         scale=actor.loss_scale_factor or 1.0,
         temperature=rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0,

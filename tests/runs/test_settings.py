@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config import load_ppo_config
-from hybridrl.runs.settings import build_algorithm, ppo_worker_config
+from hybridrl.algorithms.lookup import bind, find_policy_loss
+from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.runs.settings import build_algorithm, policy_loss_config, ppo_worker_config
 from hybridrl.training.optimizer import schedule
 from hybridrl.training.worker import LearnerConfig, WorkerConfig
 
@@ -21,12 +22,16 @@ ARITHMETIC = [
 ]
 
 
-def worker_config(directory: Path, steps: int, *overrides: str) -> WorkerConfig:
+def load(directory: Path, *overrides: str) -> PPOConfig:
     (directory / "train.jsonl").write_text("{}\n")
     (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
     (directory / "model.safetensors").touch()
     needed = [f"data.train_files={directory}/train.jsonl", f"actor_rollout_ref.model.path={directory}"]
-    config = load_ppo_config([*needed, "trainer.device=cpu", *ARITHMETIC, *overrides])
+    return load_ppo_config([*needed, "trainer.device=cpu", *ARITHMETIC, *overrides])
+
+
+def worker_config(directory: Path, steps: int, *overrides: str) -> WorkerConfig:
+    config = load(directory, *overrides)
     return ppo_worker_config(config, build_algorithm(config), directory, steps)
 
 
@@ -34,6 +39,20 @@ def rates(learner: LearnerConfig, updates: int) -> list[float]:
     """The learning rate at each of the first updates, as a share of its highest."""
     plan = (learner.total_updates, learner.optimizer, learner.updates_per_step)
     return [schedule(update, *plan) for update in range(updates)]
+
+
+def test_own_keys_reach_a_custom_estimator_and_a_custom_loss(tmp_path: Path) -> None:
+    code = "def estimate(batch, settings): return settings.own\ndef loss(log_probs, batch, *, own): return own\n"
+    (tmp_path / "mine.py").write_text(code)
+    keys = (
+        f"algorithm.adv_estimator={tmp_path}/mine.py:estimate",
+        f"{ACTOR}.policy_loss.loss_mode={tmp_path}/mine.py:loss",
+    )
+    config = load(tmp_path, *keys, "+own.bonus=0.5", "+my.list=[1,2]")
+    own = {"bonus": 0.5, "my": {"list": [1, 2]}}
+    assert build_algorithm(config).estimator(None) == own
+    loss = policy_loss_config(config)
+    assert bind(find_policy_loss(loss.policy_loss)[1], loss.parameters, rows=2)(None, None) == own
 
 
 def test_a_warm_up_of_two_steps_ends_with_the_second_step_however_many_updates_that_takes(tmp_path: Path) -> None:
