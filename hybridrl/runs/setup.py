@@ -69,8 +69,18 @@ def train(config: C, job_class: Callable[[C], Job], forks: ForkServer | None = N
     """Run training, as often as `with_restarts` allows; `forks` is where its workers come from on CPU."""
     directory = open_run_directory(config)
     recorder = nullcontext() if holder(directory) else recording(directory, host_memory)  # not in another run's record
+    began = time.time()
     with recorder:
-        with_restarts(lambda adjusted: run(config, job_class, directory, adjusted, forks), config)
+        try:
+            with_restarts(lambda adjusted: run(config, job_class, directory, adjusted, forks), config)
+        except KeyboardInterrupt:
+            file = directory / "metrics.jsonl"
+            if file.is_file() and file.stat().st_mtime > began:  # it has begun
+                draw_curves(directory)
+                info(summary(directory))
+                if config.trainer.resume_mode != "disable":
+                    info("\nthe same command resumes the run")
+            raise
 
 
 def host_memory() -> dict[str, int | None]:

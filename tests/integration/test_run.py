@@ -308,6 +308,7 @@ def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_m
         assert process.returncode == 130
         assert "stopped (SIGTERM)" in output
         assert list(tmp_path.glob("global_step_*")), "the step it was in is saved"
+        assert "the same command resumes the run" in output and (tmp_path / "curves.png").is_file()
     else:
         assert process.returncode == 1
         assert "train worker.update_policy: the process of train-" in output
