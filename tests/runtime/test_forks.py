@@ -19,7 +19,7 @@ WORKER = """
 import json, os, sys, time
 what, arguments = sys.argv[1], sys.argv[2:]
 facts = {"arguments": arguments, "directory": os.getcwd(), "variable": os.environ.get("ONLY_HERE")}
-facts |= {"imported": "colorsys" in sys.modules, "ray": "ray" in sys.modules, "beside": sys.path[0]}
+facts |= {"imported": "colorsys" in sys.modules, "ray": "ray" in sys.modules, "path": sys.path[0]}
 facts |= {"pid": os.getpid(), "parent": os.getppid()}
 print(json.dumps(facts), flush=True)
 print("to stderr", file=sys.stderr)
@@ -80,7 +80,7 @@ def test_a_worker_is_what_its_command_would_be_and_has_the_modules(make, worker,
     output, errors = process.communicate(timeout=10)
     assert (process.returncode, output, errors) == (0, "", "to stderr\n")
     assert found["arguments"] == ["one", "two words"]
-    assert found["directory"] == found["beside"] == str(tmp_path)
+    assert found["directory"] == found["path"] == str(tmp_path)
     assert found["variable"] == "a value \\ with 'quotes'"
     assert found["imported"] and not found["ray"]
     assert found["parent"] == server.process.pid
