@@ -18,7 +18,7 @@ setup(
     entry_points={"console_scripts": ["hybridrl = hybridrl.__main__:main"]},
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.conf"],
     package_dir={"hybridrl.conf": "conf"},
-    package_data={"hybridrl.conf": ["**/*.yaml"], "hybridrl.config": ["verl/*.yaml"]},
+    package_data={"hybridrl.conf": ["**/*.yaml"], "hybridrl.config": ["verl/*.yaml"], "hybridrl.tracking": ["*.yaml"]},
     install_requires=[
         "accelerate>=1.15,<2",
         "datasets>=5,<6",

@@ -23,6 +23,8 @@ from hybridrl.config.load import ResolvedConfig, resolve_config
 from hybridrl.config.values import EXPECTED, MISSING, Range, value_of
 from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runtime.guard import guarded
+from hybridrl.tracking.glossary import entry_of as metric_entry
+from hybridrl.tracking.glossary import nearest_metrics
 
 INTERRUPTED = 130
 FULL = "hybridrl.doctor.full"
@@ -101,13 +103,17 @@ def _reason(entry: Entry) -> str:
 
 
 def explain(argv: list[str]) -> int:
-    """Print a key's value, what set it, its default and its meaning."""
+    """Print a key's value, what set it, its default and its meaning, or what a metric means."""
     parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor explain", description="A key's value, what set it, its default and its meaning."
+        prog="python -m hybridrl.doctor explain",
+        description="A key's value, what set it, its default and its meaning; or a metric's meaning, how it looks in a "
+        "run that learns, and what to do if it does not.",
     )
-    parser.add_argument("key")
+    parser.add_argument("key", metavar="KEY|METRIC")
     add_run_arguments(parser, "a command, whose value of it is shown")
     options = parser.parse_args(argv)
+    if "/" in options.key:
+        return explain_metric(options.key)
     key = current_name(options.key.lstrip("+~"))
     if key != options.key:
         print(f"{options.key} is now {key}")
@@ -142,6 +148,24 @@ def explain(argv: list[str]) -> int:
     return 0
 
 
+def explain_metric(name: str) -> int:
+    """Print what a metric means, how it looks in a run that learns, and what to do if it does not."""
+    entry = metric_entry(name)
+    if entry is None:
+        near = "; nearest: ".join(["", ", ".join(nearest_metrics(name))]) if nearest_metrics(name) else ""
+        print(f"unknown metric {name}{near}; docs/metrics.md lists all", file=sys.stderr)
+        return 2
+    lines = [
+        ("metric", name if name == entry.name else f"{name} (of {entry.name})" if "<" in entry.name else name),
+        ("meaning", entry.meaning),
+        ("healthy", entry.healthy),
+        ("otherwise", entry.otherwise),
+        ("diagnoses", ", ".join(f"health/{code}" for code in entry.diagnoses)),
+    ]
+    print("\n".join(f"{title:<11}{text}" for title, text in lines if text))
+    return 0
+
+
 def _accepted(hint: Any) -> str:
     """Describe the values that a type accepts."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -159,7 +183,10 @@ def _accepted(hint: Any) -> str:
 
 # A function here, or the module whose `main` takes argv; and its use.
 COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
-    "explain": (explain, "KEY [key=value ...]: a key's value, what set it, its default and its meaning"),
+    "explain": (
+        explain,
+        "KEY|METRIC [key=value ...]: a key's value, who set it and what it means; what a metric means",
+    ),
     "keys": (search, "PATTERN: the keys with the pattern in their name or meaning"),
     "reward": (
         "reward",

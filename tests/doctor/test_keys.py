@@ -75,3 +75,16 @@ def test_an_unknown_key_is_a_usage_error_with_the_nearest_ones(doctor: Doctor) -
     status, output = doctor("explain", "data.train_btch")
     assert status == 2
     assert "nearest: data.train_batch_size" in output
+
+
+def test_a_metric_is_explained(doctor: Doctor) -> None:
+    status, output = doctor("explain", "critic/score/mean")
+    fields = {line[:11].strip(): line[11:] for line in output.splitlines()}
+    assert (status, [*fields]) == (0, ["metric", "meaning", "healthy", "otherwise", "diagnoses"])
+    assert fields["diagnoses"] == "health/no-signal, health/flat-score"
+
+
+def test_an_unknown_metric_is_answered_with_the_nearest(doctor: Doctor) -> None:
+    status, output = doctor("explain", "actor/entropi")
+    assert status == 2
+    assert output.startswith("unknown metric actor/entropi; nearest: actor/entropy")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from hybridrl import main_ppo
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.keeper import is_keeper
+from hybridrl.tracking.glossary import entry_of
 
 FAULTY_REWARD = """
 import zlib
@@ -51,6 +52,8 @@ def metrics(directory: Path) -> dict[int, dict[str, float]]:
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         found.setdefault(values["step"], {}).update(values)
+    without_entry = {name for values in found.values() for name in values if name != "step" and entry_of(name) is None}
+    assert not without_entry, "hybridrl/tracking/metrics.yaml"
     return found
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md: `python scripts/configuration_page.py`. A test checks them."""
+"""Write the tables of docs/configuration.md and docs/metrics.md, which tests compare."""
 
 from pathlib import Path
 
@@ -6,18 +6,19 @@ from hybridrl.config.compose import shipped
 from hybridrl.config.findings import show
 from hybridrl.config.keys import Entry, verl_keys
 from hybridrl.config.values import MISSING, value_of
+from hybridrl.tracking.glossary import MetricEntry, sections
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
-MARK = "<!-- from here on: scripts/configuration_page.py -->\n"
+DOCS = Path(__file__).parent.parent / "docs"
+MARK = "<!-- from here on: scripts/generated_pages.py -->\n"
 
 
-def page() -> str:
+def page(name: str) -> str:
     """The full page: the text above the mark, and the generated tables."""
-    written = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    return written + MARK + tables()
+    written = (DOCS / name).read_text(encoding="utf-8").partition(MARK)[0]
+    return written + MARK + PAGES[name]()
 
 
-def tables() -> str:
+def configuration() -> str:
     table = verl_keys()
     values = shipped("ppo_trainer").values
     parts = [
@@ -81,5 +82,25 @@ def _rows(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
+def metrics() -> str:
+    return "".join(
+        f"\n## {section.title}\n"
+        + (f"\n{section.text}\n" if section.text else "")
+        + _rows(
+            ("metric", "what it is", "in a run that learns", "otherwise"), [_metric_row(one) for one in section.entries]
+        )
+        for section in sections()
+    )
+
+
+def _metric_row(entry: MetricEntry) -> tuple[str, ...]:
+    diagnoses = " ".join(f"[{code}](health.md)" for code in entry.diagnoses)
+    texts = (entry.meaning, entry.healthy, f"{entry.otherwise} {diagnoses}".strip())
+    return (f"`{entry.name}`", *map(_cell, texts))
+
+
+PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for name in PAGES:
+        (DOCS / name).write_text(page(name), encoding="utf-8")
