@@ -56,6 +56,16 @@ def load_module(path: str, key: str) -> ModuleType:
         raise ConfigError(f"{key}={path} does not import: {where(error, path)}") from error
 
 
+def check_syntax(path: str, key: str) -> None:
+    """Raise ConfigError if a file is there and is no Python; nothing in it runs."""
+    file = script_path(path)
+    try:
+        if file.is_file():
+            compile(file.read_bytes(), str(file), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}={path} does not import: {where(error, path)}", keys=key) from error
+
+
 def load_class(path: str, name: str, key: str) -> type:
     """The class of this name in a file or module; ConfigError names the key and what is missing."""
     try:

@@ -14,9 +14,9 @@ from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.doctor.machine import check_devices, check_extensions
-from hybridrl.doctor.reward import try_reward
+from hybridrl.doctor.reward import try_on_rows
 from hybridrl.doctor.rows import check_rows, check_template
-from hybridrl.doctor.start import KEY, check_space, check_start
+from hybridrl.doctor.start import KEY, check_hub, check_space, check_start
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
 from hybridrl.tracking.faults import FILE
@@ -33,6 +33,9 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
     log.propagate = False
     try:
         with contextlib.redirect_stdout(sys.stderr), Console(stderr=True).status("") as status:
+            check_hub(config, findings)
+            if findings.errors:
+                return  # whatever reads the model would ask the hub again, for a minute each
             status.update("checking versions, machine, memory, devices ...")
             check_start(config, findings)
             check_extensions(findings)
@@ -53,7 +56,7 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
                 check_template(config, inputs.tokenizer, inputs.prompts, findings)
                 if with_reward:
                     status.update("checking the reward, on a few rows ...")
-                    try_reward(config, inputs.tokenizer, inputs.scored_by(config), findings)
+                    try_on_rows(config, inputs.tokenizer, inputs.scored_by(config), findings)
     finally:
         log.removeHandler(handler)
         log.propagate = True

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.runs.reward_trial import RewardTrial, faults
+from hybridrl.runs.reward_trial import faults, try_reward
 
 KEY = "--rows"
 SHOWN = 5  # rows that differ
@@ -177,31 +176,24 @@ def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[An
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------
 
 
-def try_reward(
+def try_on_rows(
     config: PPOConfig,
     tokenizer: PreTrainedTokenizerBase,
     datasets: Mapping[str, PromptDataset],
     findings: Findings,
     seconds: float = SECONDS,
 ) -> None:
-    """Try the reward as a run does (`RewardTrial`). `seconds` limits all responses together; opening the pool has its
-    own limit."""
+    """Try the reward as a run does (runs/reward_trial.py), with more time. `seconds` limits all responses together;
+    loading has its own limit."""
     directory = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"))
-    log, reward = directory / "reward.log", config.reward
-    sources = {source for data in datasets.values() for source in data.data_sources}
-    trial = RewardTrial(config, tokenizer, datasets)
+    log, limit = directory / "reward.log", config.reward.timeout
     try:
         with findings.gathered("reward.load"):
-            # In processes even if the run would score in the driver: there nothing ends a call.
-            used = replace(reward, num_workers=min(max(reward.num_workers, 1), 2), retries=0)
-            with ScorerPool(used, log, sources) as pool:
-                trial.start(pool)
-                trial.finish(findings, seconds, log, whole=True)
-                if late := sum(one.score is None for row in trial.trials for one in row.responses):
-                    cause = f"{late} responses to {len(trial.trials)} rows had no score after {seconds:g} s, and a run "
-                    cause += f"ends a call only after reward.timeout={reward.timeout:g} seconds"
-                    fix = "if scoring takes that long, skip this check: --no-reward"
-                    findings.warn("reward.slow", cause, fix, keys="reward.timeout")
+            if late := try_reward(config, tokenizer, datasets, findings, log, seconds):
+                cause = f"{late} responses had no score after {seconds:g} s, and a run ends a call only after "
+                cause += f"reward.timeout={limit:g} seconds"
+                fix = "if scoring takes that long, skip this check: --no-reward"
+                findings.warn("reward.slow", cause, fix, keys="reward.timeout")
     finally:
         if not any(str(log) in finding.text for finding in findings.items):
             shutil.rmtree(directory)

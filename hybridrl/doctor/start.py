@@ -4,10 +4,13 @@ import contextlib
 import shutil
 from pathlib import Path
 
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import RepositoryNotFoundError
+
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.custom_code import import_libraries, publish_own_keys
-from hybridrl.config.files import is_sharded, resolve_model
+from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
 from hybridrl.doctor.gpus import check_gpus
@@ -18,6 +21,7 @@ from hybridrl.runs.settings import build_algorithm
 from hybridrl.runs.setup import save_times
 from hybridrl.tracking.console import warn
 
+HUB_SECONDS = 10.0
 KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
 # Size of each part of a checkpoint in copies of the parameters. Adam has two moments; SGD and Muon have fewer.
 COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
@@ -26,12 +30,38 @@ COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
 def check_run_start(config: PPOConfig | SFTConfig) -> None:
     """Print the warnings of `check_start`; raises ConfigError with all of its errors."""
     findings = Findings()
+    check_hub(config, findings)
+    findings.close()
     check_start(config, findings)
     check_space(config, findings)
     for finding in findings.items:
         if finding.severity == "warning":
             warn(finding.text, finding.code)
     findings.close()
+
+
+def check_hub(config: PPOConfig | SFTConfig, findings: Findings) -> None:
+    """Report models that are neither here nor on the hub. It asks once: libraries that load them try for a minute."""
+    if isinstance(config, SFTConfig):
+        models = {"model.path": config.model.path}
+    else:
+        models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+        if config.critic.enable:
+            models.setdefault("critic.model.path", config.critic.model.path)
+    for key, name in models.items():
+        if not HUB_NAME.fullmatch(name) or Path(name).is_dir():
+            continue
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            continue
+        try:
+            HfApi().model_info(name, timeout=HUB_SECONDS)
+        except RepositoryNotFoundError:
+            cause, fix = "neither a directory nor a model on the hub", "check the name, or log in: hf auth login"
+            findings.error("model.hub", f"{key}={name}: {cause}", fix, keys=key, value=name)
+        except Exception as error:  # of the network, whose library's exceptions depend on its version
+            cause = f"neither a directory nor in the hub's cache, and the hub does not respond ({error})"
+            fix = f"name a local directory; where there is a network: hf download {name}"
+            findings.error("model.hub", f"{key}={name}: {cause}", fix, keys=key, value=name)
 
 
 def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> None:

@@ -169,14 +169,3 @@ class ScorerPool:
             scorer.stop()
         for job in unscored:
             job.future.set_result(Score(None, fault="died", detail=f"not scored: {reason}"))
-
-
-def check_loads(config: RewardConfig, log_path: Path | None = None, data_sources: Collection[str] = ()) -> None:
-    """Load the reward once, in a process that is ended again; ConfigError if it cannot be loaded."""
-    if config.num_workers:
-        scorer = ScoringProcess(config, data_sources, log_path)
-        try:
-            scorer.start()
-        finally:
-            scorer.stop()
-            scorer.close()

@@ -24,13 +24,12 @@ from hybridrl.experience.spool import Spool
 from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.rewards.pool import check_loads
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.rollout.fleet import RolloutFleet
 from hybridrl.runs.episodes import episode_processes, episode_settings, runs_episodes
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
-from hybridrl.runs.reward_trial import trying_reward
+from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.settings import (
     ppo_worker_config,
     training_sampling,
@@ -68,7 +67,8 @@ class PPOJob:
     def plan(self, directory: Path) -> ResumePlan:
         self.resume = plan_resume(self.config, self.algorithm, len(self.prompts), self.order.size, directory)
         # Here, as Ray has not started yet and the directory, where the reward logs, is locked for this run.
-        check_loads(self.config.reward, directory / "logs" / "reward.log", self.inputs.data_sources)
+        scored = self.inputs.scored_by(self.config)
+        reject_failing_reward(self.config, self.tokenizer, scored, directory / "logs" / "reward.log")
         return self.resume
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
@@ -81,11 +81,10 @@ class PPOJob:
         if runs_episodes(config, inputs.environments):
             settings = episode_settings(config, load, end_tokens(config.actor_rollout_ref.model.path, self.tokenizer))
             self.episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
-        with trying_reward(config, self.tokenizer, inputs.scored_by(config), self.scorers, logs / "reward.log"):
-            group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
-            self.scorers.wait_until_loaded()
-            if self.episodes is not None:
-                self.episodes.wait_until_ready(config.trainer.startup_timeout)
+        group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
+        self.scorers.wait_until_loaded()
+        if self.episodes is not None:
+            self.episodes.wait_until_ready(config.trainer.startup_timeout)
         if config.trainer.spool_samples:
             fingerprints = sample_fingerprints(config, plan.identity.data)
             whole = config.actor_rollout_ref.rollout.full_determinism

@@ -14,7 +14,7 @@ from hybridrl.algorithms.trial import try_estimator, try_policy_loss
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.checks.model import why_unsupported
-from hybridrl.config.custom_code import import_libraries, publish_own_keys
+from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
@@ -79,6 +79,9 @@ def prepare(config: PPOConfig) -> RunInputs:
         import_libraries(config.actor_rollout_ref.model.external_lib)
     if inputs.rejections.errors:
         return inputs  # a model or a tokenizer may be what the library registers
+    if path := config.reward.custom_reward_function.path:  # which its own processes import, after the data
+        with inputs.rejections.gathered():
+            check_syntax(path, "reward.custom_reward_function.path")
     with inputs.rejections.gathered():
         inputs.algorithm = build_algorithm(config)
         if ":" in (name := config.algorithm.adv_estimator):

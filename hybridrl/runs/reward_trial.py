@@ -1,13 +1,12 @@
 """Tries a reward on a few rows of every data source: responses that it should accept, and some that it should not.
 
-A run does so in its scorer pool while the engines start, the doctor in a pool of its own.
+A run does so before it starts Ray, for a few seconds at most; the doctor has more time.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from hybridrl.tracking.console import warn
 
 ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them
 SEARCHED = 2000  # rows among which they are chosen
-SECONDS = 5.0  # that a run waits for the row in progress
+SECONDS = 3.0  # that a run spends on it
 # How a response states its result, by the built-in scorer that reads it.
 FORMS = {
     "gsm8k": "#### {}",
@@ -97,11 +96,8 @@ class RewardTrial:
         self._thread = threading.Thread(target=self._score, args=[pool], daemon=True)
         self._thread.start()
 
-    def finish(self, findings: Findings, seconds: float, log: Path, *, whole: bool = False) -> None:
-        """Report what is scored once the row in progress (with `whole`: every row) is done, after `seconds` at most.
-        `log` has what the reward printed."""
-        if not whole:
-            self._end.set()
+    def finish(self, findings: Findings, seconds: float, log: Path) -> None:
+        """Report what is scored once every row is done, after `seconds` at most. `log` has what the reward printed."""
         self._thread.join(seconds)
         self._end.set()
         groups: dict[tuple[str, str], list[Trial]] = {}
@@ -139,23 +135,36 @@ class RewardTrial:
         yield from (trial for group in zip_longest(*chosen) for trial in group if trial)
 
 
-@contextmanager
-def trying_reward(
+def try_reward(
     config: PPOConfig,
     tokenizer: PreTrainedTokenizerBase,
     datasets: Mapping[str, PromptDataset],
-    pool: ScorerPool,
+    findings: Findings,
     log: Path,
-) -> Iterator[None]:
-    """Try the reward in a run's pool while the block runs; then print warnings, or raise ConfigError if the reward
-    scores no row of a data source. Not with calls in the driver, which nothing ends, nor with a limited rate."""
-    if not config.reward.num_workers or seconds_between_calls(config.reward):
-        yield
+    seconds: float,
+) -> int:
+    """Load the reward in a process of its own, and report how it scores a few rows, for `seconds` at most; 0: it is
+    only loaded. Returns how many responses had no score by then; raises ConfigError if it does not load."""
+    sources = {source for data in datasets.values() for source in data.data_sources}
+    with ScorerPool(replace(config.reward, num_workers=1, retries=0), log, sources) as pool:
+        if not seconds:
+            return 0
+        trial = RewardTrial(config, tokenizer, datasets)
+        trial.start(pool)
+        trial.finish(findings, seconds, log)
+        return sum(one.score is None for row in trial.trials for one in row.responses)
+
+
+def reject_failing_reward(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, PromptDataset], log: Path
+) -> None:
+    """Try the reward before anything heavy starts. Prints warnings; raises ConfigError if it does not load, or scores
+    no row of a data source. One with a limited rate of calls is only loaded; nothing is done with one that is called in
+    the driver, where nothing ends a call."""
+    if not config.reward.num_workers:
         return
-    trial, findings = RewardTrial(config, tokenizer, datasets), Findings()
-    trial.start(pool)
-    yield
-    trial.finish(findings, SECONDS, log)
+    findings, limited = Findings(), seconds_between_calls(config.reward)
+    try_reward(config, tokenizer, datasets, findings, log, 0 if limited else SECONDS)
     for finding in findings.items:
         if finding.severity == "warning":
             warn(finding.text, finding.code)

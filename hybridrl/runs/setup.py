@@ -18,7 +18,7 @@ from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder
 from hybridrl.cluster import Group, RaySession, spawn
 from hybridrl.cluster.probe import probe_run
-from hybridrl.config import PPOConfig, SFTConfig
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
@@ -133,7 +133,11 @@ def run(
 def open_run_directory(config: Config) -> Path:
     """The directory that holds all of a run, with a place for the logs."""
     directory = Path(config.trainer.default_local_dir).expanduser()
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        cause = f"trainer.default_local_dir={directory} cannot be made: {error.strerror}"
+        raise ConfigError(cause, fix="name another directory") from error
     handler = RichHandler(console=console, show_path=False)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
     for name in CHATTY_LOGGERS:

@@ -1,5 +1,6 @@
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.reward import try_reward
-from hybridrl.rewards.pool import ScorerPool
-from hybridrl.runs.reward_trial import spread_rows, trying_reward
+from hybridrl.doctor.reward import try_on_rows
+from hybridrl.runs import reward_trial
+from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
 
 ROWS = [
     {"input": "?", "output": "#### 1", "gts": "1", "score": 1.0, "step": 3},
@@ -140,7 +141,7 @@ def tried(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, monkeyp
         findings = Findings()
         config = load_ppo_config([*command, *own, *more])
         validation = {"data.val_files": rows(*others["validation"])} if others else {}
-        try_reward(config, tokenizer, {"data.train_files": rows(*pairs)} | validation, findings, seconds)
+        try_on_rows(config, tokenizer, {"data.train_files": rows(*pairs)} | validation, findings, seconds)
         return findings.items
 
     return run
@@ -276,7 +277,7 @@ def test_a_value_that_is_no_number_is_named(tried, tmp_path: Path, returned: str
 def test_a_hanging_reward_does_not_hang_the_trial(tried):
     source = "import time\ndef compute_score(solution_str): time.sleep(1000); return 1.0"
     (one,) = tried(source, ("a", "1"), ("a", "2"), seconds=2)
-    assert one.code == "reward.slow" and one.cause.startswith("11 responses to 1 rows had no score after 2 s")
+    assert one.code == "reward.slow" and one.cause.startswith("11 responses had no score after 2 s")
 
 
 def test_a_reward_that_would_run_in_the_driver_is_tried_in_a_process(tried):
@@ -311,38 +312,47 @@ def test_rows_are_spread_over_sources_and_over_the_data():
     assert [p.row for p in rare if p.data_source == "b"] == [4001]
 
 
-def test_a_run_warns_of_its_reward_and_continues_with_what_is_scored_when_the_engines_are_ready(
-    command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    (tmp_path / "reward.py").write_text("import time\ndef compute_score(solution_str): time.sleep(0.05); return 0.5")
-    config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
-    with ScorerPool(config.reward) as pool:
-        prompts = rows(*[("mine", str(number)) for number in range(8)])
-        with trying_reward(config, tokenizer, {"data.train_files": prompts}, pool, tmp_path / "log"):
-            time.sleep(0.1)  # as long as less than one row takes
-    assert "warning: data.train_files, mine: on 1 of 1 rows the ground truth scores no more" in capsys.readouterr().out
+@pytest.fixture
+def reject(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Callable[..., None]:
+    """Try a reward, given as source, on rows of one data source, as a run does before it starts."""
+
+    def run(source: str, *truths: str) -> None:
+        (tmp_path / "reward.py").write_text(source)
+        config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
+        prompts = rows(*[("mine", truth) for truth in truths])
+        reject_failing_reward(config, tokenizer, {"data.train_files": prompts}, tmp_path / "log")
+
+    return run
 
 
-def test_a_run_whose_reward_fails_on_every_row_of_a_source_is_rejected(
-    command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path
-):
-    (tmp_path / "reward.py").write_text("def compute_score(ground_truth): return float(ground_truth + 1)")
-    config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
-    fails = pytest.raises(ConfigError, match=r"data.train_files, mine: 10 of 10 responses have no score")
-    with ScorerPool(config.reward, tmp_path / "log") as pool:
-        trying = trying_reward(config, tokenizer, {"data.train_files": rows(("mine", "1"))}, pool, tmp_path / "log")
-        with fails, trying:
-            time.sleep(1)
+def test_a_run_warns_of_its_reward(reject, capsys: pytest.CaptureFixture):
+    reject("def compute_score(solution_str): return 0.5", "1", "2")
+    assert "warning: data.train_files, mine: on 2 of 2 rows the ground truth scores no more" in capsys.readouterr().out
 
 
-def test_one_row_of_many_on_which_the_reward_fails_does_not_stop_a_run(
-    command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    source = "import time\ndef compute_score(ground_truth): time.sleep(0.05); return float(ground_truth + 1)"
-    (tmp_path / "reward.py").write_text(source)
-    config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
-    prompts = {"data.train_files": rows(("mine", "1"), ("mine", "2"))}
-    log = tmp_path / "log"
-    with ScorerPool(config.reward, log) as pool, trying_reward(config, tokenizer, prompts, pool, log):
-        time.sleep(0.1)
-    assert "11 of 11 responses have no score" in capsys.readouterr().out
+def test_a_run_waits_a_few_seconds_for_a_slow_reward(reject, capsys: pytest.CaptureFixture, monkeypatch):
+    monkeypatch.setattr(reward_trial, "SECONDS", 1.0)
+    began = time.monotonic()
+    reject("import time\ndef compute_score(solution_str): time.sleep(0.2); return 0.5", *map(str, range(8)))
+    assert time.monotonic() - began < 30  # all rows would take 16 s, and reward.timeout is longer
+    assert "of 8 rows" not in capsys.readouterr().out
+
+
+def test_a_run_whose_reward_fails_on_every_row_of_a_source_is_rejected(reject):
+    with pytest.raises(ConfigError, match=r"data.train_files, mine: 10 of 10 responses have no score"):
+        reject("def compute_score(ground_truth): return float(ground_truth + 1)", "1")
+
+
+def test_one_row_of_several_on_which_the_reward_fails_does_not_stop_a_run(reject, capsys: pytest.CaptureFixture):
+    reject(
+        "def compute_score(solution_str, ground_truth):\n"
+        "    if ground_truth == '1': raise ValueError('no')\n"
+        "    return float(ground_truth in solution_str)",
+        *("1", "2", "3"),
+    )
+    assert "warning: data.train_files, mine: 11 of" in capsys.readouterr().out
+
+
+def test_a_reward_that_does_not_load_is_rejected(reject):
+    with pytest.raises(ConfigError, match="OSError: no licence"):
+        reject("raise OSError('no licence')", "1")

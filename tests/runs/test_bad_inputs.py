@@ -1,0 +1,301 @@
+"""What a user can get wrong in a command: each is answered before anything heavy starts, with the key and what to do.
+
+Commands go through the front door (`main_ppo.main`) on a real model and real rows, up to the start of Ray.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hybridrl import main_ppo
+from hybridrl.checkpoint.store import Store
+from hybridrl.runs import setup
+
+ROOT = Path(__file__).parents[2]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REWARD = "reward.custom_reward_function"
+
+FILES = {
+    "reward.py": "def score(solution_str, ground_truth): return float(ground_truth in solution_str)\nNUMBER = 3\n",
+    "syntax.py": "def score(solution_str:\n",
+    "imports.py": "import no_such_module\n",
+    "wrong.py": "def score(answer): return 1.0\n",
+    "raises.py": "def score(solution_str): raise KeyError('label')\n",
+    "text.py": "def score(solution_str): return 'good'\n",
+    "wrong_signature.py": "def advantages(rewards): return rewards\ndef loss(log_probs): return log_probs\n",
+    "shape.py": (
+        "def advantages(batch): return batch.rewards, batch.rewards\n"
+        "def loss(batch, log_probs, settings): return log_probs.mean(), {}\n"
+    ),
+    "own_data.py": "class Rows: ...\n",
+    "broken.jsonl": '{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n{"prompt": \n',
+    "no_truth.jsonl": '{"prompt": "1+1="}\n',
+    "no_prompt.jsonl": '{"question": "1+1=", "reward_model": {"ground_truth": "2"}}\n',
+    "columns.jsonl": '{"prompt": 7, "reward_model": {"ground_truth": "2"}}\n' * 50,
+    "long.jsonl": json.dumps({"prompt": "1+1=" * 100, "reward_model": {"ground_truth": "2"}}) + "\n",
+    "source.jsonl": json.dumps({"prompt": "1+1=", "data_source": "mine", "reward_model": {"ground_truth": "2"}}) + "\n",
+    "empty.jsonl": "",
+    "broken.parquet": "PAR1 not a table",
+    "tab.yaml": "defaults: [ppo_trainer, _self_]\ndata:\n\ttrain_batch_size: 8\n",
+    "bare.yaml": "data: {train_batch_size: 8}\n",
+    "a_file": "",
+    "rows/notes.txt": "",
+}
+
+
+START_SESSION = setup.start_session
+
+
+class Started(Exception):
+    """The command was accepted: it would start Ray now."""
+
+
+@dataclass
+class Answer:
+    status: int
+    text: str
+    started: bool
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's rows and model, and files with one fault each."""
+    directory = tmp_path_factory.mktemp("bad")
+    script = ROOT / "recipes" / "quickstart" / "make_data.py"
+    subprocess.run([sys.executable, script, "--out", directory], check=True, cwd=ROOT)
+    for name, text in FILES.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+    for name, missing in {"no_weights": "model.safetensors", "no_tokenizer": "tokenizer.json"}.items():
+        shutil.copytree(directory / "model", directory / name)
+        (directory / name / missing).unlink()
+    shutil.copytree(directory / "model", directory / "no_template")
+    (directory / "no_template" / "chat_template.jinja").unlink(missing_ok=True)
+    settings = directory / "no_template" / "tokenizer_config.json"
+    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}))
+    (directory / "run" / "global_step_3" / "actor").mkdir(parents=True)
+    return directory
+
+
+@pytest.fixture
+def answer(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Iterator[Callable[..., Answer]]:
+    """Give a command to main_ppo; what it prints, its exit status, and whether it would have started."""
+    starts = []
+
+    def start(*_: object) -> None:
+        starts.append(True)
+        raise Started
+
+    monkeypatch.setattr(setup, "start_session", start)
+    monkeypatch.setattr(main_ppo, "fork_server", lambda *_, **__: nullcontext())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(place)
+
+    def run(*words: str) -> Answer:
+        values = {
+            "data.train_files": "train.jsonl",
+            "data.train_batch_size": "8",
+            "data.max_prompt_length": "32",
+            "data.max_response_length": "24",
+            "actor_rollout_ref.model.path": "model",
+            f"{ROLLOUT}.n": "4",
+            "algorithm.adv_estimator": "grpo",
+            f"{REWARD}.path": "reward.py",
+            f"{REWARD}.name": "score",
+            "reward.num_workers": "1",
+            "trainer.n_gpus_per_node": "1",
+            "trainer.total_training_steps": "2",
+            "trainer.default_local_dir": f"{tmp_path}/run",
+        }
+        given = {word.partition("=")[0] for word in words}
+        rest = [f"{key}={value}" for key, value in values.items() if key not in given and f"~{key}" not in given]
+        try:
+            status = main_ppo.main([*rest, *(word for word in words if not word.startswith("~"))])
+        except SystemExit as usage:
+            status = int(str(usage.code))
+        output = capsys.readouterr()
+        return Answer(status, " ".join((output.out + output.err).split()), bool(starts))
+
+    yield run
+
+
+SIX = [f"{ROLLOUT}.n=0", "data.seed=-1", "algorithm.gamma=2", f"{ROLLOUT}.top_p=0", "trainer.nnodes=x"]
+# Words that the answer must have: the key, the value and what to do.
+REJECTED = {
+    # keys and values
+    "a typo": (["data.train_batchsize=8"], ["data.train_batchsize", "data.train_batch_size"]),
+    "a typo in a group": ([f"{ACTOR}.optm.lr=1e-4"], [f"{ACTOR}.optm.lr", f"{ACTOR}.optim.lr"]),
+    "two typos": (["data.shufle=true", f"{ROLLOUT}.temprature=1"], ["data.shuffle", f"{ROLLOUT}.temperature"]),
+    "a word for a number": (["data.train_batch_size=many"], ["data.train_batch_size=many", "integer"]),
+    "a fraction for a count": (["data.train_batch_size=1.5"], ["data.train_batch_size=1.5", "integer"]),
+    "a word for a bool": (["data.shuffle=perhaps"], ["data.shuffle=perhaps", "true or false"]),
+    "an estimator": (["algorithm.adv_estimator=grop"], ["algorithm.adv_estimator=grop", "grpo"]),
+    "an aggregation": ([f"{ACTOR}.loss_agg_mode=tokens"], [f"{ACTOR}.loss_agg_mode=tokens", "token-mean"]),
+    "a form of KL": ([f"{ACTOR}.kl_loss_type=k9"], [f"{ACTOR}.kl_loss_type=k9", "k3"]),
+    "a negative rate": ([f"{ACTOR}.optim.lr=-1"], [f"{ACTOR}.optim.lr=-1", "at least 0"]),
+    "a negative batch": (["data.train_batch_size=-4"], ["data.train_batch_size=-4", "at least 1"]),
+    "negative samples": ([f"{ROLLOUT}.n=-1"], [f"{ROLLOUT}.n=-1", "at least 1"]),
+    "no samples": ([f"{ROLLOUT}.n=0"], [f"{ROLLOUT}.n=0", "at least 1"]),
+    "a negative seed": (["data.seed=-1"], ["data.seed=-1", "at least 0"]),
+    "half an epoch": (["trainer.total_epochs=0.5"], ["trainer.total_epochs=0.5", "integer"]),
+    "an optimizer": ([f"{ACTOR}.optim.optimizer=Adamm"], [f"{ACTOR}.optim.optimizer=Adamm", "Adam"]),
+    "six faults": (
+        [*SIX, "data.shufle=true"],
+        [*SIX, "data.shufle", "data.shuffle"],
+    ),
+    "TRL's learning rate": (["learning_rate=1e-6"], ["learning_rate", f"{ACTOR}.optim.lr"]),
+    "TRL's group size": (["num_generations=8"], ["num_generations", f"{ROLLOUT}.n"]),
+    "TRL's beta": (["beta=0.1"], ["beta", "kl_loss_coef"]),
+    "a batch above the rows": (["data.train_batch_size=40960"], ["data.train_batch_size=40960", "or less"]),
+    "dashes": (["--data.shuffle=false"], ["--data.shuffle", "key=value"]),
+    "no equals sign": (["data.shuffle"], ["data.shuffle", "key=value"]),
+    "blanks around it": (["data.shuffle =", "false"], ["data.shuffle", "key=value"]),
+    "an empty variable": (["actor_rollout_ref.model.path="], ["actor_rollout_ref.model.path"]),
+    "a sweep without the command": (["-m"], ["unknown option -m"]),
+    # configuration files
+    "a configuration that is not there": (["-cn", "mine"], ["mine"]),
+    "a tab in YAML": (["-cp", ".", "-cn", "tab"], ["tab.yaml", "line 3"]),
+    "a file without defaults": (["-cp", ".", "-cn", "bare"], ["bare", "defaults: [ppo_trainer, _self_]"]),
+    # data
+    "no data": (["data.train_files=nowhere.jsonl"], ["data.train_files", "nowhere.jsonl"]),
+    "a directory without rows": (["data.train_files=rows"], ["data.train_files", "rows"]),
+    "no rows": (["data.train_files=empty.jsonl"], ["data.train_files", "empty.jsonl"]),
+    "a line that is no JSON": (["data.train_files=broken.jsonl"], ["broken.jsonl, line 2", "not JSON"]),
+    "a file that is no parquet": (["data.train_files=broken.parquet"], ["data.train_files", "broken.parquet"]),
+    "a bucket": (["data.train_files=s3://bucket/train.parquet"], ["s3://bucket/train.parquet"]),
+    "no truth": (["data.train_files=no_truth.jsonl"], ["no_truth.jsonl, line 1", "ground truth"]),
+    "no prompt": (["data.train_files=no_prompt.jsonl"], ["no_prompt.jsonl", "data.prompt_key=question"]),
+    "another type of prompt": (["data.train_files=columns.jsonl"], ["columns.jsonl, line 1", "prompt"]),
+    "a long prompt": (["data.train_files=long.jsonl"], ["data.max_prompt_length"]),
+    "a home that no shell expanded": (["data.train_files=~nobody/x.jsonl"], ["~nobody/x.jsonl"]),
+    # models
+    "a mistyped directory": (["actor_rollout_ref.model.path=./modle"], ["actor_rollout_ref.model.path", "modle"]),
+    "a model that the hub has not": (
+        ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instrukt"],
+        ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instrukt", "hub"],
+    ),
+    "a step's directory": (["actor_rollout_ref.model.path=run/global_step_3"], ["global_step_3", "actor"]),
+    "no weights": (["actor_rollout_ref.model.path=no_weights"], ["no_weights", "weights"]),
+    "no tokenizer": (["actor_rollout_ref.model.path=no_tokenizer"], ["no_tokenizer", "tokenizer"]),
+    "no chat template": (["actor_rollout_ref.model.path=no_template"], ["no_template", "chat template"]),
+    "a negative rank": (["actor_rollout_ref.model.lora_rank=-1"], ["lora_rank=-1", "at least 0"]),
+    "layers that are not there": (
+        ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_porj]"],
+        ["q_porj", "q_proj"],
+    ),
+    # the user's own files
+    "no reward file": ([f"{REWARD}.path=nowhere.py"], [f"{REWARD}.path", "nowhere.py"]),
+    "a directory as reward": ([f"{REWARD}.path=rows"], [f"{REWARD}.path", "rows"]),
+    "no such function": ([f"{REWARD}.name=scores"], ["scores", "score"]),
+    "another signature": ([f"{REWARD}.path=wrong.py"], ["wrong.py", "answer"]),
+    "an argument too many": ([f"+{REWARD}.reward_kwargs.strict=true"], ["strict"]),
+    "a syntax error": ([f"{REWARD}.path=syntax.py"], ["syntax.py", "was never closed", "syntax.py:1"]),
+    "an import that fails": ([f"{REWARD}.path=imports.py"], ["imports.py", "no_such_module"]),
+    "a reward that raises": ([f"{REWARD}.path=raises.py"], ["KeyError", "label", "reward.on_error"]),
+    "a reward that returns text": ([f"{REWARD}.path=text.py"], ["'good'", "not a number"]),
+    "no reward for the source": (
+        [f"{REWARD}.path=null", "data.train_files=source.jsonl", "data.train_batch_size=1"],
+        ["mine", f"{REWARD}.path"],
+    ),
+    "a class without a name": (["data.custom_cls.path=own_data.py"], ["data.custom_cls.name"]),
+    "no estimator file": (["algorithm.adv_estimator=nowhere.py:mine"], ["nowhere.py"]),
+    "an estimator without a name": (["algorithm.adv_estimator=shape.py"], ["shape.py", "shape.py:"]),
+    "no such estimator": (["algorithm.adv_estimator=shape.py:mine"], ["shape.py", "mine", "advantages"]),
+    "an estimator that does not parse": (["algorithm.adv_estimator=syntax.py:mine"], ["never closed", "syntax.py:1"]),
+    "an estimator's signature": (["algorithm.adv_estimator=wrong_signature.py:advantages"], ["it returns Batch", "a tensor"]),
+    "an estimator's shape": (["algorithm.adv_estimator=shape.py:advantages"], ["advantages", "shape"]),
+    "a loss's signature": ([f"{ACTOR}.policy_loss.loss_mode=wrong_signature.py:loss"], ["wrong_signature.py:loss"]),
+    "a loss's shape": ([f"{ACTOR}.policy_loss.loss_mode=shape.py:loss"], ["shape.py:loss", "shape"]),
+    # devices and engines
+    "no GPU": (["trainer.device=cuda"], ["trainer.device=cuda", "trainer.device=cpu"]),
+    "devices that an engine does not divide": (
+        [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=3"],
+        [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node"],
+    ),
+    "heads that an engine does not divide": (
+        [f"{ROLLOUT}.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3"],
+        [f"{ROLLOUT}.tensor_model_parallel_size=3", "heads"],
+    ),
+    "twice the memory": ([f"{ROLLOUT}.gpu_memory_utilization=2"], [f"{ROLLOUT}.gpu_memory_utilization=2", "at most"]),
+    "a negative temperature": ([f"{ROLLOUT}.temperature=-1"], [f"{ROLLOUT}.temperature=-1", "at least 0"]),
+    "no probability": ([f"{ROLLOUT}.top_p=0"], [f"{ROLLOUT}.top_p=0", "more than 0"]),
+    "a response beyond the model": (["data.max_response_length=1000000"], ["data.max_response_length"]),
+    "another engine": ([f"{ROLLOUT}.name=sglang"], [f"{ROLLOUT}.name=sglang", "vllm"]),
+    "another trainer": ([f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy=megatron", "fsdp2"]),
+    "a reward model": (["reward_model.enable=true"], ["reward_model.enable=true", f"{REWARD}.path"]),
+    "machines without a cluster": (["trainer.nnodes=2"], ["trainer.nnodes=2", "RAY_ADDRESS"]),
+    # the run's directory, and trackers
+    "a file as directory": (["trainer.default_local_dir=a_file"], ["trainer.default_local_dir", "a_file"]),
+    "a directory that cannot be": (["trainer.default_local_dir=/proc/x"], ["trainer.default_local_dir", "/proc/x"]),
+    "no path to resume from": (["trainer.resume_mode=resume_path"], ["trainer.resume_from_path"]),
+    "no such step": (
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=run/global_step_9"],
+        ["global_step_9"],
+    ),
+    "an unknown logger": (["trainer.logger=[console,tensorbord]"], ["trainer.logger=tensorbord", "tensorboard"]),
+}  # fmt: skip
+
+# Not an error, as it can be meant: the command starts, with a warning or a note that has these words.
+WARNED = {
+    "fewer prompts than a mini-batch": ([f"{ACTOR}.ppo_mini_batch_size=64"], ["one update"]),
+    "mini-batches of different sizes": ([f"{ACTOR}.ppo_mini_batch_size=3"], ["3 mini-batches of up to 3"]),
+    "one response per prompt": ([f"{ROLLOUT}.n=1"], [f"{ROLLOUT}.n=1", "warning"]),
+    "a critic that nothing uses": (["critic.enable=true"], ["warning", "critic"]),
+    "validations without data": (["trainer.test_freq=1"], ["warning", "trainer.test_freq", "data.val_files"]),
+    "a budget below a row": ([f"{ACTOR}.ppo_max_token_len_per_gpu=20"], ["warning", "ppo_max_token_len_per_gpu=20"]),
+    "more devices than cores": (
+        [f"trainer.n_gpus_per_node={2 * (os.cpu_count() or 1)}"],
+        ["warning", "trainer.n_gpus_per_node"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_it_is_rejected_before_the_start(answer: Callable[..., Answer], case: str) -> None:
+    words, expected = REJECTED[case]
+    found = answer(*words)
+    assert (found.status, found.started) == (2, False), found.text
+    assert "Traceback" not in found.text
+    assert [part for part in expected if part not in found.text] == [], found.text
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_it_is_said_and_the_run_starts(answer: Callable[..., Answer], case: str) -> None:
+    words, expected = WARNED[case]
+    found = answer(*words)
+    assert found.started, found.text
+    assert [part for part in expected if part not in found.text] == [], found.text
+
+
+def test_a_cluster_that_does_not_respond_is_rejected(answer: Callable[..., Answer], monkeypatch) -> None:
+    monkeypatch.setattr(setup, "start_session", START_SESSION)
+    found = answer("ray_kwargs.ray_init.address=127.0.0.1:9")
+    assert found.status == 2, found.text
+    assert "no Ray responds at 127.0.0.1:9" in found.text and "ray start --head" in found.text
+
+
+def test_a_directory_in_use_is_rejected(answer: Callable[..., Answer], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    store = Store(tmp_path / "run")
+    try:
+        found = answer()
+    finally:
+        store.close()
+    assert (found.status, found.started) == (2, False), found.text
+    assert str(os.getpid()) in found.text and "trainer.default_local_dir" in found.text
+
+
+def test_the_command_without_a_fault_starts(answer: Callable[..., Answer]) -> None:
+    found = answer()
+    assert found.started, found.text
