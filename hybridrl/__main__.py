@@ -9,6 +9,7 @@ import sys
 COMMANDS = {
     "train": ("hybridrl.main_ppo", "train by reinforcement learning:  hybridrl train key=value ..."),
     "sft": ("hybridrl.main_sft", "fine-tune on demonstrations:  hybridrl sft key=value ..."),
+    "sweep": ("hybridrl.main_ppo", "train with each of several values:  hybridrl sweep key=a,b"),
     "serve": ("hybridrl.serve", "serve a model with OpenAI's API:  hybridrl serve model.path=DIR"),
     "doctor": ("hybridrl.doctor", "check a command, explain a key, say why a run ended:  hybridrl doctor why RUN"),
     "merge": (
@@ -36,6 +37,8 @@ def main() -> int:
         print(USAGE + (f"\n\nerror: there is no command {first}{near}" if first else ""))
         return EXIT_REJECTED
     module, _ = COMMANDS[first]
+    if first == "sweep":
+        arguments = ["--multirun", *arguments]
     if first == "merge" and arguments[:1] not in (["merge"], ["test"]):
         arguments = ["merge", *arguments]
     sys.argv[1:] = arguments

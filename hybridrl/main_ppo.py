@@ -1,6 +1,8 @@
 """Reinforcement learning: `python -m hybridrl.main_ppo key=value ...`"""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.runtime.cli import Command, run_command
@@ -8,15 +10,22 @@ from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
 
 
-def run(config: PPOConfig) -> None:
-    """Run one training, from data to saved model. Invalid input is rejected before Ray starts."""
-    with fork_server(config.trainer, config.ray_kwargs.ray_init, engine=True) as forks:
-        from hybridrl.doctor.start import check_run_start  # torch and Ray are imported only for a valid configuration
+@contextmanager
+def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
+    """Yield what runs trainings, from data to saved model, one after another on the Ray of the `first`.
+    Invalid input is rejected before Ray starts."""
+    with fork_server(first.trainer, first.ray_kwargs.ray_init, engine=True) as forks:
+        # torch and Ray are imported only for a valid configuration
+        from hybridrl.doctor.start import check_run_start
         from hybridrl.runs.ppo import PPOJob
-        from hybridrl.runs.setup import train
+        from hybridrl.runs.setup import Sessions, train
 
-        check_run_start(config)
-        train(config, PPOJob, forks)
+        def run(config: PPOConfig) -> None:
+            check_run_start(config)
+            train(config, PPOJob, sessions)
+
+        with closing(Sessions(forks)) as sessions:
+            yield run
 
 
 COMMAND = Command(
@@ -44,7 +53,7 @@ COMMAND = Command(
         "trainer.default_local_dir",
     ),
     load=load_ppo_config,
-    run=run,
+    open=opened,
 )
 
 

@@ -1,6 +1,8 @@
 """Supervised fine-tuning: `python -m hybridrl.main_sft key=value ...`"""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 from hybridrl.config import SFTConfig, load_sft_config
 from hybridrl.runtime.cli import Command, run_command
@@ -8,15 +10,22 @@ from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
 
 
-def run(config: SFTConfig) -> None:
-    """Run one fine-tuning, from conversations to saved model. Invalid input is rejected before Ray starts."""
-    with fork_server(config.trainer, config.ray_kwargs.ray_init, engine=False) as forks:
-        from hybridrl.doctor.start import check_run_start  # torch and Ray are imported only for a valid configuration
-        from hybridrl.runs.setup import train
+@contextmanager
+def opened(first: SFTConfig) -> Iterator[Callable[[SFTConfig], None]]:
+    """Yield what runs fine-tunings, from conversations to saved model, one after another on the Ray of the `first`.
+    Invalid input is rejected before Ray starts."""
+    with fork_server(first.trainer, first.ray_kwargs.ray_init, engine=False) as forks:
+        # torch and Ray are imported only for a valid configuration
+        from hybridrl.doctor.start import check_run_start
+        from hybridrl.runs.setup import Sessions, train
         from hybridrl.runs.sft import SFTJob
 
-        check_run_start(config)
-        train(config, SFTJob, forks)
+        def run(config: SFTConfig) -> None:
+            check_run_start(config)
+            train(config, SFTJob, sessions)
+
+        with closing(Sessions(forks)) as sessions:
+            yield run
 
 
 COMMAND = Command(
@@ -37,7 +46,7 @@ COMMAND = Command(
         "trainer.default_local_dir",
     ),
     load=load_sft_config,
-    run=run,
+    open=opened,
 )
 
 

@@ -148,17 +148,26 @@ class RaySession:
     ) -> None:
         self.joined, self.forks = joins(ray_init), forks
         self.device, self.per_machine = device, devices_per_machine
+        self.machines, self.timeout = machines, timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
         self.groups: list[PlacementGroup] = []
         try:
             _start(ray_init, self.directory)
-            self._reserve(machines, timeout if self.joined else min(timeout, OWN_RAY_SECONDS))
+            self._reserve()
         except BaseException:
             self.close()
             raise
 
-    def _reserve(self, machines: int, timeout: float) -> None:
+    def renew(self) -> None:
+        """End all actors on the devices, and reserve these again for another run."""
+        for group in self.groups:
+            remove_placement_group(group)
+        self.groups = []
+        self._reserve()
+
+    def _reserve(self) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
+        machines, timeout = self.machines, self.timeout
         bundles = [bundle_of(self.device) for _ in range(self.per_machine)]
         request = request_of(self.device, self.per_machine)
         began, reported, ready = time.monotonic(), float("-inf"), []

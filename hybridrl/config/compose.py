@@ -231,11 +231,32 @@ def parse_overrides(overrides: list[str], schema: type, findings: Findings) -> O
             if not override.key_or_group:
                 raise ConfigError(f"cannot read {text}: expected key=value")
             if override.is_sweep_override():
-                raise ConfigError(f"{text}: one value is expected", fix=f"for a list write {key}=[{value}]", keys=key)
+                fix = f"for a list write {key}=[{value}]; hybridrl sweep runs each value"
+                raise ConfigError(f"{text}: one value is expected", fix=fix, keys=key)
             if not parsed.add(text, override):
                 name = cast(str, override.key_or_group)
                 findings.error("unknown-key", f"unknown key {name}", nearest_keys(name, schema), keys=name)
     return parsed
+
+
+def split_sweep(overrides: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Separate arguments with one value from those with several, as Hydra writes them: `key=a,b`, `key=choice(a,b)`,
+    `key=range(0,4)`. Their values are returned by key, as texts. Raises ConfigError."""
+    fixed: list[str] = []
+    swept: dict[str, list[str]] = {}
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            fixed.append(text)  # reported when it is read
+            continue
+        if not override.is_sweep_override():
+            fixed.append(text)
+        elif not override.is_discrete_sweep():
+            raise ConfigError(f"{text}: single values are expected", fix="write them out: key=a,b, or key=range(0,4)")
+        else:
+            swept[text.partition("=")[0]] = list(override.sweep_string_iterator())
+    return fixed, swept
 
 
 def plain_values(file: Path, schema: type, arguments: list[str], findings: Findings) -> Plain:

@@ -3,8 +3,8 @@
 import gc
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -65,14 +65,47 @@ class Job(Protocol):
     def schedule(self, steps: int) -> Schedule: ...
 
 
-def train(config: C, job_class: Callable[[C], Job], forks: ForkServer | None = None) -> None:
-    """Run training, as often as `with_restarts` allows; `forks` is where its workers come from on CPU."""
+class Sessions:
+    """The Ray of one run after another: kept for the next one if that requests the same and the last did not fail.
+    `forks` is where workers come from on CPU."""
+
+    def __init__(self, forks: ForkServer | None = None) -> None:
+        self.forks = forks
+        self._kept: RaySession | None = None
+        self._request: tuple = ()
+
+    @contextmanager
+    def open(self, config: Config) -> Iterator[RaySession]:
+        """Yield Ray with the devices of a run, on which no actor is left of another."""
+        trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
+        # Processes get the keys of custom code from Ray, which has them from its start.
+        request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, config.own)
+        with stage("starting Ray"):
+            if self._kept is not None and self._request == request:
+                self._kept.renew()
+            else:
+                self.close()
+                self._kept, self._request = start_session(trainer, ray_init, self.forks), request
+        try:
+            yield self._kept
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+        self._kept = None
+
+
+def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
+    """Run training, as often as `with_restarts` allows."""
     directory = open_run_directory(config)
     recorder = nullcontext() if holder(directory) else recording(directory, host_memory)  # not in another run's record
     began = time.time()
     with recorder:
         try:
-            with_restarts(lambda adjusted: run(config, job_class, directory, adjusted, forks), config)
+            with_restarts(lambda adjusted: run(config, job_class, directory, adjusted, sessions), config)
         except KeyboardInterrupt:
             file = directory / "metrics.jsonl"
             if file.is_file() and file.stat().st_mtime > began:  # it has begun
@@ -88,10 +121,8 @@ def host_memory() -> dict[str, int | None]:
     return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
 
 
-def run(
-    config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted, forks: ForkServer | None = None
-) -> None:
-    """One attempt, which leaves nothing running however it ends; checkpoints record which settings were `adjusted`."""
+def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted, sessions: Sessions) -> None:
+    """One attempt, which leaves nothing running but Ray; checkpoints record which settings were `adjusted`."""
     began = time.monotonic()
     job = job_class(config)
     with ExitStack() as stack:
@@ -102,9 +133,7 @@ def run(
         if not schedule.validate_only and check_complete(config, plan, directory):
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({saved.path})")
         save_config(config, directory / "config.yaml")
-        with stage("starting Ray"):
-            session = start_session(config.trainer, config.ray_kwargs.ray_init, forks)
-        stack.callback(session.close)
+        session = stack.enter_context(sessions.open(config))
         probe_run(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None

@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
 from hybridrl.config.help import explain_keys
 from hybridrl.runtime.signals import REQUESTS, stop_at_once
+from hybridrl.runtime.sweep import run_sweep
 from hybridrl.tracking.console import info
 from hybridrl.tracking.faults import PAGE, code_of
 
@@ -28,7 +30,8 @@ EXIT_FAILED, EXIT_REJECTED, EXIT_INTERRUPTED = 1, 2, 130
 
 @dataclass(frozen=True)
 class Command(Generic[T]):
-    """An entry point: its help text, and how its configuration is loaded and run."""
+    """An entry point: its help text, how its configuration is loaded, and what opens all that one run after another
+    can share and yields what runs one."""
 
     module: str
     purpose: str
@@ -36,7 +39,7 @@ class Command(Generic[T]):
     config_name: str
     first_keys: tuple[str, ...]
     load: Callable[..., T]
-    run: Callable[[T], None]
+    open: Callable[[T], AbstractContextManager[Callable[[T], None]]]
 
     @property
     def example_line(self) -> str:
@@ -60,12 +63,16 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
             print(begin + explain_keys(command.config_name, arguments.help, command.first_keys, width))
             return 0
         place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
+        if arguments.multirun:
+            given = sys.argv[1:] if argv is None else argv
+            return run_sweep(command, given, arguments.overrides, place, arguments.at_once, arguments.only)
         show = None if arguments.cfg else info
         config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=show)
         if arguments.cfg:
             print(as_yaml(config, arguments.package or ""), end="")
             return 0
-        command.run(config)
+        with command.open(config) as run:
+            run(config)
     except ConfigError as error:
         _print("error:", "bold red", str(error))
         if not arguments.overrides and arguments.config_path == CONF and arguments.help is None:
@@ -98,6 +105,16 @@ def _parser(command: Command[T]) -> argparse.ArgumentParser:
     add("-h", "--help", nargs="?", const="", metavar="SECTION", help=sections)
     add("-c", "--cfg", nargs="?", const="job", choices=["job", "all"], help="print the resolved configuration and exit")
     add("-p", "--package", metavar="SECTION", help="the section that --cfg prints, such as actor_rollout_ref.rollout")
+    several = "run every combination of the values given: key=a,b (docs/sweeps.md)"
+    add("-m", "--multirun", action="store_true", help=several)
+    add(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with -m: N runs at a time, each with its part of the machine",
+    )
+    add("--only", action="append", default=[], help=argparse.SUPPRESS)
     add("--resolve", action="store_true", help="has no effect, as --cfg prints resolved values always")
     add("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help=place)
     name = f"that file's name; it begins with defaults: [{command.config_name}, _self_]"
@@ -121,7 +138,6 @@ def _with_values(argv: list[str]) -> list[str]:
 def _unknown_option(option: str, module: str) -> str:
     """What to do instead, for options of Hydra."""
     instead = {
-        ("-m", "--multirun"): "start the command once per value, each with another trainer.default_local_dir",
         (
             "--info",
             "-i",

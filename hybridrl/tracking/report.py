@@ -7,6 +7,7 @@ line, so nothing is buffered until a step ends; `read_metrics` joins them.
 import json
 import math
 import os
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,19 @@ def _read_lines(path: Path) -> list[tuple[str, dict[str, float | None]]]:
 def draw_curves(run_dir: Path, title: str | None = None) -> Path | None:
     """Draw `curves.png`, by default titled with the directory's name. Returns None if there is nothing to draw."""
     panels = _panels(read_metrics(run_dir))
-    if not panels:
-        return None
+    return _draw(panels, title or run_dir.name, run_dir / "curves.png") if panels else None
+
+
+def draw_runs(directory: Path, runs: Mapping[str, Path]) -> Path:
+    """Draw `sweep.png`: the curves of several runs, by name, over each other."""
+    panels: dict[str, dict[str, Series]] = {}
+    for name, run_dir in runs.items():
+        for panel, lines in _panels(read_metrics(run_dir)).items():
+            panels.setdefault(panel, {})[name] = next(iter(lines.values()))
+    return _draw(panels, directory.name, directory / "sweep.png")
+
+
+def _draw(panels: dict[str, dict[str, Series]], title: str, file: Path) -> Path:
     # matplotlib takes half a second to import and is used only here.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -136,13 +148,13 @@ def draw_curves(run_dir: Path, title: str | None = None) -> Path | None:
 
     with rc_context(STYLE):
         figure = Figure(figsize=(4.4 * len(panels) + 0.4, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.12))
-        figure.suptitle(title or run_dir.name, x=0.015, ha="left", fontsize=14, fontweight="bold")
+        figure.suptitle(title, x=0.015, ha="left", fontsize=14, fontweight="bold")
         grid = figure.subplots(1, len(panels), squeeze=False, sharex=True)
         for number, (axes, (panel, lines)) in enumerate(zip(grid[0], panels.items(), strict=True)):
             axes.set_title(panel, pad=10)
             _draw_lines(axes, lines, first_color=number if len(lines) == 1 else 0)
-        figure.savefig(run_dir / "curves.png", dpi=150, facecolor="white")
-    return run_dir / "curves.png"
+        figure.savefig(file, dpi=150, facecolor="white")
+    return file
 
 
 def _draw_lines(axes, lines: dict[str, Series], first_color: int) -> None:
@@ -190,6 +202,25 @@ def summary(run_dir: Path) -> str:
     files = [f"  {pattern:<16}{meaning}" for pattern, meaning in CONTENTS.items() if any(run_dir.glob(pattern))]
     blocks.append([f"output directory: {run_dir}", *files])
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def run_table(runs: Mapping[str, Path]) -> str:
+    """Return a table of several runs by name: steps, seconds, and last and best value of their main metrics."""
+    rows = [("run", "steps", "seconds", "metric", "last", "best")]
+    for name, run_dir in runs.items():
+        steps = read_metrics(run_dir)
+        seconds = sum(names.line_seconds(metrics) for metrics in steps.values())
+        cells = (name, str(max(steps, default=0)), f"{seconds:.0f}")
+        for panel, lines in _panels(steps).items():
+            for metric, series in lines.items() if panel != "Response length" else ():
+                best = (min if panel == "Loss" else max)(series, key=series.__getitem__)
+                last = f"{series[max(series)]:.4g}"
+                rows.append((*cells, metric, last, f"{series[best]:.4g} (step {best})"))
+                cells = ("", "", "")
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _health_block(steps: dict[int, Metrics]) -> list[str]:

@@ -338,7 +338,7 @@ def main() -> None:
 
         setup.Trainer = Measured
         setup.draw_curves = setup.summary = lambda directory: ""
-        ppo.train(config)
+        setup.train(config, ppo.PPOJob, setup.Sessions())
         report(rows, options.json)
 
 

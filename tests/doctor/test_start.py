@@ -55,8 +55,9 @@ def test_a_run_is_rejected_before_its_data_are_read_with_all_errors_at_once(
     (tmp_path / "rows.jsonl").write_text("no rows at all")
     monkeypatch.setattr(machine, "VLLM", {"cpu": "vllm-away", "cuda": "vllm-away"})
     layer = "actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=GPT2Block"
-    with pytest.raises(ConfigError) as error:
-        main_ppo.run(load_ppo_config([*command, layer]))
+    config = load_ppo_config([*command, layer])
+    with pytest.raises(ConfigError) as error, main_ppo.opened(config) as run:
+        run(config)
     assert len(error.value.lines) == 2
     assert "trainer.device=cpu: vLLM is not installed" in error.value.lines[0]
     assert f"{layer}: the model has no such layer; it has Qwen2DecoderLayer" in error.value.lines[1]
@@ -84,8 +85,8 @@ def test_a_supervised_run_needs_no_engine_and_is_rejected_for_what_it_needs(
     assert "warning" not in capsys.readouterr().out
     monkeypatch.setattr(machine, "installed", lambda name: None if name == "torch" else installed(name))
     monkeypatch.setattr(machine.check_versions, "__defaults__", (machine.installed,))
-    with pytest.raises(ConfigError, match="torch is not installed"):
-        main_sft.run(supervised)
+    with pytest.raises(ConfigError, match="torch is not installed"), main_sft.opened(supervised) as run:
+        run(supervised)
 
 
 def test_a_supervised_run_is_warned_of_machine_and_disk(

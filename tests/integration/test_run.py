@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from hybridrl import main_ppo
+from hybridrl.doctor.selftest_resume import MACHINE_METRICS
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.keeper import is_keeper
 from hybridrl.tracking.glossary import entry_of
@@ -41,9 +41,9 @@ def start(module: str, arguments: list[str], **environment: str) -> subprocess.P
     )
 
 
-def finish(process: subprocess.Popen) -> str:
+def finish(process: subprocess.Popen, status: int = 0) -> str:
     output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    assert process.returncode == status, output
     return output
 
 
@@ -321,30 +321,19 @@ def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_m
     assert diagnose(tmp_path).code == {"signal": "stopped", "worker": "worker-died"}[how]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"data.train_files": "{tmp}/empty.jsonl"}, "empty.jsonl"),
-        ({"data.train_files": "{tmp}/no_prompt.jsonl"}, "no_prompt.jsonl"),
-        ({"data.train_files": "{tmp}/no_truth.jsonl"}, "no_truth.jsonl"),
-        ({"data.max_prompt_length": 5}, "data.max_prompt_length=5"),
-        ({"data.train_batch_size": 4096}, "data.train_batch_size=4096: data.train_files has 2000 prompts"),
-        ({"reward.custom_reward_function.path": "{tmp}/broken.py"}, "broken.py:1"),
-        ({"reward.custom_reward_function.name": "compute_scores"}, "compute_score"),
-        ({"reward.custom_reward_function.path": "null"}, "quickstart/addition"),
-        ({"algorithm.adv_estimator": "{tmp}/broken.py:f"}, "broken.py:1"),
-    ],
-)
-def test_bad_input_is_rejected_before_ray_starts(overrides, tmp_path, capfd, monkeypatch, more, message):
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "no_prompt.jsonl").write_text('{"reward_model": {"ground_truth": "1"}, "data_source": "x"}\n')
-    (tmp_path / "no_truth.jsonl").write_text('{"prompt": "What is 1+1?", "data_source": "x"}\n')
-    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
-    monkeypatch.setattr("hybridrl.runs.setup.start_session", lambda *_: pytest.fail("Ray was started"))
-    more = {key: str(value).format(tmp=tmp_path) for key, value in more.items()}
-    assert main_ppo.main(overrides(tmp_path / "run", more)) == 2
-    output = "".join(capfd.readouterr())
-    assert message in output.replace("\n", " ")
-    assert "error:" in output
-    assert "Traceback" not in output
-    assert diagnose(tmp_path / "run").code in ("rejected", "not-started")
+@pytest.mark.slow
+def test_the_runs_of_a_sweep_are_those_of_their_own_commands(overrides, tmp_path):
+    steps, rate = {"trainer.total_training_steps": 2}, "actor_rollout_ref.actor.optim.lr"
+    base = tmp_path / "sweep"
+    output = finish(start("main_ppo", ["-m", *overrides(base, steps | {rate: "1e-2,-1"})]), status=2)
+    assert "lr--1: " in output and "at least 0" in output and not base.exists()
+    output = finish(start("main_ppo", ["-m", *overrides(base, steps | {rate: "1e-2,5e-3"})]))
+    assert (base / "sweep.png").is_file()
+    assert [line.split()[0] for line in output.splitlines() if line.startswith("lr-")] == ["lr-0.01", "lr-0.005"]
+    finish(start("main_ppo", overrides(tmp_path / "alone", steps | {rate: "5e-3"})))
+    of_sweep, alone = metrics(base / "lr-0.005"), metrics(tmp_path / "alone")
+    assert [*of_sweep] == [*alone]
+    for step, values in alone.items():
+        same = {name: value for name, value in values.items() if not MACHINE_METRICS.search(name)}
+        assert {name: of_sweep[step][name] for name in same} == same
+    assert of_sweep[2]["actor/grad_norm"] != metrics(base / "lr-0.01")[2]["actor/grad_norm"]

@@ -162,7 +162,9 @@ REJECTED = {
     "no equals sign": (["data.shuffle"], ["data.shuffle", "key=value"]),
     "blanks around it": (["data.shuffle =", "false"], ["data.shuffle", "key=value"]),
     "an empty variable": (["actor_rollout_ref.model.path="], ["actor_rollout_ref.model.path"]),
-    "a sweep without the command": (["-m"], ["unknown option -m"]),
+    "a sweep of one run": (["-m"], ["a sweep needs a key with several values"]),
+    "several values without a sweep": (["data.seed=1,2"], ["data.seed=1,2", "hybridrl sweep"]),
+    "a sweep with an invalid value": (["-m", "data.seed=1,-2"], ["seed=-2", "at least 0"]),
     # configuration files
     "a configuration that is not there": (["-cn", "mine"], ["mine"]),
     "a tab in YAML": (["-cp", ".", "-cn", "tab"], ["tab.yaml", "line 3"]),

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class Work:
 
     @property
     def command(self) -> Command:
-        return Command(**{**vars(main_ppo.COMMAND), "run": self})
+        return Command(**{**vars(main_ppo.COMMAND), "open": lambda first: nullcontext(self)})
 
 
 def test_a_run_gets_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +137,7 @@ def test_the_configuration_is_printed_as_hydra_s_users_ask_for_it(capsys: pytest
     assert "--package=trainr: there is no such section" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["-m", "--multirun", "--info=all", "-sc", "--config-dir"])
+@pytest.mark.parametrize("option", ["--info=all", "-sc", "--config-dir"])
 def test_options_of_hydra_that_there_are_not_are_met_with_what_to_do(capsys, option) -> None:
     with pytest.raises(SystemExit):
         run_command(Work().command, [option, *NEEDED])
