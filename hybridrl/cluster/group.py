@@ -257,8 +257,11 @@ def _root_failure(
 def _describe(error: RayTaskError) -> str:
     """Return the worker's own exception in a line, and its traceback without Ray's frame around it."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
+    frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
+    # The message of an exception may have several lines, of which the first one says what it is.
+    after = (line for line in lines[frames[-1] :] if line[:1].strip()) if frames else iter(())
     trace = "\n".join(line for line in lines if not line.startswith("ray::") and line.strip(" ^"))
-    return f"{lines[-1]}\n{trace}"
+    return f"{next(after, lines[-1])}\n{trace}"
 
 
 def cause(error: RayActorError | RayTaskError) -> str:

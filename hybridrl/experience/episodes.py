@@ -22,6 +22,7 @@ from hybridrl.experience.spool import Spool
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest, Shaping
 from hybridrl.rollout import Completion, Request, RolloutClient, Sampling, request_seed
+from hybridrl.tracking.sink import Activity
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,14 @@ class EpisodeRunner:
         began = time.monotonic()
         ended: list[Ended] = []
         scores: list[Future[Score]] = []
+        Activity.is_now(f"responses 0/{len(places)}")
         async for some in source.ended():
             ended += some
+            Activity.is_now(f"responses {len(ended)}/{len(places)}")
             if not self.scorers.in_one_call:
                 scores += self._submit(source, places, some)
         generated = time.monotonic()
+        Activity.is_now("reward")
         if self.scorers.in_one_call:
             ended.sort(key=lambda one: one[0])
             scores = self._submit(source, places, ended)

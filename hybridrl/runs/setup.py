@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import psutil
-from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import device as devices
@@ -29,7 +28,7 @@ from hybridrl.runtime.environment import without_expandable_segments, worker_env
 from hybridrl.runtime.forks import ForkServer
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
-from hybridrl.tracking.console import console, info, stage, warn
+from hybridrl.tracking.console import MessageHandler, info, stage, warn
 from hybridrl.tracking.faults import recording
 from hybridrl.tracking.report import read_metrics
 from hybridrl.trainer import Schedule, Task, Trainer
@@ -37,7 +36,7 @@ from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
 
-CHATTY_LOGGERS = ("httpx", "httpcore", "datasets", "fsspec", "urllib3", "filelock")
+CHATTY_LOGGERS = ("httpx", "httpcore", "datasets", "fsspec", "urllib3", "filelock", "matplotlib")
 
 Config = PPOConfig | SFTConfig
 C = TypeVar("C", PPOConfig, SFTConfig)
@@ -167,8 +166,7 @@ def open_run_directory(config: Config) -> Path:
     except OSError as error:
         cause = f"trainer.default_local_dir={directory} cannot be made: {error.strerror}"
         raise ConfigError(cause, fix="name another directory") from error
-    handler = RichHandler(console=console, show_path=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[MessageHandler()], force=True)
     for name in CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     return directory.absolute()

@@ -4,6 +4,7 @@ All messages that may appear while the progress bar is shown use `info` and `war
 """
 
 import errno
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,10 +18,11 @@ from rich.text import Text
 
 from hybridrl.tracking import sink as names
 from hybridrl.tracking.faults import record
-from hybridrl.tracking.sink import SampleRow, Sink
+from hybridrl.tracking.sink import Activity, SampleRow, Sink
 
 SHOWN_CHARACTERS = 240
 SECONDS_ON_TERMINAL, SECONDS_IN_LOG = 0.5, 2.0  # between two lines of steps
+SECONDS_OF_SILENCE = 60.0  # in a log, before a line says what a long step is doing
 
 console = Console()
 
@@ -59,6 +61,16 @@ def _print(text: Text) -> None:
             raise
 
 
+class MessageHandler(logging.Handler):
+    """Prints what is logged as `info` and `warn` do, without date and level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = record.levelname.lower()
+        _print(
+            Text.assemble((f"{level}: " if record.levelno >= logging.WARNING else "", "yellow"), self.format(record))
+        )
+
+
 class VerlSink(Sink):
     """`step:N - key:value - key:value ...`, all metrics in the line format of verl, which scripts parse."""
 
@@ -71,16 +83,33 @@ class VerlSink(Sink):
 
 
 class LineSink(Sink):
-    """One line per step with its main metrics; fewer where steps are quick, but for validations and the last."""
+    """One line per step with its main metrics; fewer where steps are quick, but for validations and the last. Within a
+    long step a line a minute says what it is doing."""
 
     seconds_between = SECONDS_IN_LOG
 
-    def __init__(self, console: Console, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._total_steps, self._clock = console, total_steps, clock
-        self._last_line = float("-inf")
+    def __init__(
+        self, console: Console, total_steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._total_steps, self._step, self._clock = console, total_steps, start_step, clock
+        self._last_line = self._last_heard = float("-inf")
+        Activity.watcher = self.doing
+
+    def doing(self, what: str) -> None:
+        """Show what the run is doing."""
+        now = self._clock()
+        if self._last_heard < 0:
+            self._last_heard = now
+        if now - self._last_heard >= SECONDS_OF_SILENCE:
+            self._last_heard = now
+            self._console.print(Text(f"step {self._step + 1} ... {what}"), soft_wrap=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._line(step, metrics, self._clock())
+        self._step, self._last_heard = step, self._clock()
+        self._line(step, metrics, self._last_heard)
+
+    def close(self) -> None:
+        Activity.watcher = None
 
     def _line(self, step: int, metrics: dict[str, float], now: float) -> None:
         always = step == self._total_steps or any(map(names.is_validation_score, metrics))
@@ -103,13 +132,16 @@ class TerminalSink(LineSink):
     def __init__(
         self, console: Console, total_steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(console, total_steps, clock)
-        self._step = start_step
+        super().__init__(console, total_steps, start_step, clock)
         self._step_ends: list[float] = []
-        done, left = (BarColumn(), MofNCompleteColumn(), TextColumn("steps")), TextColumn("{task.fields[left]}")
-        self._progress = Progress(*done, TimeElapsedColumn(), left, console=console, refresh_per_second=2)
-        self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="")
+        done, texts = (BarColumn(), MofNCompleteColumn(), TextColumn("steps")), ("left", "now")
+        more = [TextColumn(f"{{task.fields[{name}]}}") for name in texts]
+        self._progress = Progress(*done, TimeElapsedColumn(), *more, console=console, refresh_per_second=2)
+        self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="", now="")
         self._progress.start()
+
+    def doing(self, what: str) -> None:
+        self._progress.update(self._bar, now=what)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._line(step, metrics, now := self._clock())
@@ -125,6 +157,8 @@ class TerminalSink(LineSink):
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def close(self) -> None:
+        super().close()
+        self._progress.update(self._bar, now="")
         self._progress.stop()
 
 
@@ -136,14 +170,17 @@ def seconds_left(step_ends: list[float], steps_left: int) -> float | None:
 
 
 def step_line(step: int, metrics: dict[str, float]) -> Text:
-    """Return the main metrics of a step in one line, with the seconds per phase; metrics not logged are left out."""
+    """Return the main metrics of a step in one line, with the seconds per phase; metrics not logged are left out. A
+    narrow terminal crops it, so what matters most comes first."""
     scores = [value for name, value in metrics.items() if names.is_validation_score(name)]
+    phases = [f"{phase} {seconds:.1f}" for phase, seconds in names.phase_seconds(metrics).items()]
     shown = [
         ("reward", next((metrics[name] for name in names.REWARD if name in metrics), None), ".3f"),
         ("val", sum(scores) / len(scores) if scores else None, ".3f"),
         ("loss", metrics.get("train/loss"), ".4f"),
         ("val loss", metrics.get("val/loss"), ".4f"),
         ("length", metrics.get(names.RESPONSE_LENGTH), ".1f"),
+        ("", names.line_seconds(metrics) if phases or names.STEP_SECONDS in metrics else None, ".1f"),
         ("entropy", metrics.get("actor/entropy"), ".3f"),
         ("kl", metrics.get("actor/ppo_kl"), ".1e"),
         ("lr", metrics.get("train/lr"), ".1e"),
@@ -152,11 +189,10 @@ def step_line(step: int, metrics: dict[str, float]) -> Text:
     ]
     line = Text(f"step {step:<4}")
     for name, value, form in shown:
-        if value is not None:
+        if value is not None and name:
             line.append(f" {name} ", "dim").append(f"{value:{form}}", "bold")
-    phases = [f"{phase} {seconds:.1f}" for phase, seconds in names.phase_seconds(metrics).items()]
-    if phases or names.STEP_SECONDS in metrics:
-        line.append(f"  {names.line_seconds(metrics):.1f}s", "cyan")
+        elif value is not None:
+            line.append(f"  {value:{form}}s ", "cyan")
     if phases:
         line.append(f" ({' '.join(phases)})", "dim")
     return line

@@ -7,7 +7,10 @@ line, so nothing is buffered until a step ends; `read_metrics` joins them.
 import json
 import math
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ CONTENTS = {
     "logs": "one log per process",
     "global_step_*": "checkpoints",
 }
+SECONDS_BETWEEN_CURVES = 60.0  # at least
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#64748b")
 INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
 STYLE = {
@@ -97,6 +101,30 @@ class JsonlSink(Sink):
             self._write()
 
 
+class CurvesSink(Sink):
+    """Draws `curves.png` while the run goes, in a thread, so seldom that it takes at most 1% of the time."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir, self._clock = run_dir, clock
+        self._next = clock() + SECONDS_BETWEEN_CURVES
+        self._thread: threading.Thread | None = None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._clock() >= self._next and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._draw)
+            self._thread.start()
+
+    def _draw(self) -> None:
+        began = self._clock()
+        with suppress(OSError):  # a full disk; the next one may find room
+            draw_curves(self._run_dir)
+        self._next = self._clock() + max(SECONDS_BETWEEN_CURVES, 100 * (self._clock() - began))
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
 def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     """Return the metrics by step, in order; of a name logged twice for a step the later value is kept. null is NaN."""
     steps: dict[int, dict[str, float]] = {}
@@ -153,7 +181,9 @@ def _draw(panels: dict[str, dict[str, Series]], title: str, file: Path) -> Path:
         for number, (axes, (panel, lines)) in enumerate(zip(grid[0], panels.items(), strict=True)):
             axes.set_title(panel, pad=10)
             _draw_lines(axes, lines, first_color=number if len(lines) == 1 else 0)
-        figure.savefig(file, dpi=150, facecolor="white")
+        whole = file.with_name(f".{file.name}.writing")  # who looks at the picture never sees a part of it
+        figure.savefig(whole, dpi=150, facecolor="white", format="png")
+        whole.replace(file)
     return file
 
 

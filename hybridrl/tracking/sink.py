@@ -1,10 +1,10 @@
 """The interface of a sink, one class with `log(step, metrics)`; the metrics that are shown, and a step's timers."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 # Phase of a step -> its `timing_s/` timers. The timers of one line do not overlap.
 PHASES = {
@@ -17,6 +17,7 @@ PHASES = {
     "validation": ("testing",),
     "saving": ("save_checkpoint",),
 }
+PHASE_OF = {timer: phase for phase, timers in PHASES.items() for timer in timers}
 STEP_SECONDS = "timing_s/step"
 REWARD = ("critic/rewards/mean", "critic/score/mean")  # the first that is logged is shown
 RESPONSE_LENGTH = "response_length/mean"
@@ -51,8 +52,19 @@ class Sink:
         return
 
 
+class Activity:
+    """What the run does at this moment, for whoever shows it: `watcher` is called with each change of it."""
+
+    watcher: ClassVar[Callable[[str], None] | None] = None
+
+    @classmethod
+    def is_now(cls, text: str) -> None:
+        if cls.watcher is not None:
+            cls.watcher(text)
+
+
 class Stopwatch:
-    """Seconds by name, logged once per step: `with watch("gen"): ...` adds to `timing_s/gen`."""
+    """Seconds by name, logged once per step: `with watch("gen"): ...` adds to `timing_s/gen`; shown by `Activity`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -60,6 +72,8 @@ class Stopwatch:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.monotonic()
+        if name in PHASE_OF:
+            Activity.is_now(PHASE_OF[name])
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from hybridrl.tracking import console
 from hybridrl.tracking.console import LineSink, TerminalSink, VerlSink, warn
-from hybridrl.tracking.report import JsonlSink
+from hybridrl.tracking.report import CurvesSink, JsonlSink
 from hybridrl.tracking.sink import SampleRow, Sink
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ class Tracker:
         self._failed: set[str] = set()  # sinks with a warning already printed
         self._closing = ExitStack()
         self._add("file", JsonlSink(run_dir / "metrics.jsonl", last_step))
+        self._add("curves", CurvesSink(run_dir))
         # The modules of the next two are imported only if configured: they are heavy.
         if "tensorboard" in loggers:
             from hybridrl.tracking.tensorboard_sink import TensorBoardSink
@@ -65,7 +66,7 @@ class Tracker:
             if console.on_terminal():
                 self._add("console", TerminalSink(output, total_steps, last_step or 0))
             else:
-                self._add("console", LineSink(output, total_steps))
+                self._add("console", LineSink(output, total_steps, last_step or 0))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, sink in self._sinks.items():

@@ -22,7 +22,7 @@ LAST_STEPS, LEAST_SAMPLED, LEAST_GREEDY = 5, 0.85, 0.95
 WHAT_CHANGED = """\
 Reinforcement learning changed mainly the choice of a strategy. Adding digit by digit, with carries, was in the
 demonstrations; so were answering without work and forgetting the carries. From a reward of right or wrong only, the
-model learned which strategy pays: nearly every response shows work now, and more of those are right. It did not
+model learned which strategy pays: {after:.0%} of the responses show work now, {before:.0%} did before. It did not
 discover addition."""
 
 NEXT = """\
@@ -154,7 +154,11 @@ def main() -> int:
     arguments = read_arguments("Show what a run of the quickstart has learned.")
     run_dir: Path = arguments.run_dir
     before, after = read_stages(run_dir)
-    pages = [example_page(*example_pair(before.greedy, after.greedy)), figures_page(before, after), WHAT_CHANGED]
+    shares = {
+        name: fmean(one.worked for one in stage.sampled) for name, stage in (("before", before), ("after", after))
+    }
+    pages = [example_page(*example_pair(before.greedy, after.greedy)), figures_page(before, after)]
+    pages.append(WHAT_CHANGED.format(**shares))
     if arguments.seconds:
         pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
     pages += [f"The curves: {run_dir}/curves.png", NEXT]

@@ -116,6 +116,13 @@ def test_a_failure_names_role_method_and_rank_with_the_workers_own_traceback():
     assert type(failure.value) is RemoteFailure
 
 
+def test_a_failure_of_several_lines_is_headed_by_the_first():
+    text = "2 problems:\n  no model\nsee the log"
+    with pytest.raises(RemoteFailure) as failure:
+        workers(Call(error=task_error(text))).broadcast(work, timeout=1)
+    assert str(failure.value).splitlines()[0].endswith("rank 0 failed: ValueError: 2 problems:")
+
+
 def test_a_dead_rank_is_the_root_of_the_failures_of_its_peers(tmp_path):
     (tmp_path / "train-1.log").write_text("".join(f"line {number}\n" for number in range(20)))
     lost_peer = Call(error=task_error("connection closed by peer"))

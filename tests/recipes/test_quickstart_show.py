@@ -93,6 +93,7 @@ def test_the_shares_of_time_add_up_to_the_total(
     assert "rollout 21.0 s 21.0%" in lines[start:]
     assert "validation 2.0 s 2.0%" in lines[start:]
     assert "other 27.0 s 27.0%" in lines[start:]
+    assert any("90% of the responses show work now, 50% did before" in line for line in lines)
 
 
 def test_escape_codes_in_a_response_do_not_reach_the_terminal(

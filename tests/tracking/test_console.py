@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from hybridrl.tracking.console import LineSink, TerminalSink, seconds_left, stage, step_line
+from hybridrl.tracking.sink import Activity, Stopwatch
 
 
 def terminal(width: int = 160) -> Console:
@@ -40,8 +41,8 @@ def test_a_step_is_one_line_of_its_main_metrics_with_the_seconds_per_phase():
         "timing_s/step": 2.3,
     }
     assert step_line(12, metrics).plain == (
-        "step 12   reward 0.700 val 0.600 length 24.1 entropy 0.410 kl 2.0e-04 grad 0.83"
-        "  2.3s (rollout 0.9 log-probs 0.5 update 0.5 switch 0.2)"
+        "step 12   reward 0.700 val 0.600 length 24.1  2.3s  entropy 0.410 kl 2.0e-04 grad 0.83"
+        " (rollout 0.9 log-probs 0.5 update 0.5 switch 0.2)"
     )
 
 
@@ -129,3 +130,33 @@ def test_a_stage_of_the_start_up_is_named_before_it_and_timed_after_it(capsys):
     with pytest.raises(KeyError), stage("starting ranks"):
         raise KeyError
     assert capsys.readouterr().out == "starting ranks ...\n"
+
+
+def test_the_bar_shows_what_the_step_is_doing():
+    console = terminal()
+    sink = TerminalSink(console, total_steps=2)
+    Activity.is_now("responses 3/8")
+    sink._progress.refresh()
+    assert any("0/2 steps" in line and "responses 3/8" in line for line in shown(console))
+    with Stopwatch()("update_actor"):
+        sink._progress.refresh()
+    assert "update" in shown(console)[-1]
+    sink.close()
+    Activity.is_now("responses 4/8")
+    assert not any("4/8" in line for line in shown(console))
+
+
+def test_in_a_log_a_long_step_has_a_line_a_minute():
+    console = Console(file=io.StringIO(), width=80)
+    times = iter([0.0, 30.0, 61.0, 62.0, 70.0, 100.0, 131.0])
+    sink = LineSink(console, total_steps=5, start_step=3, clock=lambda: next(times))
+    for done in range(4):
+        sink.doing(f"responses {done}/8")
+    sink.log(4, {"train/loss": 0.5})
+    sink.doing("update")
+    sink.doing("update")
+    assert console.file.getvalue().splitlines() == [
+        "step 4 ... responses 2/8",
+        "step 4    loss 0.5000",
+        "step 5 ... update",
+    ]

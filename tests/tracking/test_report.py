@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.tracking import draw_curves, read_metrics, summary
+from hybridrl.tracking.report import CurvesSink
 
 RUN = [
     {"step": 0, "val-core/toy/acc/mean@1": 0.25, "timing_s/start_up": 8.0, "timing_s/testing": 2.0},
@@ -106,3 +107,20 @@ def test_a_run_without_curves_draws_nothing(tmp_path):
     assert draw_curves(write(tmp_path, [{"step": 1, "critic/rewards/mean": None}])) is None
     assert not (tmp_path / "curves.png").exists()
     assert summary(tmp_path).splitlines()[0] == f"output directory: {tmp_path}"
+
+
+def test_the_curves_are_drawn_while_the_run_goes_and_seldom(tmp_path):
+    times = iter([0.0, 59.0, 61.0, *[61.0, 63.0, 63.0], 100.0, 262.0, 264.0, *[264.0, 264.0, 264.0]])
+    write(tmp_path, [{"step": 1, "critic/score/mean": 0.5}])
+    sink = CurvesSink(tmp_path, clock=lambda: next(times))
+    drawn = []
+    for step in range(1, 6):
+        sink.log(step, {})
+        if sink._thread is not None:
+            sink._thread.join()
+        drawn.append((tmp_path / "curves.png").is_file())
+        (tmp_path / "curves.png").unlink(missing_ok=True)
+    # After a minute; drawing took 2 s, so the next one comes 200 s later.
+    assert drawn == [False, True, False, False, True]
+    sink.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
