@@ -53,7 +53,8 @@ class Algorithm:
         return reads and not self.bypass
 
     def advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Fill token rewards, advantages and returns; metrics of the KL penalty and of the correction, if any.
+        """Fill token rewards, advantages and returns; metrics of the KL penalty, the correction and the
+        estimator, if any.
 
         An episode counts once, whatever the number of its rows: the estimator sees its tokens as one row.
         """
@@ -74,7 +75,8 @@ class Algorithm:
             metrics |= correction_metrics
         # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
-        advantages, returns = self.estimator(written.by_episode())
+        advantages, returns, *logged = self.estimator(written.by_episode())
+        metrics |= {f"algorithm/{name}": float(value) for own in logged for name, value in own.items()}
         rejected = batch.response_mask & ~corrected.response_mask
         advantages, returns = advantages.masked_fill(rejected, 0), returns.masked_fill(rejected, 0)
         return replace(corrected, advantages=advantages, returns=returns), metrics

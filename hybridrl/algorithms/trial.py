@@ -33,9 +33,12 @@ def toy_batch(samples: int) -> Batch:
     )
 
 
-def try_estimator(name: str, function: Callable[[Batch], Any], samples: int, parts: int) -> tuple[Tensor, Tensor]:
-    """Return the advantages and returns that an estimator, with its parameters bound, gives to toy groups of so many
-    responses, with so many parts of a reward. Raises ConfigError if it fails, or returns what no step could use."""
+def try_estimator(
+    name: str, function: Callable[[Batch], Any], samples: int, parts: int
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Return the advantages, returns and metrics that an estimator, with its parameters bound, gives to toy groups of
+    so many responses, with so many parts of a reward. Raises ConfigError if it fails, or returns what no step could
+    use."""
     batch = toy_batch(samples)
     per_token = torch.zeros_like(batch.token_rewards)
     filled = {
@@ -48,20 +51,29 @@ def try_estimator(name: str, function: Callable[[Batch], Any], samples: int, par
     batch = replace(batch, **{field: filled[field] for field in find_estimator(name)[0].reads})
     result = _called(ESTIMATOR, name, function, batch)
     expected = f"advantages and returns, a tensor [{per_token.numel()}] each: a value per response token"
-    if not isinstance(result, tuple | list) or len(result) != 2:
+    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         raise _unusable(ESTIMATOR, name, f"it returns {_kind(result)}", expected)
-    for part, value in zip(("advantages", "returns"), result, strict=True):
+    for part, value in zip(("advantages", "returns"), result[:2], strict=True):
         _check(ESTIMATOR, name, part, value, per_token.shape, expected)
-    return result[0], result[1]
+    metrics = result[2] if len(result) == 3 else {}
+    try:
+        return result[0], result[1], {str(key): float(value) for key, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _unusable(ESTIMATOR, name, f"its metrics are {metrics!r:.80}", "a dict of numbers to log") from error
+
+
+def toy_update() -> tuple[Batch, Tensor]:
+    """Return two groups with advantages, and log-probs of a policy that has moved along them."""
+    batch = toy_batch(samples=2).only("response_mask", "rollout_log_probs")
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[batch.response_row]
+    batch = replace(batch, advantages=advantages, old_log_probs=batch.rollout_log_probs)
+    return batch, (batch.rollout_log_probs + 0.1 * advantages).requires_grad_()
 
 
 def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the loss per token, and its gradient by the log-probs, that a policy loss gives to the toy groups. Raises
     ConfigError if it fails, or returns what no update could use."""
-    batch = toy_batch(samples=2).only("response_mask", "rollout_log_probs")
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[batch.response_row]
-    batch = replace(batch, advantages=advantages, old_log_probs=batch.rollout_log_probs)
-    log_probs = (batch.rollout_log_probs + 0.1 * advantages).requires_grad_()
+    batch, log_probs = toy_update()
     entry, function = find_policy_loss(name)
     if entry.token_selector is not None:
         batch = replace(batch, chosen=torch.ones_like(batch.response_mask))

@@ -192,6 +192,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "reward",
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
     ),
+    "algorithm": (
+        "algorithm",
+        "FILE.py:NAME [key=value ...]: calls a custom estimator or loss with made-up groups, next to grpo or ppo",
+    ),
     "template": (
         "template",
         "MODEL [--format FORMAT]: checks a model's chat template for several turns, and shows a conversation's mask",

@@ -181,3 +181,10 @@ def test_the_weight_of_the_kl_penalty_is_its_state(scored):
 def test_the_entry_states_what_the_rollout_has_to_provide():
     assert "greedy_rewards" in Algorithm(grpo, Estimator("", "", reads=("greedy_rewards",))).entry.reads
     assert "greedy_rewards" not in Algorithm(grpo).entry.reads
+
+
+def test_the_metrics_that_a_custom_estimator_returns_are_logged(scored):
+    def mine(batch):
+        return batch.token_rewards, batch.token_rewards, {"best": batch.token_rewards.max()}
+
+    assert Algorithm(estimator=mine).advantages(scored)[1] == {"algorithm/best": 1.0}

@@ -28,16 +28,16 @@ def loss(directory, body: str) -> tuple:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_of_the_catalog_passes(name):
     function = bind(find_estimator(name)[1], ESTIMATOR_PARAMETERS)
-    advantages, returns = try_estimator(
+    advantages, returns, metrics = try_estimator(
         name, function, samples=3, parts=len(ESTIMATOR_PARAMETERS["gdpo_reward_weights"])
     )
-    assert advantages.shape == returns.shape == (12,)
+    assert advantages.shape == returns.shape == (12,) and metrics == {}
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
 def test_a_custom_estimator_sees_groups_of_the_run_s_size(tmp_path, samples):
     body = f"assert len(batch) == {2 * samples} and settings.gamma == 0.5\n    return (batch.token_rewards,) * 2"
-    advantages, _ = estimator(tmp_path, body, samples)
+    advantages, *_ = estimator(tmp_path, body, samples)
     assert advantages.sum() > 0
 
 
@@ -51,12 +51,19 @@ def test_a_custom_estimator_sees_groups_of_the_run_s_size(tmp_path, samples):
         ("return batch.token_rewards", r"it returns a tensor \[9\]"),
         ("return batch.token_rewards, None", "returns is NoneType"),
         ("return batch.token_rewards / 0, batch.token_rewards", "advantages is not finite"),
+        ("return (batch.token_rewards,) * 2 + ({'a': 'b'},)", "its metrics are {'a': 'b'}; return a dict of numbers"),
+        ("return (batch.token_rewards,) * 2 + (1.0,)", "its metrics are 1.0"),
         ("return batch.scores, 0", r"fails on made-up groups: AttributeError: .*'scores' \(.*mine.py:3\)"),
     ],
 )
 def test_an_estimator_that_no_step_could_use_is_rejected_with_its_line_or_what_to_return(tmp_path, body, cause):
     with pytest.raises(ConfigError, match=f"algorithm.adv_estimator=.*mine.py:mine.*{cause}"):
         estimator(tmp_path, body)
+
+
+def test_a_custom_estimator_may_log_numbers(tmp_path):
+    body = "return batch.token_rewards, batch.token_rewards, {'best': batch.rewards.max()}"
+    assert estimator(tmp_path, body)[2] == {"best": 1.0}
 
 
 def test_a_custom_loss_is_tried_with_its_gradient(tmp_path):
