@@ -11,7 +11,7 @@ from hybridrl.config.compose import CONF, SHIPPED, shipped
 from hybridrl.config.findings import ConfigError, show
 from hybridrl.config.keys import nearest, value_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
-from hybridrl.config.values import MISSING, Plain, value_of
+from hybridrl.config.values import MISSING, Plain, leaves, value_of
 
 COLUMN = 46  # where meanings begin
 
@@ -59,6 +59,19 @@ def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
     for title, part in (("set by you:", yours), ("chosen for this model and machine:", chosen)):
         lines += [title] * bool(part) + [f"  {section}: {', '.join(items)}" for section, items in part.items()]
     return "\n".join(lines)
+
+
+def hyperparameters(config: PPOConfig | SFTConfig) -> dict[str, bool | int | float | str]:
+    """The single values that differ from the shipped ones, by key: in what one run differs from another. Not where a run
+    finds and leaves its files."""
+    usual = leaves(shipped(SHIPPED[type(config)]).values)
+    return {
+        key: value
+        for key, value in leaves(asdict(config)).items()
+        if isinstance(value, bool | int | float | str)
+        and value != usual.get(key)
+        and not key.endswith(("_dir", "_path"))
+    }
 
 
 def batch_arithmetic(config: PPOConfig) -> str:

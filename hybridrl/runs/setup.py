@@ -19,6 +19,7 @@ from hybridrl.cluster import Group, RaySession, spawn
 from hybridrl.cluster.probe import probe_run
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
+from hybridrl.config.help import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
@@ -196,7 +197,7 @@ def save_plan(config: Config, job: Job, plan: ResumePlan, adjusted: Adjusted) ->
 def open_tracker(config: Config, directory: Path, steps: int, resume: Resume | None) -> Tracker:
     trainer = config.trainer
     names = (trainer.project_name, trainer.experiment_name)
-    return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume)
+    return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume, hyperparameters(config))
 
 
 def start_session(trainer: SFTTrainerConfig, ray_init: dict, forks: ForkServer | None = None) -> RaySession:

@@ -134,7 +134,7 @@ class TerminalSink(LineSink):
     ) -> None:
         super().__init__(console, total_steps, start_step, clock)
         self._step_ends: list[float] = []
-        done, texts = (BarColumn(), MofNCompleteColumn(), TextColumn("steps")), ("left", "now")
+        done, texts = (BarColumn(20), MofNCompleteColumn(), TextColumn("steps")), ("left", "now")
         more = [TextColumn(f"{{task.fields[{name}]}}") for name in texts]
         self._progress = Progress(*done, TimeElapsedColumn(), *more, console=console, refresh_per_second=2)
         self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="", now="")

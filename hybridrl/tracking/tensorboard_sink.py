@@ -1,4 +1,7 @@
-"""TensorBoard event files, written by TensorBoard's record writer without torch or TensorFlow."""
+"""TensorBoard event files, by TensorBoard's own record writer: an event is in the file when `log` returns.
+
+torch's SummaryWriter hands events to a thread, which writes several at a time: a run that is killed would lose those.
+"""
 
 import os
 import socket
@@ -8,6 +11,7 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -17,9 +21,12 @@ EVENT_FILE = "events.out.tfevents."
 
 
 class TensorBoardSink(Sink):
-    """Writes a new event file, after `last_step` if the run is resumed, else from step 0."""
+    """Writes a new event file, after `last_step` if the run is resumed, else from step 0. The table of runs in
+    TensorBoard's HPARAMS tab has `hyperparameters`."""
 
-    def __init__(self, directory: Path, last_step: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, last_step: int | None = None, hyperparameters: dict[str, Any] | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files by name, which begins with a time in seconds, and clocks of machines differ: the new
         # one is to be read after the existing ones.
@@ -32,6 +39,8 @@ class TensorBoardSink(Sink):
         # TensorBoard discards earlier events of this directory from this step on.
         first_step = 0 if last_step is None else last_step + 1
         self._add(first_step, session_log=SessionLog(status=SessionLog.START))
+        if hyperparameters:
+            self._add(first_step, summary=hparams_pb(hyperparameters, trial_id=directory.parent.name))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]

@@ -36,6 +36,7 @@ class Tracker:
         config: dict[str, Any],
         total_steps: int,
         resume: Resume | None = None,
+        hyperparameters: dict[str, Any] | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         last_step, states = (resume.step, resume.sinks) if resume else (None, {})
@@ -49,7 +50,7 @@ class Tracker:
         if "tensorboard" in loggers:
             from hybridrl.tracking.tensorboard_sink import TensorBoardSink
 
-            self._add("tensorboard", TensorBoardSink(run_dir / "tensorboard", last_step))
+            self._add("tensorboard", TensorBoardSink(run_dir / "tensorboard", last_step, hyperparameters))
         if "wandb" in loggers:
             try:
                 from hybridrl.tracking.wandb_sink import WandbSink

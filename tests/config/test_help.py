@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config.compose import CONF
 from hybridrl.config.findings import ConfigError
-from hybridrl.config.help import explain_keys, key_meanings, samplings
+from hybridrl.config.help import explain_keys, hyperparameters, key_meanings, samplings
 from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig
 
@@ -87,3 +87,9 @@ def test_the_samplings_of_training_and_validation_stand_side_by_side_and_neither
         "sampling in training: temperature=0.7 top_p=1 top_k=20 n=8; "
         "in validation: temperature=0 top_p=0.9 top_k=-1 n=1"
     )
+
+
+def test_hyperparameters_are_what_differs_from_the_shipped_values(load: Load) -> None:
+    found = hyperparameters(load("actor_rollout_ref.actor.optim.lr=3e-5", "data.seed=7").config)
+    assert found["actor_rollout_ref.actor.optim.lr"] == 3e-5 and found["data.seed"] == 7
+    assert not {"actor_rollout_ref.rollout.n", "trainer.default_local_dir"} & {*found}

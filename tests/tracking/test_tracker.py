@@ -104,6 +104,19 @@ def test_tensorboard_files_hold_the_scalars_and_the_samples(tmp_path):
     assert b"| 2 + 3 = ? |" in text.tensor_proto.string_val[0]
 
 
+def test_tensorboard_has_the_hyperparameters(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    plugin = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
+    chosen = {"actor.optim.lr": 1e-5, "algorithm.adv_estimator": "grpo"}
+    with Tracker(["tensorboard"], tmp_path, "p", "e", {}, 3, hyperparameters=chosen) as run:
+        run.log(1, {"critic/rewards/mean": 0.25})
+    events = loader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = plugin.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert found["actor.optim.lr"].number_value == 1e-5
+    assert found["algorithm.adv_estimator"].string_value == "grpo"
+
+
 def test_a_missing_wandb_is_a_warning_that_names_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "hybridrl.tracking.wandb_sink", raising=False)
