@@ -62,8 +62,8 @@ def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
 
 
 def hyperparameters(config: PPOConfig | SFTConfig) -> dict[str, bool | int | float | str]:
-    """The single values that differ from the shipped ones, by key: in what one run differs from another. Not where a run
-    finds and leaves its files."""
+    """The single values that differ from the shipped ones, by key: in what one run differs from another. Without
+    directories."""
     usual = leaves(shipped(SHIPPED[type(config)]).values)
     return {
         key: value
