@@ -21,7 +21,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
 from hybridrl.config.keys import Entry, current_name, entry_of, hints, holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
-from hybridrl.config.values import MISSING, Plain, leaves
+from hybridrl.config.values import MISSING, Plain, leaves, value_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # In a wheel conf/ is inside the package, in a checkout next to it.
@@ -265,18 +265,23 @@ def plain_values(file: Path, schema: type, arguments: list[str], findings: Findi
     Old names in a custom file, and keys without effect, are overrides too: as on a command line, which comes after them
     and wins.
     """
-    known, replaced, deleted = tree(schema), [], []
+    known, replaced, dropped = tree(schema), [], []
     old = {} if file.parent == CONF else leaves(cast(dict, OmegaConf.to_container(composed(file, []))))
     for key, value in old.items():
         new = current_name(key)
         entry = None if new in known else entry_of(new, value)
         moved = (entry and entry.kind == "translated") or (new != key and holds(known, new))
+        if moved and "${" in str(value) and new in str(value):
+            continue  # it follows what it would set
         idle = entry and new == key and holds(known, key) and entry.concerns(value)
         if value != MISSING and (moved or idle):
             replaced.append(f"++{key}={as_override(value)}")
-            deleted += [f"~{key}"] * bool(idle)
+            dropped += [key] * bool(idle)
     first = parse_overrides(replaced, schema, findings).arguments
-    plain = resolved(composed(file, [*first, *deleted, *arguments]))
+    plain = resolved(composed(file, [*first, *arguments]))
+    for key in dropped:  # of a mapping that takes any name; Hydra cannot delete what is null
+        section, _, name = key.rpartition(".")
+        value_of(plain.values, section).pop(name, None)
     if missing := [name for name in hints(schema) if name not in plain.values]:
         fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
         raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)

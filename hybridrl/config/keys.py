@@ -84,6 +84,9 @@ def trl_names() -> dict[str, str]:
     return yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
 
 
+CLASS = "._target_"  # how verl's files name the class of a section
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """One entry of a table, for all keys that its patterns name.
@@ -108,7 +111,7 @@ class Entry:
     def is_silent(self, value: Any) -> bool:
         """Whether the value changes nothing, so that nothing is reported."""
         alike = (item == value and isinstance(item, bool) == isinstance(value, bool) for item in self.silent)
-        return value is None or value == "" or any(alike)
+        return value is None or value == "" or self.silent == ("*",) or any(alike)
 
     def concerns(self, value: Any) -> bool:
         return re.search(self.when, str(value)) is not None
@@ -163,6 +166,8 @@ def entry_of(key: str, value: Any = None) -> Entry | None:
 @functools.cache
 def _entries_of(key: str) -> list[Entry]:
     matching = [entry for entry in verl_keys().entries if entry.pattern.match(key)]
+    if key.endswith(CLASS):  # of any section, also of one whose other keys are rejected
+        return [entry for entry in matching if f"*{CLASS}" in entry.keys]
     return [entry for entry in matching if not entry.last] or matching
 
 

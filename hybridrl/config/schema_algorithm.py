@@ -86,7 +86,7 @@ class SandboxConfig(Section):
 
 class OverlongBufferConfig(Section):
     enable: bool
-    len: Positive
+    len: Natural
     penalty_factor: NonNegative
     log: bool
 

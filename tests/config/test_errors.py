@@ -34,7 +34,7 @@ UNREADABLE = {
     "trainer.experiment_name=a=b": "cannot read trainer.experiment_name=a=b: expected a value, or one in quotes: "
     "'trainer.experiment_name=\"a=b\"'",
     "data.val_files=a.jsonl,b.jsonl": "data.val_files=a.jsonl,b.jsonl: one value is expected; "
-    "for a list write data.val_files=[a.jsonl,b.jsonl]",
+    "for a list write data.val_files=[a.jsonl,b.jsonl]; hybridrl sweep runs each value",
     "~trainer.seed": "~trainer.seed: this key must have a value; set it to another one",
     "data={seed: 1}": "data={seed: 1}: data is a section; set the keys in it one by one: data.key=value",
     f"{ROLLOUT}=8": f"{ROLLOUT}=8: is a section; set the keys in it, such as {ROLLOUT}.name=...",

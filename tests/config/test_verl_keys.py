@@ -202,6 +202,31 @@ def test_a_file_s_old_names_move_as_on_the_command_line_which_wins(load: Load, t
     assert len(loaded.notes) == 4 and all(" is now " in note for note in loaded.notes)
 
 
+def test_a_whole_file_of_verl_is_read_as_its_keys_are(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "dapo.yaml").write_text(
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "defaults: [ppo_trainer, _self_]\n"
+        "data: {tool_config_path: '${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path, null}'}\n"
+        "algorithm: {filter_groups: {_target_: verl.trainer.config.FilterGroupsConfig, enable: true, metric: acc}}\n"
+        "actor_rollout_ref: {actor: {router_replay: {_target_: verl.workers.config.RouterReplayConfig}}}\n"
+        "ray_kwargs: {ray_init: {runtime_env: {py_executable: null}}}\n"
+        "reward: {reward_manager: {name: dapo}}\n"
+        "reward_model: {overlong_buffer: {enable: false, len: 0, penalty_factor: 0.0}}\n"
+    )
+    loaded = load(*GRPO, config_dir=tmp_path, config_name="dapo")
+    assert loaded.config.algorithm.filter_groups.metric == "acc"
+    assert loaded.config.reward.reward_manager.name == "dapo"
+    assert not loaded.config.ray_kwargs.ray_init["runtime_env"]
+    assert all("reward_model.overlong_buffer" in note for note in loaded.notes)
+
+
+def test_a_buffer_of_no_tokens_is_rejected_where_it_is_used(load: Load) -> None:
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    keys = (*GRPO, "reward.reward_manager.name=dapo", f"{buffer}.enable=true", f"{buffer}.len=0")
+    (line,) = errors_of(load, *keys)
+    assert f"{buffer}.len=0: responses have at most max_resp_len=512 tokens; set a part of that" in line
+
+
 def errors_of(load: Load, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(*overrides)

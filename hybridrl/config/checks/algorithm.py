@@ -169,7 +169,7 @@ def check_reward(reward: RewardConfig, check: Checker) -> None:
     if buffer.enable and reward.reward_manager.name != "dapo":
         keys = ".reward_kwargs.overlong_buffer_cfg.enable .reward_manager.name"
         check.warn(keys, f"has no effect without {MANAGER}.name=dapo")
-    elif buffer.enable and buffer.len > longest:
+    elif buffer.enable and not 0 < buffer.len <= longest:
         keys = ".reward_kwargs.overlong_buffer_cfg.len .reward_kwargs.max_resp_len"
         fix = f"set a part of that, such as {max(longest // 5, 1)}"
         check.error(keys, f"responses have at most max_resp_len={longest} tokens", fix)
