@@ -21,6 +21,7 @@ setup(
     package_data={"hybridrl.conf": ["**/*.yaml"], "hybridrl.config": ["verl/*.yaml"], "hybridrl.tracking": ["*.yaml"]},
     install_requires=[
         "accelerate>=1.15,<2",
+        "argcomplete>=3.6,<4",
         "datasets>=5,<6",
         "hydra-core>=1.3.2,<1.4",
         "jinja2>=3.1",

@@ -1,6 +1,8 @@
+# PYTHON_ARGCOMPLETE_OK
 """`hybridrl COMMAND ...`: all commands under one name; each is also `python -m` with its module."""
 
 import difflib
+import os
 import pkgutil
 import runpy
 import sys
@@ -24,6 +26,8 @@ EXIT_REJECTED = 2
 
 def main() -> int:
     """Run the command that the first argument names, with the others as its own."""
+    if "_ARGCOMPLETE" in os.environ:
+        pkgutil.resolve_name("hybridrl.runtime.completion:answer_shell")(COMMANDS)
     arguments = sys.argv[1:]
     first = arguments.pop(0) if arguments else ""
     if first in ("-V", "--version"):

@@ -143,7 +143,7 @@ def _unknown_option(option: str, module: str) -> str:
             "-i",
         ): "--cfg shows the configuration, python -m hybridrl.doctor machine versions and machine",
         ("-cd", "--config-dir"): "name the directory of your own configuration file in --config-path",
-        ("-sc", "--shell-completion"): "see docs/configuration.md",
+        ("-sc", "--shell-completion"): 'eval "$(register-python-argcomplete hybridrl)"',
         ("--hydra-help",): f"see python -m {module} --help",
         ("--experimental-rerun",): "the same command resumes a run; its config.yaml can be given by --config-path",
         ("--version", "-v"): "see hybridrl --version",

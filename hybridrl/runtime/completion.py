@@ -1,0 +1,66 @@
+"""Completion of commands, keys and their values in a shell, by argcomplete (docs/configuration.md).
+
+The shell runs `hybridrl` with a variable set, and prints what it writes: here, without the imports of any command.
+"""
+
+import argparse
+import types
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import argcomplete
+from argcomplete.completers import FilesCompleter
+
+from hybridrl.config import PPOConfig, SFTConfig
+from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES
+from hybridrl.config.compose import CONF, SHIPPED
+from hybridrl.config.help import key_meanings
+from hybridrl.config.keys import tree, value_keys
+
+SCHEMAS = {"train": PPOConfig, "sweep": PPOConfig, "doctor": PPOConfig, "sft": SFTConfig}
+# Names that a key takes as well as a function in a file.
+NAMES = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
+}
+
+
+def answer_shell(commands: Iterable[str]) -> None:
+    """Write the completions of the line that the shell has; ends the process."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("command", choices=list(commands))
+    words: Any = parser.add_argument("words", nargs="*")
+    words.completer = lambda prefix, parsed_args, **_: completions(parsed_args.command, prefix)
+    argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+def completions(command: str, prefix: str) -> dict[str, str]:
+    """Return what a word of a command may become, with its meaning if it is a key: keys up to their `=`, then values of
+    the key, or files."""
+    schema = SCHEMAS.get(command)
+    key, equals, value = prefix.partition("=")
+    if schema is None or (equals and key.lstrip("+") not in value_keys(schema)):
+        return dict.fromkeys(FilesCompleter()(prefix), "")
+    if equals:
+        choices = values_of(schema, key.lstrip("+")) or FilesCompleter()(value)
+        return {f"{key}={choice}": "" for choice in choices if choice.startswith(value)}
+    meanings = key_meanings(CONF / f"{SHIPPED[schema]}.yaml")
+    return {f"{name}=": meaning for name, meaning in meanings.items() if name.startswith(key)}
+
+
+def values_of(schema: type, key: str) -> list[str]:
+    """Return the values that a key takes, if they are few."""
+    return list(NAMES[key]) if key in NAMES else _choices(tree(schema)[key])
+
+
+def _choices(hint: Any) -> list[str]:
+    if hint is bool:
+        return ["true", "false"]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return [str(value) for value in arguments]
+    if origin is Annotated:
+        return _choices(arguments[0])
+    if origin in (Union, types.UnionType):
+        return [choice for part in arguments for choice in _choices(part)]
+    return []
