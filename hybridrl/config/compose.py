@@ -25,6 +25,7 @@ from hybridrl.config.values import MISSING, Plain, leaves, value_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # In a wheel conf/ is inside the package, in a checkout next to it.
+PRESET = "preset"  # the group of files that set keys of several sections
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SHIPPED = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
@@ -82,6 +83,12 @@ def composed(file: Path, arguments: list[str]) -> DictConfig:
         raise ConfigError(f"{file}, or a file it lists, is not YAML: {' '.join(str(error).split())}") from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         raise ConfigError(f"{file}: {str(error).strip().splitlines()[0]}") from error
+
+
+def presets() -> dict[str, str]:
+    """The names of the shipped presets, each with the first sentence of its comment."""
+    comments = {file.stem: file.read_text(encoding="utf-8").splitlines()[1] for file in CONF.glob(f"{PRESET}/*.yaml")}
+    return {name: comment.removeprefix("# ") for name, comment in sorted(comments.items())}
 
 
 def existing(name: str, directory: Path) -> Path:
@@ -154,6 +161,10 @@ class Overrides:
     def add(self, text: str, override: Override) -> bool:
         """Add one argument. Returns False if there is no such key; raises ConfigError if it cannot be set like this."""
         written, value = cast(str, override.key_or_group), text.partition("=")[2]
+        if written == PRESET:
+            self.arguments.append(f"+{PRESET}={value}")
+            self.written[PRESET] = text
+            return True
         key = written if written in self.known else current_name(written)
         if key.startswith(_MANAGER_KWARGS) and key not in self.known and "overlong_buffer_cfg" not in key:
             key = key.replace(_MANAGER_KWARGS, _FUNCTION_KWARGS)

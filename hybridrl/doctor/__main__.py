@@ -7,6 +7,7 @@ Imports nothing heavy: the checks that need torch are in full.py, and other modu
 import argparse
 import importlib
 import shutil
+import signal
 import sys
 import textwrap
 import types
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.compose import CONF, SHIPPED, shipped
+from hybridrl.config.compose import CONF, PRESET, SHIPPED, shipped
 from hybridrl.config.findings import show as as_text
 from hybridrl.config.help import batch_arithmetic, key_meanings
 from hybridrl.config.keys import Entry, current_name, entry_of, nearest_keys, tree, value_keys, verl_keys
@@ -127,7 +128,8 @@ def explain(argv: list[str]) -> int:
     resolved, usual = _resolve(options, offline=True), shipped(NAME)
     values, default, follows = resolved.values, value_of(usual.values, key), usual.follows.get(key)
     value = value_of(values.values, key) if values else default
-    source = f"the file {options.config_name}.yaml" if value != default else "default"
+    chosen = resolved.written.get(PRESET, f"the file {options.config_name}.yaml")
+    source = chosen if value != default else "default"
     if written := resolved.written.get(key):
         old = written.lstrip("+~").partition("=")[0]
         source = f"the command line: {written}" + (" (an old name)" if old != key else "")
@@ -226,6 +228,8 @@ def main(argv: list[str] | None = None) -> int:
         print("expected key=value, or one of the commands:")
         print("\n".join(f"  python -m hybridrl.doctor {use}" for use in USES))
         return 2
+    if first in ("explain", "keys"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
     command, _ = COMMANDS.get(first, (check, ""))
     if isinstance(command, str):  # some import torch, most do not
         command = importlib.import_module(f"hybridrl.doctor.{command}").main

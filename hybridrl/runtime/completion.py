@@ -13,7 +13,7 @@ from argcomplete.completers import FilesCompleter
 
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES
-from hybridrl.config.compose import CONF, SHIPPED
+from hybridrl.config.compose import CONF, PRESET, SHIPPED, presets
 from hybridrl.config.help import key_meanings
 from hybridrl.config.keys import tree, value_keys
 
@@ -39,6 +39,8 @@ def completions(command: str, prefix: str) -> dict[str, str]:
     the key, or files."""
     schema = SCHEMAS.get(command)
     key, equals, value = prefix.partition("=")
+    if schema is PPOConfig and key.lstrip("+") == PRESET:
+        return {f"{key}={name}": meaning for name, meaning in presets().items() if name.startswith(value)}
     if schema is None or (equals and key.lstrip("+") not in value_keys(schema)):
         return dict.fromkeys(FilesCompleter()(prefix), "")
     if equals:
