@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -144,14 +145,10 @@ def run_at_once(command: Sweepable, argv: Sequence[str], points: Sequence[Point]
     for number, (share, part) in enumerate(zip(shares, parts_of_machine(points[0].config, at_once), strict=False)):
         log = base / f"sweep-{number}.log"
         names = [f"--only={point.name}" for point in share]
-        process = subprocess.Popen(
-            [sys.executable, "-m", command.module, *argv, *names],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | part.environment,
-            preexec_fn=part.take_cores,
-        )
+        words = [sys.executable, "-m", command.module, *argv, *names]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with part.cores_only():
+            process = subprocess.Popen(words, env=os.environ | part.environment, **pipes)
         info(f"{LINE}{', '.join(point.name for point in share)}: in process {process.pid}, output in {log}")
         threads.append(threading.Thread(target=pass_on, args=[process.stdout, log]))
         threads[-1].start()
@@ -174,8 +171,15 @@ class Part:
     cores: list[int]
     environment: dict[str, str]
 
-    def take_cores(self) -> None:
+    @contextmanager
+    def cores_only(self) -> Iterator[None]:
+        """Have processes that start in the block run on these cores."""
+        before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.cores)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
 
 def parts_of_machine(config: Config, at_once: int) -> Iterator[Part]:

@@ -1,0 +1,35 @@
+"""The documentation builds as a site, and no link in it or in the other pages leads nowhere."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parent.parent
+PAGES = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted(TOP.glob("recipes/**/*.md"))]
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
+def test_the_site_builds_without_a_dead_link_or_anchor(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=TOP, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "site" / "metrics" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(TOP).as_posix())
+def test_relative_links_lead_to_files_and_their_headings(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    missing = []
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M) if file.suffix == ".md" else []
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        if not file.exists() or (anchor and anchor not in anchors):
+            missing.append(target)
+    assert missing == []
