@@ -79,7 +79,8 @@ class Sessions:
         """Yield Ray with the devices of a run, on which no actor is left of another."""
         trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
         # Processes get the keys of custom code from Ray, which has them from its start.
-        request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, config.own)
+        own = config.own if isinstance(config, PPOConfig) else {}
+        request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, own)
         with stage("starting Ray"):
             if self._kept is not None and self._request == request:
                 self._kept.renew()
