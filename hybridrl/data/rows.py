@@ -14,6 +14,7 @@ import json
 import logging
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ SHOWN_FAULTS = 5
 MAX_FAULTS = 1000
 PROGRESS_BAR_ROWS = 20_000  # from this number of rows on, a progress bar is shown
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PLACE = re.compile(r"(.*?(?:line|row)) (\d+): ")
+PLACE = re.compile(r"(.*?(?:line|row)) (\d+)$")
 BATCH = 1000  # rows of a columnar file converted to Python values at a time
 
 logger = logging.getLogger(__name__)
@@ -109,26 +110,31 @@ class Faults:
 
     def __init__(self, key: str) -> None:
         self._key = key
-        self._lines: list[str] = []
+        self._found: list[tuple[str, str]] = []  # place and fault
 
     def add(self, place: str, fault: str) -> None:
-        self._lines.append(f"{place}: {fault}")
-        if len(self._lines) == MAX_FAULTS:
+        self._found.append((place, fault))
+        if len(self._found) == MAX_FAULTS:
             self.close()
 
     def close(self) -> None:
-        """Raise ConfigError if any fault was added."""
+        """Raise ConfigError if any fault was added; rows with the same fault share a line, with the first of them."""
 
-        def position(line: str) -> tuple[str, int]:  # file and line: rows may be checked in a shuffled order
-            place = PLACE.match(line)
-            return (place[1], int(place[2])) if place else (line, 0)
+        def position(found: tuple[str, str]) -> tuple[str, int]:  # rows may be checked in a shuffled order
+            place = PLACE.match(found[0])
+            return (place[1], int(place[2])) if place else (found[0], 0)
 
-        if not self._lines:
+        if not self._found:
             return
-        count, more = len(self._lines), len(self._lines) - SHOWN_FAULTS
+        count, places = len(self._found), defaultdict[str, list[str]](list)
+        for place, fault in sorted(self._found, key=position):
+            places[fault].append(place)
         lines = [f"{self._key}: {count}{' or more' * (count == MAX_FAULTS)} bad row{'s' * (count > 1)}"]
-        lines += sorted(self._lines, key=position)[:SHOWN_FAULTS]
-        lines += [f"... and {more} more"] if more > 0 else []
+        for fault, (first, *others) in list(places.items())[:SHOWN_FAULTS]:
+            alike = f" (and {len(others)} more row{'s' * (len(others) > 1)})" if others else ""
+            lines.append(f"{first}: {fault}{alike}")
+        more = sum(map(len, list(places.values())[SHOWN_FAULTS:]))
+        lines += [f"... and {more} more"] if more else []
         raise ConfigError("\n  ".join(lines))
 
 

@@ -6,6 +6,7 @@ the full run for a few steps on a laptop.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ CHAT_TEMPLATE = (
 def read_split(split: str, local_dir: Path | None) -> list[dict[str, str]]:
     """Return rows of question and answer, from `local_dir`/gsm8k_<split>.jsonl or from the Hugging Face hub."""
     if local_dir is None:
-        return load_dataset(SOURCE, "main", split=split).to_list()
+        try:
+            return load_dataset(SOURCE, "main", split=split).to_list()
+        except ConnectionError as error:
+            files = "gsm8k_train.jsonl and gsm8k_test.jsonl, with question and answer in each line"
+            sys.exit(f"{SOURCE} cannot be read from the hub: {error}\nwith {files}: --local_dir DIR")
     with (local_dir / f"gsm8k_{split}.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
