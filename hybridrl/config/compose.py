@@ -24,8 +24,8 @@ from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.values import MISSING, Plain, leaves, value_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# In a wheel conf/ is inside the package, in a checkout next to it.
 PRESET = "preset"  # the group of files that set keys of several sections
+# In a wheel conf/ is inside the package, in a checkout next to it.
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SHIPPED = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
@@ -86,7 +86,7 @@ def composed(file: Path, arguments: list[str]) -> DictConfig:
 
 
 def presets() -> dict[str, str]:
-    """The names of the shipped presets, each with the first sentence of its comment."""
+    """The names of the shipped presets, each with the first line of its comment."""
     comments = {file.stem: file.read_text(encoding="utf-8").splitlines()[1] for file in CONF.glob(f"{PRESET}/*.yaml")}
     return {name: comment.removeprefix("# ") for name, comment in sorted(comments.items())}
 

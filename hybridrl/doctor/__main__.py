@@ -7,12 +7,12 @@ Imports nothing heavy: the checks that need torch are in full.py, and other modu
 import argparse
 import importlib
 import shutil
-import signal
 import sys
 import textwrap
 import types
 import typing
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from hybridrl.config import PPOConfig
@@ -24,6 +24,7 @@ from hybridrl.config.load import ResolvedConfig, resolve_config
 from hybridrl.config.values import EXPECTED, MISSING, Range, value_of
 from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runtime.guard import guarded
+from hybridrl.runtime.signals import ended_by_closed_pipe
 from hybridrl.tracking.glossary import entry_of as metric_entry
 from hybridrl.tracking.glossary import nearest_metrics
 
@@ -228,13 +229,12 @@ def main(argv: list[str] | None = None) -> int:
         print("expected key=value, or one of the commands:")
         print("\n".join(f"  python -m hybridrl.doctor {use}" for use in USES))
         return 2
-    if first in ("explain", "keys"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
     command, _ = COMMANDS.get(first, (check, ""))
     if isinstance(command, str):  # some import torch, most do not
         command = importlib.import_module(f"hybridrl.doctor.{command}").main
     try:
-        return command(arguments[1:] if first in COMMANDS else arguments)
+        with ended_by_closed_pipe() if command in (explain, search) else nullcontext():
+            return command(arguments[1:] if first in COMMANDS else arguments)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED

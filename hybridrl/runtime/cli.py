@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from rich.text import Text
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
 from hybridrl.config.help import explain_keys
-from hybridrl.runtime.signals import REQUESTS, stop_at_once
+from hybridrl.runtime.signals import REQUESTS, ended_by_closed_pipe, stop_at_once
 from hybridrl.runtime.sweep import run_sweep
 from hybridrl.tracking.console import info
 from hybridrl.tracking.faults import PAGE, code_of
@@ -53,14 +52,13 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
     if options := [item for item in more if item.startswith("-")]:
         parser.error(_unknown_option(options[0], command.module))
     arguments.overrides += more
-    if arguments.help is not None or arguments.cfg:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
     stop_at_once()
     try:
         if arguments.help is not None:
             width = min(shutil.get_terminal_size((100, 24)).columns, 120)
             begin = f"{parser.format_help()}\n" * (not arguments.help)
-            print(begin + explain_keys(command.config_name, arguments.help, command.first_keys, width))
+            with ended_by_closed_pipe():
+                print(begin + explain_keys(command.config_name, arguments.help, command.first_keys, width))
             return 0
         place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
         if arguments.multirun:
@@ -69,7 +67,8 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
         show = None if arguments.cfg else info
         config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=show)
         if arguments.cfg:
-            print(as_yaml(config, arguments.package or ""), end="")
+            with ended_by_closed_pipe():
+                print(as_yaml(config, arguments.package or ""), end="")
             return 0
         with command.open(config) as run:
             run(config)

@@ -3,7 +3,10 @@
 import os
 import signal
 import stat
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
@@ -44,6 +47,20 @@ def stop_at_once() -> None:
     """Have a signal raise KeyboardInterrupt, from now on."""
     REQUESTS.last = ""
     _install(_stop)
+
+
+@contextmanager
+def ended_by_closed_pipe() -> Iterator[None]:
+    """Have what is printed in the block end this process silently once nobody reads it, as in `| head`.
+
+    The handler is put back after it: elsewhere a closed connection must raise, not end the process.
+    """
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 def _install(handler: signal.Handlers) -> dict[signal.Signals, signal.Handlers]:

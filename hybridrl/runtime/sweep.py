@@ -79,7 +79,9 @@ def load_points(command: Sweepable, overrides: list[str], place: dict[str, Any])
     if DIRECTORY in swept:
         raise ConfigError(f"{DIRECTORY} has several values", fix="name one: each run gets a directory below it")
     if not swept:
-        raise ConfigError("a sweep needs a key with several values", fix="for example actor.optim.lr=1e-6,1e-5")
+        raise ConfigError(
+            "a sweep needs a key with several values", fix="for example actor_rollout_ref.actor.optim.lr=1e-6,1e-5"
+        )
     combinations = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
     given = [f"{key}={value}" for key, value in combinations[0].items()]
     base = Path(command.load([*fixed, *given], **place).trainer.default_local_dir)
@@ -186,7 +188,7 @@ def parts_of_machine(config: Config, at_once: int) -> Iterator[Part]:
     """Divide the machine's cores, and its GPUs if the runs use them. Raises ConfigError if there are too few."""
     cores, trainer = sorted(os.sched_getaffinity(0)), config.trainer
     size, gpus = len(cores) // at_once, trainer.n_gpus_per_node or 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if os.environ.get("CUDA_VISIBLE_DEVICES") else []
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if not size:
         raise ConfigError(f"--at-once={at_once}: this machine has {len(cores)} cores", fix=f"--at-once={len(cores)}")
     if trainer.device == "cuda" and not visible:

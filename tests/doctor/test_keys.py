@@ -1,3 +1,4 @@
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ def test_keys_of_verl_and_old_names_match_too(doctor: Doctor) -> None:
 
 def test_no_match_is_reported(doctor: Doctor) -> None:
     assert doctor("keys", "xyzzy") == (1, "nothing found\n")
+
+
+def test_a_search_leaves_a_closed_connection_an_error_elsewhere(doctor: Doctor) -> None:
+    before = signal.getsignal(signal.SIGPIPE)
+    doctor("keys", "clip_ratio")
+    doctor("explain", "data.train_batch_size")
+    assert signal.getsignal(signal.SIGPIPE) == before != signal.SIG_DFL
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------

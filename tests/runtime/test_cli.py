@@ -25,7 +25,7 @@ def empty_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     Path("train.jsonl").touch()
-    handlers = {number: signal.getsignal(number) for number in (*NAMES, signal.SIGPIPE)}
+    handlers = {number: signal.getsignal(number) for number in NAMES}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -54,6 +54,13 @@ def test_a_run_gets_the_resolved_configuration(capsys: pytest.CaptureFixture[str
     (config,) = work.configs
     assert config.data.train_batch_size == 512
     assert "train_batch_size=512" in capsys.readouterr().out
+
+
+def test_help_and_configuration_leave_a_closed_connection_an_error_elsewhere(capsys: pytest.CaptureFixture) -> None:
+    before = signal.getsignal(signal.SIGPIPE)
+    for option in ("--help", "--cfg"):
+        assert run_command(Work().command, [*NEEDED, option]) == 0
+    assert signal.getsignal(signal.SIGPIPE) == before != signal.SIG_DFL
 
 
 def test_a_command_without_arguments_names_the_missing_keys_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from hybridrl.runtime.sweep import name_of, parts_of_machine
 
 
 class Runs:
-    """Stands in for training: records directories, and fails where it is told to."""
+    """A stand-in for training: records its configurations, and fails for directories with a given end."""
 
     def __init__(self, failing: str = "-") -> None:
         self.failing, self.done, self.opened = failing, [], 0
