@@ -177,6 +177,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         return _SAFE[f"{module}.{name}"]
 
 
+def _member(kind: type, name: str) -> Any:
+    """Return a member of the one enumeration that is built: Python 3.11.2 pickles one as `getattr(kind, name)`, where
+    3.11.7 and 3.12 call `kind` with its value."""
+    if kind is not metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which is no part of a checkpoint's metadata")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 _CLASSES = [
     metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex,
     metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata, metadata._MEM_FORMAT_ENCODING,
@@ -185,6 +193,7 @@ _CLASSES = [
 _SAFE = {
     **{f"{built.__module__}.{built.__name__}": built for built in _CLASSES},
     **{str(dtype): dtype for dtype in TYPES},
+    "builtins.getattr": _member,
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": {"torch.strided": torch.strided}.__getitem__,
     "pathlib.PosixPath": PosixPath,

@@ -2,6 +2,7 @@ import json
 import os
 import pickle
 import shutil
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,36 @@ def test_metadata_that_lacks_shards_is_reported(copy):
         pickle.dump(metadata, file)
     with pytest.raises(Unreadable, match=r"model\.norm\.weight cannot be read: 5 of its 10 elements were saved"):
         open_tensors(copy).read("model.norm.weight")
+
+
+class PythonOf2023(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.2 does; later versions name their values."""
+
+    def reducer_override(self, value: object) -> object:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_that_python_3_11_2_wrote_is_read(copy):
+    metadata = dcp.FileSystemReader(copy).read_metadata()
+    with (copy / ".metadata").open("wb") as file:
+        PythonOf2023(file).dump(metadata)
+    assert b"getattr" in (copy / ".metadata").read_bytes()
+    assert_equal(copy, expected())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(os.system),
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\ntR.",
+        b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nVcwd\ntR.",
+    ],
+    ids=["a function", "a method of a class", "a function of a class"],
+)
+def test_metadata_that_names_anything_else_is_rejected(copy, content):
+    (copy / ".metadata").write_bytes(content)
+    with pytest.raises(Unreadable, match=r"\.metadata cannot be read: it .* is no part of a checkpoint's metadata"):
+        open_tensors(copy)
 
 
 def test_a_truncated_file_of_safetensors_is_named(tmp_path):
