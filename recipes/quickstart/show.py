@@ -31,7 +31,8 @@ Three commands to try next, after
     source .venv/bin/activate
 
   GSM8K with Qwen2.5-0.5B, on a GPU (recipes/gsm8k/README.md):
-    python recipes/gsm8k/make_data.py --out outputs/gsm8k/data && bash recipes/gsm8k/run_0.5b_1gpu.sh
+    python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
+    hybridrl train --config-path recipes/gsm8k --config-name 0.5b_1gpu
 
   A custom reward; change what compute_score returns:
     cp recipes/quickstart/reward.py my_reward.py

@@ -27,7 +27,7 @@ Two commands to try next, after
 
   A tool: GSM8K with a calculator, on one GPU or eight (recipes/gsm8k/README.md):
     python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
-    bash recipes/gsm8k/run_calculator_1.5b_1gpu.sh
+    hybridrl train --config-path recipes/gsm8k --config-name calculator_1.5b_1gpu
 
   A custom environment; docs/environments.md shows how to write one:
     bash scripts/quickstart.sh --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame"""

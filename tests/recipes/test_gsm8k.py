@@ -1,7 +1,5 @@
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,14 +37,29 @@ def test_local_problems_become_prompts_for_the_random_model(tmp_path: Path, monk
     assert '"####"' in text
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPT.parent.glob("*.sh")))
-def test_a_run_script_is_a_valid_configuration(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "model", "prompts", "samples", "directory"),
+    [
+        ("0.5b_1gpu", "0.5B", 128, 1024, "qwen2.5-0.5b"),
+        ("1.5b_1gpu", "1.5B", 128, 1024, "qwen2.5-1.5b"),
+        ("7b_8gpu", "7B", 512, 4096, "qwen2.5-7b"),
+        ("calculator_1.5b_1gpu", "1.5B", 128, 1024, "calculator-1.5b"),
+        ("calculator_7b_8gpu", "7B", 512, 4096, "calculator-7b"),
+    ],
+)
+def test_a_configuration_is_valid_and_as_the_readme_has_it(
+    name: str, model: str, prompts: int, samples: int, directory: str, tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
     # Two devices: without GPUs an engine cannot use fewer than all of them.
     local = [f"data.train_files={rows}", f"data.val_files={rows}", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", str(SCRIPT.with_name(script)), "--cfg", *local]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"path: Qwen/Qwen2.5-{script.split('_')[-2].upper()}-Instruct" in done.stdout
+    config = load_ppo_config(local, config_name=name, config_dir=SCRIPT.parent)
+    rollout = config.actor_rollout_ref.rollout
+    assert config.actor_rollout_ref.model.path == f"Qwen/Qwen2.5-{model}-Instruct"
+    assert (config.data.train_batch_size, config.data.train_batch_size * rollout.n) == (prompts, samples)
+    assert config.trainer.default_local_dir.endswith(f"outputs/gsm8k/{directory}")
+    assert bool(rollout.multi_turn.tools) == name.startswith("calculator")
+    readme = SCRIPT.with_name("README.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | Qwen2.5-{model}-Instruct" in readme
+    assert f"{prompts} x 8 = {samples:,}" in readme
