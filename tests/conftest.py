@@ -10,6 +10,7 @@ from hypothesis import settings
 from torch import Tensor
 
 from hybridrl.batch import Batch
+from hybridrl.tracking.sink import Activity
 
 # Tests send it, and what they start inherits that it is ignored where the suite was started by nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -20,6 +21,12 @@ settings.load_profile("hybridrl")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest goes first, where several processes share the files (scripts/test.sh)."""
     items.sort(key=lambda item: "integration" in item.path.parts, reverse=True)
+
+
+@pytest.fixture(autouse=True)
+def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink that one test leaves open sees nothing of the next one's phases: the watcher is the whole process's."""
+    monkeypatch.setattr(Activity, "watcher", None)
 
 
 MakeBatch = Callable[..., Batch]
