@@ -13,10 +13,14 @@ A field that no station of the step has filled yet is None.
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"))
 
@@ -124,6 +128,19 @@ class Batch:
         """Return the mean of response-axis values over the tokens per row that the policy wrote [B]; 0 if none."""
         mask = self.response_mask.to(values.dtype)
         return self.per_row(values * mask) / self.per_row(mask).clamp(min=1)
+
+    def to_tensordict(self) -> "TensorDict":
+        """Return the filled fields as a TensorDict [B] without a copy, for code that is written for one: fields of
+        tokens are nested tensors in the jagged layout, one part per row. Raises ImportError without `tensordict`."""
+        from tensordict import TensorDict
+
+        starts = {"prompt": self.prompt_lengths, "response": self.response_lengths}
+        starts = {axis: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) for axis, lengths in starts.items()}
+        nested = torch.nested.nested_tensor_from_jagged
+        content = {
+            name: value if axis == "row" else nested(value, starts[axis]) for name, axis, value in self._filled()
+        }
+        return TensorDict(content, batch_size=[len(self)])
 
     def __getstate__(self) -> dict[str, np.ndarray]:
         """Return arrays, which Ray copies to shared memory once and reads there without a copy."""

@@ -47,6 +47,7 @@ KNOWN_TO = {
 
 # What is imported late, inside a function, and why.
 LATE = {
+    "batch.py": "tensordict is for code that is written for it, and is not installed otherwise",
     "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",

@@ -109,3 +109,14 @@ def test_the_padded_tensor_holds_each_response_and_nothing_else(make_batch, leng
     rectangle = batch.padded(batch.response_ids, fill=-1)
     row = data.draw(st.integers(0, len(batch) - 1))
     assert rectangle[row][rectangle[row] >= 0].tolist() == batch.select([row]).response_ids.tolist()
+
+
+def test_a_tensordict_has_the_same_values_by_row_and_without_a_copy(three_rows):
+    content = three_rows.to_tensordict()
+    assert content.batch_size == (3,)
+    assert [row.tolist() for row in content["response_ids"].unbind()] == [[0, 1], [2], [3, 4, 5]]
+    assert [row.tolist() for row in content["prompt_ids"].unbind()] == [[100], [101, 102, 103], [104, 105]]
+    assert content["rewards"].tolist() == [0.0, 1.0, 0.5]
+    assert "advantages" not in content
+    assert content[2]["response_ids"].tolist() == [3, 4, 5]
+    assert content["values"].values().data_ptr() == three_rows.values.data_ptr()

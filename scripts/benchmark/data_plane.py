@@ -1,14 +1,18 @@
 """The cost of sending rows between the driver and its ranks: `python scripts/benchmark/data_plane.py`
 
 2,048 rows of up to 2,048 tokens, 30% filled, with ids, a mask and two float32 fields, are sent to two Ray actors, and
-one column is returned: with the calls of a run's log-probs but without a model, and through Ray, padded as in verl.
+one column is returned: with the calls of a run's log-probs but without a model, and through Ray, padded as in verl. If
+tensordict is installed, also as a TensorDict of nested tensors, and as one in files that are mapped into memory.
 Then the work of the driver (planning, packing, reordering results) for more rows and more ranks, which are stand-ins.
 """
 
 import pickle
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +48,16 @@ class StandIn:
 
     def padded(self, rows: dict[str, Tensor]) -> Tensor:
         return rows["log_probs"] + 0.0
+
+    def nested(self, content: Any, rows: list[int]) -> np.ndarray:
+        parts = content["rollout_log_probs"].unbind()
+        return torch.cat([parts[row] for row in rows]).numpy()
+
+    def mapped(self, directory: str, rows: list[int]) -> np.ndarray:
+        from tensordict import TensorDict
+
+        content = TensorDict.load_memmap(directory)
+        return Batch(**dict(content.items())).select(rows).rollout_log_probs.numpy()
 
 
 class Recorded(Group):
@@ -103,7 +117,36 @@ def stand_in_workers(group: Group) -> AllFields:
     return AllFields(group, SimpleNamespace(), None, "float32", 60.0)
 
 
-def through_ray() -> tuple[Row, Row]:
+def as_tensordict(batch: Batch, actors: list[Any]) -> dict[str, Callable[[], Tensor]]:
+    """Return the exchanges through a TensorDict, by name, whose rows are assigned in advance; none without its library.
+    The files are in shared memory, and have to be on the machine of every rank."""
+    if find_spec("tensordict") is None:
+        return {}
+    from tensordict import TensorDict
+
+    halves = [list(range(rank, len(batch), WORKERS)) for rank in range(WORKERS)]
+    rows = torch.tensor(halves).flatten()
+    by_rank, order = batch.select(rows).only(), rows.argsort()
+
+    def column(calls: list[Any]) -> Tensor:
+        values = torch.from_numpy(np.concatenate(ray.get(calls)))
+        return replace(by_rank, rollout_log_probs=values).select(order).rollout_log_probs
+
+    def nested() -> Tensor:
+        content = ray.put(batch.to_tensordict())
+        return column([actor.nested.remote(content, half) for actor, half in zip(actors, halves, strict=True)])
+
+    def mapped() -> Tensor:
+        directory = tempfile.mkdtemp(dir="/dev/shm")
+        TensorDict({name: value for name, value in vars(batch).items() if value is not None}).memmap(directory)
+        values = column([actor.mapped.remote(directory, half) for actor, half in zip(actors, halves, strict=True)])
+        shutil.rmtree(directory)
+        return values
+
+    return {"nested tensors in a TensorDict": nested, "a memory-mapped TensorDict": mapped}
+
+
+def through_ray() -> list[Row]:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
     environment = worker_environment("cpu", WORKERS)  # as for a run's ranks
     remote = ray.remote(StandIn).options(num_cpus=0, runtime_env={"env_vars": environment})
@@ -125,23 +168,23 @@ def through_ray() -> tuple[Row, Row]:
 
     assert torch.equal(packed_exchange(), batch.rollout_log_probs)
     assert torch.equal(padded_exchange()[batch.padded(torch.ones_like(batch.rollout_log_probs)) > 0], packed_exchange())
+    others = as_tensordict(batch, actors)
+    assert all(torch.equal(exchange(), batch.rollout_log_probs) for exchange in others.values())
     # Many rounds: a round takes half as long again if the object store uses pages that a process has not touched yet.
-    seconds = in_turn({"packed": packed_exchange, "padded": padded_exchange}, rounds=15)
+    seconds = in_turn({"packed": packed_exchange, "padded": padded_exchange} | others, rounds=15)
     ray.shutdown()
     packed_seconds, padded_seconds = seconds["packed"], seconds["padded"]
     what = f"{ROWS:,} rows of {WIDTH:,} tokens, {FILLED:.0%} filled, to {WORKERS} workers and a column back"
     ratio = padded_seconds.median / packed_seconds.median
     cells = formatted(packed_seconds, "ms"), f"padded: {formatted(padded_seconds, 'ms')}"
-    speed = Row(what, *cells, ratio, "at least 20 (aim 40)")
+    speed = [Row(what, *cells, ratio, "at least 20 (aim 40)")]
+    for name in others:
+        ratio = seconds[name].median / packed_seconds.median
+        speed.append(Row("the same, planned in advance", cells[0], f"{name}: {formatted(seconds[name], 'ms')}", ratio))
     size = sum(value.nbytes for value in batch.__getstate__().values()) / ROWS
     wide = sum(value.nbytes for value in padded.values()) / ROWS
-    return speed, Row(
-        "bytes per row of that batch",
-        f"{size / 1e3:.2f} kB",
-        f"{wide / 1e3:.1f} kB",
-        size / 1e3,
-        "at most 8.5 (aim 7) kB",
-    )
+    cells = f"{size / 1e3:.2f} kB", f"{wide / 1e3:.1f} kB"
+    return [*speed, Row("bytes per row of that batch", *cells, size / 1e3, "at most 8.5 (aim 7) kB")]
 
 
 def on_the_driver() -> list[Row]:
