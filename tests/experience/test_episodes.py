@@ -16,11 +16,12 @@ from hybridrl.environments import CallRecord, ToolCall
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.batching import PromptGroup, to_batch
 from hybridrl.experience.conversations import conversation_metrics, transcript
-from hybridrl.experience.episodes import Episode, EpisodeRunner
+from hybridrl.experience.episodes import Episode, EpisodeRunner, Place
 from hybridrl.rewards.score import Score
-from hybridrl.rollout import Completion
+from hybridrl.rollout import Completion, Sampling
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})
+PLACE = Place(PROMPT, 0, 0, "key", Sampling(8, (0,)))
 
 
 def turn(observed: list[int], sampled: list[int], stop: str = "stop") -> Turn:
@@ -128,7 +129,7 @@ class Source:
 def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
     scorers = Scorers()
     runner = EpisodeRunner(None, scorers, 1, None, None, **options)
-    episodes, _ = asyncio.run(runner._run(Source(trajectory), [(PROMPT, 0, 0)]))
+    episodes, _ = asyncio.run(runner._run(Source(trajectory), [PLACE]))
     return episodes[0], scorers
 
 

@@ -1,0 +1,193 @@
+"""All that one evaluation command does: each of its models, stored responses, comparisons, and what is printed."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.compose import save_config
+from hybridrl.config.custom_code import publish_own_keys
+from hybridrl.config.load_eval import describe_sampling
+from hybridrl.data.prompts import read_prompts
+from hybridrl.evaluation.plan import Origin, Question, collect_questions, digest, plan
+from hybridrl.evaluation.results import (
+    RESULTS,
+    SAMPLES,
+    TABLE,
+    add_to_results,
+    comparisons,
+    corrected,
+    selection_biases,
+    write_results,
+)
+from hybridrl.evaluation.samples import Sample, SampleFile, by_dataset, read_samples
+from hybridrl.evaluation.tables import (
+    COMPARED,
+    LEGEND,
+    changes,
+    columns,
+    compared_rows,
+    markdown,
+    rich_table,
+    rows,
+)
+from hybridrl.rewards.built_in import check_data_sources
+from hybridrl.rewards.load import uses_built_in
+from hybridrl.rollout import Sampling
+from hybridrl.runs.eval_models import Target, find_targets
+from hybridrl.runs.eval_scoring import Rescorer, blank_sample, reward_digest
+from hybridrl.runs.evaluate import Evaluated, Merge, ModelEvaluation
+from hybridrl.runs.setup import Sessions, open_directory
+from hybridrl.tracking.console import console, info, on_terminal, warn
+
+COMPARE_KEY = "eval.compare"
+LOG_WIDTH = 240
+STORED = Sampling(0, ())  # how stored responses were sampled is not known
+
+
+def evaluate(config: PPOConfig, sessions: Sessions, merge: Merge) -> float:
+    """Evaluate the models that the configuration names, print the tables, and return the share of faults."""
+    if config.eval.responses:
+        return report([score_stored(config)], config)
+    targets = find_targets(config.eval.models, config.trainer.keep_best_ckpt)
+    other = _other(config)
+    loaded = [ModelEvaluation(config, one) for one in (*targets, *([other] if isinstance(other, Target) else []))]
+    info(describe_sampling(loaded[0].config))
+    evaluated = []
+    for one in loaded:
+        several = len(loaded) > 1
+        evaluated.append(one.run(sessions, merge, one.directory(several)))
+    baseline = evaluated.pop() if isinstance(other, Target) else other
+    return report(evaluated, config, baseline)
+
+
+def _other(config: PPOConfig) -> Target | Evaluated | None:
+    """Return what `eval.compare` names: a model, or an earlier evaluation."""
+    name = config.eval.compare
+    if name is None:
+        return None
+    directory = Path(name).expanduser()
+    if (directory / RESULTS).is_file():
+        results = json.loads((directory / RESULTS).read_text(encoding="utf-8"))
+        samples = read_samples(directory / SAMPLES)
+        return Evaluated(results["model"]["name"], directory, samples, results, is_new=False)
+    targets = find_targets([name], config.trainer.keep_best_ckpt, COMPARE_KEY)
+    if len(targets) > 1:
+        raise ConfigError(f"{COMPARE_KEY}={name} names {len(targets)} models", fix="name one of them")
+    return targets[0]
+
+
+# -- stored responses --------------------------------------------------------------------------------------------------
+
+
+def score_stored(config: PPOConfig) -> Evaluated:
+    """Score responses that files hold, without an engine and without Ray."""
+    settings, data, key = config.eval, config.data, "eval.responses"
+    publish_own_keys(config.own)
+    read = partial(read_prompts, config=data, key=key, truth_key=settings.reward_model_key)
+    questions = collect_questions({file: read([file]) for file in settings.responses})
+    sources = {one.prompt.data_source for one in questions}
+    if uses_built_in(config.reward):
+        check_data_sources(sources)
+    name = Path(settings.responses[0]).stem
+    default = Path(config.trainer.default_local_dir).expanduser() / "eval" / f"stored-{name}"
+    directory = open_directory(settings.output_dir or default, "eval.output_dir")
+    save_config(config, directory / "config.yaml")
+    reward, wanted = reward_digest(config.reward), []
+    for question in questions:
+        texts = _responses(question, settings.response_key)
+        needed = plan([question], {question.dataset: len(texts)}, STORED, None, 0, Origin(digest(texts), reward))
+        wanted += [(one, replace(blank_sample(one), response=text)) for one, text in zip(needed, texts, strict=True)]
+    with SampleFile(directory / SAMPLES, resume=settings.resume) as file:
+        known = {one.key: file.found.get(one.key) for one, _ in wanted}
+        missing = [
+            (one, sample) for one, sample in wanted if known[one.key] is None or file.is_stale(one.key, one.reward)
+        ]
+        log = directory / "logs" / "reward.log"
+        if missing:
+            with Rescorer(config.reward, sources, log) as rescorer:
+                rescorer.score_again(missing, file)
+        samples = [file.found[one.key] for one, _ in wanted]
+    facts = {"model": {"name": name, "path": ", ".join(settings.responses)}, "files": settings.responses}
+    facts["n"] = {dataset: max(one.sample for one in some) + 1 for dataset, some in by_dataset(samples).items()}
+    return Evaluated(name, directory, samples, write_results(directory, samples, facts, settings.k))
+
+
+def _responses(question: Question, column: str) -> list[str]:
+    """Return the stored responses of a row: one text, or a list of them."""
+    columns = question.prompt.columns
+    value = columns.get(column)
+    texts = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        cause = f"eval.response_key={column}: row {question.prompt.row} has no responses there"
+        raise ConfigError(cause, fix=f"its columns are {', '.join(columns)}")
+    return texts
+
+
+def test_scores(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the numbers that verl's main_eval prints: the mean score of each row's responses, over the rows."""
+    scores: dict[str, dict[str, list[float]]] = {}
+    for one in samples:
+        if one.score is not None:
+            scores.setdefault(one.dataset, {}).setdefault(one.id, []).append(one.score)
+    means = {name: [sum(row) / len(row) for row in rows.values()] for name, rows in scores.items()}
+    return {f"test_score/{name}": sum(rows) / len(rows) for name, rows in means.items()}
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def report(evaluated: Sequence[Evaluated], config: PPOConfig, baseline: Evaluated | None = None) -> float:
+    """Write and print the tables of all models and their comparisons; return the largest share of faults."""
+    compared = [comparisons(one.samples, baseline.samples) for one in evaluated] if baseline else []
+    corrected(compared)
+    for index, one in enumerate([*evaluated, *([baseline] if baseline and baseline.is_new else [])]):
+        texts = [f"# {one.name}\n", *_markdown(one)]
+        show(one.name, columns(one.datasets), rows(one.datasets))
+        if compared and one is not baseline:
+            title = f"A = {one.name}, B = {baseline.name}"
+            texts += [f"## {title}\n", markdown(COMPARED, compared_rows(compared[index])), *changes(compared[index])]
+            show(title, COMPARED, compared_rows(compared[index]))
+            for line in changes(compared[index]):
+                info(line)
+            _warn_of_differences(one, baseline)
+            add_to_results(one.directory, {"comparison": {"b": str(baseline.directory), "datasets": compared[index]}})
+        (one.directory / TABLE).write_text("\n".join(texts) + "\n", encoding="utf-8")
+        info(f"samples and results: {one.directory}")
+    if config.eval.responses:
+        info(str(test_scores(evaluated[0].samples)))
+    for name, bias in selection_biases([one.samples for one in evaluated]).items():
+        count = len(evaluated)
+        info(
+            f"{name}: the best of {count} evaluations of one unchanged model looks {100 * bias:.1f} points better by "
+            "chance; choose on one set and report on another"
+        )
+    counted = [sample for one in evaluated for sample in one.samples]
+    return sum(sample.fault is not None for sample in counted) / max(len(counted), 1)
+
+
+def show(title: str, names: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table, in a log as wide as it is."""
+    wide = console if on_terminal() else Console(file=console.file, width=LOG_WIDTH)
+    wide.print(rich_table(title, names, cells, wide.width))
+
+
+def _markdown(one: Evaluated) -> list[str]:
+    results, texts = one.results, [markdown(columns(one.datasets), rows(one.datasets)), LEGEND + "\n"]
+    if "sampling" in results:
+        facts = ", ".join(f"{name}={value}" for name, value in results["sampling"].items() if value not in (None, ()))
+        texts.append(f"{results['model']['path']}: {facts}, n={results['n']}\n")
+    return texts
+
+
+def _warn_of_differences(a: Evaluated, b: Evaluated) -> None:
+    """Warn if two evaluations sampled differently, so that their difference is not that of the models alone."""
+    first, second = (json.loads(json.dumps(one.results.get("sampling", {}), default=str)) for one in (a, b))
+    names = [name for name in first if name not in ("seed", "preset") and first[name] != second.get(name, first[name])]
+    if names:
+        texts = ", ".join(f"{name}: {first[name]} and {second[name]}" for name in names)
+        warn(f"{a.name} and {b.name} were sampled differently ({texts})")
