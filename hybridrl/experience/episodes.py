@@ -29,12 +29,12 @@ from hybridrl.tracking.sink import Activity
 class Episode:
     """One episode of a prompt with its score.
 
-    `group` numbers the prompts of one call of the runner, `sample` the episodes of a prompt; `text` is the decoded
-    response.
+    `position` is the place of the prompt in the run's order, or its row in the validation data, `sample` numbers the
+    episodes of a prompt; `text` is the decoded response.
     """
 
     prompt: Prompt
-    group: int
+    position: int
     sample: int
     trajectory: Trajectory
     text: str
@@ -148,14 +148,16 @@ class EpisodeRunner:
         prompts: Sequence[Prompt],
         count: int,
         sampling: Sampling,
-        seed_keys: Sequence[int | str],
+        positions: Sequence[int],
         spool: Spool | None = None,
+        stream: str = "",
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return `count` scored episodes per prompt, in order, and the seconds it took.
 
-        Each seed derives from the prompt's seed key, one per prompt, the number of the sample and the turn. What the
-        spool has is not sampled again, and the rest is added to it.
+        Each seed derives from the prompt's position in its stream of prompts, the number of the sample and the turn.
+        What the spool has is not sampled again, and the rest is added to it.
         """
+        seed_keys = [f"{stream} {position}" if stream else position for position in positions]
         places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(count)]
         source: Source
         if self.workers is None:
@@ -171,7 +173,7 @@ class EpisodeRunner:
                 for at, sample in places
             ]
             source = Conversations(self.client, self.workers, specs, spool)
-        return asyncio.run(self._run(source, [(prompts[at], at, sample) for at, sample in places]))
+        return asyncio.run(self._run(source, [(prompts[at], positions[at], sample) for at, sample in places]))
 
     async def _run(
         self, source: Source, places: Sequence[tuple[Prompt, int, int]]
@@ -218,7 +220,7 @@ class EpisodeRunner:
             return None
         return Score(trajectory.reward, {"score": trajectory.reward}, text=trajectory.text)
 
-    def _episode(self, prompt: Prompt, group: int, sample: int, trajectory: Trajectory, score: Score) -> Episode:
+    def _episode(self, prompt: Prompt, position: int, sample: int, trajectory: Trajectory, score: Score) -> Episode:
         """Return the episode with the shaped score and the rewards of its turns; a number of token rewards other than
         that of tokens is a fault of the grader."""
         text = trajectory.text if trajectory.text is not None else score.text or ""
@@ -230,7 +232,7 @@ class EpisodeRunner:
                 detail = f"returned {len(score.token_rewards)} token_rewards for a response of {length} tokens"
                 score = Score(None, fault="type", detail=detail)
         score = self.shaping.shaped(score, trajectory.sampled_tokens)
-        return Episode(prompt, group, sample, trajectory, text, score)
+        return Episode(prompt, position, sample, trajectory, text, score)
 
     def _with_turn_rewards(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score with what the environment gave to single turns on their last tokens."""

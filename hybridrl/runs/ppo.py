@@ -116,6 +116,8 @@ class PPOJob:
             validation_dir=trainer.validation_data_dir,
             replay_dir=Path(trainer.default_local_dir).expanduser() / "replay",
             shown=trainer.log_val_generations,
+            with_tokens=trainer.rollout_tokens,
+            decode=lambda ids: self.tokenizer.batch_decode([[one] for one in ids]),
         )
         if self.resume.checkpoint:
             sample_log.delete_after(self.resume.done)
