@@ -213,4 +213,9 @@ def _shown(text: str) -> str:
     """Shorten a long text to both its ends, and replace escape codes, which a model can write."""
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.strip())
+    return printable(text.strip())
+
+
+def printable(text: str) -> str:
+    """Return a text that a model wrote without what could change the terminal, such as escape codes."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

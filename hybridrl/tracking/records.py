@@ -56,6 +56,11 @@ def record_files(directory: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
+def records_of(run_dir: Path, name: str) -> dict[int, Path]:
+    """Return the files of a run by step: those in its directory `name`, or its own if it is itself such a directory."""
+    return record_files(run_dir / name) or record_files(run_dir)
+
+
 def read_records(path: Path) -> Iterator[SampleRecord]:
     """Yield the episodes of a file. Lines that are no JSON object, as a copy that was cut short may have, are skipped
     with one warning."""
