@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("hybridrl.main_ppo", "train by reinforcement learning:  hybridrl train key=value ..."),
     "sft": ("hybridrl.main_sft", "fine-tune on demonstrations:  hybridrl sft key=value ..."),
     "sweep": ("hybridrl.main_ppo", "train with each of several values:  hybridrl sweep key=a,b"),
+    "show": ("hybridrl.show", "read samples of a run:  hybridrl show RUN --max-reward 0 --group"),
     "serve": ("hybridrl.serve", "serve a model with OpenAI's API:  hybridrl serve model.path=DIR"),
     "doctor": ("hybridrl.doctor", "check a command, explain a key, say why a run ended:  hybridrl doctor why RUN"),
     "merge": (
@@ -34,10 +35,13 @@ def main() -> int:
         print("hybridrl", pkgutil.resolve_name("hybridrl:__version__"))
         return 0
     if first in ("-h", "--help", "help"):
-        print(USAGE)
+        with pkgutil.resolve_name("hybridrl.runtime.signals:ended_by_closed_pipe")():
+            print(USAGE)
         return 0
     if first not in COMMANDS:
         near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, COMMANDS, n=1))
+        if first in pkgutil.resolve_name("hybridrl.doctor.__main__:COMMANDS"):
+            near = f"; hybridrl doctor {first}?"
         print(USAGE + (f"\n\nerror: there is no command {first}{near}" if first else ""))
         return EXIT_REJECTED
     module, _ = COMMANDS[first]

@@ -8,6 +8,7 @@ from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
+from hybridrl.tracking.console import stage
 
 
 @contextmanager
@@ -15,10 +16,10 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
     """Yield what runs trainings, from data to saved model, one after another on the Ray of the `first`.
     Invalid input is rejected before Ray starts."""
     with fork_server(first.trainer, first.ray_kwargs.ray_init, engine=True) as forks:
-        # torch and Ray are imported only for a valid configuration
-        from hybridrl.doctor.start import check_run_start
-        from hybridrl.runs.ppo import PPOJob
-        from hybridrl.runs.setup import Sessions, train
+        with stage("loading torch, transformers and Ray"):  # only for a valid configuration
+            from hybridrl.doctor.start import check_run_start
+            from hybridrl.runs.ppo import PPOJob
+            from hybridrl.runs.setup import Sessions, train
 
         def run(config: PPOConfig) -> None:
             check_run_start(config)

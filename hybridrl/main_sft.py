@@ -8,6 +8,7 @@ from hybridrl.config import SFTConfig, load_sft_config
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
+from hybridrl.tracking.console import stage
 
 
 @contextmanager
@@ -16,9 +17,10 @@ def opened(first: SFTConfig) -> Iterator[Callable[[SFTConfig], None]]:
     Invalid input is rejected before Ray starts."""
     with fork_server(first.trainer, first.ray_kwargs.ray_init, engine=False) as forks:
         # torch and Ray are imported only for a valid configuration
-        from hybridrl.doctor.start import check_run_start
-        from hybridrl.runs.setup import Sessions, train
-        from hybridrl.runs.sft import SFTJob
+        with stage("loading torch, transformers and Ray"):
+            from hybridrl.doctor.start import check_run_start
+            from hybridrl.runs.setup import Sessions, train
+            from hybridrl.runs.sft import SFTJob
 
         def run(config: SFTConfig) -> None:
             check_run_start(config)

@@ -21,6 +21,7 @@ from hybridrl.model_merger.temporary import whole_model
 from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import work_in_private
+from hybridrl.runtime.signals import ended_by_closed_pipe
 
 SECTION = "actor_rollout_ref."
 OWN = {"port": "8000", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
@@ -35,7 +36,8 @@ below {SECTION[:-1]}, such as rollout.max_model_len, rollout.max_num_seqs, rollo
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or {"-h", "--help"} & {*arguments}:
-        print(USAGE)
+        with ended_by_closed_pipe():
+            print(USAGE)
         return 0 if arguments else EXIT_REJECTED
     try:
         own, section = read(arguments)

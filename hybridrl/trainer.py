@@ -205,7 +205,7 @@ class RLTask(Task):
         if algorithm.uses_reference and _due(step, self.refresh_reference_every):
             workers.refresh_reference()
         self.trained = batch, collected.samples
-        self.sample_log.training_samples(step, collected.samples)
+        self.sample_log.training_samples(step, collected.samples, batch)
         return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
 
     def _step_metrics(self, collected: Collected, batch: Batch) -> dict[str, float]:

@@ -22,7 +22,7 @@ LAYERS = """
     serve
     main_ppo  main_sft  model_merger
     doctor
-    runs
+    runs  show
     trainer  evaluation
     experience  hybrid_engine
     endpoint

@@ -332,7 +332,7 @@ def rows(make_batch):
 
 def run_step(parts: RecordingStep, step: int = 3, **options) -> tuple[dict[str, float], list]:
     logged: list = []
-    sample_log = SimpleNamespace(training_samples=lambda step, samples: logged.append((step, samples)))
+    sample_log = SimpleNamespace(training_samples=lambda step, samples, batch: logged.append((step, samples)))
     task = RLTask(parts, parts, None, parts, None, sample_log, **options)
     return task.train_step(step), logged
 

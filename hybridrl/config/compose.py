@@ -161,7 +161,7 @@ class Overrides:
     def add(self, text: str, override: Override) -> bool:
         """Add one argument. Returns False if there is no such key; raises ConfigError if it cannot be set like this."""
         written, value = cast(str, override.key_or_group), text.partition("=")[2]
-        if written == PRESET:
+        if written == PRESET or (written == "algorithm" and value in presets()):
             self.arguments.append(f"+{PRESET}={value}")
             self.written[PRESET] = text
             return True
@@ -175,7 +175,8 @@ class Overrides:
         if key != written and known:
             if value in ("", "null") and not override.is_delete():
                 return True  # an old name without a value
-            self.findings.warn("old-name", f"{written} is now {key}", keys=(written, key))
+            if not override.package:  # Hydra's way to say where a group's values go
+                self.findings.warn("old-name", f"{written} is now {key}", keys=(written, key))
         if override.package:
             self.arguments.append(text)
         elif override.is_delete():  # a key that may be null becomes null; one that hybridrl does not have is ignored
@@ -242,11 +243,25 @@ def parse_overrides(overrides: list[str], schema: type, findings: Findings) -> O
             if not override.key_or_group:
                 raise ConfigError(f"cannot read {text}: expected key=value")
             if override.is_sweep_override():
-                fix = f"for a list write {key}=[{value}]; hybridrl sweep runs each value"
+                fix = f"for a list write {key}=[{value}]; " if "(" not in value else ""
+                fix += "hybridrl sweep runs each value"
                 raise ConfigError(f"{text}: one value is expected", fix=fix, keys=key)
             if not parsed.add(text, override):
                 name = cast(str, override.key_or_group)
-                findings.error("unknown-key", f"unknown key {name}", nearest_keys(name, schema), keys=name)
+                if name.startswith("hydra/"):
+                    cause, fix = (
+                        f"{name}: Hydra only reads the configuration here",
+                        "hybridrl sweep runs several values",
+                    )
+                    findings.error("unsupported", cause, fix, keys=name)
+                    continue
+                section = name.replace("/", ".")
+                fix = (
+                    f"set its keys one by one, as {section}.key=value"
+                    if section != name
+                    else nearest_keys(name, schema)
+                )
+                findings.error("unknown-key", f"unknown key {name}", fix, keys=name)
     return parsed
 
 

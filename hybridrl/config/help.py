@@ -27,7 +27,7 @@ def explain_keys(config_name: str, wanted: str, first: tuple[str, ...], width: i
         lines = ["keys to begin with:", *(_entry(key, value_of(values, key), meanings[key], width) for key in first)]
         names = ", ".join(filter(None, sections))
         listed = textwrap.fill(f"all, {names}", width, initial_indent="  ", subsequent_indent="  ")
-        more = "python -m hybridrl.doctor explain KEY explains one key, and doctor config a whole command."
+        more = "hybridrl doctor explain KEY explains one key, hybridrl doctor checks a command."
         return "\n".join([*lines, "\nmore keys, by section (--help SECTION):", listed, f"\n{more}"])
     inside = {name: keys for name, keys in sections.items() if f"{name}.".startswith(f"{wanted}.") or wanted == "all"}
     if not inside:
@@ -47,7 +47,10 @@ def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
     values, usual = asdict(config), shipped(SHIPPED[type(config)])
     yours: dict[str, list[str]] = {}
     chosen: dict[str, list[str]] = {}
+    unused = () if not isinstance(config, PPOConfig) or config.critic.enable else ("critic.",)
     for key in value_keys(type(config)):
+        if key.startswith(unused):
+            continue
         value, source = value_of(values, key), usual.follows.get(key)
         default = value_of(usual.values, key)
         expected = value_of(values, source) if source else default

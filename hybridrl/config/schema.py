@@ -337,6 +337,7 @@ class SFTTrainerConfig(Section):
 class TrainerConfig(SFTTrainerConfig):
     log_val_generations: values.Natural
     rollout_data_dir: str | None
+    rollout_tokens: values.Natural
     validation_data_dir: str | None
     spool_samples: bool
     val_before_train: bool

@@ -9,11 +9,12 @@ switches as text, one value for a list of one, nothing (`key=`) for null or an e
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -84,6 +85,12 @@ def diagnoses(value: dict[str, Any]) -> Fault | None:
     return Fault(f"{unknown[0]} is not one of {' | '.join(DIAGNOSES)}: {' | '.join(ACTIONS)}") if unknown else None
 
 
+def choices(value: Any, names: Sequence[Any], shown: Sequence[Any]) -> Fault:
+    """The fault of a value that is none of those `shown`; its fix is the most similar of the names."""
+    similar = difflib.get_close_matches(str(value), map(str, names), n=1, cutoff=0.7)
+    return Fault("choose " + " | ".join(map(show, shown)), f"did you mean {similar[0]}?" if similar else "")
+
+
 def name_or_function(names: tuple[str, ...]) -> Callable[[str], Fault | None]:
     """A rule: one of the built-in names, or a custom function as path/to/file.py:function."""
 
@@ -91,8 +98,9 @@ def name_or_function(names: tuple[str, ...]) -> Callable[[str], Fault | None]:
         file, colon, _ = value.rpartition(":")
         if value in names or Path(file).is_file():
             return None
-        choices = Fault(f"choose {' | '.join(names)} | path/to/file.py:function")
-        return Fault(f"there is no file {file}", absent=True) if colon else choices
+        if colon:
+            return Fault(f"there is no file {file}", absent=True)
+        return choices(value, names, [*names, "path/to/file.py:function"])
 
     return rule
 
@@ -114,7 +122,8 @@ DIAGNOSES = (
 )  # fmt: skip
 ACTIONS = ("off", "warn", "stop", "rollback")
 REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
-LOGGERS = ("console", "verl_console", "file", "tensorboard", "wandb")
+LOGGERS = ("console", "verl_console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
+PACKAGES = LOGGERS[3:]  # loggers whose package has their name
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
@@ -207,7 +216,7 @@ class Reading(Generic[T]):
         except ValidationError as invalid:
             ranges = [item for item in metadata if isinstance(item, Range)]
             if get_origin(kind) is Literal:
-                fault = Fault("choose " + " | ".join(map(show, [*get_args(kind), *[None] * or_null])))
+                fault = choices(value, get_args(kind), [*get_args(kind), *[None] * or_null])
             elif ranges and invalid.errors()[0]["type"].startswith(("greater", "less")):
                 fault = Fault(f"must be {ranges[0].requirement}")
             else:

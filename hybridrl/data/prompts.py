@@ -29,6 +29,7 @@ CUSTOM = "data.custom_cls.path"
 # A row needs no data_source if the reward function is custom; there is no built-in scorer for this name.
 UNKNOWN_SOURCE = "unknown"
 PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
+TRUTH_NAMES = ("ground_truth", "answer", "label", "target", "solution")  # likewise
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
 ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns that name what a row runs in
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
@@ -207,7 +208,11 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
         kind = "a text" if isinstance(reward, str) else "a list"
         faults.append(f'reward_model holds {kind}, {reward!r:.60}, not an object {{"ground_truth": ...}}; convert it')
     elif ground_truth is None:
-        faults.append('no ground truth: the column reward_model must hold {"style": "rule", "ground_truth": ...}')
+        near = next((name for name in TRUTH_NAMES if name in row.values), None)
+        hint = f"; move the column {near} there" if near else ""
+        faults.append(
+            f'no ground truth: the column reward_model must hold {{"style": "rule", "ground_truth": ...}}{hint}'
+        )
     if media := multimodal_fault(row.values, messages):
         faults.append(media)
     extra_info = values.get("extra_info") or {}

@@ -195,6 +195,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "reward",
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
     ),
+    "rescore": ("rescore", "DIR --reward FILE.py: a run's stored samples under another reward, and their advantages"),
     "algorithm": (
         "algorithm",
         "FILE.py:NAME [key=value ...]: calls a custom estimator or loss with made-up groups, next to grpo or ppo",

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
-from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import SHIPPED
+from hybridrl.config.load import resolve_config
 from hybridrl.doctor import directory_parser
 from hybridrl.experience.sample_log import read_batch, replays
 from hybridrl.runs.prepare import tokenizer_elsewhere
@@ -104,12 +105,16 @@ def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], config
     return text if needed <= NOISY * rows else f"{text}: most of it is noise; set {more}"
 
 
-def load_config(directory: Path) -> PPOConfig:
-    """Return a run's configuration; keys that are newer than the run have their defaults."""
+def load_config(directory: Path, *, offline: bool = False) -> PPOConfig:
+    """Return a run's configuration; keys that are newer than the run have their defaults. `offline`: whether or not
+    this machine could run it."""
     with tempfile.TemporaryDirectory() as place:
         text = (directory / "config.yaml").read_text(encoding="utf-8")
         Path(place, "config.yaml").write_text(f"defaults: [{SHIPPED[PPOConfig]}, _self_]\n{text}", encoding="utf-8")
-        return load_ppo_config([], config_name="config", config_dir=Path(place))
+        resolved = resolve_config(PPOConfig, [], "config", Path(place), offline=offline)
+    resolved.findings.close()
+    assert resolved.config is not None
+    return resolved.config
 
 
 def weights_before(directory: Path, step: int) -> Checkpoint | None:

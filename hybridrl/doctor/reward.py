@@ -84,7 +84,7 @@ def examine(arguments: argparse.Namespace, findings: Findings) -> None:
             config = reward_config(file, arguments.overrides)
             if uses_built_in(config):
                 check_data_sources({request.data_source for request in requests})
-            compared.append((name, other, *_score(config, requests)))
+            compared.append((name, other, *score_all(config, requests)))
     _, _, scores, seconds = compared[0]
     _summarize(scores, seconds, findings)
     for name, other, given, _ in compared:
@@ -128,7 +128,7 @@ def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
     )
 
 
-def _score(config: RewardConfig, requests: list[ScoringRequest]) -> tuple[list[Score], float]:
+def score_all(config: RewardConfig, requests: list[ScoringRequest]) -> tuple[list[Score], float]:
     """Return the scores in order, and the seconds that scoring took without the start of the processes."""
     with ScorerPool(config, data_sources={request.data_source for request in requests}) as pool:
         began = time.monotonic()

@@ -1,7 +1,9 @@
 """What is checked of this machine before anything is loaded: by main_ppo, by main_sft, and by the doctor."""
 
 import contextlib
+import importlib.util
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -13,6 +15,7 @@ from hybridrl.config.custom_code import import_libraries, publish_own_keys
 from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
+from hybridrl.config.values import PACKAGES
 from hybridrl.doctor.gpus import check_gpus
 from hybridrl.doctor.machine import GIB, check_machine, check_versions
 from hybridrl.doctor.memory_plan import ITEMSIZE, memory_plan
@@ -38,6 +41,14 @@ def check_run_start(config: PPOConfig | SFTConfig) -> None:
         if finding.severity == "warning":
             warn(finding.text, finding.code)
     findings.close()
+
+
+def check_loggers(loggers: Sequence[str], findings: Findings) -> None:
+    """Report loggers whose package is not installed: what a run does not log cannot be logged later."""
+    for name in loggers:
+        if name in PACKAGES and importlib.util.find_spec(name) is None:
+            cause, key = f"trainer.logger={name}: its package is not installed", "trainer.logger"
+            findings.error("logger.package", cause, f"pip install {name}, or leave it out", keys=key, value=name)
 
 
 def check_hub(config: PPOConfig | SFTConfig, findings: Findings) -> None:
@@ -67,6 +78,7 @@ def check_hub(config: PPOConfig | SFTConfig, findings: Findings) -> None:
 def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> None:
     """Check versions, machine and GPUs, and unless it is supervised the memory of each phase."""
     check_versions(config.trainer.device, findings, engine=isinstance(config, PPOConfig))
+    check_loggers(config.trainer.logger, findings)
     check_machine(config, findings)
     check_gpus(config, findings)
     if isinstance(config, SFTConfig):

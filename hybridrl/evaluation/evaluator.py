@@ -35,8 +35,8 @@ class Evaluator:
         """
         self.engine.to_rollout(version=step)
         prompts = list(self.prompts)
-        seed_keys = [f"validation {prompt.row}" for prompt in prompts]
-        samples, timings = self.runner.run(prompts, self.samples_per_prompt, self.sampling, seed_keys)
+        rows = [prompt.row for prompt in prompts]
+        samples, timings = self.runner.run(prompts, self.samples_per_prompt, self.sampling, rows, stream="validation")
         faults = sum(sample.score.fault is not None for sample in samples)
         metrics = validation_metrics(samples, self.samples_per_prompt)
         metrics["val-aux/response_length/mean"] = float(np.mean([sample.sampled_tokens for sample in samples]))

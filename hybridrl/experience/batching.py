@@ -27,11 +27,11 @@ class PromptGroup:
     greedy: float | None = None
 
 
-def group_by_prompt(episodes: Sequence[Episode], positions: Sequence[int]) -> list[PromptGroup]:
+def group_by_prompt(episodes: Sequence[Episode]) -> list[PromptGroup]:
     """Return sorted episodes by prompt, without those that have no score; a prompt that has none left is no group."""
     scored = [episode for episode in episodes if episode.score.value is not None]
-    by_prompt = groupby(scored, key=lambda episode: episode.group)
-    return [PromptGroup(positions[group], list(members)) for group, members in by_prompt]
+    by_prompt = groupby(scored, key=lambda episode: episode.position)
+    return [PromptGroup(position, list(members)) for position, members in by_prompt]
 
 
 def reward_component(score: Score, name: str, key: str) -> float:

@@ -155,7 +155,7 @@ class SynchronousExperience:
             self.guard.apply([episode.score for episode in some])
             metrics.update(seconds)
             episodes += some
-            draws.add(count, group_by_prompt(some, positions))
+            draws.add(count, group_by_prompt(some))
             if not draws.groups:
                 raise NothingToLearnFrom(_none_scored(episodes))
         return draws, episodes

@@ -41,12 +41,11 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def transcript(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the conversation of an episode for a file of samples: messages, turns and why it stopped."""
+    """Return the conversation of an episode for a file of samples: messages and turns; empty for a single response."""
     if trajectory.text is None:
         return {}
     return {
         "messages": list(trajectory.messages),
-        "stop": trajectory.stop,
         "turns": [
             {
                 "observed_tokens": len(turn.observed),

@@ -31,12 +31,12 @@ from hybridrl.tracking.sink import Activity
 class Episode:
     """One episode of a prompt with its score.
 
-    `group` numbers the prompts of one call of the runner, `sample` the episodes of a prompt; `text` is the decoded
-    response.
+    `position` is the place of the prompt in the run's order, or its row in the validation data, `sample` numbers the
+    episodes of a prompt; `text` is the decoded response.
     """
 
     prompt: Prompt
-    group: int
+    position: int
     sample: int
     trajectory: Trajectory
     text: str
@@ -56,11 +56,12 @@ Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with it
 
 @dataclass(frozen=True)
 class Place:
-    """An episode to run: the `sample`-th of a prompt, which has the number `group` in its call. Its seed derives from
-    the prompt's seed key and the number of the sample."""
+    """An episode to run: the `sample`-th of a prompt, which is the `number`-th in its call, at a `position` in its
+    stream. Its seed derives from the prompt's seed key and the number of the sample."""
 
     prompt: Prompt
-    group: int
+    number: int
+    position: int
     sample: int
     seed_key: int | str
     sampling: Sampling
@@ -162,17 +163,18 @@ class EpisodeRunner:
         prompts: Sequence[Prompt],
         count: int,
         sampling: Sampling,
-        seed_keys: Sequence[int | str],
+        positions: Sequence[int],
         spool: Spool | None = None,
+        stream: str = "",
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return `count` scored episodes per prompt, in order, and the seconds it took.
 
-        Each seed derives from the prompt's seed key, one per prompt, the number of the sample and the turn. What the
-        spool has is not sampled again, and the rest is added to it.
+        Each seed derives from the prompt's position in its stream of prompts, the number of the sample and the turn.
+        What the spool has is not sampled again, and the rest is added to it.
         """
         places = [
-            Place(prompt, group, sample, seed_keys[group], sampling)
-            for group, prompt in enumerate(prompts)
+            Place(prompt, at, position, sample, f"{stream} {position}" if stream else position, sampling)
+            for at, (prompt, position) in enumerate(zip(prompts, positions, strict=True))
             for sample in range(count)
         ]
         return self.run_places(places, spool)
@@ -186,7 +188,7 @@ class EpisodeRunner:
         if self.workers is None:
             requests = [
                 Request(
-                    one.group,
+                    one.number,
                     one.sample,
                     one.prompt.ids,
                     request_seed(self.seed, one.seed_key, one.sample),
@@ -196,12 +198,12 @@ class EpisodeRunner:
             ]
             source = SingleResponses(self.client, requests, spool, self.scorers.in_one_call)
         else:
-            prompts = {one.group: one.prompt for one in places}
-            chats = {group: as_chat(prompt.messages) for group, prompt in prompts.items()}
-            rows = {group: _row(prompt) for group, prompt in prompts.items()}
+            prompts = {one.number: one.prompt for one in places}
+            chats = {number: as_chat(prompt.messages) for number, prompt in prompts.items()}
+            rows = {number: _row(prompt) for number, prompt in prompts.items()}
             specs = [
                 EpisodeSpec(
-                    one.group, one.sample, chats[one.group], rows[one.group], one.sampling, self.seed, one.seed_key
+                    one.number, one.sample, chats[one.number], rows[one.number], one.sampling, self.seed, one.seed_key
                 )
                 for one in places
             ]
@@ -241,7 +243,7 @@ class EpisodeRunner:
         """Have episodes scored that have no score yet; return the scores to come, in order."""
         known = [score or self._known_score(trajectory) for _, trajectory, score in ended]
         unscored = [one for one, score in zip(ended, known, strict=True) if score is None]
-        requests = [scoring_request(places[index].prompt, trajectory) for index, trajectory, _ in unscored]
+        requests = [_scoring_request(places[index].prompt, trajectory) for index, trajectory, _ in unscored]
         futures = self.scorers.submit(requests) if requests else []
         for (index, _, _), future in zip(unscored, futures, strict=True):
             source.scoring(index, future)
@@ -272,7 +274,7 @@ class EpisodeRunner:
                 detail = f"returned {len(score.token_rewards)} token_rewards for a response of {length} tokens"
                 score = Score(None, fault="type", detail=detail)
         score = self.shaping.shaped(score, trajectory.sampled_tokens)
-        return Episode(place.prompt, place.group, place.sample, trajectory, text, score)
+        return Episode(place.prompt, place.position, place.sample, trajectory, text, score)
 
     def _with_turn_rewards(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score with what the environment gave to single turns on their last tokens."""
@@ -322,7 +324,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     return prompt.columns | known | {"index": prompt.row}
 
 
-def scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:
+def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:
     """Return what the reward function gets: the response of the last row, and the conversation in `extra_info`."""
     source, truth, extra = prompt.data_source, prompt.ground_truth, prompt.extra_info
     if trajectory.text is None:  # a single response, which is decoded where it is scored

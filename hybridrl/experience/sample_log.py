@@ -1,9 +1,9 @@
 """Sampled episodes in files, a few of them as tables, and the batches of steps that are worth another look."""
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,27 +12,50 @@ from hybridrl.experience.conversations import transcript
 from hybridrl.experience.episodes import Episode
 from hybridrl.tracking import SampleRow, Tracker
 from hybridrl.tracking.console import console, sample_table, warn
+from hybridrl.tracking.records import OWN_KEY, record_files, write_records
 
 EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are retained
+TOKEN_VALUES = {  # in a record, by name of the field of a batch
+    "log_probs": "rollout_log_probs",
+    "train_log_probs": "old_log_probs",
+    "entropies": "entropies",
+    "advantages": "advantages",
+}
+
+Decode = Callable[[Sequence[int]], list[str]]  # token ids -> the text of each
 
 
 class SampleLog:
-    """Writes all samples of a step to a .jsonl file in `training_dir` and `validation_dir`, if set, and the first
-    `shown` of a validation to the tracker; batches to `replay_dir`."""
+    """Writes all samples of a step to a .jsonl file in `training_dir` and `validation_dir`, if set (see
+    tracking/records.py), and the first `shown` of a validation to the tracker; batches to `replay_dir`.
+
+    Of `with_tokens` training samples per step, from the least to the largest advantage, every token is written, with
+    its text by `decode`.
+    """
 
     def __init__(
-        self, tracker: Tracker, *, training_dir: str | None, validation_dir: str | None, replay_dir: Path, shown: int
+        self,
+        tracker: Tracker,
+        *,
+        training_dir: str | None,
+        validation_dir: str | None,
+        replay_dir: Path,
+        shown: int,
+        with_tokens: int = 0,
+        decode: Decode = lambda ids: [""] * len(ids),
     ) -> None:
         self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
-        self.replay_dir, self.shown = replay_dir, shown
+        self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
 
-    def training_samples(self, step: int, episodes: Sequence[Episode]) -> None:
+    def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
+        """Write the samples of a step with what `batch`, the rows that it trained on, says of them."""
         if self.training_dir:
-            self._dump(Path(self.training_dir), step, episodes)
+            trained = trained_fields(batch, self.with_tokens, self.decode)
+            self._write(Path(self.training_dir), step, episodes, trained)
 
     def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None:
         if self.validation_dir:
-            self._dump(Path(self.validation_dir), step, episodes)
+            self._write(Path(self.validation_dir), step, episodes)
         if self.shown > 0:
             self.tracker.samples(step, _rows(episodes[: self.shown]))
 
@@ -53,44 +76,74 @@ class SampleLog:
             older.unlink()
 
     @staticmethod
-    def _dump(directory: Path, step: int, episodes: Sequence[Episode]) -> None:
+    def _write(directory: Path, step: int, episodes: Sequence[Episode], trained: "Trained | None" = None) -> None:
         path = directory / f"{step}.jsonl"
         try:
-            dump_samples(path, step, episodes)
+            write_records(path, (sample_record(step, episode, trained) for episode in episodes))
         except OSError as error:  # a full disk does not end the run
-            path.unlink(missing_ok=True)
             warn(f"{path} could not be written: {error.strerror or error}; training continues", "samples-lost")
 
     def delete_after(self, step: int) -> None:
         """Delete the samples of later steps, which a run that resumes after this one samples again."""
         for directory in filter(None, (self.training_dir, self.validation_dir)):
-            for path in Path(directory).glob("*.jsonl"):
-                if path.stem.isdecimal() and int(path.stem) > step:
+            for later, path in record_files(Path(directory)).items():
+                if later > step:
                     path.unlink()
 
 
-def dump_samples(path: Path, step: int, episodes: Sequence[Episode]) -> None:
-    """Write one JSON object per sample with verl's keys: input, output, gts, score, step, and all keys of the reward's
-    dict; with the transcript of a conversation."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [
-        json.dumps(
-            {
-                "input": _prompt_text(episode),
-                "output": episode.text,
-                "gts": episode.prompt.ground_truth,
-                "score": episode.score.value,
-                "step": step,
-                **{name: value for name, value in episode.score.extras.items() if name != "score"},
-                **({"fault": episode.score.fault} if episode.score.fault else {}),
-                **transcript(episode.trajectory),
-            },
-            ensure_ascii=False,
-            default=str,
-        )
-        for episode in episodes
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+Trained = Mapping[tuple[int, int], dict[str, Any]]  # by position and sample: what a step's batch says of an episode
+
+
+def trained_fields(batch: Batch, with_tokens: int, decode: Decode) -> Trained:
+    """Return the advantage of each episode of a batch, the mean over the tokens that it was trained on, and of some
+    `with_tokens` of them, evenly from the least to the largest, what is known of each token of the response."""
+    rows = batch.by_episode()
+    advantages = rows.written_mean(rows.advantages)
+    places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
+    fields = [{"trained": True, "advantage": round(value, 4)} for value in advantages.tolist()]
+    evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
+    for index in advantages.argsort(stable=True)[evenly].tolist():
+        fields[index]["tokens"] = _tokens(rows.select([index]), decode)
+    return dict(zip(places, fields, strict=True))
+
+
+def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
+    """Return the tokens of one row by name; what the step did not compute is left out."""
+    ids = row.response_ids.tolist()
+    tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.response_mask.int().tolist()}
+    for name, field in TOKEN_VALUES.items():
+        if (values := getattr(row, field)) is not None:
+            tokens[name] = [round(value, 4) for value in values.tolist()]
+    return tokens
+
+
+def sample_record(step: int, episode: Episode, trained: Trained | None = None) -> dict[str, Any]:
+    """Return an episode as its file has it; `trained` is given for the samples of a training step."""
+    prompt, trajectory, score = episode.prompt, episode.trajectory, episode.score
+    observed = [len(turn.observed) for turn in trajectory.turns] or [0]
+    known = {
+        "data_source": prompt.data_source,
+        "row": prompt.row,
+        "position": episode.position,
+        "sample": episode.sample,
+        "stop": trajectory.stop,
+        "prompt_tokens": observed[0],
+        "sampled_tokens": episode.sampled_tokens,
+        "observed_tokens": sum(observed[1:]),
+    }
+    if trained is not None:
+        known |= trained.get((episode.position, episode.sample), {"trained": False})
+    if score.fault:
+        known |= {"fault": score.fault, "detail": score.detail}
+    return {
+        "input": _prompt_text(episode),
+        "output": episode.text,
+        "gts": prompt.ground_truth,
+        "score": score.value,
+        "step": step,
+        **{name: value for name, value in score.extras.items() if name != "score"},
+        OWN_KEY: known | transcript(trajectory),
+    }
 
 
 def replays(directory: Path) -> list[Path]:

@@ -223,14 +223,14 @@ class ModelEvaluation:
             reject_failing_reward(self.config, self.tokenizer, self.datasets, log)
         by_place = {(one.question.number, one.sample): one for one in missing}
         places = [
-            Place(one.question.prompt, one.question.number, one.sample, one.question.seed_key, one.sampling)
+            Place(one.question.prompt, *[one.question.number] * 2, one.sample, one.question.seed_key, one.sampling)
             for one in missing
         ]
         with self._runner(sessions, merge, directory) as runner:
             began = time.monotonic()
 
             def finished(episode: Episode) -> None:
-                keep(episode_sample(by_place[episode.group, episode.sample], episode, time.monotonic() - began))
+                keep(episode_sample(by_place[episode.position, episode.sample], episode, time.monotonic() - began))
 
             runner.run_places(places, finished=finished)
 

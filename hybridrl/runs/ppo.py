@@ -38,6 +38,7 @@ from hybridrl.runs.settings import (
 from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info, stage
+from hybridrl.tracking.sink import Activity
 from hybridrl.trainer import RLTask, Schedule, Task
 from hybridrl.training.worker import TrainWorker, WorkerConfig
 from hybridrl.training.worker_group import TrainWorkers
@@ -50,8 +51,9 @@ class PPOJob:
     """The parts of a reinforcement learning run (see `Job`)."""
 
     def __init__(self, config: PPOConfig) -> None:
-        inputs = prepare(config)
-        inputs.rejections.close()
+        with stage("reading data and models"):
+            inputs = prepare(config)
+            inputs.rejections.close()
         for message in inputs.messages:
             info(message)
         algorithm, prompts, order, tokenizer = inputs.algorithm, inputs.prompts, inputs.order, inputs.tokenizer
@@ -68,7 +70,9 @@ class PPOJob:
         self.resume = plan_resume(self.config, self.algorithm, len(self.prompts), self.order.size, directory)
         # Here, as Ray has not started yet and the directory, where the reward logs, is locked for this run.
         scored = self.inputs.scored_by(self.config)
-        reject_failing_reward(self.config, self.tokenizer, scored, directory / "logs" / "reward.log")
+        if scored:
+            with stage("trying the reward on a few rows"):
+                reject_failing_reward(self.config, self.tokenizer, scored, directory / "logs" / "reward.log")
         return self.resume
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
@@ -116,6 +120,8 @@ class PPOJob:
             validation_dir=trainer.validation_data_dir,
             replay_dir=Path(trainer.default_local_dir).expanduser() / "replay",
             shown=trainer.log_val_generations,
+            with_tokens=trainer.rollout_tokens,
+            decode=lambda ids: self.tokenizer.batch_decode([[one] for one in ids]),
         )
         if self.resume.checkpoint:
             sample_log.delete_after(self.resume.done)
@@ -199,14 +205,19 @@ def start_devices(
     ranks, servers = len(workers), len(fleet.servers)
     parts = f"{ranks} training rank{'s' * (ranks > 1)} and {servers} rollout server{'s' * (servers > 1)}"
     with stage(f"starting {parts}"):
+        Activity.is_now("processes")
         located = workers.start(TrainWorker.location)
         places = gather(located, "train worker.location", limit, workers.logs, key=START_LIMIT)
         fleet.load_state_dict(saved)
+        Activity.is_now("engines")
         starting = fleet.start([place["gpus"] for place in places])
         if session.device == "cuda":  # an engine measures how much memory is free, so nothing else may use it meanwhile
             fleet.finish_start(starting)
             starting = []
             fleet.sleep()
+        Activity.is_now(
+            "weights of the trainers" if session.device == "cuda" else "engines and weights of the trainers"
+        )
         building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
         fleet.finish_start(starting, building, workers.logs)
         if session.device == "cpu":

@@ -66,6 +66,9 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if "values" in entry.reads and not config.critic.enable:
         raise ConfigError(f"{name} reads the critic's values", fix="set critic.enable=true")
+    if "reward_parts" in entry.reads and not algorithm.gdpo_reward_keys:
+        cause = f"{name} reads reward_parts: components of the reward, which are not named"
+        raise ConfigError(cause, fix="name them in algorithm.gdpo_reward_keys, such as [format,accuracy]")
     if "sum_pi_squared" in entry.reads and correction.bypass_mode:
         cause = f"{name} reads sum_pi_squared, which is not computed in bypass mode"
         raise ConfigError(cause, fix="set algorithm.rollout_correction.bypass_mode=false")

@@ -130,7 +130,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         store = stack.enter_context(closing(open_store(config, directory)))
         plan = job.plan(directory)
         saved, schedule = plan.checkpoint, job.schedule(plan.steps)
-        info(f"{plan.steps} steps: {job.description}")
+        info(f"{plan.steps} step{'s' * (plan.steps > 1)}: {job.description}")
         if not schedule.validate_only and check_complete(config, plan, directory):
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({saved.path})")
         save_config(config, directory / "config.yaml")

@@ -18,7 +18,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
 from hybridrl.config.help import explain_keys
 from hybridrl.runtime.signals import REQUESTS, ended_by_closed_pipe, stop_at_once
-from hybridrl.runtime.sweep import run_sweep
+from hybridrl.runtime.sweep import SWEEP_HELP, run_sweep
 from hybridrl.tracking.console import info
 from hybridrl.tracking.faults import PAGE, code_of
 
@@ -54,6 +54,10 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
     arguments.overrides += more
     stop_at_once()
     try:
+        if arguments.help is not None and arguments.multirun:
+            with ended_by_closed_pipe():
+                print(SWEEP_HELP)
+            return 0
         if arguments.help is not None:
             width = min(shutil.get_terminal_size((100, 24)).columns, 120)
             begin = f"{parser.format_help()}\n" * (not arguments.help)
@@ -140,7 +144,7 @@ def _unknown_option(option: str, module: str) -> str:
         (
             "--info",
             "-i",
-        ): "--cfg shows the configuration, python -m hybridrl.doctor machine versions and machine",
+        ): "--cfg shows the configuration, hybridrl doctor with the keys of a run shows versions and machine",
         ("-cd", "--config-dir"): "name the directory of your own configuration file in --config-path",
         ("-sc", "--shell-completion"): 'eval "$(register-python-argcomplete hybridrl)"',
         ("--hydra-help",): f"see python -m {module} --help",

@@ -28,6 +28,18 @@ from hybridrl.tracking.report import draw_runs, run_table
 DIRECTORY = "trainer.default_local_dir"
 LINE = "sweep: "  # begins the lines that are passed on from runs at the same time
 LONGEST_NAME = 120
+SWEEP_HELP = """usage: hybridrl sweep [--at-once N] key=value ... key=a,b ...
+
+Train with every combination of several values: key=a,b or key=choice(a,b) or key=range(0,4). Each run has its own
+directory below trainer.default_local_dir, and is resumed or skipped by the same command (docs/sweeps.md).
+
+  --at-once N    N runs at a time, each with its part of the machine
+
+for example:
+  hybridrl sweep --config-path recipes/quickstart --config-name train \\
+      actor_rollout_ref.actor.optim.lr=1e-4,5e-5 trainer.seed=0,1
+
+hybridrl train --help lists the keys."""
 
 Config = PPOConfig | SFTConfig
 

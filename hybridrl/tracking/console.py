@@ -12,7 +12,7 @@ from datetime import timedelta
 from itertools import pairwise
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -44,13 +44,26 @@ def on_terminal() -> bool:
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Say what takes its time while it does, and how many seconds it took."""
+    """Say what takes its time while it does, on a terminal with what `Activity` says it is at, and how many seconds it
+    took."""
     began, terminal = time.monotonic(), on_terminal()
     if not terminal:
         info(f"{name} ...")
-    with console.status(name) if terminal else nullcontext():
+    with _running(name) if terminal else nullcontext():
         yield
     info(f"{name}: {time.monotonic() - began:.1f} s")
+
+
+@contextmanager
+def _running(name: str) -> Iterator[None]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
+        task = progress.add_task(name)
+        Activity.watcher = lambda what: progress.update(task, description=f"{name}: {what}")
+        try:
+            yield
+        finally:
+            Activity.watcher = None
 
 
 def _print(text: Text) -> None:
@@ -213,4 +226,9 @@ def _shown(text: str) -> str:
     """Shorten a long text to both its ends, and replace escape codes, which a model can write."""
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.strip())
+    return printable(text.strip())
+
+
+def printable(text: str) -> str:
+    """Return a text that a model wrote without what could change the terminal, such as escape codes."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -10,6 +10,7 @@ from hybridrl.tracking import console
 from hybridrl.tracking.console import LineSink, TerminalSink, VerlSink, warn
 from hybridrl.tracking.report import CurvesSink, JsonlSink
 from hybridrl.tracking.sink import SampleRow, Sink
+from hybridrl.tracking.trackers import SINKS
 
 T = TypeVar("T")
 
@@ -52,13 +53,12 @@ class Tracker:
 
             self._add("tensorboard", TensorBoardSink(run_dir / "tensorboard", last_step, hyperparameters))
         if "wandb" in loggers:
-            try:
-                from hybridrl.tracking.wandb_sink import WandbSink
-            except ImportError as error:
-                warn(f"trainer.logger=wandb is skipped: {error} (`pip install wandb`)", "logger-skipped")
-            else:
-                run_id = states.get("wandb", {}).get("id")
-                self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))
+            from hybridrl.tracking.wandb_sink import WandbSink
+
+            run_id = states.get("wandb", {}).get("id")
+            self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))
+        for name in (name for name in SINKS if name in loggers):
+            self._add(name, SINKS[name](run_dir, project_name, experiment_name, config, states.get(name, {})))
         output = console.console
         if "verl_console" in loggers:
             self._add("verl_console", VerlSink(output))
@@ -98,12 +98,15 @@ class Tracker:
         self._closing.callback(self._try, name, sink.close)
 
     def _try(self, name: str, method: Callable[..., T], *arguments: Any) -> T | None:
-        """Call a method of a sink; a full disk costs only metrics, with one warning per sink."""
+        """Call a method of a sink; a full disk, or whatever fails in the package of a tracker, costs only metrics, with
+        one warning per sink."""
         try:
             return method(*arguments)
-        except OSError as error:
+        except Exception as error:
+            if not isinstance(error, OSError) and name not in SINKS:
+                raise
             if name not in self._failed:
                 self._failed.add(name)
-                cause = f"{self._run_dir}, logger {name}: {error.strerror or error}"
+                cause = f"{self._run_dir}, logger {name}: {getattr(error, 'strerror', None) or error}"
                 warn(f"{cause}; training continues, and metrics may be missing there", "metrics-lost")
             return None

@@ -39,7 +39,7 @@ def games(file: Path) -> list[dict[str, Any]]:
 
 def game_page(name: str, game: dict[str, Any]) -> str:
     """Return a game in one line: each guess with what the environment said of it."""
-    said = [message["content"] for message in game["messages"][1:]]
+    said = [message["content"] for message in game["episode"]["messages"][1:]]
     guesses = said[::2]
     hints = [*said[1::2], "right" if game["score"] > 0 else "lost"]
     shown = ", ".join(f"{guess} {hint}" for guess, hint in zip(guesses, hints, strict=False))

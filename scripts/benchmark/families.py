@@ -216,7 +216,7 @@ def sample(engine: HybridEngine, version: int) -> tuple[Batch, float]:
         )
         for r, completion in zip(requests, completions, strict=True)
     ]
-    return to_batch(group_by_prompt(episodes, range(len(episodes)))), seconds
+    return to_batch(group_by_prompt(episodes)), seconds
 
 
 def largest_gap(workers: TrainWorkers, batch: Batch) -> float:

@@ -124,8 +124,8 @@ def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load: Load, 
         ),
         (
             "trainer.logger=[console,tensorbord]",
-            "trainer.logger=tensorbord: choose among console, verl_console, file, tensorboard, wandb; "
-            "did you mean tensorboard?",
+            "trainer.logger=tensorbord: choose among console, verl_console, file, tensorboard, wandb, mlflow, swanlab, "
+            "trackio, clearml; did you mean tensorboard?",
         ),
         (
             "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",

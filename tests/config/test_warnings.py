@@ -154,13 +154,13 @@ def test_values_of_what_is_switched_off_are_accepted_without_a_word(load: Load) 
 
 
 def test_sinks_of_other_systems_are_left_out_and_never_all_of_them(load: Load) -> None:
-    loaded = load(*QUIET, "trainer.logger=[swanlab,mlflow]")
+    loaded = load(*QUIET, "trainer.logger=[aim,rl_insight]")
     assert loaded.config.trainer.logger == ["console"]
     assert loaded.notes == [
-        "trainer.logger=[swanlab, mlflow]: swanlab, mlflow are not supported and left out; metrics go to console "
+        "trainer.logger=[aim, rl_insight]: aim, rl_insight are not supported and left out; metrics go to console "
         "and metrics.jsonl"
     ]
-    assert load(*QUIET, "trainer.logger=[swanlab,file]").config.trainer.logger == ["file"]
+    assert load(*QUIET, "trainer.logger=[aim,file]").config.trainer.logger == ["file"]
 
 
 def test_an_engine_wider_than_a_machine_takes_that_machine_s_devices(

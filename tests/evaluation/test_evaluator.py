@@ -145,8 +145,8 @@ class Runner:
     def to_rollout(self, version):
         self.version = version
 
-    def run(self, prompts, count, sampling, seed_keys):
-        self.arguments = (prompts, count, sampling, seed_keys)
+    def run(self, prompts, count, sampling, positions, stream):
+        self.arguments = (prompts, count, sampling, positions, stream)
         return self.samples, {"timing_s/gen": 2.0, "timing_s/reward": 0.5}
 
 
@@ -157,7 +157,7 @@ def test_an_evaluation_samples_every_prompt_and_reports_metrics_lengths_faults_a
     returned, metrics = Evaluator(runner, prompts, runner, sampling, 2).evaluate(7)
     assert returned == samples
     assert runner.version == 7
-    assert runner.arguments == (prompts, 2, sampling, ["validation 0", "validation 1"])
+    assert runner.arguments == (prompts, 2, sampling, [0, 1], "validation")
     assert metrics["val-core/maths/reward/mean@2"] == 0.5
     assert metrics["val-aux/response_length/mean"] == 3.0
     assert metrics["val-aux/reward/faults"] == 1

@@ -21,7 +21,7 @@ from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Sampling
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})
-PLACE = Place(PROMPT, 0, 0, "key", Sampling(8, (0,)))
+PLACE = Place(PROMPT, 0, 0, 0, "key", Sampling(8, (0,)))
 
 
 def turn(observed: list[int], sampled: list[int], stop: str = "stop") -> Turn:

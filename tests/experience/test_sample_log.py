@@ -4,11 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from hybridrl.batch import Batch
 from hybridrl.data.prompts import Prompt
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.episodes import Episode
-from hybridrl.experience.sample_log import SampleLog, dump_samples, read_batch, replays
+from hybridrl.experience.sample_log import SampleLog, read_batch, replays, sample_record, trained_fields
 from hybridrl.rewards.score import Score
 from hybridrl.tracking import SampleRow
 
@@ -39,58 +41,99 @@ def tracker() -> RecordingTracker:
     return RecordingTracker()
 
 
+@pytest.fixture
+def batch(make_batch) -> Batch:
+    """The rows of a step: two samples of one prompt, of two tokens and one."""
+    return make_batch([2, 1], rewards=[1.0, 0.0], advantages=[0.5, 0.5, -0.25])
+
+
 def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_each_sample_is_dumped_as_one_object_with_verls_keys(tmp_path):
-    path = tmp_path / "new" / "7.jsonl"
-    dump_samples(path, 7, [RIGHT, FAULTY])
-    assert rows_of(path) == [
-        {
-            "input": "system: Be brief.\nuser: 2 + 2?",
-            "output": "4 ✓",
-            "gts": "4",
-            "score": 1.0,
-            "step": 7,
-            "acc": True,
-            "pred": "4",
-        },
-        {"input": "2 + 2?", "output": "five", "gts": "4", "score": None, "step": 7, "fault": "timeout"},
+def test_a_record_has_verls_keys_and_the_rest_under_episode():
+    known = {"data_source": "maths", "row": 0, "position": 0, "sample": 0, "stop": "completed"}
+    known |= {"prompt_tokens": 1, "sampled_tokens": 1, "observed_tokens": 0}
+    right = {"input": "system: Be brief.\nuser: 2 + 2?", "output": "4 ✓", "gts": "4", "score": 1.0, "step": 7}
+    assert sample_record(7, RIGHT) == right | {"acc": True, "pred": "4", "episode": known}
+    faulty = {"input": "2 + 2?", "output": "five", "gts": "4", "score": None, "step": 7}
+    fault = {"fault": "timeout", "detail": "no score within 60 s"}
+    assert sample_record(7, FAULTY) == faulty | {"episode": known | fault}
+
+
+def test_a_keyword_of_the_reward_hides_nothing_that_hybridrl_knows():
+    named = sample_record(1, sample("?", "x", Score(1.0, {"reward": 2.0, "sample": "third"})))
+    assert named["sample"] == "third" and named["episode"]["sample"] == 0
+
+
+def test_a_training_record_has_the_mean_advantage_of_the_tokens_trained_on(batch):
+    batch.response_mask = torch.tensor([True, False, True])
+    batch.advantages = torch.tensor([0.5, 9.0, -0.25])
+    trained = trained_fields(batch, 0, lambda ids: [])
+    assert [trained[0, 0], trained[1, 0]] == [
+        {"trained": True, "advantage": 0.5},
+        {"trained": True, "advantage": -0.25},
     ]
-    text = path.read_text(encoding="utf-8")
-    assert "✓" in text
-    assert '"score": 1.0' in text
+    assert sample_record(1, RIGHT, trained)["episode"]["advantage"] == 0.5
 
 
-def test_a_ground_truth_that_json_cannot_represent_is_dumped_as_text(tmp_path):
-    path = tmp_path / "1.jsonl"
-    dump_samples(path, 1, [sample("?", "x", Score(0.0), ground_truth={"answers": np.array([1, 2])})])
-    assert rows_of(path)[0]["gts"] == {"answers": "[1 2]"}
+def test_a_sample_that_was_not_trained_on_says_so():
+    assert sample_record(1, FAULTY, {})["episode"]["trained"] is False
 
 
-def test_a_step_dumped_again_replaces_the_earlier_dump(tmp_path):
-    path = tmp_path / "1.jsonl"
-    dump_samples(path, 1, [RIGHT, RIGHT])
-    dump_samples(path, 1, [FAULTY])
-    assert len(rows_of(path)) == 1
+def test_the_tokens_of_the_least_and_the_largest_advantage_are_written(make_batch):
+    rewards, advantages = [0.0] * 5, torch.tensor([0.1, 0.1, -0.2, 0.3, 0.0, 0.05])
+    batch = make_batch([2, 1, 1, 1, 1], rewards=rewards, advantages=advantages)
+    batch.rollout_log_probs = torch.linspace(-1, 0, 6)
+    batch.old_log_probs = batch.entropies = None
+    trained = trained_fields(batch, 2, lambda ids: [f"<{one}>" for one in ids])
+    written = {place[0]: fields["tokens"] for place, fields in trained.items() if "tokens" in fields}
+    assert sorted(written) == [1, 2], "with advantages of -0.2 and 0.3"
+    assert written[2] == {
+        "ids": [batch.response_ids[3].item()],
+        "texts": [f"<{batch.response_ids[3]}>"],
+        "sampled": [1],
+        "log_probs": [-0.4],
+        "advantages": [0.3],
+    }
 
 
-def test_training_and_validation_samples_go_to_their_own_directories(tracker, tmp_path):
+def test_an_episode_of_two_rows_is_one_record_with_all_of_its_tokens(make_batch):
+    batch = make_batch([2, 1], rewards=[1.0, 1.0], advantages=[0.5, 0.5, 0.5])
+    batch.sample, batch.episode = torch.tensor([0, 0]), torch.tensor([0, 0])
+    ((place, fields),) = trained_fields(batch, 4, lambda ids: ["?"] * len(ids)).items()
+    assert place == (0, 0) and len(fields["tokens"]["ids"]) == 3
+
+
+def test_a_ground_truth_that_json_cannot_represent_is_written_as_text(tracker, tmp_path):
+    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=tmp_path, shown=0)
+    log.validation_samples(1, [sample("?", "x", Score(0.0), ground_truth={"answers": np.array([1, 2])})])
+    assert rows_of(tmp_path / "1.jsonl")[0]["gts"] == {"answers": "[1 2]"}
+
+
+def test_training_and_validation_samples_go_to_their_own_directories(tracker, tmp_path, batch):
     places = {"training_dir": str(tmp_path / "train"), "validation_dir": str(tmp_path / "val")}
     log = SampleLog(tracker, **places, replay_dir=tmp_path, shown=0)
-    log.training_samples(3, [RIGHT])
+    log.training_samples(3, [RIGHT], batch)
     log.validation_samples(4, [FAULTY])
-    assert rows_of(tmp_path / "train" / "3.jsonl")[0]["output"] == "4 ✓"
+    (right,) = rows_of(tmp_path / "train" / "3.jsonl")
+    assert right["output"] == "4 ✓" and right["episode"]["advantage"] == 0.5
     assert rows_of(tmp_path / "val" / "4.jsonl")[0]["output"] == "five"
     assert tracker.shown == []
 
 
-def test_a_resumed_run_deletes_the_samples_of_later_steps_and_nothing_else(tracker, tmp_path):
+def test_a_step_written_again_replaces_the_earlier_file(tracker, tmp_path):
+    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=tmp_path, shown=0)
+    log.validation_samples(1, [RIGHT, RIGHT])
+    log.validation_samples(1, [FAULTY])
+    assert len(rows_of(tmp_path / "1.jsonl")) == 1
+
+
+def test_a_resumed_run_deletes_the_samples_of_later_steps_and_nothing_else(tracker, tmp_path, batch):
     training, validation = tmp_path / "train", tmp_path / "val"
     log = SampleLog(tracker, training_dir=str(training), validation_dir=str(validation), replay_dir=tmp_path, shown=0)
     for step in (0, 2, 3, 10):
-        log.training_samples(step, [RIGHT])
+        log.training_samples(step, [RIGHT], batch)
         log.validation_samples(step, [RIGHT])
     (training / "notes.jsonl").touch()
     (training / "11.txt").touch()
@@ -100,10 +143,9 @@ def test_a_resumed_run_deletes_the_samples_of_later_steps_and_nothing_else(track
 
 
 def test_a_full_disk_costs_the_samples_of_a_step_and_does_not_end_the_run(tracker, tmp_path, capsys):
-    (tmp_path / "3.jsonl").symlink_to("/dev/full")
-    SampleLog(tracker, training_dir=str(tmp_path), validation_dir=None, replay_dir=Path(), shown=0).training_samples(
-        3, [RIGHT]
-    )
+    (tmp_path / ".3.jsonl.writing").symlink_to("/dev/full")
+    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=Path(), shown=0)
+    log.validation_samples(3, [RIGHT])
     assert list(tmp_path.iterdir()) == [], "no partial file is left"
     (warning,) = capsys.readouterr().out.splitlines()
     cause = f"{tmp_path}/3.jsonl could not be written: No space left on device"
@@ -120,10 +162,10 @@ def test_without_directories_nothing_is_deleted(tracker, tmp_path, monkeypatch):
     assert (tmp_path / "9.jsonl").exists()
 
 
-def test_without_directories_nothing_is_written(tracker, tmp_path, monkeypatch):
+def test_without_directories_nothing_is_written(tracker, tmp_path, monkeypatch, batch):
     monkeypatch.chdir(tmp_path)
     log = SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=Path(), shown=1)
-    log.training_samples(1, [RIGHT])
+    log.training_samples(1, [RIGHT], batch)
     log.validation_samples(1, [RIGHT])
     assert list(tmp_path.iterdir()) == []
 

@@ -35,7 +35,7 @@ def rows(wanted: list[Request], responses: dict[tuple[int, int], Completion]) ->
         response = responses[request.prompt, request.sample]
         trajectory = Trajectory([Turn.of(prompt.ids, response)])
         episodes.append(Episode(prompt, request.prompt, request.sample, trajectory, "", Score(float(request.sample))))
-    return to_batch(group_by_prompt(episodes, range(len(episodes))))
+    return to_batch(group_by_prompt(episodes))
 
 
 def update(workers: TrainWorkers, batch: Batch) -> None:

@@ -295,7 +295,7 @@ class Decoding:
 
 
 def batch_of(found: list[Episode]) -> Batch:
-    return to_batch(group_by_prompt(found, range(PROMPTS)))
+    return to_batch(group_by_prompt(found))
 
 
 def test_an_episode_of_one_turn_is_the_single_response_bit_for_bit(config, parts, tokenizer, prompts, workers):

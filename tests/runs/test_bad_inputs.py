@@ -34,10 +34,12 @@ FILES = {
     "shape.py": (
         "def advantages(batch): return batch.rewards, batch.rewards\n"
         "def loss(batch, log_probs, settings): return log_probs.mean(), {}\n"
+        "def by_parts(batch): return batch.reward_parts.mean(1), batch.rewards\n"
+        "by_parts.reads = ('reward_parts',)\n"
     ),
     "own_data.py": "class Rows: ...\n",
     "broken.jsonl": '{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n{"prompt": \n',
-    "no_truth.jsonl": '{"prompt": "1+1="}\n',
+    "no_truth.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
     "no_prompt.jsonl": '{"question": "1+1=", "reward_model": {"ground_truth": "2"}}\n',
     "columns.jsonl": '{"prompt": 7, "reward_model": {"ground_truth": "2"}}\n' * 50,
     "long.jsonl": json.dumps({"prompt": "1+1=" * 100, "reward_model": {"ground_truth": "2"}}) + "\n",
@@ -141,7 +143,9 @@ REJECTED = {
     "a fraction for a count": (["data.train_batch_size=1.5"], ["data.train_batch_size=1.5", "integer"]),
     "a word for a bool": (["data.shuffle=perhaps"], ["data.shuffle=perhaps", "true or false"]),
     "an estimator": (["algorithm.adv_estimator=grop"], ["algorithm.adv_estimator=grop", "grpo"]),
-    "an aggregation": ([f"{ACTOR}.loss_agg_mode=tokens"], [f"{ACTOR}.loss_agg_mode=tokens", "token-mean"]),
+    "an aggregation": ([f"{ACTOR}.loss_agg_mode=token_mean"], [".loss_agg_mode=token_mean", "mean token-mean?"]),
+    "a group of Hydra": ([f"{ACTOR.replace('.', '/')}=x"], ["actor_rollout_ref/actor", "key=value"]),
+    "a plugin of Hydra": (["hydra/sweeper=optuna"], ["hydra/sweeper", "hybridrl sweep"]),
     "a form of KL": ([f"{ACTOR}.kl_loss_type=k9"], [f"{ACTOR}.kl_loss_type=k9", "k3"]),
     "a negative rate": ([f"{ACTOR}.optim.lr=-1"], [f"{ACTOR}.optim.lr=-1", "at least 0"]),
     "a negative batch": (["data.train_batch_size=-4"], ["data.train_batch_size=-4", "at least 1"]),
@@ -176,7 +180,7 @@ REJECTED = {
     "a line that is no JSON": (["data.train_files=broken.jsonl"], ["broken.jsonl, line 2", "not JSON"]),
     "a file that is no parquet": (["data.train_files=broken.parquet"], ["data.train_files", "broken.parquet"]),
     "a bucket": (["data.train_files=s3://bucket/train.parquet"], ["s3://bucket/train.parquet"]),
-    "no truth": (["data.train_files=no_truth.jsonl"], ["no_truth.jsonl, line 1", "ground truth"]),
+    "no truth": (["data.train_files=no_truth.jsonl"], ["no_truth.jsonl, line 1", "ground truth", "the column answer"]),
     "no prompt": (["data.train_files=no_prompt.jsonl"], ["no_prompt.jsonl", "data.prompt_key=question"]),
     "another type of prompt": (["data.train_files=columns.jsonl"], ["columns.jsonl, line 1", "prompt"]),
     "a long prompt": (["data.train_files=long.jsonl"], ["data.max_prompt_length"]),
@@ -219,6 +223,9 @@ REJECTED = {
     "an estimator's shape": (["algorithm.adv_estimator=shape.py:advantages"], ["advantages", "shape"]),
     "a loss's signature": ([f"{ACTOR}.policy_loss.loss_mode=wrong_signature.py:loss"], ["wrong_signature.py:loss"]),
     "a loss's shape": ([f"{ACTOR}.policy_loss.loss_mode=shape.py:loss"], ["shape.py:loss", "shape"]),
+    "an estimator of components without names": (
+        ["algorithm.adv_estimator=shape.py:by_parts"], ["shape.py:by_parts", "algorithm.gdpo_reward_keys"],
+    ),
     # devices and engines
     "no GPU": (["trainer.device=cuda"], ["trainer.device=cuda", "trainer.device=cpu"]),
     "devices that an engine does not divide": (
@@ -245,6 +252,7 @@ REJECTED = {
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=run/global_step_9"],
         ["global_step_9"],
     ),
+    "a logger without its package": (["trainer.logger=[clearml]"], ["trainer.logger=clearml", "pip install clearml"]),
     "an unknown logger": (["trainer.logger=[console,tensorbord]"], ["trainer.logger=tensorbord", "tensorboard"]),
 }  # fmt: skip
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.tracking import SampleRow, Tracker
+from hybridrl.tracking import Resume, SampleRow, Tracker
+from hybridrl.tracking.sink import Sink
+from hybridrl.tracking.trackers import SINKS
 
 SAMPLE = SampleRow(prompt="2 + 3 = ?", response="[b]5[/b]\x1b[31m", ground_truth="5", score=1.0)
 
@@ -117,13 +119,36 @@ def test_tensorboard_has_the_hyperparameters(tmp_path):
     assert found["algorithm.adv_estimator"].string_value == "grpo"
 
 
-def test_a_missing_wandb_is_a_warning_that_names_the_extra(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.delitem(sys.modules, "hybridrl.tracking.wandb_sink", raising=False)
-    with tracker(tmp_path, ["wandb"]) as run:
+@pytest.mark.parametrize("name", sorted(SINKS))
+def test_another_tracker_gets_metrics_and_samples_and_is_resumed(tmp_path, monkeypatch, name):
+    pytest.importorskip(name)  # each is the user's to install
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for variable in ("MLFLOW_TRACKING_URI", "SWANLAB_API_KEY", "SWANLAB_MODE", "CLEARML_API_ACCESS_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    with tracker(tmp_path, [name]) as run:
+        run.log(1, {"val-core/maths/acc/mean@1": 0.25, "undefined": math.nan})
+        run.samples(1, [SAMPLE])
+        state = run.state_dict()["sinks"]
+    assert state[name]
+    with Tracker([name], tmp_path, "project", "experiment", {}, 3, Resume(1, state)) as run:
+        run.log(2, {"val-core/maths/acc/mean@1": 0.5})
+        assert run.state_dict()["sinks"][name] == state[name]
+
+
+def test_a_tracker_that_fails_costs_its_metrics_and_one_warning(tmp_path, capsys, monkeypatch):
+    class Unreachable(Sink):
+        def __init__(self, *_: object) -> None: ...
+
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            raise RuntimeError("the server does not respond")
+
+    monkeypatch.setitem(SINKS, "mlflow", Unreachable)
+    with tracker(tmp_path, ["mlflow"]) as run:
         run.log(1, {"a": 1.0})
-    assert "pip install wandb" in capsys.readouterr().out
-    assert lines(tmp_path) == [{"step": 1, "a": 1.0}]
+        run.log(2, {"a": 1.0})
+    assert capsys.readouterr().out.count("logger mlflow: the server does not respond") == 1
+    assert len(lines(tmp_path)) == 2
 
 
 def test_wandb_without_a_key_records_offline_without_a_prompt(tmp_path, capsys, monkeypatch):

@@ -12,7 +12,7 @@ from hybridrl.config.values import LOGGERS, REWARD_MANAGERS
 CUSTOM_ESTIMATOR = Estimator("", "", reads=("values", "reward_parts"))
 CUSTOM_LOSS = PolicyLoss("", "")
 # Logging backends of verl, SkyRL and AReaL that hybridrl does not have.
-OTHER_LOGGERS = ("swanlab", "mlflow", "vemlp_wandb", "clearml", "trackio", "rl_insight", "aim")
+OTHER_LOGGERS = ("vemlp_wandb", "rl_insight", "aim")
 
 ESTIMATOR, CORRECTION, FILTER = "algorithm.adv_estimator", "algorithm.rollout_correction", "algorithm.filter_groups"
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{section}" for section in ("actor", "rollout", "ref"))

@@ -75,9 +75,11 @@ def resolve_devices(
             cause = "without a Ray cluster to join there is only this machine"
             fix = "run ray start on each machine and set RAY_ADDRESS, or leave trainer.nnodes at 1"
             check.error("trainer.nnodes", cause, fix)
+    home = Path(trainer.default_local_dir).absolute()
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
-        if machine.here and (directory := vars(trainer).get(name)):
-            _check_writable(f"trainer.{name}", Path(directory).absolute(), check)
+        directory = Path(vars(trainer).get(name) or home).absolute()
+        if machine.here and (name == "default_local_dir" or home not in (directory, *directory.parents)):
+            _check_writable(f"trainer.{name}", directory, check)
     if machine.here and trainer.device == "cpu" and trainer.n_gpus_per_node > machine.cores:
         cause = f"more devices than this machine's {machine.cores} cores, which they share: each has two processes"
         check.warn(DEVICES, cause, f"set {DEVICES}={machine.cores}")

@@ -1,0 +1,202 @@
+"""Samples of a run in the terminal: `python -m hybridrl.show RUN [--step N] [--max-reward 0] [--group] [--tokens]`
+
+Reads the files of tracking/records.py, and those that verl writes to its rollout_data_dir.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.rule import Rule
+from rich.text import Text
+
+from hybridrl.config import ConfigError
+from hybridrl.runtime.signals import ended_by_closed_pipe
+from hybridrl.tracking.console import printable
+from hybridrl.tracking.records import SampleRecord, read_records, record_files, records_of
+
+EXIT_REJECTED = 2
+UNLIKELY = ((0.01, "bold white on red"), (0.1, "red"), (0.5, "yellow"))  # a token's probability is below -> its style
+ORDERS = {
+    "file": lambda record: 0,
+    "reward": lambda record: -math.inf if record.score is None else record.score,
+    "advantage": lambda record: abs(record.episode.get("advantage") or 0.0),
+    "length": lambda record: record.episode.get("sampled_tokens", len(record.response)),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        shown = select(read(options), options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REJECTED
+    with ended_by_closed_pipe():
+        if options.json:
+            print("\n".join(json.dumps(asdict(record), ensure_ascii=False) for record in shown))
+        else:
+            print_samples(shown, tokens=options.tokens)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.show",
+        description="Show samples of a run, or of a directory that verl wrote.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run's directory, a directory of <step>.jsonl files, or one of these")
+    add("--step", default="last", metavar="N", help="a step, last (the default) or all")
+    add("--validation", action="store_true", help="validation samples instead of training samples")
+    add("--min-reward", type=float, metavar="X", help="with at least this reward")
+    add("--max-reward", type=float, metavar="X", help="with at most this reward")
+    add("--row", type=int, metavar="N", help="of one row of the data; with --step all: how its responses change")
+    add("--search", metavar="TEXT", help="whose prompt or response contains this text")
+    add("--fault", action="store_true", help="that could not be scored")
+    add("--sort", choices=ORDERS, default="file", help="largest first")
+    add("--limit", type=int, default=10, metavar="N", help="how many, 10 by default; 0: all")
+    add("--group", action="store_true", help="all responses to the prompts of those, with how they compare")
+    add("--tokens", action="store_true", help="color each token by its probability, where tokens were written")
+    add("--json", action="store_true", help="one JSON object per sample")
+    return parser
+
+
+def read(options: argparse.Namespace) -> list[SampleRecord]:
+    """Return the samples of the chosen steps. Raises ConfigError if there are none."""
+    run: Path = options.run
+    if not run.exists():
+        raise ConfigError(f"{run} does not exist", fix="name the directory of a run")
+    files = {0: run} if run.is_file() else records_of(run, "samples" if options.validation else "rollouts")
+    if not files:
+        others = record_files(run / "samples") and not options.validation
+        fix = (
+            "add --validation" if others else "samples are kept with trainer.rollout_data_dir, which is set by default"
+        )
+        raise ConfigError(f"{run} has no samples", fix=fix)
+    if options.step == "last" or run.is_file():
+        chosen = [max(files)]
+    elif options.step == "all":
+        chosen = list(files)
+    elif not options.step.isdecimal() or int(options.step) not in files:
+        there = f"{min(files)} to {max(files)}" if len(files) > 1 else str(min(files))
+        raise ConfigError(
+            f"--step={options.step}: there are no samples of that step", fix=f"those of steps {there} are there"
+        )
+    else:
+        chosen = [int(options.step)]
+    return [record for step in chosen for record in read_records(files[step])]
+
+
+def select(records: Sequence[SampleRecord], options: argparse.Namespace) -> list[SampleRecord]:
+    """Return the samples that the options name, in their order; with `--group` each with its group."""
+    least, most, text = options.min_reward, options.max_reward, options.search
+
+    def wanted(record: SampleRecord) -> bool:
+        score = record.score
+        return (
+            (least is None or (score is not None and score >= least))
+            and (most is None or (score is not None and score <= most))
+            and (options.row is None or record.episode.get("row") == options.row)
+            and (text is None or text in record.prompt or text in record.response)
+            and (not options.fault or score is None)
+            and (not options.tokens or options.group or "tokens" in record.episode)
+        )
+
+    chosen = sorted(filter(wanted, records), key=ORDERS[options.sort], reverse=options.sort != "file")
+    if options.group:
+        keys = list(dict.fromkeys(map(group_of, chosen)))[: options.limit or None]
+        members = {key: [record for record in records if group_of(record) == key] for key in keys}
+        return [record for key in keys for record in members[key]]
+    return chosen[: options.limit or None]
+
+
+def group_of(record: SampleRecord) -> tuple[int, str | int]:
+    """Return what the responses to one prompt in one step have in common."""
+    return record.step, record.episode.get("position", record.prompt)
+
+
+def print_samples(records: Sequence[SampleRecord], *, tokens: bool) -> None:
+    """Print samples, the prompt of neighbours in a group once, with how the rewards of the group compare."""
+    console, last = Console(highlight=False, soft_wrap=True), None
+    for number, record in enumerate(records):
+        if group_of(record) != last:
+            last = group_of(record)
+            members = [other for other in records[number:] if group_of(other) == last]
+            console.print(Rule(escape(f"step {record.step}, {_place(record)}"), align="left", style="dim"))
+            console.print(_conversation(record))
+            if len(members) > 1:
+                console.print(Text(comparison(members), "dim"))
+        console.print(Text(facts(record), "bold cyan"))
+        console.print(_tokens(record) if tokens and "tokens" in record.episode else Text(printable(record.response)))
+    if not records:
+        console.print("no sample matches")
+    elif tokens:
+        legend = (Text(f" below {bound:g} ", style) for bound, style in UNLIKELY)
+        console.print(Text.assemble("\nprobability of a token ", *legend, (" not sampled ", "dim italic")))
+
+
+def _place(record: SampleRecord) -> str:
+    row, source = record.episode.get("row"), record.episode.get("data_source", "")
+    return f"{source} row {row}" if row is not None else "prompt"
+
+
+def _conversation(record: SampleRecord) -> Text:
+    return Text.assemble(
+        (printable(record.prompt), "green"), ("\nground truth: ", "dim"), (printable(str(record.truth)), "dim")
+    )
+
+
+def facts(record: SampleRecord) -> str:
+    """Return reward, advantage, length and end of a sample, and the components of its reward, in one line."""
+    episode = record.episode
+    advantage, length, stop = episode.get("advantage"), episode.get("sampled_tokens"), episode.get("stop")
+    parts = [f"sample {episode['sample']}"] if "sample" in episode else []
+    parts += [f"reward {record.score:g}" if record.score is not None else f"no score: {episode.get('fault', 'fault')}"]
+    parts += [f"advantage {advantage:+.3g}"] if advantage is not None else []
+    parts += ["not trained on"] if episode.get("trained") is False else []
+    parts += [f"{length} tokens"] if length is not None else []
+    parts += [str(stop)] if stop not in (None, "completed") else []
+    parts += [f"{len(episode['turns'])} turns"] if episode.get("turns") else []
+    parts += [f"{name} {_short(value)}" for name, value in record.components.items()]
+    return printable(", ".join(parts))
+
+
+def comparison(members: Sequence[SampleRecord]) -> str:
+    """Return mean and spread of the rewards of a group."""
+    scores = [record.score for record in members if record.score is not None]
+    if not scores:
+        return f"{len(members)} responses, none with a score"
+    spread = f", standard deviation {statistics.stdev(scores):.3g}" if len(scores) > 1 else ""
+    flat = "; all equal, so that nothing is learned from them" if len(set(scores)) == 1 < len(scores) else ""
+    return f"{len(members)} responses, mean reward {statistics.fmean(scores):.3g}{spread}{flat}"
+
+
+def _tokens(record: SampleRecord) -> Text:
+    """Return the response with each token in the style of its probability, and where engine and trainer differ most."""
+    tokens = record.episode["tokens"]
+    text = Text()
+    for piece, log_prob, sampled in zip(tokens["texts"], tokens["log_probs"], tokens["sampled"], strict=False):
+        style = next((style for bound, style in UNLIKELY if math.exp(log_prob) < bound), "")
+        text.append(printable(piece), style if sampled else "dim italic")
+    if "train_log_probs" in tokens:
+        gaps = [abs(a - b) for a, b in zip(tokens["log_probs"], tokens["train_log_probs"], strict=False)]
+        text.append(f"\nlargest difference of log-probs, engine and trainer: {max(gaps, default=0.0):.2g}", "dim")
+    return text
+
+
+def _short(value: object) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

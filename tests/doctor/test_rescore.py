@@ -1,0 +1,85 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.doctor.__main__ import main
+
+REWARD = """
+def strict(solution_str, ground_truth, extra_info):
+    if solution_str == "none":
+        raise KeyError("label")
+    return float(solution_str == ground_truth) * (2.0 if extra_info.get("hard") else 1.0)
+"""
+
+
+def record(step: int, position: int, sample: int, score: float, text: str) -> dict:
+    known = {"row": position, "position": position, "sample": sample, "sampled_tokens": 1, "stop": "completed"}
+    return {"input": "?", "output": text, "gts": "4", "score": score, "step": step, "episode": known}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two steps: a group whose rewards turn round, and one whose responses all get the same then."""
+    steps = {
+        1: [record(1, 0, 0, 0.0, "4"), record(1, 0, 1, 1.0, "four")],
+        2: [record(2, 1, 0, 1.0, "4"), record(2, 1, 1, 0.0, "4")],
+    }
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    for step, records in steps.items():
+        lines = "".join(json.dumps(one) + "\n" for one in records)
+        (tmp_path / "run" / "rollouts" / f"{step}.jsonl").write_text(lines)
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path / "run"
+
+
+def causes(capsys: pytest.CaptureFixture, run: Path, *more: str) -> tuple[int, dict[str, list[str]]]:
+    """The exit status, and what was found by its code."""
+    status = main(["rescore", str(run), "--reward", f"{run.parent / 'reward.py'}:strict", "--json", *more])
+    found: dict[str, list[str]] = {}
+    for finding in json.loads(capsys.readouterr().out)["findings"]:
+        found.setdefault(finding["code"].partition(".")[2], []).append(finding["cause"])
+    return status, found
+
+
+def test_changed_scores_and_turned_advantages_are_reported(run, capsys):
+    status, found = causes(capsys, run)
+    assert status == 0
+    assert found["changed"] == ["3 of 4 samples have another score"]
+    assert found["step"] == [
+        "step 1: mean reward 0.500 -> 0.500, 2 changed",
+        "step 2: mean reward 0.500 -> 1.000, 1 changed",
+    ]
+    assert found["advantages"] == [
+        "by grpo: 2 of 4 advantages change their sign; 0 samples taught nothing, 2 would teach nothing"
+    ]
+    assert found["sample"][0] == "step 1: 0 -> 1; ground truth 4; response ends '4'"
+
+
+def test_only_the_steps_that_are_named_are_scored(run, capsys):
+    assert causes(capsys, run, "--steps", "2")[1]["changed"] == ["1 of 2 samples have another score"]
+    status, found = causes(capsys, run, "--steps", "2,9")
+    assert status == 1 and found["rejected"] == ["--steps=2,9: no samples of step 9"]
+
+
+def test_a_reward_that_fails_is_counted(run, capsys):
+    path = run / "rollouts" / "1.jsonl"
+    path.write_text(path.read_text().replace("four", "none"))
+    assert causes(capsys, run)[1]["fault"] == ["1 of 4 samples have no score now"]
+
+
+def test_extra_info_and_the_estimator_are_those_of_the_run(run, capsys, monkeypatch):
+    rows = [{"prompt": "?", "reward_model": {"ground_truth": "4"}, "extra_info": {"hard": hard}} for hard in (1, 0)]
+    (run.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = ("data: {train_files: [rows.jsonl]}", "algorithm: {adv_estimator: rloo}")
+    (run / "config.yaml").write_text("\n".join([*sections, "actor_rollout_ref: {model: {path: moved/away}}"]))
+    monkeypatch.chdir(run.parent)
+    _, found = causes(capsys, run)
+    assert found["step"][0] == "step 1: mean reward 0.500 -> 1.000, 2 changed"
+    assert found["advantages"][0].startswith("by rloo: 2 of 4")
+
+
+def test_a_directory_without_samples_is_rejected(tmp_path, run, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["rescore", str(tmp_path / "empty"), "--reward", f"{tmp_path}/reward.py:strict"]) == 1
+    assert "has no samples" in capsys.readouterr().out

@@ -1,0 +1,47 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.tracking.records import SampleRecord, read_records, record_files, write_records
+
+VERL = {"input": "user: 2 + 2?", "output": "4", "gts": "4", "score": 1.0, "step": 7, "acc": True}
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    write_records(tmp_path / "new" / "7.jsonl", [VERL | {"episode": {"row": 3}}])
+    (record,) = read_records(tmp_path / "new" / "7.jsonl")
+    assert record == SampleRecord("user: 2 + 2?", "4", "4", 1.0, 7, {"acc": True}, {"row": 3})
+
+
+def test_files_of_verl_have_no_episode(tmp_path):
+    (tmp_path / "7.jsonl").write_text(json.dumps(VERL))
+    (record,) = read_records(tmp_path / "7.jsonl")
+    assert record.episode == {} and record.components == {"acc": True}
+
+
+@pytest.mark.parametrize("text", ["</script>", "\x00\x1b[31m", "\ud800 alone", "\u202eright to left", "\u2028"])
+def test_whatever_a_model_writes_is_one_line_of_text(tmp_path, text):
+    write_records(tmp_path / "1.jsonl", [VERL | {"output": text}, VERL])
+    first, second = read_records(tmp_path / "1.jsonl")
+    assert second.response == "4" and isinstance(first.response, str)
+
+
+def test_lines_that_are_torn_or_no_samples_are_skipped_with_one_warning(tmp_path, capsys):
+    lines = [json.dumps(VERL), "[1, 2]", '{"other": 1}', json.dumps(VERL)[:-9]]
+    (tmp_path / "1.jsonl").write_text("\n".join(lines))
+    assert len(list(read_records(tmp_path / "1.jsonl"))) == 1
+    assert capsys.readouterr().out.count("3 lines cannot be read") == 1
+
+
+def test_the_files_of_a_directory_are_by_step_in_order(tmp_path):
+    for name in ("10.jsonl", "2.jsonl", "notes.jsonl", ".3.jsonl.writing"):
+        (tmp_path / name).touch()
+    assert list(record_files(tmp_path)) == [2, 10] and record_files(tmp_path / "none") == {}
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path):
+    (tmp_path / ".1.jsonl.writing").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space"):
+        write_records(Path(tmp_path / "1.jsonl"), [VERL])
+    assert list(tmp_path.iterdir()) == []
