@@ -12,6 +12,7 @@ from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import PrivateDirectory
+from hybridrl.tracking.console import stage
 
 EXIT_FAULTS = 3  # more responses than reward.max_fault_rate could not be scored
 
@@ -23,10 +24,10 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
     samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
     server = fork_server(first.trainer, first.ray_kwargs.ray_init, engine=True) if samples else nullcontext()
     with server as forks, closing(PrivateDirectory()) as merged:
-        # torch and Ray are imported only for a valid configuration
-        from hybridrl.model_merger.temporary import whole_model
-        from hybridrl.runs.eval_command import evaluate
-        from hybridrl.runs.setup import Sessions
+        with stage("loading torch, transformers and Ray"):  # only for a valid configuration
+            from hybridrl.model_merger.temporary import whole_model
+            from hybridrl.runs.eval_command import evaluate
+            from hybridrl.runs.setup import Sessions
 
         def run(config: PPOConfig) -> None:
             def merge(path: str) -> str:

@@ -32,7 +32,7 @@ CHUNK = 4_000_000  # numbers of a bootstrap that are in memory at a time
 @dataclass(frozen=True)
 class Mean:
     """A mean over questions with both intervals; None: the data do not say. `few`: so few are right, or wrong, that the
-    intervals are Wilson's, and the evaluation is too small to tell apart models that are this good, or this bad."""
+    intervals are Wilson's, and the evaluation is too small to separate models that are this good, or this bad."""
 
     value: float
     again: Interval | None
