@@ -221,21 +221,11 @@ class ModelEvaluation:
         if self.function_scores:
             log = directory / "logs" / "reward.log"
             reject_failing_reward(self.config, self.tokenizer, self.datasets, log)
-        by_place = {(one.question.number, one.sample): one for one in missing}
-        places = [
-            Place(one.question.prompt, *[one.question.number] * 2, one.sample, one.question.seed_key, one.sampling)
-            for one in missing
-        ]
-        with self._runner(sessions, merge, directory) as runner:
-            began = time.monotonic()
-
-            def finished(episode: Episode) -> None:
-                keep(episode_sample(by_place[episode.position, episode.sample], episode, time.monotonic() - began))
-
-            runner.run_places(places, finished=finished)
+        with self.runner(sessions, merge, directory) as runner:
+            sample_here(runner, missing, keep)
 
     @contextmanager
-    def _runner(self, sessions: Sessions, merge: Merge, directory: Path) -> Iterator[EpisodeRunner]:
+    def runner(self, sessions: Sessions, merge: Merge, directory: Path) -> Iterator[EpisodeRunner]:
         """Start scorers, engines and processes of episodes."""
         config, logs = self.config, directory / "logs"
         load = partial(tokenizer_elsewhere, config)
@@ -261,6 +251,21 @@ class ModelEvaluation:
                 function_scores=not uses_built_in(config.reward),
                 add_environment_reward=config.reward.add_environment_reward,
             )
+
+
+def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable[[Sample], None]) -> None:
+    """Sample and score responses by the engines of a runner, and keep each as soon as it has its score."""
+    by_place = {(one.question.number, one.sample): one for one in missing}
+    places = [
+        Place(one.question.prompt, *[one.question.number] * 2, one.sample, one.question.seed_key, one.sampling)
+        for one in missing
+    ]
+    began = time.monotonic()
+
+    def finished(episode: Episode) -> None:
+        keep(episode_sample(by_place[episode.position, episode.sample], episode, time.monotonic() - began))
+
+    runner.run_places(places, finished=finished)
 
 
 def _served_from(config: PPOConfig, path: str) -> PPOConfig:
