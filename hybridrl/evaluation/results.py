@@ -67,6 +67,7 @@ def dataset_results(samples: Sequence[Sample], ks: Sequence[int] = ()) -> dict[s
     results: dict[str, Any] = {"num_questions": len(questions), "n": most, "samples": len(lengths)}
     results["sample_length"] = float(np.mean(lengths)) if any(lengths) else None
     results |= _greedy(questions)
+    results["binary"] = all(np.isin(one.values, (0, 1)).all() for one in scored)
     results["avg"] = asdict(statistics.mean([one.values for one in scored])) if scored else None
     results["score"] = float(np.mean([one.scores.mean() for one in scored])) if scored else None
     results |= _of_k(scored, sizes)

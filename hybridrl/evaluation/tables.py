@@ -27,9 +27,8 @@ def columns(datasets: Mapping[str, Numbers]) -> list[str]:
     return [*COLUMNS, "again", "alike", *passes, *majorities, "truncated", "faults"]
 
 
-def rows(datasets: Mapping[str, Numbers]) -> list[list[str]]:
-    """Return the cells of the table, a row per dataset."""
-    names = columns(datasets)
+def rows(datasets: Mapping[str, Numbers], names: Sequence[str]) -> list[list[str]]:
+    """Return the cells of these columns, a row per dataset."""
     return [[_cell(name, dataset, numbers) for name in names] for dataset, numbers in datasets.items()]
 
 
@@ -39,7 +38,8 @@ def _cell(column: str, dataset: str, numbers: Numbers) -> str:
     if column == "dataset":
         return dataset
     if column == "sample_pass@1":
-        return _share(average and average["value"]) + (" (n too small)" if average and average["few"] else "")
+        notes = " (mean score)" * (not numbers["binary"]) + " (n too small)" * bool(average and average["few"])
+        return _share(average and average["value"]) + notes
     if column in ("again", "alike"):
         return interval(average and average[column])
     if column == "greedy_acc":

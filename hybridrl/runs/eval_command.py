@@ -1,10 +1,12 @@
 """All that one evaluation command does: each of its models, stored responses, comparisons, and what is printed."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -145,19 +147,18 @@ def report(evaluated: Sequence[Evaluated], config: PPOConfig, baseline: Evaluate
     """Write and print the tables of all models and their comparisons; return the largest share of faults."""
     compared = [comparisons(one.samples, baseline.samples) for one in evaluated] if baseline else []
     corrected(compared)
-    for index, one in enumerate([*evaluated, *([baseline] if baseline and baseline.is_new else [])]):
-        texts = [f"# {one.name}\n", *_markdown(one)]
-        show(one.name, columns(one.datasets), rows(one.datasets))
-        if compared and one is not baseline:
-            title = f"A = {one.name}, B = {baseline.name}"
-            texts += [f"## {title}\n", markdown(COMPARED, compared_rows(compared[index])), *changes(compared[index])]
-            show(title, COMPARED, compared_rows(compared[index]))
-            for line in changes(compared[index]):
-                info(line)
+    new = [*evaluated, *([baseline] if baseline and baseline.is_new else [])]
+    for one, comparison in zip_longest(new, compared, fillvalue={}):
+        write_table(one, baseline, comparison)
+    _show("results", [(one.name, one.datasets) for one in new], columns, rows)
+    if baseline:
+        pairs = [(one.name, comparison) for one, comparison in zip(evaluated, compared, strict=True)]
+        _show(f"compared with B = {baseline.name}", pairs, lambda _: [*COMPARED], lambda some, _: compared_rows(some))
+        for one, comparison in zip(evaluated, compared, strict=True):
             _warn_of_differences(one, baseline)
-            add_to_results(one.directory, {"comparison": {"b": str(baseline.directory), "datasets": compared[index]}})
-        (one.directory / TABLE).write_text("\n".join(texts) + "\n", encoding="utf-8")
-        info(f"samples and results: {one.directory}")
+            info("\n".join(f"{one.name}, {line}" for line in changes(comparison)))
+    for one in new:
+        info(f"samples and results of {one.name}: {one.directory}")
     if config.eval.responses:
         info(str(test_scores(evaluated[0].samples)))
     for name, bias in selection_biases([one.samples for one in evaluated]).items():
@@ -170,18 +171,30 @@ def report(evaluated: Sequence[Evaluated], config: PPOConfig, baseline: Evaluate
     return sum(sample.fault is not None for sample in counted) / max(len(counted), 1)
 
 
-def show(title: str, names: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print a table, in a log as wide as it is."""
+def write_table(one: Evaluated, baseline: Evaluated | None, comparison: Mapping[str, Any]) -> None:
+    """Write table.md of a model, with its comparison if there is one, which results.json gets too."""
+    names = columns(one.datasets)
+    texts = [f"# {one.name}\n", markdown(names, rows(one.datasets, names)), LEGEND + "\n"]
+    if "sampling" in one.results:
+        facts = {name: value for name, value in one.results["sampling"].items() if value not in (None, (), [])}
+        listed = ", ".join(f"{name}={value}" for name, value in facts.items())
+        texts.append(f"{one.results['model']['path']}: {listed}, responses per question: {one.results['n']}\n")
+    if baseline and comparison:
+        texts += [f"## A = {one.name}, B = {baseline.name}\n", markdown(COMPARED, compared_rows(comparison))]
+        texts += changes(comparison)
+        add_to_results(one.directory, {"comparison": {"b": str(baseline.directory), "datasets": comparison}})
+    (one.directory / TABLE).write_text("\n".join(texts) + "\n", encoding="utf-8")
+
+
+def _show(title: str, parts: Sequence[tuple[str, Mapping[str, Any]]], name_columns: Any, make_rows: Any) -> None:
+    """Print one table for all models, in a log as wide as it is; with several, a column names them."""
+    names = name_columns({f"{name} {dataset}": one for name, datasets in parts for dataset, one in datasets.items()})
+    cells = [[name, *cells] for name, datasets in parts for cells in make_rows(datasets, names)]
+    head = ["model", *names] if len(parts) > 1 else names
+    cells = cells if len(parts) > 1 else [line[1:] for line in cells]
+    title = title if len(parts) > 1 else f"{parts[0][0]}: {title}"
     wide = console if on_terminal() else Console(file=console.file, width=LOG_WIDTH)
-    wide.print(rich_table(title, names, cells, wide.width))
-
-
-def _markdown(one: Evaluated) -> list[str]:
-    results, texts = one.results, [markdown(columns(one.datasets), rows(one.datasets)), LEGEND + "\n"]
-    if "sampling" in results:
-        facts = ", ".join(f"{name}={value}" for name, value in results["sampling"].items() if value not in (None, ()))
-        texts.append(f"{results['model']['path']}: {facts}, n={results['n']}\n")
-    return texts
+    wide.print(rich_table(title, head, cells, wide.width))
 
 
 def _warn_of_differences(a: Evaluated, b: Evaluated) -> None:

@@ -37,7 +37,7 @@ from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
 
-CHATTY_LOGGERS = ("httpx", "httpcore", "datasets", "fsspec", "urllib3", "filelock", "matplotlib")
+CHATTY_LOGGERS = ("httpx", "httpx2", "httpcore", "openai", "datasets", "fsspec", "urllib3", "filelock", "matplotlib")
 
 Config = PPOConfig | SFTConfig
 C = TypeVar("C", PPOConfig, SFTConfig)
