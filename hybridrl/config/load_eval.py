@@ -17,8 +17,14 @@ TRAIN_FILES = "data.train_files"
 USED = ("eval.", "data.", f"{MODEL}.", f"{ROLLOUT}.", "reward.", "trainer.", "ray_kwargs.", "own.")
 # Keys of these sections that only training reads.
 UNUSED = (TRAIN_FILES, "data.train_batch_size", f"{ROLLOUT}.n", f"{ROLLOUT}.do_sample", f"{ROLLOUT}.temperature")
-UNUSED += (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.log_prob_micro_batch_size", "trainer.resume", "trainer.max_restarts")
+UNUSED += (
+    f"{ROLLOUT}.val_kwargs.n",
+    f"{ROLLOUT}.log_prob_micro_batch_size",
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+)
 UNUSED += (f"{ROLLOUT}.response_length", f"{ROLLOUT}.free_cache_engine", "trainer.test_freq", "trainer.logger")
+UNUSED += ("trainer.max_restarts", "trainer.val_only")
 # Where sampling is set: the key of `eval`, and the keys of a run that it sets.
 SAMPLING = {
     "temperature": (f"{ROLLOUT}.val_kwargs.temperature",),
@@ -48,7 +54,7 @@ def load_eval_config(
     the model's own settings are checked by `with_model`, for each of the models."""
     arguments = [_current(text) for text in overrides]
     first = resolve_config(PPOConfig, arguments, config_name, config_dir)
-    _close(first.findings)
+    _relevant(first.findings).close()
     assert first.config is not None and first.values is not None
     result = resolve_config(PPOConfig, arguments + _implied(first.config, first.values), config_name, config_dir)
     config, findings = result.config, _relevant(result.findings)
@@ -68,8 +74,7 @@ def with_model(config: PPOConfig, path: str) -> PPOConfig:
     values["actor_rollout_ref"]["model"]["path"] = path
     findings = Findings()
     loaded = resolve_values(PPOConfig, Plain(values, {}, {}), findings)
-    relevant = _relevant(findings)
-    Findings([one for one in relevant.items if one.severity == "error"]).close()
+    _relevant(findings, UNUSED).close()
     rollout = loaded.actor_rollout_ref.rollout
     rollout.free_cache_engine = False
     rollout.engine_kwargs.vllm["load_format"] = "auto"  # of weights: by default they come from a trainer
@@ -113,20 +118,16 @@ def _implied(config: PPOConfig, plain: Plain) -> list[str]:
     return arguments
 
 
-def _relevant(findings: Findings) -> Findings:
-    """The findings that concern an evaluation."""
+def _relevant(findings: Findings, unused: tuple[str, ...] = (*UNUSED, f"{MODEL}.path")) -> Findings:
+    """The findings that concern an evaluation; by default not those of the model, which is checked by itself."""
 
     def concerns(finding: Finding) -> bool:
         if not finding.keys or finding.code not in ("value", "conflict", "setting"):
             return True
         key = finding.keys[0]
-        return f"{key}.".startswith(USED) and not key.startswith(UNUSED) and key != f"{MODEL}.path"
+        return f"{key}.".startswith(USED) and key not in unused
 
     return Findings([finding for finding in findings.items if concerns(finding)])
-
-
-def _close(findings: Findings) -> None:
-    Findings([finding for finding in _relevant(findings).items if finding.severity == "error"]).close()
 
 
 def _check(config: PPOConfig, findings: Findings, result: ResolvedConfig) -> None:

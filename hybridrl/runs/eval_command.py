@@ -53,10 +53,10 @@ STORED = Sampling(0, ())  # how stored responses were sampled is not known
 
 def evaluate(config: PPOConfig, sessions: Sessions, merge: Merge) -> float:
     """Evaluate the models that the configuration names, print the tables, and return the share of faults."""
-    if config.eval.responses:
-        return report([score_stored(config)], config)
-    targets = find_targets(config.eval.models, config.trainer.keep_best_ckpt)
     other = _other(config)
+    if config.eval.responses:
+        return report([score_stored(config)], config, other if isinstance(other, Evaluated) else None)
+    targets = find_targets(config.eval.models, config.trainer.keep_best_ckpt)
     loaded = [ModelEvaluation(config, one) for one in (*targets, *([other] if isinstance(other, Target) else []))]
     info(describe_sampling(loaded[0].config))
     evaluated = []
