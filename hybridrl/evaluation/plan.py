@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.data.prompts import Prompt
+from hybridrl.data.prompts import ENVIRONMENTS, Prompt
 from hybridrl.evaluation.samples import GREEDY
 from hybridrl.rollout import Sampling, request_seed
 
@@ -26,6 +26,11 @@ class Question:
     prompt: Prompt
 
     @property
+    def environments(self) -> set[str]:
+        """The names in the row's columns of environments."""
+        return {str(name) for column in ENVIRONMENTS if (name := self.prompt.columns.get(column))}
+
+    @property
     def seed_key(self) -> str:
         return f"{self.dataset}/{self.id}"
 
@@ -41,7 +46,7 @@ class Question:
 @dataclass(frozen=True)
 class Wanted:
     """One response that the evaluation needs. `key` stands for all that determines it, `reward` for what determines
-    its score besides it."""
+    its score besides it, `origin` for model and sampling."""
 
     question: Question
     sample: int
@@ -49,6 +54,7 @@ class Wanted:
     seed: int
     key: str
     reward: str
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ def plan(
 ) -> list[Wanted]:
     """Return every response that is needed, by question; `greedy` is the sampling of an additional greedy one."""
     wanted = []
+    origins = [digest(origin.policy, asdict(one), seed) if one else "" for one in (sampling, greedy)]
     for question in questions:
         numbers = [*([GREEDY] if greedy else []), *range(responses[question.dataset])]
         prompt = question.prompt
@@ -111,7 +118,7 @@ def plan(
             own = request_seed(seed, question.seed_key, number)
             content = prompt.ids or prompt.messages
             key = digest(origin.policy, question.dataset, question.id, number, own, asdict(used), content)
-            wanted.append(Wanted(question, number, used, own, key, reward))
+            wanted.append(Wanted(question, number, used, own, key, reward, origins[number == GREEDY]))
     return wanted
 
 

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from hybridrl.evaluation import statistics
+from hybridrl.evaluation.plan import Question
 from hybridrl.evaluation.samples import Sample, by_dataset
 
 RESULTS, QUESTIONS, SAMPLES, TABLE = "results.json", "questions.jsonl", "samples.jsonl", "table.md"
+RESPONSES = "responses.parquet"  # as verl's generation writes it
 SHOWN_FAULTS = 0.01  # share of faults above which their bounds are given
 CHANGES = 10  # questions with the largest change that a comparison names
 
@@ -141,16 +145,41 @@ def write_results(directory: Path, samples: Sequence[Sample], facts: dict[str, A
         for name, some in by_dataset(samples).items()
         for one in group(some)
     ]
-    (directory / QUESTIONS).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (directory / RESULTS).write_text(json.dumps(results, indent=1, ensure_ascii=False, default=str), encoding="utf-8")
+    publish_text(directory / QUESTIONS, "\n".join(lines) + "\n")
+    publish_text(directory / RESULTS, json.dumps(results, indent=1, ensure_ascii=False, default=str))
     return results
+
+
+def publish_text(path: Path, text: str) -> None:
+    """Write a file by one rename."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary.replace(path)
+
+
+def write_responses(path: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:
+    """Write the responses of each question as a row that verl's main_eval reads, without greedy ones."""
+    texts: dict[tuple[str, str], list[str]] = {}
+    for one in samples:
+        if not one.greedy:
+            texts.setdefault((one.dataset, one.id), []).append(one.response.encode(errors="replace").decode())
+    rows = [
+        {
+            "data_source": one.prompt.data_source,
+            "prompt": one.text,
+            "reward_model": {"style": "rule", "ground_truth": str(one.prompt.ground_truth)},
+            "responses": texts.get((one.dataset, one.id), []),
+        }
+        for one in questions
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def add_to_results(directory: Path, facts: dict[str, Any]) -> None:
     """Add to the results that a directory has."""
     file = directory / RESULTS
     results = json.loads(file.read_text(encoding="utf-8")) | facts
-    file.write_text(json.dumps(results, indent=1, ensure_ascii=False, default=str), encoding="utf-8")
+    publish_text(file, json.dumps(results, indent=1, ensure_ascii=False, default=str))
 
 
 def _question(dataset: str, one: Answers) -> dict[str, Any]:

@@ -23,7 +23,8 @@ class Sample:
     """One response to a question with its score.
 
     `key` stands for all that determines the response (model, sampling, prompt, seed), `reward` for what determines its
-    score besides it. `seconds` count from the start of the evaluation. `conversation` has messages and turns.
+    score besides it, `origin` for model and sampling. `seconds` count from the start of the evaluation. `conversation`
+    has messages and turns.
     """
 
     dataset: str
@@ -43,6 +44,7 @@ class Sample:
     seconds: float = 0.0
     key: str = ""
     reward: str = ""
+    origin: str = ""
     conversation: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -23,6 +23,7 @@ from hybridrl.evaluation.results import (
     add_to_results,
     comparisons,
     corrected,
+    publish_text,
     selection_biases,
     write_results,
 )
@@ -53,30 +54,34 @@ STORED = Sampling(0, ())  # how stored responses were sampled is not known
 
 def evaluate(config: PPOConfig, sessions: Sessions, merge: Merge) -> float:
     """Evaluate the models that the configuration names, print the tables, and return the share of faults."""
-    other = _other(config)
+    baseline = earlier(config)
     if config.eval.responses:
-        return report([score_stored(config)], config, other if isinstance(other, Evaluated) else None)
+        return report([score_stored(config)], config, baseline)
     targets = find_targets(config.eval.models, config.trainer.keep_best_ckpt)
-    loaded = [ModelEvaluation(config, one) for one in (*targets, *([other] if isinstance(other, Target) else []))]
+    other = None if baseline else compared_model(config)
+    loaded = [ModelEvaluation(config, one) for one in (*targets, *([other] if other else []))]
     info(describe_sampling(loaded[0].config))
-    evaluated = []
-    for one in loaded:
-        several = len(loaded) > 1
-        evaluated.append(one.run(sessions, merge, one.directory(several)))
-    baseline = evaluated.pop() if isinstance(other, Target) else other
+    evaluated = [one.run(sessions, merge, one.directory(len(loaded) > 1)) for one in loaded]
+    baseline = evaluated.pop() if other else baseline
     return report(evaluated, config, baseline)
 
 
-def _other(config: PPOConfig) -> Target | Evaluated | None:
-    """Return what `eval.compare` names: a model, or an earlier evaluation."""
+def earlier(config: PPOConfig) -> Evaluated | None:
+    """Return the evaluation whose directory `eval.compare` names, with the samples that its results are of."""
+    directory = Path(config.eval.compare or "").expanduser()
+    if config.eval.compare is None or not (directory / RESULTS).is_file():
+        return None
+    results = json.loads((directory / RESULTS).read_text(encoding="utf-8"))
+    n, origins, stored = results["n"], results["origins"], read_samples(directory / SAMPLES)
+    samples = [one for one in stored if one.origin in origins and one.sample < n.get(one.dataset, 0)]
+    return Evaluated(results["model"]["name"], directory, samples, results, is_new=False)
+
+
+def compared_model(config: PPOConfig) -> Target | None:
+    """Return the model that `eval.compare` names."""
     name = config.eval.compare
     if name is None:
         return None
-    directory = Path(name).expanduser()
-    if (directory / RESULTS).is_file():
-        results = json.loads((directory / RESULTS).read_text(encoding="utf-8"))
-        samples = read_samples(directory / SAMPLES)
-        return Evaluated(results["model"]["name"], directory, samples, results, is_new=False)
     targets = find_targets([name], config.trainer.keep_best_ckpt, COMPARE_KEY)
     if len(targets) > 1:
         raise ConfigError(f"{COMPARE_KEY}={name} names {len(targets)} models", fix="name one of them")
@@ -100,9 +105,11 @@ def score_stored(config: PPOConfig) -> Evaluated:
     directory = open_directory(settings.output_dir or default, "eval.output_dir")
     save_config(config, directory / "config.yaml")
     reward, wanted = reward_digest(config.reward), []
-    for question in questions:
-        texts = _responses(question, settings.response_key)
+    responses = [_responses(question, settings.response_key) for question in questions]
+    origin = digest(responses)
+    for question, texts in zip(questions, responses, strict=True):
         needed = plan([question], {question.dataset: len(texts)}, STORED, None, 0, Origin(digest(texts), reward))
+        needed = [replace(one, origin=origin) for one in needed]
         wanted += [(one, replace(blank_sample(one), response=text)) for one, text in zip(needed, texts, strict=True)]
     with SampleFile(directory / SAMPLES, resume=settings.resume) as file:
         known = {one.key: file.found.get(one.key) for one, _ in wanted}
@@ -115,6 +122,7 @@ def score_stored(config: PPOConfig) -> Evaluated:
                 rescorer.score_again(missing, file)
         samples = [file.found[one.key] for one, _ in wanted]
     facts = {"model": {"name": name, "path": ", ".join(settings.responses)}, "files": settings.responses}
+    facts["origins"] = [origin]
     facts["n"] = {dataset: max(one.sample for one in some) + 1 for dataset, some in by_dataset(samples).items()}
     return Evaluated(name, directory, samples, write_results(directory, samples, facts, settings.k))
 
@@ -183,7 +191,7 @@ def write_table(one: Evaluated, baseline: Evaluated | None, comparison: Mapping[
         texts += [f"## A = {one.name}, B = {baseline.name}\n", markdown(COMPARED, compared_rows(comparison))]
         texts += changes(comparison)
         add_to_results(one.directory, {"comparison": {"b": str(baseline.directory), "datasets": comparison}})
-    (one.directory / TABLE).write_text("\n".join(texts) + "\n", encoding="utf-8")
+    publish_text(one.directory / TABLE, "\n".join(texts) + "\n")
 
 
 def _show(title: str, parts: Sequence[tuple[str, Mapping[str, Any]]], name_columns: Any, make_rows: Any) -> None:

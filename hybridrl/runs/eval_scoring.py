@@ -51,6 +51,7 @@ def blank_sample(wanted: Wanted) -> Sample:
         score=None,
         key=wanted.key,
         reward=wanted.reward,
+        origin=wanted.origin,
     )
 
 

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint.fingerprints import code_fingerprint, model_fingerprint
-from hybridrl.config import PPOConfig
+from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.files import resolve_model
@@ -20,7 +20,7 @@ from hybridrl.data.tokenizer import end_tokens
 from hybridrl.environments.pool import EpisodeWorkers
 from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, digest, plan
 from hybridrl.evaluation.progress import EvaluationProgress
-from hybridrl.evaluation.results import SAMPLES, write_results
+from hybridrl.evaluation.results import RESPONSES, SAMPLES, write_responses, write_results
 from hybridrl.evaluation.samples import Sample, SampleFile
 from hybridrl.experience.episodes import Episode, EpisodeRunner, Place
 from hybridrl.rewards.actor import open_scorer_pool
@@ -84,7 +84,7 @@ class ModelEvaluation:
         findings.close()
         self.questions = collect_questions(prompts)
         self.sources = {one.prompt.data_source for one in self.questions}
-        environments = {name for data in self.datasets.values() for name in data.environments}
+        environments = {name for one in self.questions for name in one.environments}
         self.runs_episodes = runs_episodes(self.config, environments)
         self.function_scores = not (self.runs_episodes and uses_built_in(config.reward))
         if self.runs_episodes:
@@ -93,11 +93,15 @@ class ModelEvaluation:
             with findings.gathered():
                 check_data_sources(self.sources)
         findings.close()
-        stop_ids = (
-            () if self.tokenizer is None else end_tokens(self.config.actor_rollout_ref.model.path, self.tokenizer)
-        )
+        model = self.config.actor_rollout_ref.model.path
+        stop_ids = () if self.tokenizer is None else end_tokens(model, self.tokenizer)
         self.sampling = validation_sampling(self.config.actor_rollout_ref.rollout, stop_ids)
         self.counts = counts(self.questions, config.eval.n, self.sampling.temperature)
+        greedy = config.eval.greedy and self.sampling.temperature > 0
+        self.greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else None
+        if too_many := [k for k in config.eval.k if k > max(self.counts.values())]:
+            cause = f"eval.k={too_many[0]}: there are {max(self.counts.values())} responses per question"
+            raise ConfigError(cause, fix=f"set eval.n={max(too_many)}", keys="eval.k")
 
     def _load(self) -> dict[str, Sequence[Prompt]]:
         """Load tokenizer and rows, and check the model's files."""
@@ -126,15 +130,16 @@ class ModelEvaluation:
         else:
             check_episodes(self.config, self.tokenizer, self.datasets, findings)
 
-    @property
+    @cached_property
     def policy(self) -> str:
         """The fingerprint of the model, and of all that it samples with besides a request."""
         if self.endpoint is not None:
             return digest(self.endpoint.address, self.endpoint.model)
-        section = self.config.actor_rollout_ref
+        section, path = self.config.actor_rollout_ref, self.target.path
+        weights = [model_fingerprint(one) for one in dict.fromkeys((path, section.model.path))]  # an adapter's base too
         engine, _ = sample_fingerprints(self.config, "")
         episodes = [asdict(section.rollout.multi_turn), asdict(section.rollout.agent)] if self.runs_episodes else []
-        return digest(model_fingerprint(self.target.path), engine, episodes)
+        return digest(weights, engine, episodes)
 
     def sampling_facts(self) -> dict[str, Any]:
         names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
@@ -152,11 +157,8 @@ class ModelEvaluation:
         return Path(self.config.trainer.default_local_dir).expanduser() / "eval" / name
 
     def wanted(self) -> list[Wanted]:
-        settings = self.config.eval
-        greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-        adds_greedy = settings.greedy and self.sampling.temperature > 0
         origin = Origin(self.policy, reward_digest(self.config.reward) if self.function_scores else "")
-        return plan(self.questions, self.counts, self.sampling, greedy if adds_greedy else None, settings.seed, origin)
+        return plan(self.questions, self.counts, self.sampling, self.greedy, self.config.eval.seed, origin)
 
     def run(self, sessions: Sessions, merge: Merge, directory: Path) -> Evaluated:
         """Sample and score what is not stored yet, and write the results."""
@@ -176,22 +178,34 @@ class ModelEvaluation:
                 with self._rescorer(directory) as rescorer:
                     rescorer.score_again(stale, file)
             if missing:
-                with EvaluationProgress(len(missing)) as progress:
-
-                    def keep(sample: Sample) -> None:
-                        file.append(sample)
-                        progress(sample)
-
-                    self._sample(missing, keep, sessions, merge, directory)
+                self._sample_missing(missing, file, sessions, merge, directory)
             samples = [file.found[one.key] for one in wanted if one.key in file.found]
-        facts = self._facts(directory, wanted, missing, samples, time.monotonic() - began)
+        facts = self._facts(wanted, missing, samples, time.monotonic() - began)
         results = write_results(directory, samples, facts, self.config.eval.k)
+        write_responses(directory / RESPONSES, self.questions, samples)
         return Evaluated(self.target.name, directory, samples, results)
 
-    def _facts(self, directory: Path, wanted: list, missing: list, samples: list[Sample], seconds: float) -> dict:
+    def _sample_missing(
+        self, missing: list[Wanted], file: SampleFile, sessions: Sessions, merge: Merge, directory: Path
+    ) -> None:
+        """Sample and score what is not stored; each sample is in the file once it has its score."""
+        with EvaluationProgress(len(missing)) as progress:
+
+            def keep(sample: Sample) -> None:
+                file.append(sample)
+                progress(sample)
+
+            try:
+                self._sample(missing, keep, sessions, merge, directory)
+            except KeyboardInterrupt:
+                info(f"{progress.done} of {len(missing)} responses are stored; the same command resumes")
+                raise
+
+    def _facts(self, wanted: list[Wanted], missing: list[Wanted], samples: list[Sample], seconds: float) -> dict:
         """What results.json records besides the numbers."""
         keys = {one.key for one in missing}
-        tokens = sum(one.tokens for one in samples if one.key in keys)
+        new = [one for one in samples if one.key in keys]
+        tokens, sampling_seconds = sum(one.tokens for one in new), max((one.seconds for one in new), default=0.0)
         template = "" if self.tokenizer is None else digest(str(self.tokenizer.chat_template))
         path = self.endpoint.model if self.endpoint is not None else self.target.path
         return {
@@ -199,13 +213,14 @@ class ModelEvaluation:
             "files": self.config.eval.files,
             "sampling": self.sampling_facts(),
             "n": self.counts,
+            "origins": sorted({one.origin for one in wanted}),
             "chat_template": template,
             "versions": code_fingerprint(),
             "responses": len(wanted),
             "generated": len(missing),
             "seconds": seconds,
             "generated_tokens": tokens,
-            "tokens_per_second": tokens / seconds if missing else None,
+            "tokens_per_second": tokens / sampling_seconds if sampling_seconds else None,
         }
 
     def _rescorer(self, directory: Path) -> Rescorer:

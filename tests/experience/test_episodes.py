@@ -1,6 +1,7 @@
 """An episode as rows of a batch, how it is scored, and that it counts once whatever the number of its rows."""
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -131,6 +132,49 @@ def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
     runner = EpisodeRunner(None, scorers, 1, None, None, **options)
     episodes, _ = asyncio.run(runner._run(Source(trajectory), [PLACE]))
     return episodes[0], scorers
+
+
+class SlowScorers(Scorers):
+    """A reward function whose scores come from another thread, after a while."""
+
+    def submit(self, requests):
+        futures = [Future() for _ in requests]
+        for future in futures:
+            threading.Timer(0.05, future.set_result, [Score(0.25)]).start()
+        return futures
+
+
+class TwoBatches(Source):
+    """Episodes that end one after another; what was reported before the second ends is kept."""
+
+    def __init__(self, reported: list) -> None:
+        self.reported, self.before_the_second = reported, []
+
+    async def ended(self):
+        yield [(1, Trajectory([turn([1], [7])]), None)]
+        await asyncio.sleep(0.3)
+        self.before_the_second += self.reported
+        yield [(0, Trajectory([turn([1], [8])]), None)]
+
+
+def test_an_episode_is_reported_once_it_has_its_score_while_others_are_sampled():
+    reported: list[int] = []
+    source = TwoBatches(reported)
+    runner = EpisodeRunner(None, SlowScorers(), 1)
+    places = [PLACE, replace(PLACE, sample=1)]
+    run = runner._run(source, places, lambda episode: reported.append((episode.sample, episode.score.value)))
+    episodes, _ = asyncio.run(run)
+    assert source.before_the_second == [(1, 0.25)] and reported == [(1, 0.25), (0, 0.25)]
+    assert [one.sample for one in episodes] == [0, 1]
+
+
+def test_what_the_report_of_an_episode_raises_ends_the_call():
+    def full(_: Episode) -> None:
+        raise OSError("no space left")
+
+    runner = EpisodeRunner(None, Scorers(), 1)
+    with pytest.raises(OSError, match="no space left"):
+        asyncio.run(runner._run(Source(Trajectory([turn([1], [7])])), [PLACE], full))
 
 
 REWARDED = [replace(turn([1, 2], [7, 8]), reward=0.5), replace(turn([3], [9]), reward=1.0)]

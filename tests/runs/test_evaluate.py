@@ -25,6 +25,7 @@ from hybridrl.rewards.actor import DecodingScorer
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.rollout import Completion
+from hybridrl.runs.eval_command import earlier
 from hybridrl.runs.eval_models import Target
 from hybridrl.runs.evaluate import ModelEvaluation
 
@@ -166,6 +167,26 @@ def test_other_sampling_and_without_resume_everything_is_sampled(place):
         assert len(again.asked) == 16
 
 
+def test_an_earlier_evaluation_is_compared_without_what_else_is_in_its_file(place):
+    baseline = run(evaluation(place))
+    run(evaluation(place, "eval.temperature=0.5", "eval.n=2"))  # in the same file
+    (Path("out") / "results.json").write_text(json.dumps(baseline.results, default=str))
+    config = evaluation(place, "eval.compare=out").config
+    assert [one.key for one in earlier(config).samples] == [one.key for one in baseline.samples]
+
+
+def test_the_responses_of_an_evaluation_are_read_as_stored_ones(place, capsys):
+    run(evaluation(place))
+    command = ["data.path=out/responses.parquet", f"custom_reward_function.path={place / 'reward.py'}"]
+    assert main_eval.main([*command, "eval.output_dir=again", "reward.num_workers=1"]) == 0
+    assert "{'test_score/digits': 0.5}" in capsys.readouterr().out
+
+
+def test_k_beyond_the_default_number_of_responses_is_rejected(place):
+    with pytest.raises(ConfigError, match=r"eval\.k=64: there are 32 responses per question; set eval.n=64"):
+        evaluation(place, "eval.n=null", "eval.k=[1,64]")
+
+
 def test_by_default_results_are_below_the_runs_directory_by_model_and_sampling(place):
     names = [
         evaluation(place, "eval.output_dir=null", "trainer.default_local_dir=run", *more).directory(several=False)
@@ -253,6 +274,14 @@ def test_an_address_is_asked_with_messages_and_its_responses_are_scored_here(pla
     Server.requests.clear()
     assert main_eval.main([*command, "reward.num_workers=1"]) == 0
     assert [one["messages"][-1]["content"] for one in Server.requests] == ["3", "3"]  # what failed, and only that
+
+
+def test_rows_of_several_turns_at_an_address_are_rejected(place, tmp_path, address, capsys):
+    row = {"prompt": "1", "data_source": "digits", "reward_model": {"ground_truth": "1"}, "env_class": "guess_number"}
+    (tmp_path / "turns.jsonl").write_text(json.dumps(row) + "\n")
+    command = [f"eval.files={tmp_path / 'turns.jsonl'}", f"eval.models={address}"]
+    assert main_eval.main([*command, f"reward.custom_reward_function.path={place / 'reward.py'}"]) == 2
+    assert "rows with environments or tools need a model of files" in capsys.readouterr().err
 
 
 def test_more_faults_than_are_allowed_give_status_3(place, address):
