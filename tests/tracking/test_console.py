@@ -100,7 +100,7 @@ def test_the_steps_are_rows_of_a_table_with_its_titles_again_at_times():
     sink.close()
     lines = [line for line in shown(console) if "steps" not in line]
     assert [line for line in lines if "reward" in line] == [" step   reward      val   length  seconds"] * 2
-    assert "step 0    val 0.250" in lines and "   30    0.300             7.0      1.5" in lines
+    assert "step 0    val 0.250" in lines and "   29    0.290               7.0      1.5" in lines
 
 
 def test_a_reward_above_the_steps_before_it_is_green():
