@@ -17,6 +17,8 @@ from hybridrl.doctor.machine import check_devices, check_extensions
 from hybridrl.doctor.reward import try_on_rows
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_hub, check_space, check_start
+from hybridrl.rewards.built_in import scorer_of
+from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
 from hybridrl.tracking.faults import FILE
@@ -54,7 +56,8 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
             if inputs.tokenizer is not None and inputs.prompts:
                 status.update("checking the chat template ...")
                 check_template(config, inputs.tokenizer, inputs.prompts, findings)
-                if with_reward:
+                known = not uses_built_in(config.reward) or all(map(scorer_of, inputs.data_sources))
+                if with_reward and known:  # others are reported with the rows
                     status.update("checking the reward, on a few rows ...")
                     try_on_rows(config, inputs.tokenizer, inputs.scored_by(config), findings)
     finally:
@@ -99,7 +102,7 @@ def check_run_directory(config: PPOConfig, inputs: RunInputs, findings: Findings
                 findings.warn("run.steps", cause, fix, keys=("trainer.total_training_steps", KEY))
             else:
                 start = f"resuming from {plan.checkpoint.path}" if plan.checkpoint else "starting from scratch"
-                findings.info("run.steps", f"{rows} prompts, {plan.steps} steps: {start}")
+                findings.info("run.steps", f"{rows} prompt{'s' * (rows > 1)}, {plan.steps} steps: {start}")
     check_space(config, findings, steps)
 
 

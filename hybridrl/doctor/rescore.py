@@ -29,6 +29,7 @@ from hybridrl.tracking.console import printable
 from hybridrl.tracking.records import SampleRecord, read_records, records_of
 
 STEPS, SHOWN, CHARACTERS = 10, 5, 160
+MOVED = 0.1  # what counts as another advantage
 DATA = "data.train_files"
 
 
@@ -143,12 +144,12 @@ def _report_advantages(rescored: Sequence[Rescored], config: PPOConfig | None, f
         name, estimator = config.algorithm.adv_estimator, build_algorithm(config).estimator
     batch = as_batch([one.record for one in both])
     old, new = (mean_advantages(batch, estimator, values) for values in _values(both))
-    turned = int(((old * new) < 0).sum())
+    moved, turned = int(((old - new).abs() > MOVED).sum()), int(((old * new) < 0).sum())
     flat = [int((values == 0).sum()) for values in (old, new)]
     findings.info(
         "rescore.advantages",
-        f"by {name}: {turned} of {len(both)} advantages change their sign; {flat[0]} samples taught nothing, "
-        f"{flat[1]} would teach nothing",
+        f"by {name}: {moved} of {len(both)} advantages change by more than {MOVED}, {turned} of them their sign; "
+        f"{flat[0]} samples taught nothing, {flat[1]} would teach nothing",
     )
 
 

@@ -16,6 +16,7 @@ from hybridrl import device as devices
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder
 from hybridrl.cluster import Group, RaySession, spawn
+from hybridrl.cluster.metrics import RayMetricsSink
 from hybridrl.cluster.probe import probe_run
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
@@ -138,7 +139,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         probe_run(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
-        tracker = stack.enter_context(open_tracker(config, directory, plan.steps, resume))
+        tracker = stack.enter_context(open_tracker(config, directory, plan.steps, resume, exported=session.joined))
         task, parts = job.build(workers, tracker)
         start_up = {"timing_s/start_up": time.monotonic() - began}
         if saved:
@@ -201,10 +202,14 @@ def save_plan(config: Config, job: Job, plan: ResumePlan, adjusted: Adjusted) ->
     )
 
 
-def open_tracker(config: Config, directory: Path, steps: int, resume: Resume | None) -> Tracker:
+def open_tracker(
+    config: Config, directory: Path, steps: int, resume: Resume | None, *, exported: bool = False
+) -> Tracker:
+    """All sinks of a run; `exported`: Ray's metrics too, as a cluster that is joined may show them to Prometheus."""
     trainer = config.trainer
     names = (trainer.project_name, trainer.experiment_name)
-    return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume, hyperparameters(config))
+    more = {"ray": RayMetricsSink(*names)} if exported else {}
+    return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume, hyperparameters(config), more)
 
 
 def start_session(trainer: SFTTrainerConfig, ray_init: dict, forks: ForkServer | None = None) -> RaySession:

@@ -6,6 +6,7 @@ All messages that may appear while the progress bar is shown use `info` and `war
 import errno
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -22,6 +23,7 @@ from hybridrl.tracking.sink import Activity, SampleRow, Sink
 
 SHOWN_CHARACTERS = 240
 SECONDS_ON_TERMINAL, SECONDS_IN_LOG = 0.5, 2.0  # between two lines of steps
+HEADER_EVERY, COLUMN_WIDTH, REWARDS = 25, 9, 5  # rows; characters; steps that a reward is compared with
 SECONDS_OF_SILENCE = 60.0  # in a log, before a line says what a long step is doing
 
 console = Console()
@@ -128,17 +130,18 @@ class LineSink(Sink):
         always = step == self._total_steps or any(map(names.is_validation_score, metrics))
         if always or now - self._last_line >= self.seconds_between:
             self._last_line = now
-            self._show(step_line(step, metrics))
+            self._show(step, metrics)
 
-    def _show(self, line: Text) -> None:
-        self._console.print(line, soft_wrap=True)
+    def _show(self, step: int, metrics: dict[str, float]) -> None:
+        self._console.print(step_line(step, metrics), soft_wrap=True)
 
     def samples(self, step: int, rows: list[SampleRow]) -> None:
         self._console.print(sample_table(f"validation samples, step {step}", rows))
 
 
 class TerminalSink(LineSink):
-    """A progress bar with the remaining time, below the lines."""
+    """A table with a row per step, and below it a progress bar with the remaining time and what the run is doing. A
+    reward above the mean of the steps before it is green."""
 
     seconds_between = SECONDS_ON_TERMINAL
 
@@ -147,6 +150,9 @@ class TerminalSink(LineSink):
     ) -> None:
         super().__init__(console, total_steps, start_step, clock)
         self._step_ends: list[float] = []
+        self._columns: list[str] = []
+        self._rows = 0
+        self._rewards: deque[float] = deque(maxlen=REWARDS)
         done, texts = (BarColumn(20), MofNCompleteColumn(), TextColumn("steps")), ("left", "now")
         more = [TextColumn(f"{{task.fields[{name}]}}") for name in texts]
         self._progress = Progress(*done, TimeElapsedColumn(), *more, console=console, refresh_per_second=2)
@@ -165,7 +171,33 @@ class TerminalSink(LineSink):
             left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
             self._progress.update(self._bar, completed=step, left=left)
 
-    def _show(self, line: Text) -> None:
+    def _show(self, step: int, metrics: dict[str, float]) -> None:
+        values = main_values(metrics)
+        known = {name for name, (value, _) in values.items() if value is not None}
+        if not known & {"reward", "loss"}:  # the start, or a validation before the first step
+            return self._print(step_line(step, metrics))
+        new = not known <= {*self._columns}
+        if new:
+            known |= {"val"} if "reward" in known else {"val loss"}
+            self._columns = [name for name in values if name in known or name in self._columns]
+        if new or self._rows % HEADER_EVERY == 0:
+            titles = (f"{name or 'seconds':>{COLUMN_WIDTH}}" for name in self._columns)
+            self._print(Text(" step" + "".join(titles), "dim"))
+        self._rows += 1
+        row = Text(f"{step:>5}")
+        for name in self._columns:
+            value, form = values[name]
+            row.append(f"{'' if value is None else f'{value:{form}}':>{COLUMN_WIDTH}}", self._style(name, value))
+        self._print(row)
+
+    def _style(self, name: str, value: float | None) -> str:
+        if name != "reward" or value is None:
+            return {"": "cyan", "val": "bold"}.get(name, "")
+        rises = bool(self._rewards) and value > sum(self._rewards) / len(self._rewards)
+        self._rewards.append(value)
+        return "bold green" if rises else "bold"
+
+    def _print(self, line: Text) -> None:
         # Cropped, not wrapped: a step is one line on a narrow terminal too.
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
@@ -182,26 +214,32 @@ def seconds_left(step_ends: list[float], steps_left: int) -> float | None:
     return sum(times) / len(times) * steps_left if times else None
 
 
-def step_line(step: int, metrics: dict[str, float]) -> Text:
-    """Return the main metrics of a step in one line, with the seconds per phase; metrics not logged are left out. A
-    narrow terminal crops it, so what matters most comes first."""
+def main_values(metrics: dict[str, float]) -> dict[str, tuple[float | None, str]]:
+    """Return the main metrics of a step by their short names, with the form of each; None: not logged. What matters
+    most comes first, as a narrow terminal crops the rest. The seconds have no name."""
     scores = [value for name, value in metrics.items() if names.is_validation_score(name)]
+    timed = names.phase_seconds(metrics) or names.STEP_SECONDS in metrics
+    return {
+        "reward": (next((metrics[name] for name in names.REWARD if name in metrics), None), ".3f"),
+        "val": (sum(scores) / len(scores) if scores else None, ".3f"),
+        "loss": (metrics.get("train/loss"), ".4f"),
+        "val loss": (metrics.get("val/loss"), ".4f"),
+        "length": (metrics.get(names.RESPONSE_LENGTH), ".1f"),
+        "": (names.line_seconds(metrics) if timed else None, ".1f"),
+        "entropy": (metrics.get("actor/entropy"), ".3f"),
+        "kl": (metrics.get("actor/ppo_kl"), ".1e"),
+        "lr": (metrics.get("train/lr"), ".1e"),
+        "grad": (metrics.get("actor/grad_norm", metrics.get("train/grad_norm")), ".3g"),
+        "tokens/s": (metrics.get("perf/throughput"), ".0f"),
+        "engine restarts": (metrics.get("rollout/engine_restarts") or None, ".0f"),
+    }
+
+
+def step_line(step: int, metrics: dict[str, float]) -> Text:
+    """Return the main metrics of a step in one line, with the seconds per phase; metrics not logged are left out."""
     phases = [f"{phase} {seconds:.1f}" for phase, seconds in names.phase_seconds(metrics).items()]
-    shown = [
-        ("reward", next((metrics[name] for name in names.REWARD if name in metrics), None), ".3f"),
-        ("val", sum(scores) / len(scores) if scores else None, ".3f"),
-        ("loss", metrics.get("train/loss"), ".4f"),
-        ("val loss", metrics.get("val/loss"), ".4f"),
-        ("length", metrics.get(names.RESPONSE_LENGTH), ".1f"),
-        ("", names.line_seconds(metrics) if phases or names.STEP_SECONDS in metrics else None, ".1f"),
-        ("entropy", metrics.get("actor/entropy"), ".3f"),
-        ("kl", metrics.get("actor/ppo_kl"), ".1e"),
-        ("lr", metrics.get("train/lr"), ".1e"),
-        ("grad", metrics.get("actor/grad_norm", metrics.get("train/grad_norm")), ".3g"),
-        ("engine restarts", metrics.get("rollout/engine_restarts") or None, ".0f"),
-    ]
     line = Text(f"step {step:<4}")
-    for name, value, form in shown:
+    for name, (value, form) in main_values(metrics).items():
         if value is not None and name:
             line.append(f" {name} ", "dim").append(f"{value:{form}}", "bold")
         elif value is not None:

@@ -1,9 +1,10 @@
 """Logs the metrics of a run to every sink in `trainer.logger`; knows neither trainer nor workers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from hybridrl.tracking import console
@@ -25,8 +26,8 @@ class Resume:
 
 
 class Tracker:
-    """All sinks of a run; `metrics.jsonl` in `run_dir` (verl's `file`) is always among them. The sinks of a resumed run
-    continue after its step: anything logged for later steps is dropped."""
+    """All sinks of a run, with those in `more`; `metrics.jsonl` in `run_dir` (verl's `file`) is always among them. The
+    sinks of a resumed run continue after its step: anything logged for later steps is dropped."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Tracker:
         total_steps: int,
         resume: Resume | None = None,
         hyperparameters: dict[str, Any] | None = None,
+        more: Mapping[str, Sink] = MappingProxyType({}),
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         last_step, states = (resume.step, resume.sinks) if resume else (None, {})
@@ -59,6 +61,8 @@ class Tracker:
             self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))
         for name in (name for name in SINKS if name in loggers):
             self._add(name, SINKS[name](run_dir, project_name, experiment_name, config, states.get(name, {})))
+        for name, sink in more.items():
+            self._add(name, sink)
         output = console.console
         if "verl_console" in loggers:
             self._add("verl_console", VerlSink(output))

@@ -3,6 +3,7 @@
 The machines of this Ray are all on this one.
 """
 
+import math
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ import ray
 from ray._raylet import Config
 from ray.cluster_utils import Cluster
 
-from hybridrl.cluster import RaySession
+from hybridrl.cluster import RaySession, metrics
 from hybridrl.cluster.probe import probe_run, probe_session
 from hybridrl.cluster.session import Machine, describe_reservations, describe_room, joined, missing_machines, request_of
 from hybridrl.config import ConfigError
@@ -53,6 +54,26 @@ def test_a_machine_that_is_missing_is_named_with_what_the_others_have():
     ]
     missing = ["machine 2 of 3 is missing", "machine 3 of 3 is missing"]
     assert missing_machines([busy, small], request, 3) == missing
+
+
+def test_metrics_of_a_run_are_set_among_those_of_ray(monkeypatch):
+    class Gauge:
+        def __init__(self, name, description, tag_keys):
+            self.name, self.tag_keys, self.values = name, tag_keys, {}
+
+        def set_default_tags(self, tags):
+            self.tags = tags
+
+        def set(self, value, tags):
+            self.values[tags["metric"]] = value
+
+    monkeypatch.setattr(metrics, "Gauge", Gauge)
+    sink = metrics.RayMetricsSink("sums", "first")
+    sink.log(3, {"actor/entropy": 0.25, "undefined": math.nan})
+    sink.log(4, {"actor/entropy": 0.125})
+    gauge = sink._gauge
+    assert gauge.values == {"training/global_step": 4.0, "actor/entropy": 0.125}
+    assert gauge.name == "hybridrl_metric" and gauge.tags == {"project": "sums", "experiment": "first"}
 
 
 def test_without_a_cluster_the_doctor_says_how_to_start_one(capsys, monkeypatch):

@@ -51,7 +51,8 @@ def test_changed_scores_and_turned_advantages_are_reported(run, capsys):
         "step 2: mean reward 0.500 -> 1.000, 1 changed",
     ]
     assert found["advantages"] == [
-        "by grpo: 2 of 4 advantages change their sign; 0 samples taught nothing, 2 would teach nothing"
+        "by grpo: 4 of 4 advantages change by more than 0.1, 2 of them their sign; "
+        "0 samples taught nothing, 2 would teach nothing"
     ]
     assert found["sample"][0] == "step 1: 0 -> 1; ground truth 4; response ends '4'"
 
@@ -76,7 +77,7 @@ def test_extra_info_and_the_estimator_are_those_of_the_run(run, capsys, monkeypa
     monkeypatch.chdir(run.parent)
     _, found = causes(capsys, run)
     assert found["step"][0] == "step 1: mean reward 0.500 -> 1.000, 2 changed"
-    assert found["advantages"][0].startswith("by rloo: 2 of 4")
+    assert found["advantages"][0].startswith("by rloo: 4 of 4")
 
 
 def test_a_directory_without_samples_is_rejected(tmp_path, run, capsys):

@@ -87,8 +87,30 @@ def test_other_output_appears_above_the_bar():
     sink.close()
     lines = shown(console)
     assert "another line" in lines
-    assert lines.index("another line") < lines.index("step 1    reward 0.500")
+    assert lines.index("another line") < lines.index("    1    0.500         ")
     assert "1/2 steps" in lines[-1]
+
+
+def test_the_steps_are_rows_of_a_table_with_its_titles_again_at_times():
+    console = terminal()
+    sink = TerminalSink(console, total_steps=30, clock=chain(range(100)).__next__)
+    sink.log(0, {"val-core/toy/acc/mean@1": 0.25})
+    for step in range(1, 31):
+        sink.log(step, {"critic/rewards/mean": step / 100, "response_length/mean": 7.0, "timing_s/step": 1.5})
+    sink.close()
+    lines = [line for line in shown(console) if "steps" not in line]
+    assert [line for line in lines if "reward" in line] == [" step   reward      val   length  seconds"] * 2
+    assert "step 0    val 0.250" in lines and "   29    0.290               7.0      1.5" in lines
+
+
+def test_a_reward_above_the_steps_before_it_is_green():
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80, _environ={})
+    sink = TerminalSink(console, total_steps=3, clock=chain(range(9)).__next__)
+    for step, reward in enumerate([0.5, 0.625, 0.25], 1):
+        sink.log(step, {"critic/rewards/mean": reward})
+    sink.close()
+    green = re.findall(r"\x1b\[1;32m +([\d.]+)", console.file.getvalue())
+    assert green == ["0.625"]
 
 
 def test_on_a_narrow_terminal_a_step_is_cropped_to_one_line():
@@ -96,7 +118,7 @@ def test_on_a_narrow_terminal_a_step_is_cropped_to_one_line():
     sink = TerminalSink(console, total_steps=2)
     sink.log(1, {"critic/rewards/mean": 0.5, "response_length/mean": 24.0})
     sink.close()
-    assert "step 1    reward 0.…" in shown(console)
+    assert "    1    0.500     …" in shown(console)
 
 
 def test_in_a_log_quick_steps_have_a_line_every_two_seconds_and_the_last_always():
@@ -115,12 +137,11 @@ def test_quick_steps_are_thinned_out_but_a_validation_is_always_shown():
     sink = TerminalSink(console, total_steps=9, clock=lambda: 100.0)
     for step in range(1, 4):
         sink.log(step, {"critic/rewards/mean": 0.5 + step / 100})
-    sink.log(4, {"val-core/toy/acc/mean@1": 0.75})
+    sink.log(4, {"critic/rewards/mean": 0.55, "val-core/toy/acc/mean@1": 0.75})
     sink.close()
     text = "\n".join(shown(console))
-    assert "reward 0.510" in text
-    assert "reward 0.520" not in text
-    assert "val 0.750" in text
+    assert "0.510" in text and "0.520" not in text
+    assert "    4    0.550    0.750" in text
 
 
 def test_a_stage_of_the_start_up_is_named_before_it_and_timed_after_it(capsys):
