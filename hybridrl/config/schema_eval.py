@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from hybridrl.config.files import RowNames
-from hybridrl.config.values import Fault, Natural, NonNegative, Positive, Section, ShareAboveZero, TopK
+from hybridrl.config.values import Fault, Natural, NonNegative, Positive, Section, ShareAboveZero, TopK, choices
 
 # name -> the keys of this section that it sets, unless they are set themselves
 PRESETS: dict[str, dict[str, Any]] = {
@@ -16,7 +16,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def preset_name(value: str) -> Fault | None:
     """A rule: a name of a preset."""
-    return None if value in PRESETS else Fault(f"choose {' | '.join(PRESETS)}")
+    return None if value in PRESETS else choices(value, list(PRESETS), list(PRESETS))
 
 
 class EvalConfig(Section):

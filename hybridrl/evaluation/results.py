@@ -26,6 +26,7 @@ class Answers:
     """What a model wrote to one question: the values of its samples without faults, and what was excluded."""
 
     id: str
+    numbers: list[int]  # of the samples
     values: np.ndarray
     scores: np.ndarray
     predictions: list[str] | None  # None: the reward gives none
@@ -50,6 +51,7 @@ def _answers(identity: str, samples: list[Sample]) -> Answers:
     given = [one.pred for one in scored]
     return Answers(
         identity,
+        numbers=[one.sample for one in scored],
         values=np.array([one.value for one in scored], dtype=float),
         scores=np.array([one.score for one in scored], dtype=float),
         predictions=[text or "" for text in given] if any(text is not None for text in given) else None,
@@ -216,10 +218,13 @@ def _comparison(a: Sequence[Sample], b: Sequence[Sample]) -> dict[str, Any]:
     if not shared:
         return result
     tables = [[some[identity].values for identity in shared] for some in (mine, theirs)]
+    aligned = all(mine[identity].numbers == theirs[identity].numbers for identity in shared)
     means = [statistics.means_of(table) for table in tables]
     order = sorted(range(len(shared)), key=lambda index: -abs(means[1][index] - means[0][index]))
     changed = [index for index in order[:CHANGES] if means[1][index] != means[0][index]]
-    result |= {"a": float(means[0].mean()), "b": float(means[1].mean())} | asdict(statistics.compare(*tables))
+    result |= {"a": float(means[0].mean()), "b": float(means[1].mean())} | asdict(
+        statistics.compare(*tables, aligned=aligned)
+    )
     result["largest"] = [(shared[index], float(means[0][index]), float(means[1][index])) for index in changed]
     return result
 
