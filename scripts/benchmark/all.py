@@ -27,6 +27,7 @@ SCRIPTS = {
     "export": ("Export", ["export.py"]),
     "weight_sync": ("Weight sync, 0.5 B", ["weight_sync.py"]),
     "threads": ("Threads that wait", ["threads.py"]),
+    "evaluation": ("Evaluation against vLLM alone", ["evaluation.py"]),
     "step": ("A step of 25 M parameters", ["step.py", "--rounds", "3", MICRO_BATCHES]),
     "step_trl": (
         "A step of 25 M parameters compared with TRL",
