@@ -23,6 +23,7 @@ LAYERS = """
     main_ppo  main_sft  model_merger
     doctor
     runs  show
+    report
     trainer  evaluation
     experience  hybrid_engine
     endpoint
@@ -139,6 +140,7 @@ def test_imports_stand_at_the_top() -> None:
         "hybridrl.doctor.why",
         "hybridrl.main_ppo",
         "hybridrl.main_sft",
+        "hybridrl.report",
         "hybridrl.rewards.process",
     ],
 )

@@ -1,0 +1,304 @@
+"""What scores of several samples per question say of a model, with intervals that say of what they are; numpy only.
+
+A table is one array of values per question, its samples; questions may have different numbers of them, as faults are
+left out. Two intervals answer two questions, and neither is the binomial one over all samples:
+
+  again  this benchmark again: the same questions, new samples
+  alike  questions like these: other questions of the same kind
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from statistics import NormalDist
+
+import numpy as np
+
+Table = Sequence[np.ndarray]  # per question: the values of its samples [n]
+Interval = tuple[float, float]
+
+LEVEL = 0.95
+CORRECT = 0.5  # a sample with more than this counts as right
+FEW = 5  # expected right or wrong, below which the normal approximation is no approximation
+DRAWS = 10_000  # of a bootstrap and of a permutation
+MAJORITY_DRAWS = 1000  # of k samples of a question
+EXACT_QUESTIONS = 13  # up to which all 2^Q sign flips are tried
+EXACT_FREEDOM = 200  # up to which the t distribution is summed exactly
+CHUNK = 4_000_000  # numbers of a bootstrap that are in memory at a time
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over questions with both intervals; None: the data do not say. `few`: so few are right, or wrong, that the
+    intervals are Wilson's, and the evaluation is too small to tell apart models that are this good, or this bad."""
+
+    value: float
+    again: Interval | None
+    alike: Interval | None
+    few: bool = False
+    se_again: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """B minus A on the same questions. `p` is of the sign-flip permutation, `mcnemar` exact for one sample each."""
+
+    difference: float
+    again: Interval | None
+    alike: Interval | None
+    p: float
+    mcnemar: float | None
+    up: int
+    down: int
+    same: int
+    flips: int  # questions whose majority of samples changed sides
+
+
+# -- means -------------------------------------------------------------------------------------------------------------
+
+
+def mean(table: Table, level: float = LEVEL) -> Mean:
+    """Return avg@n: the mean over questions of the means over their samples."""
+    means, questions = means_of(table), len(table)
+    value, error = float(means.mean()), sampling_error(table)
+    again = None if error is None else _around(value, error.half(level))
+    alike = None
+    if questions > 1:
+        alike = _around(value, float(means.std(ddof=1)) / math.sqrt(questions) * t_quantile(level, questions - 1))
+    binary = all(((values == 0) | (values == 1)).all() for values in table)
+    few = binary and min(value, 1 - value) * questions < FEW
+    if few:
+        alike = wilson(value, questions, level)
+    samples = sum(map(len, table))
+    if binary and error is not None and min(value, 1 - value) * samples < FEW:
+        again = wilson(value, samples, level)
+    return Mean(value, again, alike, few, error and math.sqrt(error.variance))
+
+
+def means_of(table: Table) -> np.ndarray:
+    """Return the mean of each question [Q]."""
+    return np.array([values.mean() for values in table], dtype=float)
+
+
+@dataclass(frozen=True)
+class SamplingError:
+    """The variance of a mean over new samples of the same questions, and the degrees of freedom that Satterthwaite's
+    approximation gives to it: few if the variance is that of few questions."""
+
+    variance: float
+    freedom: float
+
+    def half(self, level: float) -> float:
+        return math.sqrt(self.variance) * t_quantile(level, max(int(self.freedom), 1))
+
+    def plus(self, other: "SamplingError") -> "SamplingError":
+        """Return the error of a difference of two means."""
+        variance = self.variance + other.variance
+        squares = self.variance**2 / self.freedom + other.variance**2 / other.freedom
+        return SamplingError(variance, variance**2 / squares if squares else self.freedom + other.freedom)
+
+
+def sampling_error(table: Table) -> SamplingError | None:
+    """Return the sampling error of avg@n; None if no question has two samples. For questions with one sample the mean
+    variance of the others counts."""
+    several = [values for values in table if len(values) > 1]
+    if not several:
+        return None
+    single = len(table) - len(several)
+    parts = np.array([values.var(ddof=1) / len(values) for values in several])
+    freedom = np.array([len(values) - 1 for values in several])
+    usual = float(np.mean([values.var(ddof=1) for values in several]))
+    variance = float(parts.sum()) + single * usual
+    squares = float((parts**2 / freedom).sum())
+    degrees = variance**2 / squares if squares else float(freedom.sum())
+    return SamplingError(variance / len(table) ** 2, degrees)
+
+
+def wilson(share: float, count: float, level: float = LEVEL) -> Interval:
+    """Return Wilson's interval of a share of `count` trials."""
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    scale = 1 + z * z / count
+    middle = (share + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+@cache
+def t_quantile(level: float, freedom: int) -> float:
+    """Return t with P(|T| <= t) = level, for an integer number of degrees of freedom."""
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    if freedom > EXACT_FREEDOM:  # Cornish and Fisher's expansion around the normal quantile
+        terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+        return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
+    low, high = z, 1e6
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_probability(middle, freedom) < level else (low, middle)
+    return (low + high) / 2
+
+
+def _t_probability(t: float, freedom: int) -> float:
+    """Return P(|T| <= t) by the finite sum that it is for an integer number of degrees of freedom."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= cosine * cosine * (power + 1) / (power + 2)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def _around(value: float, half: float) -> Interval:
+    return value - half, value + half
+
+
+# -- of k samples ------------------------------------------------------------------------------------------------------
+
+
+def right_counts(table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return the samples of each question and how many of them are right, [Q] each."""
+    return np.array([len(values) for values in table]), np.array([int((values > CORRECT).sum()) for values in table])
+
+
+def pass_at(samples: np.ndarray, right: np.ndarray, k: int) -> np.ndarray:
+    """Return for each question the probability that one of k of its samples, drawn without replacement, is right:
+    unbiased for k new samples (Chen et al. 2021). Questions with fewer than k samples must be left out."""
+    wrong = np.ones(len(samples))
+    for taken in range(k):
+        wrong *= np.maximum(samples - right - taken, 0) / (samples - taken)
+    return 1 - wrong
+
+
+def pass_all(samples: np.ndarray, right: np.ndarray, k: int) -> np.ndarray:
+    """Return for each question the probability that all of k of its samples are right (pass^k)."""
+    return 1 - pass_at(samples, samples - right, k)
+
+
+def majority_at(
+    values: np.ndarray, predictions: Sequence[str], k: int, random: np.random.Generator | None = None
+) -> float:
+    """Return the probability that the most frequent prediction among k of a question's samples, drawn without
+    replacement, is right; ties count by the share of right ones among them. An empty prediction is no vote. Exact for
+    k = n and k = 1, else from draws."""
+    words, group = np.unique([normalised(text) for text in predictions], return_inverse=True)
+    right = np.array([(values[group == index] > CORRECT).mean() for index in range(len(words))])
+    voting = words != ""
+    if k == 1:
+        return float(np.where(voting, right, 0)[group].mean())
+    if k == len(values):
+        drawn = group[None, :]
+    else:
+        random = np.random.default_rng(0) if random is None else random
+        drawn = group[random.random((MAJORITY_DRAWS, len(values))).argsort(axis=1)[:, :k]]
+    votes = (drawn[:, :, None] == np.arange(len(words))).sum(axis=1) * voting  # [draws, predictions]
+    winners = (votes == votes.max(axis=1, keepdims=True)) & (votes > 0)
+    return float((winners * right).sum(axis=1).astype(float).dot(1 / np.maximum(winners.sum(axis=1), 1)) / len(drawn))
+
+
+def normalised(text: str) -> str:
+    """Return a prediction without what makes no difference: case and white space."""
+    return " ".join(str(text).split()).casefold()
+
+
+def bootstrap(table: np.ndarray, level: float = LEVEL, seed: int = 0) -> list[Interval]:
+    """Return percentile intervals of the mean of each column of a table [Q, metrics] over questions drawn with
+    replacement."""
+    questions, random = len(table), np.random.default_rng(seed)
+    rows = max(CHUNK // questions, 1)
+    means = []
+    for start in range(0, DRAWS, rows):
+        drawn = random.integers(questions, size=(min(rows, DRAWS - start), questions))
+        weights = np.stack([np.bincount(one, minlength=questions) for one in drawn])
+        means.append(weights @ table / questions)
+    ends = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return [(float(low), float(high)) for low, high in ends.T]
+
+
+# -- several models ----------------------------------------------------------------------------------------------------
+
+
+def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0) -> Comparison:
+    """Compare two models on the same questions, in the same order. Paired: what questions differ in cancels."""
+    first, second = means_of(a), means_of(b)
+    differences, questions = second - first, len(first)
+    value = float(differences.mean())
+    errors, again, alike = (sampling_error(a), sampling_error(b)), None, None
+    if errors[0] and errors[1]:
+        again = _around(value, errors[0].plus(errors[1]).half(level))
+    if questions > 1:
+        half = float(differences.std(ddof=1)) / math.sqrt(questions) * t_quantile(level, questions - 1)
+        alike = _around(value, half)
+    single = all(len(values) == 1 for values in (*a, *b))
+    sides = [means > CORRECT for means in (first, second)]
+    up, down = int((differences > 0).sum()), int((differences < 0).sum())
+    return Comparison(
+        value,
+        again,
+        alike,
+        p=sign_flips(differences, seed),
+        mcnemar=mcnemar(int((~sides[0] & sides[1]).sum()), int((sides[0] & ~sides[1]).sum())) if single else None,
+        up=up,
+        down=down,
+        same=questions - up - down,
+        flips=int((sides[0] != sides[1]).sum()),
+    )
+
+
+def sign_flips(differences: np.ndarray, seed: int = 0) -> float:
+    """Return the two-sided p of a mean difference: how often it is as large if each question's sign is random."""
+    differences = differences[differences != 0]
+    if not len(differences):
+        return 1.0
+    observed = abs(differences.sum()) * (1 - 1e-12)
+    if len(differences) <= EXACT_QUESTIONS:
+        signs = np.array(list(product((-1, 1), repeat=len(differences))))
+        return float((abs(signs @ differences) >= observed).mean())
+    random, larger = np.random.default_rng(seed), 0
+    rows = max(CHUNK // len(differences), 1)
+    for start in range(0, DRAWS, rows):
+        signs = random.integers(2, size=(min(rows, DRAWS - start), len(differences))) * 2 - 1
+        larger += int((abs(signs @ differences) >= observed).sum())
+    return (1 + larger) / (1 + DRAWS)
+
+
+def mcnemar(up: int, down: int) -> float:
+    """Return the exact two-sided p of `up` questions that became right against `down` that became wrong."""
+    total = up + down
+    tail = sum(math.comb(total, count) for count in range(min(up, down) + 1)) / 2**total
+    return min(1.0, 2 * tail)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number, by Holm's step-down procedure."""
+    corrected, least = [0.0] * len(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        least = max(least, min(1.0, (len(values) - rank) * values[index]))
+        corrected[index] = least
+    return corrected
+
+
+def selection_bias(tables: Sequence[Table]) -> float | None:
+    """Return how much better the best of these evaluations would look by chance if all were of one unchanged model:
+    the expected maximum of their sampling errors. With one sample per question those errors are estimated from the
+    changes between models, which real changes increase. None: there is only one, or they are of other questions."""
+    if len(tables) < 2 or len({len(table) for table in tables}) > 1:
+        return None
+    errors = [error for table in tables if (error := sampling_error(table)) is not None]
+    if errors:
+        variance = float(np.mean([error.variance for error in errors]))
+    else:
+        means = np.stack([means_of(table) for table in tables])  # [models, Q]
+        variance = float(means.var(axis=0, ddof=1).sum()) / means.shape[1] ** 2
+    return math.sqrt(variance) * expected_maximum(len(tables))
+
+
+@cache
+def expected_maximum(count: int) -> float:
+    """Return the mean of the largest of `count` standard normal numbers."""
+    grid = np.linspace(-9, 9, 18_001)
+    below = np.array([NormalDist().cdf(x) for x in grid])
+    density = np.exp(-grid * grid / 2) / math.sqrt(2 * math.pi)
+    return float((grid * count * density * below ** (count - 1)).sum() * (grid[1] - grid[0]))

@@ -1,0 +1,221 @@
+"""Intervals cover what they claim, estimates equal brute force, and comparisons find what is there."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.evaluation import statistics
+
+REPETITIONS, QUESTIONS, SAMPLES = 2000, 30, 32
+right_and_wrong = st.lists(st.booleans(), min_size=1, max_size=8)
+
+
+def difficulty(random: np.random.Generator, questions: int = QUESTIONS) -> np.ndarray:
+    """The probability of each question to be answered rightly: many are hard, many are easy."""
+    return random.beta(0.5, 0.6, questions)
+
+
+def table(random: np.random.Generator, p: np.ndarray, samples: int = SAMPLES) -> list[np.ndarray]:
+    return list((random.random((len(p), samples)) < p[:, None]).astype(float))
+
+
+def covered(draw) -> tuple[float, float]:
+    """The share of repetitions in which each interval holds the truth."""
+    hits = np.zeros(2)
+    for _ in range(REPETITIONS):
+        again, alike, (same, all_questions) = draw()
+        hits += [again[0] <= same <= again[1], alike[0] <= all_questions <= alike[1]]
+    return tuple(hits / REPETITIONS)
+
+
+def test_both_intervals_of_a_mean_cover_what_they_are_of():
+    random = np.random.default_rng(0)
+    overall = 0.5 / 1.1  # the mean of the distribution of questions
+
+    def draw():
+        p = difficulty(random)
+        estimate = statistics.mean(table(random, p))
+        return estimate.again, estimate.alike, (p.mean(), overall)
+
+    again, alike = covered(draw)
+    assert 0.94 <= again <= 0.96
+    assert 0.94 <= alike <= 0.96
+
+
+def test_both_intervals_of_a_difference_cover_what_they_are_of():
+    random = np.random.default_rng(1)
+
+    def draw():
+        p = difficulty(random)
+        better = 0.8 * p + 0.2 * random.random(QUESTIONS)  # 0.2 (1/2 - p) more, on average over all questions
+        comparison = statistics.compare(table(random, p), table(random, better))
+        return comparison.again, comparison.alike, ((better - p).mean(), 0.2 * (0.5 - 0.5 / 1.1))
+
+    again, alike = covered(draw)
+    assert 0.94 <= again <= 0.96
+    assert 0.94 <= alike <= 0.96
+
+
+def test_the_binomial_interval_over_all_samples_would_be_wrong_for_both():
+    random = np.random.default_rng(2)
+
+    def draw():
+        p = difficulty(random)
+        values = np.stack(table(random, p))
+        half = 1.96 * math.sqrt(values.mean() * (1 - values.mean()) / values.size)
+        interval = values.mean() - half, values.mean() + half
+        return interval, interval, (p.mean(), 0.5 / 1.1)
+
+    again, alike = covered(draw)
+    assert again > 0.98 and alike < 0.5
+
+
+def test_a_mean_is_over_questions_however_many_samples_each_has():
+    estimate = statistics.mean([np.array([1.0, 1, 1, 1]), np.array([0.0, 0])])
+    assert estimate.value == 0.5
+
+
+def test_the_interval_of_the_same_benchmark_is_that_of_its_samples():
+    # 10 questions with 1 of 2 right: variance 0.5 per sample, 0.25 per question, 10 x 0.25 / 100 of the mean; t(10).
+    estimate = statistics.mean([np.array([0.0, 1])] * 10)
+    assert estimate.se_again == pytest.approx(math.sqrt(0.025))
+    assert estimate.again == pytest.approx([0.5 - 2.22814 * 0.158114, 0.5 + 2.22814 * 0.158114], abs=1e-5)
+
+
+def test_few_questions_with_any_variance_count_as_few_degrees_of_freedom():
+    # 2 of 40 questions vary: (2 x 0.25)^2 / (2 x 0.25^2 / 1) = 2 degrees of freedom, t(2) = 4.30265.
+    estimate = statistics.mean([np.ones(2)] * 20 + [np.zeros(2)] * 18 + [np.array([0.0, 1])] * 2)
+    assert estimate.again == pytest.approx([0.525 - 4.30265 * 0.5**0.5 / 40, 0.525 + 4.30265 * 0.5**0.5 / 40], abs=1e-5)
+
+
+def test_one_sample_per_question_has_no_interval_of_the_same_benchmark():
+    estimate = statistics.mean([np.array([value]) for value in (1.0, 0, 1, 0)] * 10)
+    assert estimate.again is None
+    assert estimate.alike == pytest.approx((0.338, 0.662), abs=1e-3)  # t(39) = 2.0227, sd 0.5064, / sqrt 40
+
+
+def test_with_few_wrong_questions_the_interval_is_wilsons_and_says_so():
+    estimate = statistics.mean([np.ones(4)] * 29 + [np.zeros(4)])
+    assert estimate.few
+    assert estimate.alike == pytest.approx((0.8333, 0.9941), abs=1e-3)  # Wilson, 29 of 30
+    assert not statistics.mean([np.ones(4)] * 20 + [np.zeros(4)] * 10).few
+
+
+@pytest.mark.parametrize(
+    ("freedom", "expected"),
+    [
+        (1, 12.7062047),
+        (2, 4.3026527),
+        (3, 3.1824463),
+        (4, 2.7764451),
+        (29, 2.0452296),
+        (30, 2.0422725),
+        (499, 1.9647294),
+    ],
+)
+def test_the_t_quantile_is_that_of_the_tables(freedom, expected):
+    assert statistics.t_quantile(0.95, freedom) == pytest.approx(expected, abs=2e-7)
+
+
+def test_the_sum_and_the_expansion_of_the_t_quantile_agree_where_they_meet(monkeypatch):
+    exact = statistics.t_quantile(0.99, 200)
+    monkeypatch.setattr(statistics, "EXACT_FREEDOM", 100)
+    statistics.t_quantile.cache_clear()
+    assert statistics.t_quantile(0.99, 200) == pytest.approx(exact, abs=1e-7)
+    statistics.t_quantile.cache_clear()
+
+
+@given(right_and_wrong, st.integers(1, 8))
+def test_pass_at_k_equals_counting_all_subsets(right, k):
+    k = min(k, len(right))
+    subsets = list(combinations(right, k))
+    samples, count = np.array([len(right)]), np.array([sum(right)])
+    assert statistics.pass_at(samples, count, k) == pytest.approx([np.mean([any(one) for one in subsets])])
+    assert statistics.pass_all(samples, count, k) == pytest.approx([np.mean([all(one) for one in subsets])])
+
+
+def test_pass_at_k_does_not_overflow():
+    assert statistics.pass_at(np.array([20_000]), np.array([3]), 10_000) == pytest.approx([1 - 0.5**3], abs=1e-4)
+
+
+@given(st.lists(st.sampled_from(["a", "A ", "b", "c", ""]), min_size=2, max_size=6), st.data())
+def test_maj_at_k_equals_counting_all_subsets(words, data):
+    k = data.draw(st.integers(1, len(words)))
+    values = np.array([word.strip().lower() == "a" for word in words], dtype=float)
+
+    def winner(subset):
+        votes = [words[index].strip().lower() for index in subset if words[index].strip()]
+        most = max((votes.count(word) for word in votes), default=0)
+        tied = {word for word in votes if votes.count(word) == most}
+        return ("a" in tied) / len(tied) if tied else 0.0
+
+    expected = np.mean([winner(subset) for subset in combinations(range(len(words)), k)])
+    exact = k in (1, len(words))
+    assert statistics.majority_at(values, words, k) == pytest.approx(expected, abs=1e-9 if exact else 0.06)
+
+
+def test_the_bootstrap_of_a_mean_is_about_its_normal_interval():
+    values = np.random.default_rng(0).random((400, 2))
+    for column, (low, high) in zip(values.T, statistics.bootstrap(values), strict=True):
+        half = 1.96 * column.std() / 20
+        assert (low, high) == pytest.approx((column.mean() - half, column.mean() + half), abs=0.003)
+
+
+def test_a_paired_comparison_finds_a_gain_that_separate_intervals_cannot_see():
+    random = np.random.default_rng(3)
+    found = apart = 0
+    for _ in range(200):
+        p = difficulty(random)
+        better = np.clip(p + 0.05, 0, 1)
+        a, b = table(random, p), table(random, better)
+        found += statistics.compare(a, b).p < 0.05
+        apart += statistics.mean(a).alike[1] < statistics.mean(b).alike[0]
+    assert found >= 150 and apart == 0
+
+
+def test_without_a_difference_p_is_below_5_percent_in_5_percent_of_comparisons():
+    random = np.random.default_rng(4)
+    p = difficulty(random)
+    seen = [statistics.compare(table(random, p), table(random, p)).p < 0.05 for _ in range(400)]
+    assert 0.03 <= np.mean(seen) <= 0.07
+
+
+def test_a_comparison_counts_questions_and_changed_sides():
+    a = [np.array([1.0, 1]), np.array([0.0, 0]), np.array([1.0, 0]), np.array([0.0, 1])]
+    b = [np.array([0.0, 0]), np.array([1.0, 0]), np.array([0.0, 1]), np.array([1.0, 1])]
+    result = statistics.compare(a, b)
+    assert (result.difference, result.up, result.down, result.same, result.flips) == (0.0, 2, 1, 1, 2)
+
+
+def test_mcnemar_is_the_binomial_test_of_the_questions_that_changed():
+    assert statistics.mcnemar(1, 9) == pytest.approx(2 * 11 / 1024)
+    assert statistics.mcnemar(5, 5) == 1.0 and statistics.mcnemar(0, 0) == 1.0
+    one_each = [np.array([value]) for value in (0.0,) * 10], [np.array([value]) for value in (1.0,) * 9 + (0.0,)]
+    assert statistics.compare(*one_each).mcnemar == pytest.approx(2 / 2**9)
+    assert statistics.compare(*one_each).p == pytest.approx(2 / 2**9)  # the sign flips are the same test then
+
+
+def test_holm_multiplies_the_least_p_by_their_number_and_keeps_the_order():
+    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert statistics.holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("samples", "least", "most"), [(1, 0.09, 0.14), (32, 0.016, 0.026)])
+def test_the_best_of_twenty_evaluations_of_one_model_looks_better_by_the_bias_that_is_reported(samples, least, most):
+    random = np.random.default_rng(5)
+    p = difficulty(random)
+    gains, biases = [], []
+    for _ in range(100):
+        tables = [table(random, p, samples) for _ in range(20)]
+        gains.append(max(statistics.mean(one).value for one in tables) - p.mean())
+        biases.append(statistics.selection_bias(tables))
+    assert np.mean(biases) == pytest.approx(np.mean(gains), rel=0.1)
+    assert least < np.mean(biases) < most
+
+
+def test_one_evaluation_has_no_selection_bias():
+    assert statistics.selection_bias([[np.array([1.0, 0])]]) is None
