@@ -19,7 +19,7 @@ State = Literal["good", "fair", "bad", "unknown"]
 FEW = 4  # steps, with which nothing is said about a trend
 SHARES = ((0.3, "bad"), (0.05, "fair"))  # of samples that are cut off or repeat themselves
 FAULTS = ((0.05, "bad"), (0.0, "fair"))  # of samples that could not be graded
-BUSY, TAIL = 0.85, 0.4  # the share of a step that phases cover; of a rollout with few requests
+BUSY, TAIL = 0.8, 0.4  # the share of a step that phases cover; of a rollout with few requests
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def _honest(contents: Contents, samples: Samples) -> Light:
     correlation = samples.length_correlation
     if correlation is not None and abs(correlation) > 0.5:
         longer = "longer" if correlation > 0 else "shorter"
-        measured.append(("fair", f"{longer} responses get more reward (correlation {correlation:+.2f})"))
+        # Often rightly so: a fact to know when length grows, and no fault by itself.
+        measured.append(("good", f"{longer} responses get more reward (correlation {correlation:+.2f})"))
     worst = max((state for state, _ in measured), key=("good", "fair", "bad").index)
     ordered = sorted(measured, key=lambda one: ("bad", "fair", "good").index(one[0]))
     return Light(question, worst, "in the last steps: " + ", ".join(text for _, text in ordered))
