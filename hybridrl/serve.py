@@ -13,12 +13,11 @@ from pathlib import Path
 from hybridrl.config import ConfigError
 from hybridrl.config.checks.training import resolve_dtype, this_machine
 from hybridrl.config.compose import CONF, SHIPPED, existing, parse_overrides, plain_values, shipped
-from hybridrl.config.files import holds_adapter, is_sharded
 from hybridrl.config.findings import Findings
 from hybridrl.config.keys import nearest_keys
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
 from hybridrl.config.values import Reading, value_of
-from hybridrl.model_merger.__main__ import main as merge
+from hybridrl.model_merger.temporary import whole_model
 from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import work_in_private
@@ -79,11 +78,7 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> None:
         device = "cuda" if this_machine().gpus else "cpu"
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
     work_in_private()  # which is removed when this process ends
-    if is_sharded(model.path) or holds_adapter(model.path):
-        target = Path(tempfile.mkdtemp(), "merged")
-        if merge(["merge", "--local_dir", model.path, "--target_dir", str(target)]):
-            raise ConfigError(f"model.path={model.path} cannot be merged", fix="see the message above")
-        model.path = str(target)
+    model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")
     from hybridrl.rollout.engine import ENGINES
     from hybridrl.runtime.environment import worker_environment
 

@@ -19,7 +19,7 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 # Packages and top-level modules in layers, from the entry points down; each imports only from layers below its own.
 LAYERS = """
     __main__
-    serve
+    serve  main_eval
     main_ppo  main_sft  model_merger
     doctor
     runs  show
@@ -51,6 +51,7 @@ LATE = {
     "batch.py": "tensordict is for code that is written for it, and is not installed otherwise",
     "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",
+    "main_eval.py": "torch, Ray and transformers come only once the configuration stands",
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
     "training/linear_log_probs.py": "Triton comes with torch's builds for CUDA, and is used there only",
@@ -138,6 +139,8 @@ def test_imports_stand_at_the_top() -> None:
         "hybridrl.doctor.clean",
         "hybridrl.doctor.migrate",
         "hybridrl.doctor.why",
+        "hybridrl.evaluation.statistics",
+        "hybridrl.main_eval",
         "hybridrl.main_ppo",
         "hybridrl.main_sft",
         "hybridrl.report",
@@ -151,7 +154,7 @@ def test_what_starts_quickly_imports_nothing_heavy(module: str) -> None:
     assert not HEAVY & set(result.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["hybridrl.main_ppo", "hybridrl.main_sft"])
+@pytest.mark.parametrize("module", ["hybridrl.main_eval", "hybridrl.main_ppo", "hybridrl.main_sft"])
 def test_the_driver_is_forked_before_torch_is_imported_so_cuda_is_untouched(module: str) -> None:
     code = "import os, runpy, sys; os.fork = lambda: os._exit('torch' in sys.modules)"
     command = [sys.executable, "-c", f"{code}; runpy.run_module({module!r}, run_name='__main__')"]

@@ -84,15 +84,28 @@ def resolve_config(
     findings.add(*reading.findings.items)
     _check_foreign(reading.foreign, result.values, schema, str(file), findings)
     result.config = config = reading.config
-    machine, crossed = None, Findings()
+    machine = None
     if offline:  # another machine, with whatever the configuration requests
         engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
         gpus = config.trainer.n_gpus_per_node or (engine if engine > 1 else 0)
         machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
-    (resolve_ppo if isinstance(config, PPOConfig) else resolve_sft)(config, crossed, machine)
-    # What follows from a rejected value is not reported.
-    findings.add(*(finding for finding in crossed.items if not reading.rejected & {*finding.keys}))
+    _cross_check(reading, findings, machine)
     return result
+
+
+def resolve_values(schema: type[T], plain: Plain, findings: Findings) -> T:
+    """Read and check values that were composed before, such as those of a configuration with one key changed."""
+    reading = Reading(schema, plain, lambda key: value_of(shipped(SHIPPED[schema]).values, key))
+    findings.add(*reading.findings.items)
+    _cross_check(reading, findings)
+    return reading.config
+
+
+def _cross_check(reading: Reading, findings: Findings, machine: Machine | None = None) -> None:
+    """Resolve a configuration; add findings, without what follows from a rejected value."""
+    crossed, config = Findings(), reading.config
+    (resolve_ppo if isinstance(config, PPOConfig) else resolve_sft)(config, crossed, machine)
+    findings.add(*(finding for finding in crossed.items if not reading.rejected & {*finding.keys}))
 
 
 def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: str, findings: Findings) -> None:

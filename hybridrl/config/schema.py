@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from hybridrl.config import values
 from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RowNames, Script, TrainFiles
 from hybridrl.config.schema_algorithm import AlgorithmConfig, PolicyLossConfig, RewardConfig
+from hybridrl.config.schema_eval import EvalConfig
 from hybridrl.config.values import Section
 
 
@@ -350,7 +351,7 @@ class RayConfig(Section):
 
 
 class PPOConfig(Section):
-    """The configuration of `main_ppo`: conf/ppo_trainer.yaml."""
+    """The configuration of `main_ppo` and `main_eval`: conf/ppo_trainer.yaml."""
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
@@ -358,6 +359,7 @@ class PPOConfig(Section):
     reward: RewardConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
+    eval: EvalConfig
     ray_kwargs: RayConfig
     own: dict[str, Any]
 

@@ -136,6 +136,26 @@ def load_prompts(
     return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments)
 
 
+def read_prompts(
+    files: list[str], config: DataConfig, *, max_samples: int = -1, key: str, truth_key: str = "reward_model"
+) -> list[Prompt]:
+    """Read and check the rows of `files` for what needs no token ids, such as an endpoint; `truth_key` is the column of
+    the ground truth. Raises ConfigError that lists all bad rows together."""
+    faults = Faults(key)
+    rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=False, seed=0)
+    prompts = []
+    for row in rows:
+        if truth_key != "reward_model":
+            row = replace(row, values=row.values | {"reward_model": row.values.get(truth_key)})
+        prompt = _parse(row, config)
+        if isinstance(prompt, Prompt):
+            prompts.append(prompt)
+        else:
+            faults.add(row.place, "; ".join(prompt))
+    faults.close()
+    return prompts
+
+
 def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: str) -> tuple[set[str], set[str]]:
     """Collect the faults of all rows, log their formats and unknown roles, and return their data sources and the
     environments that they name."""

@@ -32,7 +32,7 @@ CHUNK = 4_000_000  # numbers of a bootstrap that are in memory at a time
 @dataclass(frozen=True)
 class Mean:
     """A mean over questions with both intervals; None: the data do not say. `few`: so few are right, or wrong, that the
-    intervals are Wilson's, and the evaluation is too small to tell apart models that are this good, or this bad."""
+    intervals are Wilson's, and the evaluation is too small to separate models that are this good, or this bad."""
 
     value: float
     again: Interval | None
@@ -220,14 +220,16 @@ def bootstrap(table: np.ndarray, level: float = LEVEL, seed: int = 0) -> list[In
 # -- several models ----------------------------------------------------------------------------------------------------
 
 
-def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0) -> Comparison:
-    """Compare two models on the same questions, in the same order. Paired: what questions differ in cancels."""
+def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0, *, aligned: bool = False) -> Comparison:
+    """Compare two models on the same questions, in the same order. Paired: what questions differ in cancels. `aligned`:
+    so are the samples of each question, which have the same seeds: those of similar models then agree in part, and
+    only the differences within pairs are sampling errors."""
     first, second = means_of(a), means_of(b)
     differences, questions = second - first, len(first)
     value = float(differences.mean())
-    errors, again, alike = (sampling_error(a), sampling_error(b)), None, None
-    if errors[0] and errors[1]:
-        again = _around(value, errors[0].plus(errors[1]).half(level))
+    error, again, alike = difference_error(a, b, aligned=aligned), None, None
+    if error:
+        again = _around(value, error.half(level))
     if questions > 1:
         half = float(differences.std(ddof=1)) / math.sqrt(questions) * t_quantile(level, questions - 1)
         alike = _around(value, half)
@@ -245,6 +247,14 @@ def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0) -> Comparis
         same=questions - up - down,
         flips=int((sides[0] != sides[1]).sum()),
     )
+
+
+def difference_error(a: Table, b: Table, *, aligned: bool) -> SamplingError | None:
+    """Return the sampling error of a difference of two means; None if questions have one sample only."""
+    if aligned:
+        return sampling_error([second - first for first, second in zip(a, b, strict=True)])
+    errors = sampling_error(a), sampling_error(b)
+    return errors[0].plus(errors[1]) if errors[0] and errors[1] else None
 
 
 def sign_flips(differences: np.ndarray, seed: int = 0) -> float:

@@ -6,10 +6,12 @@ so that the order in which they happened to finish changes nothing.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -50,6 +52,19 @@ class Episode:
 
 
 Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with its score if that is known
+
+
+@dataclass(frozen=True)
+class Place:
+    """An episode to run: the `sample`-th of a prompt, which is the `number`-th in its call, at a `position` in its
+    stream. Its seed derives from the prompt's seed key and the number of the sample."""
+
+    prompt: Prompt
+    number: int
+    position: int
+    sample: int
+    seed_key: int | str
+    sampling: Sampling
 
 
 class Source(Protocol):
@@ -157,60 +172,87 @@ class EpisodeRunner:
         Each seed derives from the prompt's position in its stream of prompts, the number of the sample and the turn.
         What the spool has is not sampled again, and the rest is added to it.
         """
-        seed_keys = [f"{stream} {position}" if stream else position for position in positions]
-        places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(count)]
+        places = [
+            Place(prompt, at, position, sample, f"{stream} {position}" if stream else position, sampling)
+            for at, (prompt, position) in enumerate(zip(prompts, positions, strict=True))
+            for sample in range(count)
+        ]
+        return self.run_places(places, spool)
+
+    def run_places(
+        self, places: Sequence[Place], spool: Spool | None = None, finished: Callable[[Episode], None] | None = None
+    ) -> tuple[list[Episode], dict[str, float]]:
+        """Return the episodes of these places, in order, and the seconds it took. `finished` is called with each of
+        them as soon as it has its score, in the thread of the caller."""
         source: Source
         if self.workers is None:
             requests = [
-                Request(at, sample, prompts[at].ids, request_seed(self.seed, seed_keys[at], sample), sampling)
-                for at, sample in places
+                Request(
+                    one.number,
+                    one.sample,
+                    one.prompt.ids,
+                    request_seed(self.seed, one.seed_key, one.sample),
+                    one.sampling,
+                )
+                for one in places
             ]
             source = SingleResponses(self.client, requests, spool, self.scorers.in_one_call)
         else:
-            chats, rows = [as_chat(prompt.messages) for prompt in prompts], list(map(_row, prompts))
+            prompts = {one.number: one.prompt for one in places}
+            chats = {number: as_chat(prompt.messages) for number, prompt in prompts.items()}
+            rows = {number: _row(prompt) for number, prompt in prompts.items()}
             specs = [
-                EpisodeSpec(at, sample, chats[at], rows[at], sampling, self.seed, seed_keys[at])
-                for at, sample in places
+                EpisodeSpec(
+                    one.number, one.sample, chats[one.number], rows[one.number], one.sampling, self.seed, one.seed_key
+                )
+                for one in places
             ]
             source = Conversations(self.client, self.workers, specs, spool)
-        return asyncio.run(self._run(source, [(prompts[at], positions[at], sample) for at, sample in places]))
+        return asyncio.run(self._run(source, places, finished))
 
     async def _run(
-        self, source: Source, places: Sequence[tuple[Prompt, int, int]]
+        self, source: Source, places: Sequence[Place], finished: Callable[[Episode], None] | None = None
     ) -> tuple[list[Episode], dict[str, float]]:
         began = time.monotonic()
         ended: list[Ended] = []
         scores: list[Future[Score]] = []
+        reports = Reports(len(places), finished) if finished else None
         Activity.is_now(f"responses 0/{len(places)}")
         async for some in source.ended():
             ended += some
             Activity.is_now(f"responses {len(ended)}/{len(places)}")
             if not self.scorers.in_one_call:
-                scores += self._submit(source, places, some)
+                scores += self._submit(source, places, some, reports)
         generated = time.monotonic()
         Activity.is_now("reward")
         if self.scorers.in_one_call:
             ended.sort(key=lambda one: one[0])
-            scores = self._submit(source, places, ended)
+            scores = self._submit(source, places, ended, reports)
+        if reports:
+            await reports.all()
         episodes = [
-            (index, self._episode(*places[index], trajectory, score.result()))
+            (index, self._episode(places[index], trajectory, score.result()))
             for (index, trajectory, _), score in zip(ended, scores, strict=True)
         ]
         seconds = {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
         return [episode for _, episode in sorted(episodes, key=lambda item: item[0])], seconds
 
     def _submit(
-        self, source: Source, places: Sequence[tuple[Prompt, int, int]], ended: Sequence[Ended]
+        self, source: Source, places: Sequence[Place], ended: Sequence[Ended], reports: "Reports | None"
     ) -> list[Future[Score]]:
         """Have episodes scored that have no score yet; return the scores to come, in order."""
         known = [score or self._known_score(trajectory) for _, trajectory, score in ended]
         unscored = [one for one, score in zip(ended, known, strict=True) if score is None]
-        requests = [_scoring_request(places[index][0], trajectory) for index, trajectory, _ in unscored]
+        requests = [_scoring_request(places[index].prompt, trajectory) for index, trajectory, _ in unscored]
         futures = self.scorers.submit(requests) if requests else []
         for (index, _, _), future in zip(unscored, futures, strict=True):
             source.scoring(index, future)
         to_come = iter(futures)
-        return [next(to_come) if score is None else _resolved(score) for score in known]
+        scores = [next(to_come) if score is None else _resolved(score) for score in known]
+        if reports:
+            for (index, trajectory, _), score in zip(ended, scores, strict=True):
+                reports.expect(score, partial(self._episode, places[index], trajectory))
+        return scores
 
     def _known_score(self, trajectory: Trajectory) -> Score | None:
         """Return the score of an episode that the reward function does not score."""
@@ -220,7 +262,7 @@ class EpisodeRunner:
             return None
         return Score(trajectory.reward, {"score": trajectory.reward}, text=trajectory.text)
 
-    def _episode(self, prompt: Prompt, position: int, sample: int, trajectory: Trajectory, score: Score) -> Episode:
+    def _episode(self, place: Place, trajectory: Trajectory, score: Score) -> Episode:
         """Return the episode with the shaped score and the rewards of its turns; a number of token rewards other than
         that of tokens is a fault of the grader."""
         text = trajectory.text if trajectory.text is not None else score.text or ""
@@ -232,7 +274,7 @@ class EpisodeRunner:
                 detail = f"returned {len(score.token_rewards)} token_rewards for a response of {length} tokens"
                 score = Score(None, fault="type", detail=detail)
         score = self.shaping.shaped(score, trajectory.sampled_tokens)
-        return Episode(prompt, position, sample, trajectory, text, score)
+        return Episode(place.prompt, place.position, place.sample, trajectory, text, score)
 
     def _with_turn_rewards(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score with what the environment gave to single turns on their last tokens."""
@@ -243,6 +285,32 @@ class EpisodeRunner:
             return score.with_value(total)
         rewards = list(chain.from_iterable(row.rewards.tolist() for row in trajectory.rows()))
         return replace(score, value=trajectory.reward, token_rewards=rewards).with_value(total)
+
+
+class Reports:
+    """Calls `finished` with each of `count` episodes once it has its score, in the event loop's thread, while further
+    ones are sampled: scores arrive in other threads. What it raises, `all` raises."""
+
+    def __init__(self, count: int, finished: Callable[[Episode], None]) -> None:
+        self.scored: asyncio.Queue[Episode] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self.task = asyncio.create_task(self._report(count, finished))
+
+    def expect(self, score: Future[Score], make: Callable[[Score], Episode]) -> None:
+        def done(future: Future[Score]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: the call has ended
+                self.loop.call_soon_threadsafe(self.scored.put_nowait, make(future.result()))
+
+        if self.task.done():  # it failed: nothing more is sampled
+            self.task.result()
+        score.add_done_callback(done)
+
+    async def all(self) -> None:
+        await self.task
+
+    async def _report(self, count: int, finished: Callable[[Episode], None]) -> None:
+        for _ in range(count):
+            finished(await self.scored.get())
 
 
 def _single(request: Request, completion: Completion) -> Trajectory:

@@ -20,6 +20,7 @@ from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.data.rows import fingerprinted_files
 from hybridrl.tracking.console import info
 from hybridrl.training.worker_group import TrainWorkers
@@ -120,7 +121,7 @@ def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
     if not file.exists():
         return []
     before, now = (flatten(yaml.safe_load(text)) for text in (file.read_text(encoding="utf-8"), as_yaml(config)))
-    counted = [key for key in now if key in LEARNED or not key.startswith("trainer.")]
+    counted = [key for key in now if key in LEARNED or not key.startswith(("trainer.", "eval."))]
     changed = [key for key in counted if key in before and before[key] != now[key]]
     return [f"{key}={before[key]}, not {now[key]}" for key in changed]
 
@@ -136,11 +137,15 @@ def identify(config: PPOConfig, algorithm: Algorithm, rows: int) -> Identity:
 def sample_fingerprints(config: PPOConfig, data: str) -> tuple[str, str]:
     """Fingerprints of what determines a response besides its request and the weights, and of what determines a score
     besides the response. Of custom reward functions the files count, not what these import or read."""
-    rollout, model, reward = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, asdict(config.reward)
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     engine = fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha)
-    scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(reward).values())
-    code = [hashlib.sha256(script_path(script[1]).read_bytes()).hexdigest() for script in scripts if script]
-    return engine, fingerprint(reward, code, data, code_fingerprint())
+    return engine, fingerprint(asdict(config.reward), reward_code(config.reward), data, code_fingerprint())
+
+
+def reward_code(reward: RewardConfig) -> list[str]:
+    """The hashes of the files that custom reward functions are in."""
+    scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(asdict(reward)).values())
+    return [hashlib.sha256(script_path(script[1]).read_bytes()).hexdigest() for script in scripts if script]
 
 
 def adapted_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelConfig]:

@@ -39,7 +39,7 @@ from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
 
-CHATTY_LOGGERS = ("httpx", "httpcore", "datasets", "fsspec", "urllib3", "filelock", "matplotlib")
+CHATTY_LOGGERS = ("httpx", "httpx2", "httpcore", "openai", "datasets", "fsspec", "urllib3", "filelock", "matplotlib")
 
 Config = PPOConfig | SFTConfig
 C = TypeVar("C", PPOConfig, SFTConfig)
@@ -182,11 +182,17 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
 
 def open_run_directory(config: Config) -> Path:
     """The directory that holds all of a run, with a place for the logs."""
-    directory = Path(config.trainer.default_local_dir).expanduser()
+    return open_directory(config.trainer.default_local_dir, "trainer.default_local_dir")
+
+
+def open_directory(path: str | Path, key: str) -> Path:
+    """Make a directory with a place for the logs, and print what is logged. Raises ConfigError if it cannot be made;
+    `key` is the setting that names it."""
+    directory = Path(path).expanduser()
     try:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        cause = f"trainer.default_local_dir={directory} cannot be made: {error.strerror}"
+        cause = f"{key}={directory} cannot be made: {error.strerror}"
         raise ConfigError(cause, fix="name another directory") from error
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[MessageHandler()], force=True)
     for name in CHATTY_LOGGERS:

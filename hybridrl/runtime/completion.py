@@ -16,12 +16,14 @@ from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, presets
 from hybridrl.config.help import key_meanings
 from hybridrl.config.keys import tree, value_keys
+from hybridrl.config.schema_eval import PRESETS as EVAL_PRESETS
 
-SCHEMAS = {"train": PPOConfig, "sweep": PPOConfig, "doctor": PPOConfig, "sft": SFTConfig}
+SCHEMAS = {"train": PPOConfig, "eval": PPOConfig, "sweep": PPOConfig, "doctor": PPOConfig, "sft": SFTConfig}
 # Names that a key takes as well as a function in a file.
 NAMES = {
     "algorithm.adv_estimator": ESTIMATORS,
     "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
+    "eval.preset": EVAL_PRESETS,
 }
 
 

@@ -60,6 +60,36 @@ def test_both_intervals_of_a_difference_cover_what_they_are_of():
     assert 0.94 <= alike <= 0.96
 
 
+def test_the_interval_of_a_difference_covers_for_samples_with_the_same_random_numbers_and_is_narrower():
+    random, widths = np.random.default_rng(6), []
+
+    def draw():
+        p = difficulty(random)
+        better = 0.8 * p + 0.2 * random.random(QUESTIONS)
+        numbers = random.random((QUESTIONS, SAMPLES))
+        a, b = (list((numbers < chance[:, None]).astype(float)) for chance in (p, better))
+        aligned, apart = statistics.compare(a, b, aligned=True), statistics.compare(a, b)
+        widths.append((np.diff(aligned.again), np.diff(apart.again)))
+        return aligned.again, aligned.alike, ((better - p).mean(), 0.2 * (0.5 - 0.5 / 1.1))
+
+    again, alike = covered(draw)
+    assert 0.94 <= again <= 0.96
+    assert 0.94 <= alike <= 0.96
+    narrow, wide = np.mean(widths, axis=0)
+    assert narrow < 0.7 * wide
+
+
+def test_the_interval_of_a_difference_covers_for_aligned_samples_that_are_independent():
+    random = np.random.default_rng(7)
+
+    def draw():
+        p = difficulty(random)
+        comparison = statistics.compare(table(random, p), table(random, p), aligned=True)
+        return comparison.again, comparison.again, (0.0, 0.0)
+
+    assert 0.94 <= covered(draw)[0] <= 0.96
+
+
 def test_the_binomial_interval_over_all_samples_would_be_wrong_for_both():
     random = np.random.default_rng(2)
 

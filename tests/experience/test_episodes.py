@@ -1,6 +1,7 @@
 """An episode as rows of a batch, how it is scored, and that it counts once whatever the number of its rows."""
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -16,11 +17,12 @@ from hybridrl.environments import CallRecord, ToolCall
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.batching import PromptGroup, to_batch
 from hybridrl.experience.conversations import conversation_metrics, transcript
-from hybridrl.experience.episodes import Episode, EpisodeRunner
+from hybridrl.experience.episodes import Episode, EpisodeRunner, Place
 from hybridrl.rewards.score import Score
-from hybridrl.rollout import Completion
+from hybridrl.rollout import Completion, Sampling
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})
+PLACE = Place(PROMPT, 0, 0, 0, "key", Sampling(8, (0,)))
 
 
 def turn(observed: list[int], sampled: list[int], stop: str = "stop") -> Turn:
@@ -128,8 +130,51 @@ class Source:
 def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
     scorers = Scorers()
     runner = EpisodeRunner(None, scorers, 1, None, None, **options)
-    episodes, _ = asyncio.run(runner._run(Source(trajectory), [(PROMPT, 0, 0)]))
+    episodes, _ = asyncio.run(runner._run(Source(trajectory), [PLACE]))
     return episodes[0], scorers
+
+
+class SlowScorers(Scorers):
+    """A reward function whose scores come from another thread, after a while."""
+
+    def submit(self, requests):
+        futures = [Future() for _ in requests]
+        for future in futures:
+            threading.Timer(0.05, future.set_result, [Score(0.25)]).start()
+        return futures
+
+
+class TwoBatches(Source):
+    """Episodes that end one after another; what was reported before the second ends is kept."""
+
+    def __init__(self, reported: list) -> None:
+        self.reported, self.before_the_second = reported, []
+
+    async def ended(self):
+        yield [(1, Trajectory([turn([1], [7])]), None)]
+        await asyncio.sleep(0.3)
+        self.before_the_second += self.reported
+        yield [(0, Trajectory([turn([1], [8])]), None)]
+
+
+def test_an_episode_is_reported_once_it_has_its_score_while_others_are_sampled():
+    reported: list[int] = []
+    source = TwoBatches(reported)
+    runner = EpisodeRunner(None, SlowScorers(), 1)
+    places = [PLACE, replace(PLACE, sample=1)]
+    run = runner._run(source, places, lambda episode: reported.append((episode.sample, episode.score.value)))
+    episodes, _ = asyncio.run(run)
+    assert source.before_the_second == [(1, 0.25)] and reported == [(1, 0.25), (0, 0.25)]
+    assert [one.sample for one in episodes] == [0, 1]
+
+
+def test_what_the_report_of_an_episode_raises_ends_the_call():
+    def full(_: Episode) -> None:
+        raise OSError("no space left")
+
+    runner = EpisodeRunner(None, Scorers(), 1)
+    with pytest.raises(OSError, match="no space left"):
+        asyncio.run(runner._run(Source(Trajectory([turn([1], [7])])), [PLACE], full))
 
 
 REWARDED = [replace(turn([1, 2], [7, 8]), reward=0.5), replace(turn([3], [9]), reward=1.0)]

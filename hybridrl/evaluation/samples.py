@@ -1,0 +1,156 @@
+"""The samples of an evaluation in one file, written as they finish and found again by what determines them.
+
+A line that a kill cut off is recognised and removed. A later line of the same sample replaces the earlier one: a
+changed reward scores the stored responses again.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from hybridrl.config import ConfigError
+from hybridrl.environments.episode import TRUNCATED
+from hybridrl.tracking.console import info, warn
+
+GREEDY = -1  # the number of the greedy sample
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to a question with its score.
+
+    `key` stands for all that determines the response (model, sampling, prompt, seed), `reward` for what determines its
+    score besides it, `origin` for model and sampling. `seconds` count from the start of the evaluation. `conversation`
+    has messages and turns.
+    """
+
+    dataset: str
+    id: str
+    sample: int
+    seed: int
+    prompt: str
+    response: str
+    truth: Any
+    tokens: int
+    finish: str
+    score: float | None
+    extras: dict[str, Any] = field(default_factory=dict)
+    pred: str | None = None
+    fault: str | None = None
+    detail: str = ""
+    seconds: float = 0.0
+    key: str = ""
+    reward: str = ""
+    origin: str = ""
+    conversation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float | None:
+        """What the evaluation averages: `acc` if the reward gives it, else the score; None after a fault."""
+        accuracy = self.extras.get("acc")
+        return self.score if self.score is None or not isinstance(accuracy, bool | int | float) else float(accuracy)
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish in TRUNCATED
+
+    @property
+    def greedy(self) -> bool:
+        return self.sample == GREEDY
+
+
+NAMES = {item.name for item in fields(Sample)}
+
+
+class SampleFile:
+    """`samples.jsonl` of an evaluation, locked while it is open. With `resume` it has what an earlier one left."""
+
+    def __init__(self, path: Path, *, resume: bool = True) -> None:
+        self.path, self.replaced = path, 0
+        self.found: dict[str, Sample] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("ab")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            fix = "wait for it, or set another eval.output_dir"
+            raise ConfigError(f"{path} is being written by another evaluation", fix=fix) from None
+        if resume:
+            self.found, size = _read(path)
+            if size < path.stat().st_size:
+                info(f"{path}: the last line is cut off and will be sampled again")
+                self.file.truncate(size)
+        else:
+            self.file.truncate(0)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a response for this key; one that was lost by a fault is sampled again."""
+        sample = self.found.get(key)
+        return sample is not None and not (sample.fault and not sample.response and not sample.tokens)
+
+    def is_stale(self, key: str, reward: str) -> bool:
+        """Whether a response has to be scored again: by another reward, or after a fault of the grader."""
+        return self.found[key].reward != reward or self.found[key].fault is not None
+
+    def append(self, sample: Sample) -> None:
+        """Write a sample, which replaces an earlier one with its key."""
+        self.replaced += sample.key in self.found
+        self.found[sample.key] = sample
+        self.file.write(_line(sample))
+        self.file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and self.replaced:
+            temporary = self.path.with_suffix(".writing")
+            temporary.write_bytes(b"".join(map(_line, self.found.values())))
+            temporary.replace(self.path)
+        self.file.close()
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Return the samples of a file, each in its latest form. Raises ConfigError if there is none."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file", fix="name the directory of an evaluation")
+    return list(_read(path)[0].values())
+
+
+def _line(sample: Sample) -> bytes:
+    return json.dumps(asdict(sample), ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _read(path: Path) -> tuple[dict[str, Sample], int]:
+    """Return the samples by key, and the bytes up to the last whole line."""
+    samples, size, unreadable = {}, 0, 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            size += len(line)
+            try:
+                sample = _sample(json.loads(line))
+            except (ValueError, TypeError, AttributeError):
+                unreadable += 1
+                continue
+            samples[sample.key] = sample
+    if unreadable:
+        warn(f"{path}: {unreadable} lines cannot be read and are left out")
+    return samples, size
+
+
+def _sample(values: dict[str, Any]) -> Sample:
+    return Sample(**{name: value for name, value in values.items() if name in NAMES})
+
+
+def by_dataset(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Group samples by dataset, in the order in which datasets occur."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.dataset, []).append(sample)
+    return groups

@@ -1,0 +1,79 @@
+"""Evaluation of models on questions: `python -m hybridrl.main_eval key=value ...`"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.load_eval import load_eval_config
+from hybridrl.runtime.cli import Command, run_command
+from hybridrl.runtime.forks import fork_server
+from hybridrl.runtime.guard import guarded
+from hybridrl.runtime.keeper import PrivateDirectory
+from hybridrl.tracking.console import stage
+
+EXIT_FAULTS = 3  # more responses than reward.max_fault_rate could not be scored
+
+
+@contextmanager
+def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
+    """Yield what runs evaluations, one after another on the Ray of the `first`, which starts only if responses are
+    missing. Invalid input is rejected before Ray starts."""
+    samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
+    server = fork_server(first.trainer, first.ray_kwargs.ray_init, engine=True) if samples else nullcontext()
+    with server as forks, closing(PrivateDirectory()) as merged:
+        with stage("loading torch, transformers and Ray"):  # only for a valid configuration
+            from hybridrl.model_merger.temporary import whole_model
+            from hybridrl.runs.eval_command import evaluate
+            from hybridrl.runs.setup import Sessions
+
+        def run(config: PPOConfig) -> None:
+            def merge(path: str) -> str:
+                whole = whole_model(path, Path(tempfile.mkdtemp(dir=merged.path)), "eval.models")
+                if whole != path and config.trainer.nnodes > 1:
+                    fix = f"merge it where all machines see it: hybridrl merge --local_dir {path} --target_dir DIR"
+                    raise ConfigError(f"eval.models={path} is in shards, which only this machine merges", fix=fix)
+                return whole
+
+            if evaluate(config, sessions, merge) > config.reward.max_fault_rate:
+                sys.exit(EXIT_FAULTS)
+
+        with closing(Sessions(forks)) as sessions:
+            yield run
+
+
+COMMAND = Command(
+    module="hybridrl.main_eval",
+    purpose="Evaluate models on questions: accuracy with intervals, pass@k, maj@k, and paired comparisons.",
+    example=(
+        "eval.models=[outputs/run:last]",
+        "eval.files=[aime24.jsonl,math500.jsonl]",
+        "eval.preset=deepseek",
+        "eval.greedy=true",
+    ),
+    config_name="ppo_trainer",
+    first_keys=(
+        "eval.files",
+        "eval.models",
+        "eval.n",
+        "eval.preset",
+        "eval.greedy",
+        "eval.compare",
+        "eval.output_dir",
+        "reward.custom_reward_function.path",
+        "data.max_prompt_length",
+        "trainer.n_gpus_per_node",
+    ),
+    load=load_eval_config,
+    open=opened,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(COMMAND, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

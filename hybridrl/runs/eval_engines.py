@@ -1,0 +1,45 @@
+"""Engines of an evaluation: they load their weights from files, no trainer uses their devices, and they never sleep."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridrl.cluster import RaySession
+from hybridrl.cluster.group import control_limit
+from hybridrl.cluster.holder import hold_devices
+from hybridrl.config import PPOConfig
+from hybridrl.rollout import RolloutClient
+from hybridrl.rollout.client import Server
+from hybridrl.rollout.fleet import RolloutFleet
+from hybridrl.tracking.console import info, stage
+
+
+@contextmanager
+def serving(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[RolloutClient]:
+    """Start an engine per tensor-parallel group of devices and yield the client of all; one that is lost loads its
+    weights again."""
+    section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
+    holders, gpus = hold_devices(session, limit)
+    fleet = RolloutFleet(
+        session,
+        section.model,
+        section.rollout,
+        devices=len(gpus),
+        logs=logs,
+        startup_timeout=limit,
+        timeout=control_limit(config.trainer.step_timeout),
+    )
+    info(f"logs of all processes: {logs}")
+
+    def revive(index: int) -> Server:
+        fleet.rebuild(index)
+        client.capacity = fleet.rollout.max_num_seqs  # less, if it ran out of memory
+        return fleet.handle(index)
+
+    with stage(f"starting {len(fleet)} engine{'s' * (len(fleet) > 1)}"):
+        fleet.finish_start(fleet.start(gpus))
+    client = fleet.client(revive)
+    client.capacity = fleet.rollout.max_num_seqs
+    yield client
+    fleet.kill(range(len(fleet)))
+    del holders

@@ -1,0 +1,135 @@
+"""Which models an evaluation is of: directories, checkpoints, runs, and addresses, as `eval.models` names them."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from hybridrl.checkpoint.store import Checkpoint, is_verl, lineage, list_checkpoints, step_directories
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.files import adapter_settings, holds_adapter
+from hybridrl.config.findings import Findings
+from hybridrl.config.load_eval import with_model
+from hybridrl.evaluation.results import RESULTS
+from hybridrl.tracking.sink import is_validation_score
+
+CHOICES = ("best", "last", "all")
+KEY = "eval.models"
+FOLDER = "actor"  # the policy in a checkpoint
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to evaluate: a directory, a name of the hub, or an address."""
+
+    name: str
+    path: str
+
+    @property
+    def is_address(self) -> bool:
+        return is_address(self.path)
+
+    def config(self, config: PPOConfig) -> PPOConfig:
+        """The configuration with this model, checked. An adapter is checked as its base, and merged later."""
+        if self.is_address:
+            return config
+        path = self.path
+        if holds_adapter(path):
+            path = adapter_settings(path).get("base_model_name_or_path") or path
+        return with_model(config, path)
+
+
+def is_address(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def find_targets(names: list[str], keep_best: str | None = None, key: str = KEY) -> list[Target]:
+    """Return the models of these names, of a run one or more. `keep_best` is the metric that `best` means. Raises
+    ConfigError with all names that lead to no model."""
+    findings, targets = Findings(), []
+    for name in names:
+        with findings.gathered():
+            targets += _find(name, keep_best, key)
+    findings.close()
+    return _with_unique_names(targets)
+
+
+def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
+    if is_address(name):
+        return [Target(re.sub(r"\W+", "-", name.partition("://")[2]).strip("-"), name.rstrip("/"))]
+    path, _, choice = name.rpartition(":")
+    if choice not in CHOICES or not Path(path).expanduser().is_dir():
+        path, choice = name, ""
+    directory = Path(path).expanduser()
+    if steps := step_directories(directory):
+        chosen = _chosen(directory, steps, choice or "last", keep_best, f"{key}={name}")
+        return [Target(f"{directory.resolve().name}-{step.name}", _policy(step, key)) for step in chosen]
+    if choice:
+        fix = "name a directory that has global_step_N"
+        raise ConfigError(f"{key}={name}: {path} has no checkpoints", fix=fix)
+    if directory.is_dir() and (re.fullmatch(r"global_step_\d+", directory.name) or (directory / FOLDER).is_dir()):
+        return [Target(_short_name(directory), _policy(directory, key))]
+    if directory.is_dir() and (directory / RESULTS).is_file():
+        cause = f"{key}={name} is the directory of an evaluation"
+        raise ConfigError(cause, fix=f"eval.compare={name} compares with it")
+    return [Target(_short_name(directory), str(directory) if directory.is_dir() else name)]
+
+
+def _policy(step: Path, key: str) -> str:
+    """Return the policy's folder of a checkpoint."""
+    folder = step / FOLDER
+    if not folder.is_dir():
+        cause = f"{key}={step}: the checkpoint has no folder {FOLDER}"
+        raise ConfigError(cause, fix="name a directory with a model")
+    return str(folder)
+
+
+def _chosen(directory: Path, steps: list[Path], choice: str, keep_best: str | None, setting: str) -> list[Path]:
+    """Return the checkpoints of a run that a choice names, by step."""
+    checkpoints = lineage([one for one in list_checkpoints(directory) if one.state["healthy"]])
+    if not checkpoints or any(is_verl(path) for path in steps):  # verl records no state
+        if choice == "best":
+            cause = f"{setting}: its checkpoints have no validation scores"
+            raise ConfigError(cause, fix="evaluate all of them on a set kept for choosing")
+        return steps if choice == "all" else steps[-1:]
+    if choice == "best":
+        return [_best(checkpoints, keep_best, setting).path]
+    checkpoints.sort(key=lambda one: one.step)
+    return [one.path for one in (checkpoints if choice == "all" else checkpoints[-1:])]
+
+
+def _best(checkpoints: list[Checkpoint], keep_best: str | None, setting: str) -> Checkpoint:
+    """Return the checkpoint with the best validation: of the metric given, with a leading "-" its least, or of the mean
+    over data sources."""
+
+    def score(one: Checkpoint) -> float:
+        values = one.state["metrics"]
+        if keep_best:
+            return values.get(keep_best.removeprefix("-"), np.nan) * (-1 if keep_best.startswith("-") else 1)
+        scores = [value for name, value in values.items() if is_validation_score(name)]
+        return float(np.mean(scores)) if scores else np.nan
+
+    measured = [one for one in checkpoints if not np.isnan(score(one))]
+    if not measured:
+        what = keep_best.removeprefix("-") if keep_best else "validation score"
+        raise ConfigError(f"{setting}: no checkpoint has a {what}", fix="name last or all")
+    return max(measured, key=score)
+
+
+def _short_name(directory: Path) -> str:
+    """Return a name for a directory: that of its checkpoint if it is in one."""
+    parts = directory.resolve().parts if directory.is_dir() else directory.parts
+    step = next((index for index, part in enumerate(parts) if re.fullmatch(r"global_step_\d+", part)), None)
+    if step is None:
+        return parts[-1]
+    return "-".join(parts[max(step - 1, 0) : step + 1]).strip("/-")
+
+
+def _with_unique_names(targets: list[Target]) -> list[Target]:
+    counts, seen, named = Counter(one.name for one in targets), Counter[str](), []
+    for one in targets:
+        seen[one.name] += 1
+        named.append(replace(one, name=f"{one.name}-{seen[one.name]}") if counts[one.name] > 1 else one)
+    return named

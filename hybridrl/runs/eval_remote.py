@@ -1,0 +1,130 @@
+"""A model behind an address of OpenAI's API: chat messages in, texts out. Knows no token ids."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import openai
+
+from hybridrl.config import ConfigError
+from hybridrl.data.tokenizer import as_chat
+from hybridrl.evaluation.plan import Wanted
+from hybridrl.evaluation.samples import Sample
+from hybridrl.rollout import Sampling
+from hybridrl.runs.eval_scoring import Rescorer, blank_sample, with_score
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+CONNECT_SECONDS, REQUEST_SECONDS, RETRIES = 10.0, 3600.0, 5
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response, or why there is none."""
+
+    text: str
+    tokens: int
+    truncated: bool
+    reasoning: str = ""
+    fault: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model at an address."""
+
+    address: str
+    model: str
+    concurrency: int
+
+    async def reply(self, client: openai.AsyncOpenAI, messages: list[dict], sampling: Sampling, seed: int) -> Reply:
+        """Return the model's response; what fails after some retries is a fault, not an exception."""
+        more: dict[str, Any] = {"extra_body": {"top_k": sampling.top_k}} if sampling.top_k > 0 else {}
+        more |= {"stop": list(sampling.stop)} if sampling.stop else {}
+        try:
+            answer = await client.chat.completions.create(
+                model=self.model,
+                messages=messages,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=sampling.max_tokens,
+                seed=seed,
+                **more,
+            )
+        except openai.OpenAIError as error:
+            return Reply(
+                "", 0, False, fault=f"raised:{type(error).__name__}", detail=" ".join(str(error).split())[:300]
+            )
+        choice, message = answer.choices[0], answer.choices[0].message
+        reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
+        tokens = answer.usage.completion_tokens if answer.usage else 0
+        return Reply(message.content or "", tokens, choice.finish_reason == "length", reasoning)
+
+    async def replies(
+        self,
+        wanted: Iterable[tuple[list[dict], Sampling, int]],
+        done: Callable[[int, Reply], Awaitable[None]],
+    ) -> None:
+        """Request a response to each of the messages, `concurrency` at a time; await `done` with each as it arrives."""
+        client = openai.AsyncOpenAI(base_url=self.address, api_key=_key(), timeout=REQUEST_SECONDS, max_retries=RETRIES)
+        items = enumerate(wanted)
+
+        async def work() -> None:
+            for index, (messages, sampling, seed) in items:  # shared: each item is taken once
+                await done(index, await self.reply(client, messages, sampling, seed))
+
+        async with client, asyncio.TaskGroup() as tasks:
+            for _ in range(self.concurrency):
+                tasks.create_task(work())
+
+
+def connect(address: str, model: str | None, concurrency: int, key: str = "eval.models") -> Endpoint:
+    """Return the endpoint at an address after asking which models it has. Raises ConfigError if it does not respond, or
+    has several and none is named."""
+    setting = f"{key}={address}"
+    try:
+        with openai.OpenAI(base_url=address, api_key=_key(), timeout=CONNECT_SECONDS, max_retries=1) as client:
+            names = [one.id for one in client.models.list()]
+    except openai.APIStatusError as error:
+        if model and error.status_code in (404, 405, 501):  # it lists no models
+            return Endpoint(address, model, concurrency)
+        fix = f"set {KEY_VARIABLE}" if error.status_code in (401, 403) else "check the address, which ends in /v1"
+        raise ConfigError(f"{setting}: it answers {address}/models with status {error.status_code}", fix=fix) from error
+    except openai.OpenAIError as error:
+        fix = "start the server, or check the address, which ends in /v1"
+        raise ConfigError(f"{setting}: nothing responds there ({error})", fix=fix) from error
+    if model is None and len(names) != 1:
+        fix = f"name one: eval.served_model={names[0] if names else 'NAME'}"
+        raise ConfigError(f"{setting} has {len(names)} models", fix=fix)
+    if model is not None and names and model not in names:
+        raise ConfigError(f"eval.served_model={model} is not at {address}", fix=f"choose {' | '.join(names[:8])}")
+    return Endpoint(address, model or names[0], concurrency)
+
+
+async def sample_remotely(
+    endpoint: Endpoint, missing: Sequence[Wanted], rescorer: Rescorer, keep: Callable[[Sample], None]
+) -> None:
+    """Have responses sampled at an address and scored here, and keep each as soon as it has its score."""
+    began = time.monotonic()
+
+    async def done(index: int, reply: Reply) -> None:
+        one = missing[index]
+        finish = "fault" if reply.fault else "max_tokens" if reply.truncated else "completed"
+        sample = replace(blank_sample(one), response=reply.text, tokens=reply.tokens, finish=finish)
+        sample = replace(sample, seconds=round(time.monotonic() - began, 3), fault=reply.fault, detail=reply.detail)
+        if reply.reasoning:
+            sample = replace(sample, conversation={"reasoning": reply.reasoning})
+        if not reply.fault:
+            (future,) = rescorer.submit([(one.question.prompt, sample)])
+            sample = with_score(sample, rescorer.shaping.shaped(await asyncio.wrap_future(future), sample.tokens))
+        keep(sample)
+
+    wanted = [(as_chat(one.question.prompt.messages), one.sampling, one.seed) for one in missing]
+    await endpoint.replies(wanted, done)
+
+
+def _key() -> str:
+    return os.environ.get(KEY_VARIABLE) or "none"

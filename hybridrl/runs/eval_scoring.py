@@ -1,0 +1,129 @@
+"""From episodes and texts to the samples of an evaluation. Stored responses are scored without engines and Ray."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.data.prompts import Prompt
+from hybridrl.evaluation.plan import Wanted, digest
+from hybridrl.evaluation.samples import Sample, SampleFile
+from hybridrl.experience.conversations import transcript
+from hybridrl.experience.episodes import Episode
+from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.runs.ppo import build_shaping
+from hybridrl.runs.resume import reward_code
+
+
+def episode_sample(wanted: Wanted, episode: Episode, seconds: float) -> Sample:
+    """Return the sample of an episode."""
+    trajectory = episode.trajectory
+    sample = blank_sample(wanted)
+    sample = replace(
+        sample,
+        response=episode.text,
+        tokens=trajectory.sampled_tokens,
+        finish=trajectory.stop,
+        seconds=round(seconds, 3),
+        conversation=transcript(trajectory),
+    )
+    return with_score(sample, episode.score)
+
+
+def blank_sample(wanted: Wanted) -> Sample:
+    """Return a sample without its response."""
+    question = wanted.question
+    return Sample(
+        dataset=question.dataset,
+        id=question.id,
+        sample=wanted.sample,
+        seed=wanted.seed,
+        prompt=question.text,
+        response="",
+        truth=question.prompt.ground_truth,
+        tokens=0,
+        finish="completed",
+        score=None,
+        key=wanted.key,
+        reward=wanted.reward,
+        origin=wanted.origin,
+    )
+
+
+def with_score(sample: Sample, score: Score) -> Sample:
+    """Return the sample with a score, its components, and the prediction if the reward gives one."""
+    extras = {name: value for name, value in score.extras.items() if name != "score"}
+    pred = extras.get("pred")
+    return replace(
+        sample,
+        score=score.value,
+        extras=extras,
+        pred=None if pred is None else str(pred),
+        fault=score.fault,
+        detail=score.detail,
+    )
+
+
+def reward_digest(reward: RewardConfig) -> str:
+    """Return a fingerprint of what scores: the section `reward`, and the files that it names."""
+    return digest(asdict(replace(reward, num_workers=0)), reward_code(reward))
+
+
+class Rescorer:
+    """Scores texts in processes of this machine, as the reward of a run does. `tokenizer` encodes texts for a reward
+    that reads token ids, which are not stored."""
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        data_sources: set[str],
+        log: Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.pool, self.tokenizer = ScorerPool(reward, log, data_sources), tokenizer
+        self.shaping = build_shaping(reward)
+
+    def score_again(self, stale: Sequence[tuple[Wanted, Sample]], file: SampleFile) -> None:
+        """Score stored responses and write them to the file, where they replace earlier ones."""
+        futures = self.submit([(one.question.prompt, sample) for one, sample in stale])
+        for (one, sample), future in zip(stale, futures, strict=True):
+            score = self.shaping.shaped(future.result(), sample.tokens)
+            file.append(replace(with_score(sample, score), reward=one.reward, truth=one.question.prompt.ground_truth))
+
+    def submit(self, pairs: Sequence[tuple[Prompt, Sample]]) -> list[Future[Score]]:
+        """Have samples scored as responses to their prompts."""
+        return self.pool.submit([self._request(prompt, sample) for prompt, sample in pairs])
+
+    def _request(self, prompt: Prompt, sample: Sample) -> ScoringRequest:
+        ids = None
+        if self.pool.takes_tokens and self.tokenizer is not None:
+            ids = self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]
+            ids.append(self.tokenizer.eos_token_id)
+        facts = prompt.extra_info | _conversation_facts(sample)
+        return ScoringRequest(prompt.data_source, sample.response, prompt.ground_truth, facts, ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+
+
+def _conversation_facts(sample: Sample) -> dict[str, Any]:
+    """Return what a reward function reads of a conversation in `extra_info`; nothing for a single response."""
+    turns = sample.conversation.get("turns")
+    if not turns:
+        return {}
+    calls = [call for turn in turns for call in turn["calls"]]
+    return {
+        "num_turns": len(turns),
+        "turn_scores": [turn["reward"] for turn in turns if turn["reward"] is not None],
+        "tool_rewards": [call["reward"] for call in calls if call["reward"] is not None],
+        "messages": sample.conversation["messages"],
+        "stop": sample.finish,
+    }
