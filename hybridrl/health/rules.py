@@ -97,11 +97,13 @@ class History:
 class Rule:
     """A judgement with a stable code. While it holds, the codes in `explains` are its consequences and not reported.
 
-    `damages`: the weights of such a step are not what a run should resume from. `shows`: responses make it plain.
+    `limit`: its threshold for people. `damages`: the weights of such a step are not what a run should resume from.
+    `shows`: responses make it plain.
     """
 
     code: str
     judge: Callable[[History], Diagnosis | None]
+    limit: str = ""
     explains: tuple[str, ...] = ()
     damages: bool = False
     shows: bool = False
@@ -279,19 +281,34 @@ def memory_full(history: History) -> Diagnosis | None:
 
 
 RULES = (
-    Rule("policy-jump", policy_jump, damages=True, explains=("clipping", "no-signal", "kl-jump", "flat-score")),
-    Rule("kl-jump", kl_jump, damages=True),
-    Rule("truncation", truncation, explains=("no-signal", "flat-score"), shows=True),
-    Rule("no-signal", no_signal, explains=("flat-score",), shows=True),
-    Rule("not-finite", not_finite),
-    Rule("unknown-tokens", unknown_tokens, shows=True),
-    Rule("clipping", clipping),
-    Rule("entropy-collapse", entropy_collapse, damages=True, explains=("repetition",), shows=True),
-    Rule("length-collapse", length_collapse, damages=True, shows=True),
-    Rule("repetition", repetition, shows=True),
-    Rule("overfitting", overfitting),
-    Rule("memory-full", memory_full),
-    Rule("flat-score", flat_score),
+    Rule(
+        "policy-jump",
+        policy_jump,
+        "0.5 on average in one step",
+        damages=True,
+        explains=("clipping", "no-signal", "kl-jump", "flat-score"),
+    ),
+    Rule("kl-jump", kl_jump, "1, and ten times the median of 20 steps", damages=True),
+    Rule("truncation", truncation, "30% in 2 steps in a row", explains=("no-signal", "flat-score"), shows=True),
+    Rule(
+        "no-signal", no_signal, "all scores or all advantages equal for 3 steps", explains=("flat-score",), shows=True
+    ),
+    Rule("not-finite", not_finite, "any update skipped"),
+    Rule("unknown-tokens", unknown_tokens, "1% in 2 steps in a row", shows=True),
+    Rule("clipping", clipping, "30% in 5 steps in a row"),
+    Rule(
+        "entropy-collapse",
+        entropy_collapse,
+        "a tenth of the start, score not risen",
+        damages=True,
+        explains=("repetition",),
+        shows=True,
+    ),
+    Rule("length-collapse", length_collapse, "a fifth of the start, score not risen", damages=True, shows=True),
+    Rule("repetition", repetition, "0.3 above the start", shows=True),
+    Rule("overfitting", overfitting, "2 validations clearly below the best"),
+    Rule("memory-full", memory_full, "full within 5 times the steps seen"),
+    Rule("flat-score", flat_score, "no rise in 100 steps"),
 )
 
 

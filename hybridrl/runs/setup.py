@@ -24,6 +24,7 @@ from hybridrl.config.help import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
+from hybridrl.report import write_report
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runtime.environment import without_expandable_segments, worker_environment
@@ -104,18 +105,34 @@ def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
     """Run training, as often as `with_restarts` allows."""
     directory = open_run_directory(config)
     recorder = nullcontext() if holder(directory) else recording(directory, host_memory)  # not in another run's record
-    began = time.time()
-    with recorder:
-        try:
-            with_restarts(lambda adjusted: run(config, job_class, directory, adjusted, sessions), config)
-        except KeyboardInterrupt:
-            file = directory / "metrics.jsonl"
-            if file.is_file() and file.stat().st_mtime > began:  # it has begun
-                draw_curves(directory)
-                info(summary(directory))
-                if config.trainer.resume_mode != "disable":
-                    info("\nthe same command resumes the run")
-            raise
+    began, metrics = time.time(), directory / "metrics.jsonl"
+
+    def has_begun() -> bool:
+        return metrics.is_file() and metrics.stat().st_mtime > began
+
+    try:
+        with recorder:
+            try:
+                with_restarts(lambda adjusted: run(config, job_class, directory, adjusted, sessions), config)
+            except KeyboardInterrupt:
+                if has_begun():
+                    draw_curves(directory)
+                    info(summary(directory))
+                    if config.trainer.resume_mode != "disable":
+                        info("\nthe same command resumes the run")
+                raise
+    finally:  # once its end is recorded, also after an error
+        if has_begun():
+            write_page(directory)
+
+
+def write_page(directory: Path) -> None:
+    """Write the run's report.html. Whatever goes wrong there costs the page, not the run."""
+    try:
+        path = write_report([directory], directory / "report.html")
+        info(f"\nthe report: {path}")
+    except Exception as error:
+        warn(f"{directory}/report.html could not be written: {error!r}", "report-lost")
 
 
 def host_memory() -> dict[str, int | None]:
@@ -155,6 +172,8 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         gc.freeze()  # modules and data stay for the run: a full collection would look through them all, for 0.25 s
         stack.callback(gc.unfreeze)  # at the end of the process, libraries report what is left as leaks
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
+        if "wandb" in config.trainer.logger:  # which uploads it as it closes
+            write_page(directory)
     draw_curves(directory)
     info(summary(directory))
     for advice in advise(read_metrics(directory), config):

@@ -27,6 +27,7 @@ CONTENTS = {
     "config.yaml": "the configuration of the run",
     "metrics.jsonl": "all metrics, one line per step",
     FILE: "warnings, and how the run ended: python -m hybridrl.doctor why",
+    "report.html": "everything about the run on one page",
     "curves.png": "the curves",
     "samples": "validation samples",
     "rollouts": "training samples",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from wandb import Settings, Table, init
+from wandb import Artifact, Settings, Table, init
 
 from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.report import read_metrics
@@ -16,7 +16,8 @@ from hybridrl.tracking.sink import SampleRow, Sink
 class WandbSink(Sink):
     """A new W&B run, or the continuation of `run_id`. W&B accepts steps only in order and deletes none: steps after the
     checkpoint stay as they were logged before the run stopped, and missing earlier steps are logged again from
-    `metrics.jsonl` (all of them offline, since an uploaded offline recording replaces the previous one)."""
+    `metrics.jsonl` (all of them offline, since an uploaded offline recording replaces the previous one). The page of
+    the run is uploaded with it."""
 
     def __init__(
         self, run_dir: Path, project_name: str, experiment_name: str, config: dict[str, Any], run_id: str | None = None
@@ -32,6 +33,7 @@ class WandbSink(Sink):
                 f"`wandb sync {run_dir}/wandb/offline-run-*` uploads it",
                 "logger-offline",
             )
+        self._page = run_dir / "report.html"
         self._run = init(
             project=project_name,
             name=experiment_name,
@@ -65,4 +67,8 @@ class WandbSink(Sink):
         return {"id": self._run.id}
 
     def close(self) -> None:
+        if self._page.is_file():
+            artifact = Artifact(f"report-{self._run.id}", type="report")
+            artifact.add_file(str(self._page))
+            self._run.log_artifact(artifact)
         self._run.finish()

@@ -114,6 +114,8 @@ class Run:
             "logger": "[console]",
         }
         overrides = [f"trainer.{key}={value}" for key, value in settings.items()]
+        # The recipe's rate decays to its end: constant, runs of any number of steps compare.
+        overrides.append("actor_rollout_ref.actor.optim.lr_scheduler_type=constant")
         command = ["-m", "hybridrl.main_ppo", "--config-path", "recipes/quickstart", "--config-name", "train"]
         with (self.directory / "output.log").open("w") as log:
             done = python([*command, "data.val_files=null", *start, *overrides, *ENTRIES[self.name].split()], log)

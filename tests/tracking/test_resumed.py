@@ -180,6 +180,7 @@ class Service:
     runs: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
+    artifacts: list["Artifact"] = field(default_factory=list)
 
     def init(self, **arguments: Any) -> "ServiceRun":
         self.calls.append(arguments)
@@ -211,16 +212,27 @@ class ServiceRun:
             assert step not in self.service.runs[self.id], "a duplicate step"
             self.service.runs[self.id][step] = row
 
+    def log_artifact(self, artifact: "Artifact") -> None:
+        self.service.artifacts.append(artifact)
+
     def finish(self) -> None:
         self.commit()
         self.pending = None
+
+
+class Artifact:
+    def __init__(self, name: str, type: str) -> None:
+        self.name, self.type, self.files = name, type, []
+
+    def add_file(self, path: str) -> None:
+        self.files.append(path)
 
 
 @pytest.fixture
 def service(monkeypatch) -> Iterator[Service]:
     stand_in = Service()
     module = ModuleType("wandb")
-    vars(module).update(init=stand_in.init, Settings=dict, Table=dict)
+    vars(module).update(init=stand_in.init, Settings=dict, Table=dict, Artifact=Artifact)
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delitem(sys.modules, "hybridrl.tracking.wandb_sink", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "a key")
@@ -261,6 +273,14 @@ def test_steps_that_wandb_has_already_are_kept_with_a_message(tmp_path, service,
     assert rows(service) == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.44)]
     assert service.rejected == []
     assert "W&B keeps steps 3 to 3 as they were logged before the run stopped" in capsys.readouterr().out
+
+
+def test_the_page_of_a_run_is_uploaded_with_it(tmp_path, service):
+    with tracker(tmp_path, ["wandb"]) as run:
+        run.log(1, {REWARD: 0.1})
+        (tmp_path / "report.html").write_text("<html>")
+    (artifact,) = service.artifacts
+    assert (artifact.name, artifact.files) == ("report-new-0", [f"{tmp_path}/report.html"])
 
 
 def test_wandb_added_on_resume_gets_the_earlier_steps(tmp_path, service):

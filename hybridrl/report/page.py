@@ -1,0 +1,284 @@
+"""The page of one run or of several: read, measured and written as one file that needs nothing else."""
+
+import base64
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hybridrl.health.advice import advise
+from hybridrl.report import sections
+from hybridrl.report.configuration import differences
+from hybridrl.report.contents import Contents, read_contents
+from hybridrl.report.curves import POINTS, Curves, Panel, as_json, colored, curves_of, panel_json
+from hybridrl.report.markup import folded, section, table, text
+from hybridrl.report.samples import Samples, choose_samples
+from hybridrl.report.svg import draw
+from hybridrl.report.texts import Pool
+from hybridrl.report.validation import compare_runs, intervals
+from hybridrl.report.verdicts import Light, lights, sentence
+from hybridrl.tracking.glossary import entry_of
+
+FOLDER = Path(__file__).parent
+PLAIN_SIZE = 400_000  # characters that are not compressed
+MOST_RUNS = 8
+
+
+@dataclass
+class Run:
+    """A run with everything that the page shows of it, measured when it is first needed."""
+
+    contents: Contents
+    count: int  # samples to choose
+    points: int = POINTS  # of a curve
+
+    @cached_property
+    def samples(self) -> Samples:
+        return choose_samples(self.contents, self.count)
+
+    @cached_property
+    def intervals(self) -> dict:
+        return intervals(self.contents)
+
+    @cached_property
+    def curves(self) -> Curves:
+        return curves_of(self.contents, self.samples.bands | self.intervals, self.points)
+
+    @cached_property
+    def lights(self) -> list[Light]:
+        return lights(self.contents, self.samples)
+
+    @cached_property
+    def sentence(self) -> str:
+        return sentence(self.contents, self.intervals)
+
+
+def write_report(run_dirs: Sequence[Path], out: Path, samples: int = 200) -> Path:
+    """Write the page of one run, or of several next to each other, and return its path. Whatever a directory lacks, or
+    has torn, is named in the page. Raises OSError if the page cannot be written."""
+    out = Path(out)
+    temporary = out.with_name(f".{out.name}.writing")  # who opens the page never sees a part of it
+    temporary.write_text(render(run_dirs, samples), encoding="utf-8", errors="xmlcharrefreplace")
+    os.replace(temporary, out)
+    return out
+
+
+def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False, live: str = "") -> str:
+    """Return the page. `served`: a server has all samples; `live`: its version, so that the page follows the run."""
+    names = _names([Path(one) for one in run_dirs])
+    runs = [
+        Run(read_contents(path, name), samples // len(names), max(POINTS // len(names), 100))
+        for path, name in names.items()
+    ]
+    data = _data(runs) | {"served": served, "live": live}
+    script = (FOLDER / "logic.js").read_text(encoding="utf-8") + (FOLDER / "page.js").read_text(encoding="utf-8")
+    style = (FOLDER / "page.css").read_text(encoding="utf-8")
+    parts = [_head(runs), _curves(runs), _samples(runs)]
+    parts += _of_one(runs[0]) if len(runs) == 1 else [_comparison(runs), *_of_several(runs)]
+    title = " · ".join(run.contents.name for run in runs)
+    links = "".join(f'<a href="#{name}">{shown}</a>' for name, shown in _links(runs))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)} · run report</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style></head><body>'
+        f'<nav aria-label="Sections"><span class="brand">hybridrl</span>{links}</nav><main>{"".join(parts)}</main>'
+        f"<footer>Made by <code>python -m hybridrl.report</code>. Keys: <kbd>j</kbd> <kbd>k</kbd> sample, "
+        f"<kbd>[</kbd> <kbd>]</kbd> step, <kbd>/</kbd> search.</footer>"
+        f'<script type="application/json" id="data">{_json(data)}</script><script>{script}</script></body></html>\n'
+    )
+
+
+def _names(paths: Sequence[Path]) -> dict[Path, str]:
+    """Return a short name for each directory; those of the same name get that of the directory around them."""
+    absolute = list(dict.fromkeys(path.expanduser().absolute() for path in paths))[:MOST_RUNS]
+    last = [path.name for path in absolute]
+    return {path: path.name if last.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in absolute}
+
+
+def _links(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    known = {"curves": "Curves", "samples": "Samples"}
+    known |= {"comparison": "Comparison"} if len(runs) > 1 else {}
+    if len(runs) == 1:
+        known |= {name: name.capitalize() for name in ("health", "time", "configuration", "checkpoints", "log")}
+    return list(known.items())
+
+
+def _head(runs: Sequence[Run]) -> str:
+    if len(runs) > 1:
+        columns = ("", "run", "in one sentence", *("learns", "stable", "honest", "busy", "resumable"))
+        rows = [
+            (
+                f'<i class="swatch r{number % 8}"></i>',
+                f"<b>{text(run.contents.name)}</b>",
+                text(run.sentence),
+                *(
+                    f'<span class="light {one.state}" title="{text(one.reason)}"><span class="sign">'
+                    f"{sections.SYMBOLS[one.state]}</span></span>"
+                    for one in run.lights
+                ),
+            )
+            for number, run in enumerate(runs)
+        ]
+        notes = "".join(sections.notes(run.contents, run.samples) for run in runs)
+        return f"<header><h1>{len(runs)} runs</h1>{table(columns, rows, 'runs')}{folded('Notes', notes)}</header>"
+    run = runs[0]
+    began = run.contents.faults[0].time[:16].replace("T", " ") if run.contents.faults else ""
+    where = f"{text(_shown(run.contents.directory))}{f' · started {text(began)}' * bool(began)}"
+    return (
+        f'<header><p class="kicker"><b>{text(run.contents.name)}</b> {where}</p><h1>{text(run.sentence)}</h1>'
+        f"{sections.light_list(run.lights)}{sections.failure(run.contents)}"
+        f"{sections.notes(run.contents, run.samples)}</header>"
+    )
+
+
+def _shown(directory: Path) -> Path:
+    """A directory as a reader in the working directory would write it."""
+    return directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
+
+
+def _curves(runs: Sequence[Run]) -> str:
+    """The toolbar, which the script fills, and the panels of the first run as pictures."""
+    curves = runs[0].curves
+    panels = "".join(
+        f'<figure class="panel" data-panel="{number}"><figcaption>{text(panel.title)}'
+        f"<small>{text(panel.unit)}</small></figcaption>{draw(panel, curves.series, curves.marks)}"
+        f"{_key(panel)}</figure>"
+        for number, panel in enumerate(curves.panels)
+    )
+    marks = f'<p class="about">Vertical lines: {text(_marks(curves))}.</p>' if curves.marks else ""
+    absent = f'<p class="about">Not logged: {", ".join(text(name) for name in curves.absent)}.</p>'
+    empty = '<p class="about">There are no steps, so there are no curves.</p>'
+    body = f'<div id="toolbar"></div><div class="panels" id="panels">{panels}</div>'
+    return section("curves", "Curves", (body + marks if panels else empty) + absent * bool(curves.absent and panels))
+
+
+def _marks(curves: Curves) -> str:
+    """Say what the vertical lines of the panels are."""
+    resumed = ", ".join(str(mark.step) for mark in curves.marks if mark.kind == "resume")
+    skipped = [mark.step for mark in curves.marks if mark.kind == "skip"]
+    texts = [f"resumed at step {resumed}"] if resumed else []
+    texts += [f"{mark.text} from step {mark.step}" for mark in curves.marks if mark.kind == "diagnosis"][:6]
+    texts += (
+        [f"updates skipped in {len(skipped)} step{'s' * (len(skipped) > 1)}, first in {skipped[0]}"] if skipped else []
+    )
+    return "; ".join(texts)
+
+
+def _key(panel: Panel) -> str:
+    """Which line is which, and what the band is."""
+    items = "".join(f'<li><i class="{color}"></i>{text(line.label)}</li>' for line, color in colored(panel))
+    return f'<ul class="key">{items}</ul>' + (f'<p class="note">{text(panel.note)}</p>' if panel.note else "")
+
+
+def _samples(runs: Sequence[Run]) -> str:
+    shown = sum(len(run.samples.shown) for run in runs)
+    if not shown:
+        return section("samples", "Samples", "", "There are no samples in this run's directory.")
+    read = sum(run.samples.read for run in runs)
+    about = (
+        f"{shown:,} of {read:,} samples that were read: of each step shown the best, worst, median, longest, a random "
+        "one and the one with the largest advantage; whole groups of the first, the middle and the last step; the same "
+        "rows in every validation."
+    )
+    without = "<noscript><p>The samples need JavaScript; their files are in rollouts/ and samples/.</p></noscript>"
+    return section("samples", "Samples", f'<div id="browser"></div>{without}', about)
+
+
+def _of_one(run: Run) -> list[str]:
+    contents = run.contents
+    return [
+        sections.health(contents, run.samples),
+        sections.times(contents, _advice(contents)),
+        sections.configuration(contents),
+        sections.checkpoints(contents),
+        sections.log(contents),
+    ]
+
+
+def _of_several(runs: Sequence[Run]) -> list[str]:
+    """All sections of each run, folded; their anchors would be there several times."""
+    return [
+        folded(
+            f'<i class="swatch r{number % 8}"></i> {text(run.contents.name)}',
+            sections.failure(run.contents) + "".join(_of_one(run)).replace(' id="', ' data-id="'),
+        )
+        for number, run in enumerate(runs)
+    ]
+
+
+def _comparison(runs: Sequence[Run]) -> str:
+    """Where the configurations differ, and the difference of validation scores on the same questions."""
+    names = [run.contents.name for run in runs]
+    rows = differences([run.contents for run in runs])
+    columns = ("key", *(text(name) for name in names))
+    cells = [(f"<code>{text(key)}</code>", *(f"<code>{text(one)}</code>" for one in values)) for key, values in rows]
+    inside = compare_runs([run.contents for run in runs])
+    inside += (
+        f"<h3>Configuration</h3>{table(columns, cells, 'settings')}" if rows else "<p>The configurations agree.</p>"
+    )
+    return section("comparison", "Comparison", inside)
+
+
+def _advice(contents: Contents) -> list[str]:
+    """Return the advice for the end of a run; none for a configuration that lacks what it reads."""
+    try:
+        return advise(contents.steps, _namespace(contents.config))
+    except (AttributeError, TypeError, ValueError):
+        return []
+
+
+def _namespace(value: Any) -> Any:
+    """Nested mappings as the attributes that advice reads."""
+    return SimpleNamespace(**{str(k): _namespace(v) for k, v in value.items()}) if isinstance(value, dict) else value
+
+
+def _data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Everything that the script reads; all that the panels do not need is compressed, unless it is short."""
+    pool, shown, more = Pool(), [], []
+    for number, run in enumerate(runs):
+        pool.add(number, run.samples.shown)
+        known, others = as_json(run.curves)
+        shown.append(known | {"name": run.contents.name, "per_step": run.contents.samples_per_step})
+        more.append(others)
+    names = {name for run in runs for name in run.curves.series if "/" in name}
+    entries = {name: entry for name in sorted(names) if (entry := entry_of(name))}
+    rest = {"samples": pool.data(), "series": more}
+    plain = json.dumps(rest, separators=(",", ":"), allow_nan=False)
+    return {
+        "runs": shown,
+        "panels": [panel_json(panel) for panel in _joined([run.curves.panels for run in runs])],
+        "meanings": {name: [one.meaning, one.healthy, one.otherwise] for name, one in entries.items()},
+        "rest": rest if len(plain) <= PLAIN_SIZE else None,
+        "packed": None if len(plain) <= PLAIN_SIZE else packed(plain),
+    }
+
+
+def _joined(panels: Sequence[Sequence[Panel]]) -> list[Panel]:
+    """Return the panels of all runs; those of one title become one, with the lines of all."""
+    joined: dict[str, Panel] = {}
+    for panel in (panel for each in panels for panel in each):
+        known = joined.setdefault(panel.title, panel)
+        names = {line.series for line in known.lines}
+        more = tuple(line for line in panel.lines if line.series not in names)
+        joined[panel.title] = replace(known, lines=known.lines + more)
+    return list(joined.values())
+
+
+def packed(plain: str) -> str:
+    """Raw deflate in base64, which DecompressionStream("deflate-raw") reads."""
+    deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
+    return base64.b64encode(deflate.compress(plain.encode()) + deflate.flush()).decode()
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON in ASCII for a script element: no text can end the element or begin a comment."""
+    plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,301 @@
+"""Which samples a page shows, out of all that a run wrote, and what the files of samples say about its steps."""
+
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, quantiles, stdev
+
+from hybridrl.report.contents import LARGEST, UNREADABLE, Contents
+from hybridrl.report.curves import GROUPS, POINTS, Points
+from hybridrl.tracking.records import SampleRecord, read_records
+
+READ_BYTES = 24 << 20  # of all files of a run; of larger ones, steps at equal distances are read
+LEAST_PER_FILE = 4 << 20  # characters of the first lines of one file
+KINDS_PER_STEP = 6  # best, worst, median, longest, random, largest advantage
+GROUP_MEMBERS = 16  # of a group that is shown whole
+VALIDATIONS, ROWS = 8, 5  # steps at which the same rows are shown, and their number
+LAST_STEPS = 3  # whose samples are judged
+
+Group = list[SampleRecord]
+
+
+@dataclass(eq=False)
+class Shown:
+    """A sample on the page, with the reasons for which it was chosen. `advantage` is that of the record, or that of its
+    group if the record has none."""
+
+    record: SampleRecord
+    kind: str  # training, validation
+    group: Group
+    why: list[str] = field(default_factory=list)
+
+    @property
+    def advantage(self) -> float | None:
+        stored = self.record.episode.get("advantage")
+        known = isinstance(stored, int | float) and is_number(stored)
+        return stored if known else group_advantage(self.record, self.group)
+
+
+@dataclass
+class Samples:
+    """The chosen samples in order, and what was measured on all that were read."""
+
+    shown: list[Shown] = field(default_factory=list)
+    bands: dict[str, Points] = field(default_factory=dict)  # mean rewards of the middle 80% of the prompts
+    read: int = 0
+    steps_read: int = 0
+    steps: int = 0  # with a file
+    identical: float | None = None  # share of the last responses that equal another one to the same prompt
+    length_correlation: float | None = None  # of reward and length, in the last steps
+    faults: Counter = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+
+def choose_samples(contents: Contents, count: int) -> Samples:
+    """Choose about `count` samples of a run."""
+    samples = Samples(steps=len(contents.training) + len(contents.validation))
+    chosen = _Chosen()
+    validated = list(_validation(contents, samples, chosen)) if contents.validation else []
+    room = count - sum(len(rows) for rows in validated)
+    read = _steps_to_read(contents.training)
+    members = min(GROUP_MEMBERS, contents.samples_per_step or GROUP_MEMBERS)
+    most = max(2, (room - 3 * members) // KINDS_PER_STEP)
+    shown, whole = set(evenly(read, most)), set(evenly(read, 3))
+    means: dict[int, list[float]] = {}
+    last: dict[int, list[SampleRecord]] = {}
+    for step in read:
+        records = _read(contents.training[step], step, len(read), samples)
+        groups = grouped(records)
+        if scored := [mean for group in groups if (mean := mean_score(group)) is not None]:
+            means[step] = scored
+        if step in shown:
+            _choose_of_step(records, groups, step, chosen)
+        if step in whole and groups:
+            _choose_group(groups, chosen)
+        if records:
+            last[step] = records
+            for older in list(last)[:-LAST_STEPS]:
+                del last[older]
+    samples.bands = _bands(means)
+    _judge(samples, list(last.values()))
+    samples.shown = chosen.in_order(count + KINDS_PER_STEP)
+    return samples
+
+
+class _Chosen:
+    """Samples by identity, so that one that is both best and longest is shown once."""
+
+    def __init__(self) -> None:
+        self._shown: dict[int, Shown] = {}
+
+    def add(self, record: SampleRecord, kind: str, group: Group, why: str) -> None:
+        shown = self._shown.setdefault(id(record), Shown(record, kind, group))
+        if why not in shown.why:
+            shown.why.append(why)
+
+    def in_order(self, most: int) -> list[Shown]:
+        ordered = sorted(self._shown.values(), key=lambda one: (one.kind, one.record.step))
+        return ordered if len(ordered) <= most else evenly(ordered, most)
+
+
+def _choose_of_step(records: list[SampleRecord], groups: list[Group], step: int, chosen: _Chosen) -> None:
+    """The default choice of a step: its extremes, one at random, the first of each fault, one with its tokens."""
+    group_of = {id(record): group for group in groups for record in group}
+
+    def add(record: SampleRecord, why: str) -> None:
+        chosen.add(record, "training", group_of[id(record)], why)
+
+    scored = sorted((one for one in records if is_number(one.score)), key=lambda one: one.score or 0.0)
+    if scored:
+        add(scored[-1], "best")
+        add(scored[0], "worst")
+        add(scored[len(scored) // 2], "median")
+        add(max(scored, key=lambda one: abs(_advantage(one, group_of[id(one)]))), "largest advantage")
+    if records:
+        add(max(records, key=length_of), "longest")
+        add(random.Random(step).choice(records), "random")
+    faults: dict[str, SampleRecord] = {}
+    for record in records:
+        if fault := fault_of(record):
+            faults.setdefault(fault, record)
+    for fault, record in faults.items():
+        add(record, f"fault: {fault}")
+    if with_tokens := next((one for one in records if tokens_of(one)), None):
+        add(with_tokens, "tokens")
+
+
+def _choose_group(groups: list[Group], chosen: _Chosen) -> None:
+    """The group whose rewards differ most, whole."""
+
+    def spread(group: Group) -> float:
+        scores = scores_of(group)
+        return stdev(scores) if len(scores) > 1 else -1.0
+
+    group = max(groups, key=spread)
+    for record in group[:GROUP_MEMBERS]:
+        chosen.add(record, "training", group, "whole group")
+
+
+def _validation(contents: Contents, samples: Samples, chosen: _Chosen) -> Iterator[list[SampleRecord]]:
+    """Choose the same rows at several validations: those that gained and lost most, the worst, and some at random."""
+    steps = evenly(list(contents.validation), VALIDATIONS)
+    by_step: dict[int, dict[str, Group]] = {}
+    for step in steps:
+        records = _read(contents.validation[step], step, len(steps), samples)
+        by_step[step] = {key_across_steps(group[0]): group for group in grouped(records)}
+    by_step = {step: groups for step, groups in by_step.items() if groups}
+    if not by_step:
+        return
+    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    scores = {key: mean for key, group in last.items() if (mean := mean_score(group)) is not None}
+    gains = {key: scores[key] - (mean_score(first[key]) or 0.0) for key in scores if key in first}
+    wanted: dict[str, str] = {}
+    if gains:
+        wanted.setdefault(max(gains, key=gains.__getitem__), "gained most")
+        wanted.setdefault(min(gains, key=gains.__getitem__), "gained least")
+    if scores:
+        wanted.setdefault(min(scores, key=scores.__getitem__), "lowest score")
+    for key in random.Random(0).sample(sorted(last), min(ROWS, len(last))):
+        if len(wanted) < ROWS:
+            wanted.setdefault(key, "random")
+    for key, why in wanted.items():
+        rows = [(groups[key][0], groups[key]) for groups in by_step.values() if key in groups]
+        for record, group in rows:
+            chosen.add(record, "validation", group, why)
+        yield [record for record, _ in rows]
+
+
+def _read(path: Path, step: int, files: int, samples: Samples) -> list[SampleRecord]:
+    """Return the samples of a file, of a very large one the first."""
+    records: list[SampleRecord] = []
+    room = max(LEAST_PER_FILE, READ_BYTES // max(files, 1))
+    try:
+        for record in read_records(path):
+            records.append(replace(record, step=step, score=record.score if is_number(record.score) else None))
+            room -= len(record.prompt) + len(record.response) + 1000 * bool(tokens_of(record))
+            if room < 0:
+                samples.notes.append(f"of {path.parent.name}/{path.name} the first {len(records)} samples were read")
+                break
+    except UNREADABLE as error:
+        samples.notes.append(f"{path.parent.name}/{path.name} cannot be read: {type(error).__name__}: {error}"[:300])
+    samples.read += len(records)
+    samples.steps_read += 1
+    for record in records:
+        if fault := fault_of(record):
+            samples.faults[fault] += 1
+    return records
+
+
+def _steps_to_read(files: dict[int, Path]) -> list[int]:
+    """Return as many steps at equal distances as there is room for."""
+    sizes = [size for path in evenly(list(files.values()), 50) if (size := _size(path)) is not None]
+    usual = max(1.0, fmean(sizes)) if sizes else 1.0
+    return evenly(list(files), min(POINTS, max(3, int(READ_BYTES / usual))))
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _bands(means: dict[int, list[float]]) -> dict[str, Points]:
+    wide = {step: quantiles(values, n=10, method="inclusive") for step, values in means.items() if len(values) > 4}
+    if len(wide) < 2:
+        return {}
+    low, high = ([cuts[place] for cuts in wide.values()] for place in (0, -1))
+    return {f"{GROUPS}p10": (list(wide), low), f"{GROUPS}p90": (list(wide), high)}
+
+
+def _judge(samples: Samples, last: list[list[SampleRecord]]) -> None:
+    """Measure what the last steps' samples show and metrics do not."""
+    if not last:
+        return
+    groups = [group for records in last for group in grouped(records) if len(group) > 1]
+    if groups:
+        copies = [len(group) - len({one.response for one in group}) for group in groups]
+        samples.identical = sum(copies) / sum(len(group) for group in groups)
+    scored = [(one.score or 0.0, length_of(one)) for records in last for one in records if is_number(one.score)]
+    samples.length_correlation = correlation(scored)
+
+
+def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Pearson's; None where one of the two does not vary, or of fewer than ten."""
+    if len(pairs) < 10:
+        return None
+    ones, others = zip(*pairs, strict=True)
+    one, other = fmean(ones), fmean(others)
+    over = sum((a - one) * (b - other) for a, b in pairs)
+    under = math.sqrt(sum((a - one) ** 2 for a in ones) * sum((b - other) ** 2 for b in others))
+    return over / under if under > 0 else None
+
+
+def grouped(records: Sequence[SampleRecord]) -> list[Group]:
+    """Group the samples of a step by prompt: by its place in the run, in files without one by its text."""
+    groups: dict[str, Group] = defaultdict(list)
+    for record in records:
+        position = record.episode.get("position")
+        groups[record.prompt if position is None else f"position {position}"].append(record)
+    return list(groups.values())
+
+
+def key_across_steps(record: SampleRecord) -> str:
+    """What is equal of the samples of one row in different steps."""
+    return record.prompt
+
+
+def group_advantage(record: SampleRecord, group: Group) -> float | None:
+    """Reward minus the group's mean, over its standard deviation; None of a group without one."""
+    scores = scores_of(group)
+    if not is_number(record.score) or len(scores) < 2:
+        return None
+    deviation = stdev(scores)
+    return (record.score - fmean(scores)) / deviation if deviation > 1e-9 else 0.0
+
+
+def _advantage(record: SampleRecord, group: Group) -> float:
+    stored = record.episode.get("advantage")
+    return stored if isinstance(stored, int | float) and is_number(stored) else group_advantage(record, group) or 0.0
+
+
+def scores_of(group: Group) -> list[float]:
+    return [one.score for one in group if one.score is not None and is_number(one.score)]
+
+
+def mean_score(group: Group) -> float | None:
+    scores = scores_of(group)
+    return fmean(scores) if scores else None
+
+
+def is_number(value: float | None) -> bool:
+    return value is not None and -LARGEST < value < LARGEST
+
+
+def length_of(record: SampleRecord) -> int:
+    """Sampled tokens; where they are not known, characters."""
+    sampled = record.episode.get("sampled_tokens")
+    return int(sampled) if isinstance(sampled, int) else len(record.response)
+
+
+def fault_of(record: SampleRecord) -> str:
+    """The kind of a grader's fault; files of older versions have it next to verl's keys."""
+    return str(record.episode.get("fault") or record.components.get("fault") or "")
+
+
+def tokens_of(record: SampleRecord) -> dict[str, list] | None:
+    tokens = record.episode.get("tokens")
+    sound = isinstance(tokens, dict) and isinstance(tokens.get("ids"), list) and tokens["ids"]
+    return tokens if sound else None
+
+
+def evenly(items: list, count: int) -> list:
+    """Return at most `count` items at equal distances, the first and the last among them."""
+    if len(items) <= count:
+        return items
+    if count < 2:
+        return items[-1:] if count else []
+    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]

@@ -1,0 +1,209 @@
+"""The parts of the page that are made here and need no script: head, health, time, configuration, checkpoints, log."""
+
+import shlex
+from collections.abc import Sequence
+from statistics import median
+
+from hybridrl.report.configuration import Setting, environment, program, settings
+from hybridrl.report.contents import Contents, log_excerpts
+from hybridrl.report.curves import PHASE_ORDER
+from hybridrl.report.health_table import HealthRow, health_rows, shown
+from hybridrl.report.markup import command, folded, section, size, table, text
+from hybridrl.report.samples import Samples
+from hybridrl.report.verdicts import Light, duration, number, series
+from hybridrl.tracking.faults import BEGUN, FINISHED
+
+SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕", "unknown": "?"}
+SLOWEST = 8
+ERROR = 4000  # characters of what ended a run
+
+
+def light_list(lights: Sequence[Light]) -> str:
+    items = "".join(
+        f'<li class="light {one.state}"><span class="sign" aria-label="{one.state}">{SYMBOLS[one.state]}</span>'
+        f"<div><strong>{text(one.question)}</strong><p>{text(one.reason)}</p></div></li>"
+        for one in lights
+    )
+    return f'<ul class="lights">{items}</ul>'
+
+
+def failure(contents: Contents) -> str:
+    """What ended a run that failed, on top of the page."""
+    end = contents.end
+    if not contents.crashed:
+        return ""
+    if end is None:
+        why = (
+            "faults.jsonl has no end: it was killed by hand, by a scheduler, by the kernel or by a crash of the machine"
+        )
+        ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.directory))}"
+        return f'<div class="failure"><h2>The run was killed</h2><p>{why}.</p>{command(ask)}</div>'
+    excerpt = next((one for one in log_excerpts(contents) if one.is_traceback), None)
+    trace = f"<h3>{text(excerpt.name)}</h3><pre>{text(excerpt.text)}</pre>" if excerpt else ""
+    if not trace and end.tail:
+        trace = f"<pre>{text(chr(10).join(map(str, end.tail)))}</pre>"
+    where = f"in step {end.step}" if end.step else "before the first step"
+    title = f"<h2>The run failed {where} <code>{text(end.code)}</code></h2>"
+    return f'<div class="failure">{title}<pre class="cause">{text(end.text[:ERROR])}</pre>{trace}</div>'
+
+
+def health(contents: Contents, samples: Samples) -> str:
+    rows = health_rows(contents, samples)
+    fired = sum(bool(row.held) and row.code != "faults" for row in rows)
+    about = "No rule fired." if not fired else f"{fired} of the rules fired; those come first."
+    if not contents.trained:
+        about = "No step was finished, so no rule could be tried."
+    columns = ("rule", "what is measured", ">start", ">now", "threshold", "fired")
+    return section("health", "Health", table(columns, map(_health_cells, rows), "health"), about)
+
+
+def _health_cells(row: HealthRow) -> tuple[str, ...]:
+    sign = "bad" if row.holds_now else "fair" if row.held else "good"
+    cause = f'<p class="cause">{text(row.cause)}</p><p class="fix">→ {text(row.fix)}</p>' if row.cause else ""
+    return (
+        f'<span class="dot {sign}"></span><code>{text(row.code)}</code>',
+        f"{text(row.metric) or '<span class=faint>not logged</span>'}{cause}",
+        shown(row.start),
+        shown(row.now),
+        text(row.limit),
+        text(row.held) or '<span class="faint">never</span>',
+    )
+
+
+def times(contents: Contents, advice: Sequence[str]) -> str:
+    """Where the time went: shares of phases, the slowest steps with their cause, tokens per second, memory."""
+    phases = contents.phases
+    if not phases:
+        return section("time", "Time", "", "No times were logged.")
+    totals = {name: sum(spent.get(name, 0.0) for spent in phases.values()) for name in PHASE_ORDER}
+    totals = {name: seconds for name, seconds in totals.items() if seconds > 0}
+    whole = sum(totals.values())
+    bars = "".join(
+        f'<span class="p{PHASE_ORDER.index(name)}" style="width:{100 * seconds / whole:.2f}%" '
+        f'title="{name}: {duration(seconds)}"></span>'
+        for name, seconds in totals.items()
+    )
+    key = "".join(
+        f'<li><i class="p{PHASE_ORDER.index(name)}"></i>{name} <b>{seconds / whole:.0%}</b> '
+        f'<span class="faint">{duration(seconds)}</span></li>'
+        for name, seconds in totals.items()
+    )
+    inside = f'<div class="shares">{bars}</div><ul class="key">{key}</ul>{_figures(contents)}'
+    inside += "".join(f'<p class="advice">→ {text(one)}</p>' for one in advice)
+    columns = ("step", ">seconds", "what took longer than usual")
+    inside += f"<h3>Slowest steps</h3>{table(columns, _slowest(contents), 'slowest')}"
+    return section("time", "Time", inside)
+
+
+def _figures(contents: Contents) -> str:
+    figures = {
+        "perf/throughput": "tokens per second and device",
+        "rollout/tokens_per_s": "response tokens per second in the rollout",
+        "perf/max_memory_reserved_gb": "GiB that torch held at most",
+        "perf/cpu_memory_used_gb": "GiB of the largest training rank",
+        "perf/host_memory_free_gb": "GiB of host memory free at the end",
+        "rollout/kv_cache_usage/max": "of the KV cache in use at most",
+    }
+    items = []
+    for name, what in figures.items():
+        values = series(contents, name)[1]
+        if values:
+            value = (
+                values[-1] if "free" in name else max(values) if "max" in name or "memory" in name else median(values)
+            )
+            items.append(f'<li><b>{number(value)}</b><span class="faint">{what}</span></li>')
+    return f'<ul class="figures">{"".join(items)}</ul>' if items else ""
+
+
+def _slowest(contents: Contents) -> list[tuple[str, ...]]:
+    phases = contents.phases
+    usual = {name: median(spent.get(name, 0.0) for spent in phases.values()) for name in PHASE_ORDER}
+    ordered = sorted(phases.items(), key=lambda one: -sum(one[1].values()))[:SLOWEST]
+    rows = []
+    for step, spent in ordered:
+        name = max(spent, key=lambda phase: spent[phase] - usual[phase])
+        more = spent[name] - usual[name]
+        cause = (
+            f"{name} {duration_exact(spent[name])}, usually {duration_exact(usual[name])}" if more > 0 else "nothing"
+        )
+        longest = contents.steps[step].get("response_length/max")
+        if name == "rollout" and longest:
+            cause += f"; its longest response has {longest:,.0f} tokens"
+        rows.append(
+            (f'<a href="#step-{step}" data-step="{step}">{step}</a>', f"{sum(spent.values()):.2f}", text(cause))
+        )
+    return rows
+
+
+def duration_exact(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 60 else duration(seconds)
+
+
+def configuration(contents: Contents) -> str:
+    rows, name = settings(contents), shlex.quote(str(contents.directory))
+    resume = f"python -m hybridrl.{program(contents)} -cp {name} -cn config"
+    trainer = contents.config.get("trainer")
+    if isinstance(trainer, dict) and trainer.get("resume_mode") != "auto":
+        resume += " trainer.resume_mode=auto"
+    inside = f"<h3>Continue this run</h3>{command(resume)}" if contents.config else ""
+    if rows:
+        columns = ("key", "value", "default", "set by")
+        inside += f"<h3>Different from the default</h3>{table(columns, map(_setting_cells, rows), 'settings')}"
+    if known := environment(contents):
+        items = "".join(f"<li><code>{text(key)}</code> {text(value)}</li>" for key, value in known.items())
+        inside += f'<h3>Environment</h3><ul class="environment">{items}</ul>'
+    if contents.config_text:
+        inside += folded("The whole config.yaml", f"<pre>{text(contents.config_text)}</pre>")
+    return section("configuration", "Configuration", inside, "" if contents.config else "There is no config.yaml.")
+
+
+def _setting_cells(row: Setting) -> tuple[str, ...]:
+    meaning = f'<p class="faint" title="{text(row.meaning)}">{text(row.meaning)}</p>' if row.meaning else ""
+    key = f"<code>{text(row.key)}</code>{meaning}"
+    return key, f"<code>{text(row.value)}</code>", f"<code>{text(row.default)}</code>", text(row.source)
+
+
+def checkpoints(contents: Contents) -> str:
+    about = "" if contents.checkpoints else "No checkpoint was saved."
+    rows = []
+    newest = max((one.step for one in contents.checkpoints if not one.problem), default=-1)
+    for one in contents.checkpoints:
+        sign = "bad" if one.problem else "good"
+        state = text(one.problem) or ("files are as saved, by size" if one.kind != "verl" else "saved by verl")
+        use = "a run resumes here" if one.step == newest else ""
+        kind = one.kind if one.kind != "kept" else ""
+        rows.append(
+            (f'<span class="dot {sign}"></span><code>{text(one.name)}</code>', size(one.size), kind, state, use)
+        )
+    columns = ("checkpoint", ">size", "kind", "state", "")
+    return section("checkpoints", "Checkpoints", table(columns, rows) if rows else "", about)
+
+
+def log(contents: Contents) -> str:
+    """The records of faults.jsonl, and the ends of the logs."""
+    kept = [one for one in contents.faults if one.code not in (BEGUN, FINISHED)][-40:]
+    rows = [
+        (
+            f'<span class="nowrap">{text(one.time[:19].replace("T", " "))}</span>',
+            str(one.step),
+            text(one.code),
+            text(one.text[:2000]),
+        )
+        for one in kept
+    ]
+    inside = table(("time", ">step", "code", "text"), rows) if rows else ""
+    for excerpt in log_excerpts(contents)[:24]:
+        title = f"{text(excerpt.name)}{' (traceback)' * excerpt.is_traceback}"
+        inside += folded(title, f"<pre>{text(excerpt.text)}</pre>")
+    about = "" if rows else "No warning and no fault was recorded."
+    return section("log", "Log", inside, about)
+
+
+def notes(contents: Contents, samples: Samples) -> str:
+    """What this page could not show."""
+    items = [*contents.notes, *samples.notes[:10]]
+    if samples.steps and samples.steps_read < samples.steps:
+        items.append(
+            f"samples of {samples.steps_read:,} of {samples.steps:,} files were read; --serve reaches the others"
+        )
+    return f'<ul class="notes">{"".join(f"<li>{text(item)}</li>" for item in items)}</ul>' if items else ""

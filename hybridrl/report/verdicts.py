@@ -1,0 +1,232 @@
+"""The sentence about a run and its five lights, computed from its metrics; each light has its reason."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
+from typing import Literal
+
+from hybridrl.health.rules import RULES
+from hybridrl.report.contents import Contents
+from hybridrl.report.curves import Points
+from hybridrl.report.samples import Samples
+from hybridrl.tracking.faults import FINISHED
+from hybridrl.tracking.sink import REWARD, is_validation_score
+
+State = Literal["good", "fair", "bad", "unknown"]
+
+FEW = 4  # steps, with which nothing is said about a trend
+SHARES = ((0.3, "bad"), (0.05, "fair"))  # of samples that are cut off or repeat themselves
+FAULTS = ((0.05, "bad"), (0.0, "fair"))  # of samples that could not be graded
+BUSY, TAIL = 0.8, 0.4  # the share of a step that phases cover; of a rollout with few requests
+
+
+@dataclass(frozen=True)
+class Light:
+    """An answer to one question about a run."""
+
+    question: str
+    state: State
+    reason: str
+
+
+def sentence(contents: Contents, intervals: dict[str, Points]) -> str:
+    """Return the run in one sentence: reward, validation, time and end."""
+    parts = []
+    name, points = headline(contents)
+    if points:
+        first, last = ends_of(points[1])
+        many = f"{len(points[0]):,} step{'s' * (len(points[0]) > 1)}"
+        change = f"{number(first)} → {number(last)}" if len(points[0]) > 1 else number(last)
+        parts.append(f"{name} {change} over {many}")
+    else:
+        parts.append("no step was finished")
+    for score, values in validations(contents).items():
+        change = " → ".join(dict.fromkeys([number(values[1][0]), number(values[1][-1])]))
+        low, high = (intervals.get(f"interval/{score}/{end}", ([], [])) for end in ("low", "high"))
+        known = bool(low[0]) and low[0][-1] == values[0][-1]
+        interval = f" [{number(low[1][-1])}, {number(high[1][-1])}]" if known else ""
+        parts.append(f"validation {change}{interval}")
+        break
+    if contents.seconds:
+        parts.append(duration(contents.seconds))
+    parts.append(contents.ending)
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def lights(contents: Contents, samples: Samples) -> list[Light]:
+    return [
+        _learns(contents),
+        _stable(contents),
+        _honest(contents, samples),
+        _busy(contents),
+        _resumable(contents),
+    ]
+
+
+def headline(contents: Contents) -> tuple[str, Points | None]:
+    """Return the curve to look at first: the reward, of a supervised run the loss."""
+    for name in (*REWARD, "train/loss"):
+        points = series(contents, name)
+        if points[0]:
+            return ("loss" if name == "train/loss" else "reward"), points
+    return "reward", None
+
+
+def validations(contents: Contents) -> dict[str, Points]:
+    names = sorted(filter(is_validation_score, {name for metrics in contents.steps.values() for name in metrics}))
+    return {name: points for name in names if (points := series(contents, name, contents.steps))[0]}
+
+
+def series(contents: Contents, name: str, steps: dict | None = None) -> Points:
+    """Return the finite values of a metric in training steps."""
+    inside = contents.trained if steps is None else steps
+    points = [(step, metrics[name]) for step, metrics in inside.items() if math.isfinite(metrics.get(name, math.nan))]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def ends_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return the first value and the mean of the last ones: a tenth of all, between one and ten."""
+    count = max(1, min(10, len(values) // 10))
+    return values[0], fmean(values[-count:])
+
+
+def _learns(contents: Contents) -> Light:
+    question = "Does it learn?"
+    name, points = headline(contents)
+    if points is None:
+        return Light(question, "unknown", "no reward or loss was logged")
+    values = [-value for value in points[1]] if name == "loss" else points[1]
+    if len(values) < FEW:
+        return Light(question, "unknown", f"{len(values)} steps are too few to say")
+    count = max(2, min(10, len(values) // 5))
+    first, last = values[:count], values[-count:]
+    rise = fmean(last) - fmean(first)
+    error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / count)
+    shown = [number(abs(fmean(part)) if name == "loss" else fmean(part)) for part in (first, last)]
+    text = f"mean {name} of the first and the last {count} steps: {shown[0]}, {shown[1]}"
+    if max(values) == min(values):
+        return Light(question, "bad", f"the {name} is the same in every step: {shown[1]}")
+    if rise > 2 * error and rise > 0:
+        return Light(question, "good", text)
+    if rise < -2 * error:
+        return Light(question, "bad", f"{text}: it got worse")
+    return Light(question, "fair", f"{text}: no clear change")
+
+
+def _stable(contents: Contents) -> Light:
+    question = "Is it stable?"
+    if not contents.trained:
+        return Light(question, "unknown", "no step was finished")
+    damaging = {rule.code for rule in RULES if rule.damages}
+    held = contents.held
+    last = contents.last_step
+    for code in [code for code in held if code in damaging]:
+        state: State = "bad" if last in held[code] else "fair"
+        return Light(question, state, f"{code} in {len(held[code])} steps, from step {min(held[code])}")
+    skipped = [step for step in contents.trained if _skipped(contents.trained[step])]
+    if skipped:
+        text = f"{len(skipped)} step{'s' * (len(skipped) > 1)} with updates that were not finite, first {skipped[0]}"
+        return Light(question, "bad" if last - skipped[-1] < 3 else "fair", text)
+    norms = next(
+        (points[1] for name in ("actor/grad_norm", "train/grad_norm") if (points := series(contents, name))[0]), []
+    )
+    entropy = series(contents, "actor/entropy")[1]
+    parts = []
+    if norms:
+        parts.append(f"gradient norm {number(fmean(norms))} on average, at most {number(max(norms))}")
+    if entropy:
+        parts.append(f"entropy {number(entropy[0])} → {number(entropy[-1])}")
+    return Light(question, "good", "; ".join(parts) or "no diagnosis, no update was skipped")
+
+
+def _honest(contents: Contents, samples: Samples) -> Light:
+    question = "Are the samples honest?"
+    measured: list[tuple[State, str]] = []
+    for name, what in (("response_length/clip_ratio", "cut off"), ("response/repeated_ngrams", "repeated 4-grams")):
+        values = series(contents, name)[1][-5:]
+        if values:
+            share = fmean(values)
+            measured.append((_graded(share, SHARES), f"{share:.0%} {what}"))
+    faults, total = sum(samples.faults.values()), samples.read
+    if total:
+        measured.append(
+            (_graded(faults / total, FAULTS), f"{faults / total:.1%} not graded" if faults else "all graded")
+        )
+    held = contents.held
+    for code in ("no-signal", "unknown-tokens"):
+        if contents.last_step in held.get(code, ()):
+            measured.append(("bad", code))
+    if not measured:
+        return Light(question, "unknown", "no samples and no metrics of responses")
+    correlation = samples.length_correlation
+    if correlation is not None and abs(correlation) > 0.5:
+        longer = "longer" if correlation > 0 else "shorter"
+        # Often rightly so: a fact to know when length grows, and no fault by itself.
+        measured.append(("good", f"{longer} responses get more reward (correlation {correlation:+.2f})"))
+    worst = max((state for state, _ in measured), key=("good", "fair", "bad").index)
+    ordered = sorted(measured, key=lambda one: ("bad", "fair", "good").index(one[0]))
+    return Light(question, worst, "in the last steps: " + ", ".join(text for _, text in ordered))
+
+
+def _busy(contents: Contents) -> Light:
+    question = "Are the devices busy?"
+    steps = [spent for step, spent in contents.phases.items()][1:] or list(contents.phases.values())
+    if not steps:
+        return Light(question, "unknown", "no times were logged")
+    total = sum(sum(spent.values()) for spent in steps) or 1.0
+    shares = {name: sum(spent.get(name, 0.0) for spent in steps) / total for name in {n for one in steps for n in one}}
+    useful = sum(shares.pop(name, 0.0) for name in ("rollout", "log-probs", "update"))
+    largest = sorted(((name, share) for name, share in shares.items() if share >= 0.03), key=lambda one: -one[1])[:2]
+    text = f"{useful:.0%} of the time in rollout, log-probs and update"
+    text += "".join(f", {name} {share:.0%}" for name, share in largest)
+    tails = series(contents, "rollout/tail_share")[1]
+    tail = fmean(tails) if tails else 0.0
+    if tail > TAIL:
+        text += f"; in {tail:.0%} of the rollout fewer than half of the requests ran"
+    state: State = "good" if useful >= BUSY and tail <= TAIL else "fair" if useful >= 0.6 else "bad"
+    return Light(question, state, text)
+
+
+def _resumable(contents: Contents) -> Light:
+    question = "Is it resumable?"
+    good = [one for one in contents.checkpoints if not one.problem and one.kind != "unreadable"]
+    if not good:
+        problem = next((one.problem for one in reversed(contents.checkpoints) if one.problem), "")
+        return Light(question, "bad", f"no good checkpoint: {problem}" if problem else "no checkpoint was saved")
+    newest = max(good, key=lambda one: one.step)
+    lost = contents.last_step - newest.step
+    if contents.end is not None and contents.end.code == FINISHED and lost <= 0:
+        return Light(question, "good", f"the last step is saved in {newest.name}")
+    text = f"from step {newest.step}" + (f"; {lost} later steps would be repeated" if lost > 0 else "")
+    return Light(question, "good" if lost <= max(10, contents.last_step // 10) else "fair", text)
+
+
+def _skipped(metrics: dict[str, float]) -> bool:
+    return any(metrics.get(f"{model}/skipped_updates") for model in ("actor", "critic", "train"))
+
+
+def _graded(share: float, limits: tuple[tuple[float, str], ...]) -> State:
+    return next((state for limit, state in limits if share > limit), "good")  # type: ignore[return-value]
+
+
+def number(value: float) -> str:
+    """Three digits, and no more decimals than a reader needs."""
+    if value == 0 or 0.01 <= abs(value) < 10:
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """`3 min 40 s`, `2 h 5 min`, `4 d 3 h`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    whole = round(seconds)
+    for (large, size), (small, part) in pairwise(units):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {large}" + f" {rest} {small}" * (rest > 0)
+    return f"{whole} s"

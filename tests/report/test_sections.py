@@ -1,0 +1,112 @@
+"""Health, times, configuration, checkpoints and log of a run, as the page's data and tables have them."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hybridrl.report.configuration import differences, settings
+from hybridrl.report.contents import log_excerpts, masked, read_contents
+from hybridrl.report.health_table import health_rows, ranges
+from hybridrl.report.samples import Samples
+from hybridrl.report.sections import checkpoints, failure, times
+from tests.report.synthetic import write_run
+
+
+def write_metrics(directory: Path, steps: list[dict]) -> None:
+    lines = [json.dumps({"step": step, **metrics}) for step, metrics in enumerate(steps, start=1)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_a_rule_that_held_comes_first_with_its_steps_and_what_it_measured_then(tmp_path):
+    cut = {"response_length/clip_ratio": 0.5, "response_length/max": 64.0}
+    steps = [
+        {"response_length/clip_ratio": 0.0},
+        *[cut | {"health/truncation": float(step > 2)} for step in range(2, 6)],
+    ]
+    write_metrics(tmp_path, steps)
+    row = health_rows(read_contents(tmp_path), Samples())[0]
+    assert (row.code, row.held, row.holds_now) == ("truncation", "steps 3 to 5", True)
+    assert row.cause.startswith("50% of the responses are cut off at 64 tokens")
+    assert "data.max_response_length=128" in row.fix and row.limit == "30% in 2 steps in a row"
+
+
+def test_steps_in_a_row_are_one_range():
+    assert ranges([1, 2, 3, 7]) == "steps 1 to 3, 7"
+    assert ranges([]) == ""
+
+
+def test_a_key_is_set_derived_or_follows_another_and_is_then_left_out(tmp_path):
+    text = """
+actor_rollout_ref:
+  model: {path: some/model}
+  rollout: {n: 4, dtype: float32}
+critic: {enable: true, model: {path: some/model}}
+trainer: {seed: 42}
+"""
+    (tmp_path / "config.yaml").write_text(text)
+    rows = {row.key: row for row in settings(read_contents(tmp_path))}
+    assert rows["actor_rollout_ref.rollout.n"].source == "set"
+    assert (rows["actor_rollout_ref.rollout.n"].value, rows["actor_rollout_ref.rollout.n"].default) == ("4", "1")
+    assert rows["actor_rollout_ref.rollout.n"].meaning == "Responses per prompt."
+    assert rows["actor_rollout_ref.rollout.dtype"].source == "set, or derived for model and machine"
+    assert not {"critic.model.path", "trainer.seed"} & set(rows)
+
+
+def test_runs_differ_in_keys_but_not_in_directories(tmp_path):
+    for name, rate in (("one", "0.1"), ("two", "0.2")):
+        (tmp_path / name).mkdir()
+        text = f"optim: {{lr: {rate}, betas: [1]}}\ntrainer: {{default_local_dir: {name}}}\n"
+        (tmp_path / name / "config.yaml").write_text(text)
+    contents = [read_contents(tmp_path / name) for name in ("one", "two")]
+    assert differences(contents) == [("optim.lr", ["0.1", "0.2"])]
+
+
+@pytest.mark.parametrize("line", ["wandb_api_key: abc", "  password: 'abc'", "hf_token: abc", "client_secret: abc"])
+def test_values_of_keys_that_name_a_secret_are_masked(line):
+    assert "abc" not in masked(f"a: 1\n{line}\nb: 2") and "b: 2" in masked(f"{line}\nb: 2")
+
+
+def test_other_values_are_not_masked():
+    text = "max_tokens: 12\ntokenizer: abc\napi_key: null"
+    assert masked(text) == text
+
+
+def test_a_checkpoint_whose_files_have_another_size_is_named(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert "files are as saved, by size" in checkpoints(read_contents(run))
+    (run / "global_step_12" / "actor" / "weights").write_bytes(b"short")
+    assert "actor/weights: not as saved" in checkpoints(read_contents(run))
+
+
+def test_a_slow_step_is_explained_by_the_phase_that_took_longer_than_usual(tmp_path):
+    usual = {"timing_s/step": 2.0, "timing_s/gen": 1.0, "timing_s/update_actor": 1.0, "response_length/max": 64.0}
+    write_metrics(tmp_path, [usual, usual, usual | {"timing_s/step": 9.0, "timing_s/gen": 8.0}, usual])
+    html = times(read_contents(tmp_path), ["raise n"])
+    assert "rollout 8.00 s, usually 1.00 s; its longest response has 64 tokens" in html
+    assert "raise n" in html and html.index('data-step="3"') < html.index('data-step="1"')
+
+
+def test_the_oldest_traceback_of_a_crash_comes_first(tmp_path):
+    run = write_run(tmp_path / "run", end="worker-failed")
+    for number, name in enumerate(("train-1.log", "train-0.log")):
+        (run / "logs" / name).write_text(f"ready\nTraceback (most recent call last):\n  File\nValueError: {name}\n")
+        os.utime(run / "logs" / name, (number, number))
+    contents = read_contents(run)
+    assert [one.name for one in log_excerpts(contents) if one.is_traceback] == ["train-1.log", "train-0.log"]
+    assert "ValueError: train-1.log" in failure(contents)
+
+
+def test_a_run_whose_directory_is_locked_is_running_until_its_end_is_recorded(tmp_path):
+    run = write_run(tmp_path / "run", end=None)
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_contents(run).ending == "running" and not read_contents(run).crashed
+    assert read_contents(run).ending == "killed after step 12"
+    with (run / "faults.jsonl").open("a") as file:
+        file.write(json.dumps({"time": "t", "step": 12, "code": "finished", "text": "", "end": True}) + "\n")
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_contents(run).ending == "ended normally"

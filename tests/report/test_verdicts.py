@@ -1,0 +1,74 @@
+"""The sentence and the lights: what they say of runs whose figures are known."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.report.contents import read_contents
+from hybridrl.report.samples import Samples
+from hybridrl.report.verdicts import duration, lights, number, sentence
+
+
+def lights_of(directory: Path, steps: list[dict]) -> dict[str, tuple[str, str]]:
+    lines = [json.dumps({"step": step, **metrics}) for step, metrics in enumerate(steps, start=1)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    contents = read_contents(directory)
+    return {one.question: (one.state, one.reason) for one in lights(contents, Samples())}
+
+
+def test_a_reward_that_rises_by_more_than_its_noise_is_learning(tmp_path):
+    steps = [{"critic/rewards/mean": value} for value in (0.1, 0.12, 0.11, 0.5, 0.6, 0.8, 0.79, 0.81, 0.8, 0.82)]
+    state, reason = lights_of(tmp_path, steps)["Does it learn?"]
+    assert state == "good"
+    assert reason == "mean reward of the first and the last 2 steps: 0.11, 0.81"
+
+
+@pytest.mark.parametrize(
+    ("values", "state"),
+    [([0.5] * 10, "bad"), ([0.8, 0.81] * 4 + [0.1, 0.1], "bad"), ([0.1, 0.3] * 5, "fair"), ([0.1, 0.2], "unknown")],
+)
+def test_a_reward_that_does_not_rise_is_not(tmp_path, values, state):
+    assert lights_of(tmp_path, [{"critic/rewards/mean": value} for value in values])["Does it learn?"][0] == state
+
+
+def test_a_diagnosis_that_damages_is_bad_while_it_holds_and_a_warning_afterwards(tmp_path):
+    held = [{"critic/rewards/mean": 0.5, "health/policy-jump": float(step in (2, 3))} for step in range(1, 7)]
+    assert lights_of(tmp_path, held[:3])["Is it stable?"] == ("bad", "policy-jump in 2 steps, from step 2")
+    assert lights_of(tmp_path, held)["Is it stable?"][0] == "fair"
+
+
+def test_skipped_updates_and_cut_off_responses_are_seen(tmp_path):
+    steps = [{"critic/rewards/mean": 0.1, "response_length/clip_ratio": 0.4, "actor/skipped_updates": 1.0}] * 5
+    found = lights_of(tmp_path, steps)
+    assert (
+        found["Is it stable?"][0] == "bad"
+        and "5 steps with updates that were not finite, first 1" in found["Is it stable?"][1]
+    )
+    assert found["Are the samples honest?"] == ("bad", "in the last steps: 40% cut off")
+
+
+def test_phases_without_devices_are_idle_time(tmp_path):
+    steps = [{"timing_s/step": 10.0, "timing_s/gen": 3.0, "timing_s/reward": 6.0, "timing_s/update_actor": 1.0}] * 3
+    assert lights_of(tmp_path, steps)["Are the devices busy?"] == (
+        "bad",
+        "40% of the time in rollout, log-probs and update, reward 60%",
+    )
+
+
+def test_nothing_is_said_of_an_empty_directory(tmp_path):
+    contents = read_contents(tmp_path)
+    states = [one.state for one in lights(contents, Samples())]
+    assert states == ["unknown"] * 4 + ["bad"]
+    assert sentence(contents, {}) == "No step was finished; no record of how it ended."
+
+
+def test_durations_and_numbers_are_short():
+    assert [duration(one) for one in (9.6, 60, 220, 7500, 360000)] == [
+        "10 s",
+        "1 min",
+        "3 min 40 s",
+        "2 h 5 min",
+        "4 d 4 h",
+    ]
+    assert [number(one) for one in (0.123, 0.0, 1234.5, 2e-5)] == ["0.12", "0.00", "1,234", "2e-05"]
