@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from hybridrl.checkpoint.store import holder
-from hybridrl.tracking.faults import FINISHED, STOPPED, Fault, last_run, read_end, read_faults
+from hybridrl.tracking.faults import BEGUN, FINISHED, STOPPED, Fault, last_run, read_end, read_faults
 from hybridrl.tracking.records import record_files
 from hybridrl.tracking.report import read_metrics
 from hybridrl.tracking.sink import PHASES, STEP_SECONDS, line_seconds, phase_seconds
@@ -78,6 +78,12 @@ class Contents:
         """How the last run of the directory ended; None: it runs, or it was killed."""
         last = last_run(self.faults) or self.faults
         return last[-1] if last and last[-1].end else None
+
+    @property
+    def began(self) -> str:
+        """When the run began, before it was resumed: an earlier run in the same directory is another one."""
+        begins = [fault.time for fault in self.faults if fault.code == BEGUN]
+        return begins[-1 - min(len(self.resumes), len(begins) - 1)] if begins else ""
 
     @property
     def crashed(self) -> bool:

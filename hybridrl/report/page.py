@@ -130,7 +130,7 @@ def _head(runs: Sequence[Run]) -> str:
         notes = "".join(sections.notes(run.contents, run.samples) for run in runs)
         return f"<header><h1>{len(runs)} runs</h1>{table(columns, rows, 'runs')}{folded('Notes', notes)}</header>"
     run = runs[0]
-    began = run.contents.faults[0].time[:16].replace("T", " ") if run.contents.faults else ""
+    began = run.contents.began[:16].replace("T", " ")
     where = f"{text(_shown(run.contents.directory))}{f' · started {text(began)}' * bool(began)}"
     return (
         f'<header><p class="kicker"><b>{text(run.contents.name)}</b> {where}</p><h1>{text(run.sentence)}</h1>'
