@@ -25,6 +25,7 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
     server = fork_server(first.trainer, first.ray_kwargs.ray_init, engine=True) if samples else nullcontext()
     with server as forks, closing(PrivateDirectory()) as merged:
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration
+            from hybridrl.doctor.start import check_evaluation_start
             from hybridrl.model_merger.temporary import whole_model
             from hybridrl.runs.eval_command import evaluate
             from hybridrl.runs.setup import Sessions
@@ -37,6 +38,7 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
                     raise ConfigError(f"eval.models={path} is in shards, which only this machine merges", fix=fix)
                 return whole
 
+            check_evaluation_start(config)
             if evaluate(config, sessions, merge) > config.reward.max_fault_rate:
                 sys.exit(EXIT_FAULTS)
 

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -51,15 +51,31 @@ def check_loggers(loggers: Sequence[str], findings: Findings) -> None:
             findings.error("logger.package", cause, f"pip install {name}, or leave it out", keys=key, value=name)
 
 
+def check_evaluation_start(config: PPOConfig) -> None:
+    """Raise ConfigError for models that are neither here nor on the hub, and for versions that cannot work."""
+    findings = Findings()
+    if not config.eval.responses:
+        names = [*config.eval.models, *filter(None, [config.eval.compare])]
+        check_models([("eval.models", name) for name in names if "://" not in name], findings)
+        check_versions(config.trainer.device, findings)
+    findings.close()
+
+
 def check_hub(config: PPOConfig | SFTConfig, findings: Findings) -> None:
-    """Report models that are neither here nor on the hub. It asks once: libraries that load them try for a minute."""
+    """Report models of a run that are neither here nor on the hub."""
     if isinstance(config, SFTConfig):
         models = {"model.path": config.model.path}
     else:
         models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
         if config.critic.enable:
             models.setdefault("critic.model.path", config.critic.model.path)
-    for key, name in models.items():
+    check_models(models.items(), findings)
+
+
+def check_models(models: Iterable[tuple[str, str]], findings: Findings) -> None:
+    """Report models, each with the key that names it, that are neither here nor on the hub. It asks once: libraries
+    that load them try for a minute."""
+    for key, name in models:
         if not HUB_NAME.fullmatch(name) or Path(name).is_dir():
             continue
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
