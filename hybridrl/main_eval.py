@@ -12,13 +12,13 @@ from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import PrivateDirectory
-from hybridrl.tracking.console import stage
+from hybridrl.tracking.console import stage, warn
 
 EXIT_FAULTS = 3  # more responses than reward.max_fault_rate could not be scored
 
 
 @contextmanager
-def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
+def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], int]]:
     """Yield what runs evaluations, one after another on the Ray of the `first`, which starts only if responses are
     missing. Invalid input is rejected before Ray starts."""
     samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
@@ -30,7 +30,7 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
             from hybridrl.runs.eval_command import evaluate
             from hybridrl.runs.setup import Sessions
 
-        def run(config: PPOConfig) -> None:
+        def run(config: PPOConfig) -> int:
             def merge(path: str) -> str:
                 whole = whole_model(path, Path(tempfile.mkdtemp(dir=merged.path)), "eval.models")
                 if whole != path and config.trainer.nnodes > 1:
@@ -39,8 +39,12 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
                 return whole
 
             check_evaluation_start(config)
-            if evaluate(config, sessions, merge) > config.reward.max_fault_rate:
-                sys.exit(EXIT_FAULTS)
+            limit, share = config.reward.max_fault_rate, evaluate(config, sessions, merge)
+            if share <= limit:
+                return 0
+            cause = f"exit status {EXIT_FAULTS}: {100 * share:.1f}% of the responses have no score"
+            warn(f"{cause}, more than reward.max_fault_rate={limit:g}")
+            return EXIT_FAULTS
 
         with closing(Sessions(forks)) as sessions:
             yield run

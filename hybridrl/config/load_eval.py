@@ -3,6 +3,8 @@
 Keys of the section `eval` win over a preset, which wins over the sampling of the command.
 """
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.config.compose import CONF, as_dict
@@ -60,6 +62,7 @@ def load_eval_config(
     config, findings = result.config, _relevant(result.findings)
     assert config is not None
     _check(config, findings, result)
+    findings = _renamed(findings, _length_name(config))
     for finding in findings.items:
         to = {"warning": report, "info": show}.get(finding.severity)
         if to is not None:
@@ -68,13 +71,14 @@ def load_eval_config(
     return config
 
 
-def with_model(config: PPOConfig, path: str) -> PPOConfig:
-    """The configuration with another model, checked again with its settings. Raises ConfigError."""
+def with_model(config: PPOConfig, path: str, key: str = f"{MODEL}.path") -> PPOConfig:
+    """The configuration with another model, checked again with its settings. Raises ConfigError; `key` is the setting
+    that names the model."""
     values = as_dict(config)
     values["actor_rollout_ref"]["model"]["path"] = path
     findings = Findings()
     loaded = resolve_values(PPOConfig, Plain(values, {}, {}), findings)
-    _relevant(findings, UNUSED).close()
+    _renamed(_relevant(findings, UNUSED), {f"{MODEL}.path": key} | _length_name(config)).close()
     rollout = loaded.actor_rollout_ref.rollout
     rollout.free_cache_engine = False
     rollout.engine_kwargs.vllm["load_format"] = "auto"  # of weights: by default they come from a trainer
@@ -130,6 +134,29 @@ def _relevant(findings: Findings, unused: tuple[str, ...] = (*UNUSED, f"{MODEL}.
     return Findings([finding for finding in findings.items if concerns(finding)])
 
 
+def _length_name(config: PPOConfig) -> dict[str, str]:
+    """The name under which the longest response was set, by its name in a run."""
+    preset = PRESETS.get(config.eval.preset or "", {})
+    is_set = config.eval.max_tokens is not None or "max_tokens" in preset
+    return {"data.max_response_length": "eval.max_tokens"} if is_set else {}
+
+
+def _renamed(findings: Findings, names: dict[str, str]) -> Findings:
+    """The findings with keys under the names that the user knows."""
+
+    def renamed(text: str) -> str:
+        return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text) if names else text
+
+    return Findings(
+        [
+            replace(
+                one, keys=tuple(names.get(key, key) for key in one.keys), cause=renamed(one.cause), fix=renamed(one.fix)
+            )
+            for one in findings.items
+        ]
+    )
+
+
 def _check(config: PPOConfig, findings: Findings, result: ResolvedConfig) -> None:
     """Add what is missing or cannot work together, and fill in models and files."""
     settings = config.eval
@@ -149,6 +176,10 @@ def _check(config: PPOConfig, findings: Findings, result: ResolvedConfig) -> Non
         cause = f"at temperature 0 all {settings.n} responses to a question are equal"
         fix = f"set eval.preset={next(iter(PRESETS))}, or eval.temperature=1.0, or eval.n=1"
         findings.error("conflict", cause, fix, keys="eval.n", value=settings.n)
-    if settings.n and (over := [k for k in settings.k if k > settings.n]):
+    elif temperature == 0 and (over := [k for k in settings.k if k > 1]):
+        cause = f"pass@{over[0]} needs {over[0]} responses per question, and at temperature 0 there is one"
+        fix = f"set eval.preset={next(iter(PRESETS))} or eval.temperature=1.0, or leave out {over[0]}"
+        findings.error("conflict", cause, fix, keys="eval.k")
+    if settings.n and temperature > 0 and (over := [k for k in settings.k if k > settings.n]):
         cause = f"pass@{over[0]} needs {over[0]} responses per question, and there are eval.n={settings.n}"
         findings.error("conflict", cause, f"set eval.n={max(over)}, or leave out {over[0]}", keys="eval.k")

@@ -136,20 +136,43 @@ def load_prompts(
     return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments)
 
 
+class Prompts(list[Prompt]):
+    """Prompts without token ids."""
+
+    @property
+    def data_sources(self) -> set[str]:
+        return {one.data_source for one in self}
+
+
 def read_prompts(
-    files: list[str], config: DataConfig, *, max_samples: int = -1, key: str, truth_key: str = "reward_model"
-) -> list[Prompt]:
-    """Read and check the rows of `files` for what needs no token ids, such as an endpoint; `truth_key` is the column of
-    the ground truth. Raises ConfigError that lists all bad rows together."""
-    faults = Faults(key)
-    rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=False, seed=0)
-    prompts = []
-    for row in rows:
-        if truth_key != "reward_model":
-            row = replace(row, values=row.values | {"reward_model": row.values.get(truth_key)})
+    files: list[str], config: DataConfig, *, max_samples: int = -1, shuffle: bool = False, key: str
+) -> Prompts:
+    """Read and check the rows of `files` for what needs no token ids, such as an endpoint. The options are those of
+    `load_prompts`. Raises ConfigError that lists all bad rows together."""
+    faults, prompts = Faults(key), Prompts()
+    for row in load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed or 0):
         prompt = _parse(row, config)
         if isinstance(prompt, Prompt):
             prompts.append(prompt)
+        else:
+            faults.add(row.place, "; ".join(prompt))
+    faults.close()
+    return prompts
+
+
+def read_responses(files: list[str], config: DataConfig, *, key: str, truth_key: str) -> Prompts:
+    """Read the rows of stored responses, which need a data source and no prompt; `truth_key` is the column of the
+    ground truth. Raises ConfigError that lists all bad rows together."""
+    faults, prompts = Faults(key), Prompts()
+    for row in load_rows(files, faults, key=key, max_samples=-1, shuffle=False, seed=0):
+        values = {config.prompt_key: "none"} | row.values | {"reward_model": row.values.get(truth_key)}
+        prompt = _parse(replace(row, values=values), config)
+        if isinstance(prompt, Prompt) and prompt.data_source == UNKNOWN_SOURCE:
+            names = ", ".join(row.values)
+            faults.add(row.place, f"no data source: data.reward_fn_key={config.reward_fn_key}; the row has {names}")
+        elif isinstance(prompt, Prompt):
+            messages = prompt.messages if config.prompt_key in row.values else ""
+            prompts.append(replace(prompt, messages=messages, columns=row.values))
         else:
             faults.add(row.place, "; ".join(prompt))
     faults.close()

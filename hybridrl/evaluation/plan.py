@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config import ConfigError
 from hybridrl.data.prompts import ENVIRONMENTS, Prompt
 from hybridrl.evaluation.samples import GREEDY
 from hybridrl.rollout import Sampling, request_seed
@@ -18,12 +19,14 @@ COUNTS = ((500, 4), (100, 8), (0, 32))
 
 @dataclass(frozen=True)
 class Question:
-    """A row of a dataset under its name there; `number` counts the questions of the evaluation."""
+    """A row of a dataset under its name there; `number` counts the questions of the evaluation, and `repeat` those
+    before it with the same prompt."""
 
     number: int
     dataset: str
     id: str
     prompt: Prompt
+    repeat: int = 0
 
     @property
     def environments(self) -> set[str]:
@@ -32,7 +35,8 @@ class Question:
 
     @property
     def seed_key(self) -> str:
-        return f"{self.dataset}/{self.id}"
+        """What its seeds derive from: its content, so that files can be added, renamed and put in another order."""
+        return digest(self.prompt.messages, self.repeat)
 
     @property
     def text(self) -> str:
@@ -46,7 +50,7 @@ class Question:
 @dataclass(frozen=True)
 class Wanted:
     """One response that the evaluation needs. `key` stands for all that determines it, `reward` for what determines
-    its score besides it, `origin` for model and sampling."""
+    its score besides it."""
 
     question: Question
     sample: int
@@ -54,31 +58,49 @@ class Wanted:
     seed: int
     key: str
     reward: str
-    origin: str
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Fingerprints: of the model and all that it samples with besides a request, and of the reward function."""
+    """Fingerprints: of the model and all that it samples with besides a request, and of the reward function. With
+    `whole_rows` a response depends on all columns of its row, as that of an environment does."""
 
     policy: str
     reward: str
+    whole_rows: bool = False
 
 
 def collect_questions(files: Mapping[str, Sequence[Prompt]]) -> list[Question]:
     """Return the questions of all files. A dataset is named by its data source, or by its file if several files have
     the same; a question by the row's `id`, else its `extra_info.index`, else its row, whichever are unique."""
     sources = Counter(source for prompts in files.values() for source in {one.data_source for one in prompts})
+    names = _file_names(list(files), {source for source, count in sources.items() if count == 1})
     questions: list[Question] = []
+    seen: Counter[str] = Counter()
     for file, prompts in files.items():
         groups: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             shared = sources[prompt.data_source] > 1
-            groups.setdefault(Path(file).stem if shared else prompt.data_source, []).append(prompt)
+            groups.setdefault(names[file] if shared else prompt.data_source, []).append(prompt)
         for dataset, some in groups.items():
             for identity, prompt in zip(_identities(some), some, strict=True):
-                questions.append(Question(len(questions), dataset, identity, prompt))
+                content = digest(prompt.messages)
+                questions.append(Question(len(questions), dataset, identity, prompt, seen[content]))
+                seen[content] += 1
     return questions
+
+
+def _file_names(files: Sequence[str], taken: set[str]) -> dict[str, str]:
+    """Return a unique name of each file: its stem, with as many of its parent folders as that takes."""
+    paths = [Path(file).absolute() for file in files]
+    parts = [(*path.parts[:-1], path.stem) for path in paths]
+    names = {}
+    for file, mine in zip(files, parts, strict=True):
+        choices = ["/".join(mine[-size:]) for size in range(1, len(mine))]
+        others = [f"/{'/'.join(one)}" for one in parts]
+        unique = (name for name in choices if sum(one.endswith(f"/{name}") for one in others) == 1)
+        names[file] = next((name for name in unique if name not in taken), file)  # the same stem: a.jsonl and a.json
+    return names
 
 
 def _identities(prompts: Sequence[Prompt]) -> list[str]:
@@ -108,7 +130,6 @@ def plan(
 ) -> list[Wanted]:
     """Return every response that is needed, by question; `greedy` is the sampling of an additional greedy one."""
     wanted = []
-    origins = [digest(origin.policy, asdict(one), seed) if one else "" for one in (sampling, greedy)]
     for question in questions:
         numbers = [*([GREEDY] if greedy else []), *range(responses[question.dataset])]
         prompt = question.prompt
@@ -116,10 +137,17 @@ def plan(
         for number in numbers:
             used = greedy if number == GREEDY and greedy else sampling
             own = request_seed(seed, question.seed_key, number)
-            content = prompt.ids or prompt.messages
-            key = digest(origin.policy, question.dataset, question.id, number, own, asdict(used), content)
-            wanted.append(Wanted(question, number, used, own, key, reward, origins[number == GREEDY]))
+            content = [prompt.ids or prompt.messages, question.repeat, prompt.columns if origin.whole_rows else None]
+            key = digest(origin.policy, number, own, asdict(used), content)
+            wanted.append(Wanted(question, number, used, own, key, reward))
     return wanted
+
+
+def reject_large_k(ks: Sequence[int], most: int, fix: str = "set eval.n={}") -> None:
+    """Raise ConfigError if a k is larger than the number of responses; `fix` may name the largest k."""
+    if too_many := [k for k in ks if k > most]:
+        cause = f"eval.k={too_many[0]}: there are {most} responses per question"
+        raise ConfigError(cause, fix=fix.format(max(too_many)), keys="eval.k")
 
 
 def digest(*values: Any) -> str:

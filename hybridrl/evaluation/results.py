@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from hybridrl.config import ConfigError
 from hybridrl.evaluation import statistics
 from hybridrl.evaluation.plan import Question
-from hybridrl.evaluation.samples import Sample, by_dataset
+from hybridrl.evaluation.samples import Sample, by_dataset, read_samples
 
 RESULTS, QUESTIONS, SAMPLES, TABLE = "results.json", "questions.jsonl", "samples.jsonl", "table.md"
 RESPONSES = "responses.parquet"  # as verl's generation writes it
@@ -26,6 +27,8 @@ class Answers:
     """What a model wrote to one question: the values of its samples without faults, and what was excluded."""
 
     id: str
+    prompt: str
+    keys: list[str]  # of all samples
     numbers: list[int]  # of the samples
     values: np.ndarray
     scores: np.ndarray
@@ -51,6 +54,8 @@ def _answers(identity: str, samples: list[Sample]) -> Answers:
     given = [one.pred for one in scored]
     return Answers(
         identity,
+        samples[0].prompt,
+        [one.key for one in samples],
         numbers=[one.sample for one in scored],
         values=np.array([one.value for one in scored], dtype=float),
         scores=np.array([one.score for one in scored], dtype=float),
@@ -62,8 +67,9 @@ def _answers(identity: str, samples: list[Sample]) -> Answers:
     )
 
 
-def dataset_results(samples: Sequence[Sample], ks: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the numbers of one dataset. `ks`: of pass@k, pass^k and maj@k; none: powers of 2 up to n."""
+def dataset_results(samples: Sequence[Sample], ks: Sequence[int] = (), *, all_greedy: bool = False) -> dict[str, Any]:
+    """Return the numbers of one dataset. `ks`: of pass@k, pass^k and maj@k; none: powers of 2 up to n. `all_greedy`: so
+    are all samples, and their numbers are the greedy ones too."""
     questions = group(samples)
     scored = [one for one in questions if len(one.values)]
     most = max((len(one.values) + one.faults for one in questions), default=0)
@@ -75,12 +81,15 @@ def dataset_results(samples: Sequence[Sample], ks: Sequence[int] = ()) -> dict[s
     results |= _greedy(questions)
     results["binary"] = all(np.isin(one.values, (0, 1)).all() for one in scored)
     results["avg"] = asdict(statistics.mean([one.values for one in scored])) if scored else None
+    if all_greedy:
+        results |= {"greedy_acc": results["avg"], "greedy_length": results["sample_length"]}
     results["score"] = float(np.mean([one.scores.mean() for one in scored])) if scored else None
     results |= _of_k(scored, sizes)
     results["truncated"] = sum(one.truncated for one in questions)
     results["faults"] = faults
     results["excluded_questions"] = len(questions) - len(scored)
-    results["fault_bounds"] = _bounds(questions) if faults > SHOWN_FAULTS * len(lengths) else None
+    bounded = results["binary"] and faults > SHOWN_FAULTS * len(lengths)
+    results["fault_bounds"] = _bounds(questions) if bounded else None
     return results
 
 
@@ -107,8 +116,11 @@ def _of_k(questions: Sequence[Answers], sizes: Sequence[int]) -> dict[str, Any]:
             continue
         samples, right = statistics.right_counts([one.values for one in enough])
         columns = {"pass@k": statistics.pass_at(samples, right, k), "pass^k": statistics.pass_all(samples, right, k)}
-        if all(one.predictions is not None for one in enough):
-            votes = [statistics.majority_at(one.values, one.predictions, k, random) for one in enough]
+        if any(one.predictions is not None for one in questions):
+            given = [one.predictions or [""] * len(one.values) for one in enough]
+            votes = [
+                statistics.majority_at(one.values, texts, k, random) for one, texts in zip(enough, given, strict=True)
+            ]
             columns["maj@k"] = np.array(votes)
         intervals = statistics.bootstrap(np.stack(list(columns.values()), axis=1))
         for (name, column), interval in zip(columns.items(), intervals, strict=True):
@@ -123,29 +135,15 @@ def _bounds(questions: Sequence[Answers]) -> tuple[float, float]:
     return wrong, float(np.mean([(total + faults) / count for total, faults, count in totals]))
 
 
-def metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return the results under names for trackers: `eval/<dataset>/...`, and verl's name of the mean."""
-    flat: dict[str, float] = {}
-    for dataset, numbers in results.items():
-        if numbers["avg"]:
-            flat[f"eval/{dataset}/avg@{numbers['n']}"] = numbers["avg"]["value"]
-            flat[f"val-core/{dataset}/acc/mean@{numbers['n']}"] = numbers["avg"]["value"]
-        if numbers["greedy_acc"]:
-            flat[f"eval/{dataset}/greedy_acc"] = numbers["greedy_acc"]["value"]
-        for name in ("pass@k", "pass^k", "maj@k"):
-            flat |= {f"eval/{dataset}/{name[:-1]}{k}": one["value"] for k, one in numbers[name].items()}
-        flat[f"eval/{dataset}/truncated"], flat[f"eval/{dataset}/faults"] = numbers["truncated"], numbers["faults"]
-    return flat
-
-
-def write_results(directory: Path, samples: Sequence[Sample], facts: dict[str, Any], ks: Sequence[int]) -> dict:
+def write_results(
+    directory: Path, samples: Sequence[Sample], facts: dict[str, Any], ks: Sequence[int], *, all_greedy: bool = False
+) -> dict[str, Any]:
     """Write results.json and questions.jsonl; return the results. `facts` is what else to record of the evaluation."""
-    datasets = {name: dataset_results(some, ks) for name, some in by_dataset(samples).items()}
-    results = facts | {"datasets": datasets, "metrics": metrics(datasets)}
+    groups = by_dataset(samples)
+    datasets = {name: dataset_results(some, ks, all_greedy=all_greedy) for name, some in groups.items()}
+    results = facts | {"datasets": datasets}
     lines = [
-        json.dumps(_question(name, one), ensure_ascii=False)
-        for name, some in by_dataset(samples).items()
-        for one in group(some)
+        json.dumps(_question(name, one), ensure_ascii=False) for name, some in groups.items() for one in group(some)
     ]
     publish_text(directory / QUESTIONS, "\n".join(lines) + "\n")
     publish_text(directory / RESULTS, json.dumps(results, indent=1, ensure_ascii=False, default=str))
@@ -160,21 +158,71 @@ def publish_text(path: Path, text: str) -> None:
 
 
 def write_responses(path: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:
-    """Write the responses of each question as a row that verl's main_eval reads, without greedy ones."""
+    """Write each row with its own columns and the responses to it, as verl's main_eval reads it, without greedy
+    ones."""
     texts: dict[tuple[str, str], list[str]] = {}
     for one in samples:
         if not one.greedy:
-            texts.setdefault((one.dataset, one.id), []).append(one.response.encode(errors="replace").decode())
+            texts.setdefault((one.dataset, one.id), []).append(_encodable(one.response))
     rows = [
         {
             "data_source": one.prompt.data_source,
-            "prompt": one.text,
-            "reward_model": {"style": "rule", "ground_truth": str(one.prompt.ground_truth)},
-            "responses": texts.get((one.dataset, one.id), []),
+            "prompt": one.prompt.messages,
+            "reward_model": {"style": "rule", "ground_truth": one.prompt.ground_truth},
         }
+        | one.prompt.columns
+        | {"responses": texts.get((one.dataset, one.id), [])}
         for one in questions
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    names = dict.fromkeys(name for row in rows for name in row)
+    pyarrow.parquet.write_table(pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names}), path)
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def _column(values: list[Any]) -> pyarrow.Array:
+    """Return a column of a table; values of several types become texts, in `reward_model` only the truths."""
+    try:
+        column = pyarrow.array(values)
+        if not _is_empty_struct(column.type):  # which no parquet file can hold
+            return column
+    except (pyarrow.ArrowException, UnicodeError, OverflowError):
+        pass
+    if all(isinstance(one, dict) and "ground_truth" in one for one in values):
+        truths = [_encodable(str(one["ground_truth"])) for one in values]
+        return pyarrow.array(
+            [{"style": str(one.get("style")), "ground_truth": truth} for one, truth in zip(values, truths, strict=True)]
+        )
+    return pyarrow.array([json.dumps(one, default=str) for one in values])
+
+
+def _is_empty_struct(kind: pyarrow.DataType) -> bool:
+    if pyarrow.types.is_struct(kind):
+        return kind.num_fields == 0 or any(_is_empty_struct(field.type) for field in kind)
+    return pyarrow.types.is_list(kind) and _is_empty_struct(kind.value_type)
+
+
+def read_results(directory: Path, setting: str) -> tuple[dict[str, Any], list[Sample]]:
+    """Return the results that a directory has, and the samples that they are of; its file may hold others. Raises
+    ConfigError, which begins with `setting`, if they are not all there."""
+    fix = "start that evaluation again, which uses its samples"
+    if not (directory / RESULTS).is_file():
+        raise ConfigError(f"{setting} is an evaluation that was interrupted: it has no {RESULTS}", fix=fix)
+    try:
+        results = json.loads((directory / RESULTS).read_text(encoding="utf-8"))
+        lines = (directory / QUESTIONS).read_text(encoding="utf-8").split("\n")
+        keys = [key for line in lines if line for key in json.loads(line)["keys"]]
+        results["model"]["name"], results["datasets"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        cause = f"{setting}: its {RESULTS} and {QUESTIONS} do not say which samples they are of"
+        raise ConfigError(cause, fix=fix) from error
+    samples = {one.key: one for one in read_samples(directory / SAMPLES)}
+    if missing := [key for key in keys if key not in samples]:
+        cause = f"{setting}: {SAMPLES} lacks {len(missing)} of the {len(keys)} samples of its results"
+        raise ConfigError(cause, fix=fix)
+    return results, [samples[key] for key in keys]
 
 
 def add_to_results(directory: Path, facts: dict[str, Any]) -> None:
@@ -198,6 +246,7 @@ def _question(dataset: str, one: Answers) -> dict[str, Any]:
         "lengths": one.lengths,
         "truncated": one.truncated,
         "faults": one.faults,
+        "keys": one.keys,
     }
 
 
@@ -205,16 +254,18 @@ def _question(dataset: str, one: Answers) -> dict[str, Any]:
 
 
 def comparisons(a: Sequence[Sample], b: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """Compare two evaluations on the questions that both have, by dataset: B minus A."""
+    """Compare two evaluations on the questions that both have, by dataset: B minus A. `other_prompt` counts questions
+    of the same id that are not the same, as their prompts differ."""
     first, second = by_dataset(a), by_dataset(b)
     return {name: _comparison(first[name], second[name]) for name in first if name in second}
 
 
 def _comparison(a: Sequence[Sample], b: Sequence[Sample]) -> dict[str, Any]:
     mine, theirs = ({one.id: one for one in group(some) if len(one.values)} for some in (a, b))
-    shared = [identity for identity in mine if identity in theirs]
-    result: dict[str, Any] = {"num_questions": len(shared), "only_a": len(mine) - len(shared)}
-    result["only_b"] = len(theirs) - len(shared)
+    both = [identity for identity in mine if identity in theirs]
+    shared = [identity for identity in both if same_prompt(mine[identity].prompt, theirs[identity].prompt)]
+    result: dict[str, Any] = {"num_questions": len(shared), "only_a": len(mine) - len(both)}
+    result |= {"only_b": len(theirs) - len(both), "other_prompt": len(both) - len(shared)}
     if not shared:
         return result
     tables = [[some[identity].values for identity in shared] for some in (mine, theirs)]
@@ -227,6 +278,26 @@ def _comparison(a: Sequence[Sample], b: Sequence[Sample]) -> dict[str, Any]:
     )
     result["largest"] = [(shared[index], float(means[0][index]), float(means[1][index])) for index in changed]
     return result
+
+
+def reject_nothing_in_common(questions: Sequence[Question], samples: Sequence[Sample], setting: str) -> None:
+    """Raise ConfigError if no question has a sample among those of another evaluation."""
+    prompts = {(one.dataset, one.id): one.prompt for one in samples}
+    both = [one for one in questions if (one.dataset, one.id) in prompts]
+    if any(same_prompt(one.text, prompts[one.dataset, one.id]) for one in both):
+        return
+    cause = f"{setting}: no question in common"
+    if both:
+        cause += f"; {len(both)} have the same dataset and id, and other prompts"
+    else:
+        names = (", ".join(dict.fromkeys(one.dataset for one in some)) for some in (samples, questions))
+        cause += f" (datasets there: {next(names)}; here: {next(names)})"
+    raise ConfigError(cause, fix="name an evaluation of the same files")
+
+
+def same_prompt(a: str, b: str) -> bool:
+    """Whether two prompts are equal, as far as they are known: stored responses may have none."""
+    return a == b or not a or not b
 
 
 def corrected(compared: Sequence[dict[str, dict[str, Any]]]) -> None:

@@ -8,8 +8,9 @@ import fcntl
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from hybridrl.config import ConfigError
 from hybridrl.environments.episode import TRUNCATED
@@ -23,8 +24,7 @@ class Sample:
     """One response to a question with its score.
 
     `key` stands for all that determines the response (model, sampling, prompt, seed), `reward` for what determines its
-    score besides it, `origin` for model and sampling. `seconds` count from the start of the evaluation. `conversation`
-    has messages and turns.
+    score besides it. `seconds` count from the start of the evaluation. `conversation` has messages and turns.
     """
 
     dataset: str
@@ -44,7 +44,6 @@ class Sample:
     seconds: float = 0.0
     key: str = ""
     reward: str = ""
-    origin: str = ""
     conversation: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,26 +65,20 @@ NAMES = {item.name for item in fields(Sample)}
 
 
 class SampleFile:
-    """`samples.jsonl` of an evaluation, locked while it is open. With `resume` it has what an earlier one left."""
+    """`samples.jsonl` of an evaluation, locked while it is open. With `resume` it has what an earlier one left; without
+    it an earlier file is renamed when the first sample is written."""
 
     def __init__(self, path: Path, *, resume: bool = True) -> None:
         self.path, self.replaced = path, 0
         self.found: dict[str, Sample] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("ab")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.close()
-            fix = "wait for it, or set another eval.output_dir"
-            raise ConfigError(f"{path} is being written by another evaluation", fix=fix) from None
+        self.file = _locked(path)
+        self.renames = not resume and path.stat().st_size > 0
         if resume:
             self.found, size = _read(path)
             if size < path.stat().st_size:
                 info(f"{path}: the last line is cut off and will be sampled again")
                 self.file.truncate(size)
-        else:
-            self.file.truncate(0)
 
     def has(self, key: str) -> bool:
         """Whether there is a response for this key; one that was lost by a fault is sampled again."""
@@ -98,10 +91,21 @@ class SampleFile:
 
     def append(self, sample: Sample) -> None:
         """Write a sample, which replaces an earlier one with its key."""
+        if self.renames:
+            self._rename()
         self.replaced += sample.key in self.found
         self.found[sample.key] = sample
         self.file.write(_line(sample))
         self.file.flush()
+
+    def _rename(self) -> None:
+        """Keep the earlier file under another name, and start an empty one."""
+        names = (self.path.with_name(f"{self.path.stem}.previous-{number}.jsonl") for number in count(1))
+        previous = next(name for name in names if not name.exists())
+        self.path.rename(previous)
+        info(f"eval.resume=false: the earlier samples are now in {previous}")
+        earlier, self.file, self.renames = self.file, _locked(self.path), False
+        earlier.close()
 
     def __enter__(self) -> Self:
         return self
@@ -112,6 +116,18 @@ class SampleFile:
             temporary.write_bytes(b"".join(map(_line, self.found.values())))
             temporary.replace(self.path)
         self.file.close()
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Return the file, open for appending and locked."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        fix = "wait for it, or set another eval.output_dir"
+        raise ConfigError(f"{path} is being written by another evaluation", fix=fix) from None
+    return file
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -140,7 +156,7 @@ def _read(path: Path) -> tuple[dict[str, Sample], int]:
                 continue
             samples[sample.key] = sample
     if unreadable:
-        warn(f"{path}: {unreadable} lines cannot be read and are left out")
+        warn(f"{path}: {unreadable} lines cannot be read; they are left out, and removed when the file is rewritten")
     return samples, size
 
 

@@ -21,18 +21,19 @@ Interval = tuple[float, float]
 
 LEVEL = 0.95
 CORRECT = 0.5  # a sample with more than this counts as right
-FEW = 5  # expected right or wrong, below which the normal approximation is no approximation
+FEW = 5  # right or wrong questions, or such with samples that differ, below which the normal approximation is none
 DRAWS = 10_000  # of a bootstrap and of a permutation
 MAJORITY_DRAWS = 1000  # of k samples of a question
 EXACT_QUESTIONS = 13  # up to which all 2^Q sign flips are tried
 EXACT_FREEDOM = 200  # up to which the t distribution is summed exactly
+MOST_FREEDOM = 1_000_000  # from here on the t distribution is the normal one
 CHUNK = 4_000_000  # numbers of a bootstrap that are in memory at a time
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over questions with both intervals; None: the data do not say. `few`: so few are right, or wrong, that the
-    intervals are Wilson's, and the evaluation is too small to separate models that are this good, or this bad."""
+    """A mean over questions with both intervals; None: the data do not say. `few`: so few are right, or wrong, or have
+    different samples, that the intervals are rough, and too wide to separate models that are this good, or this bad."""
 
     value: float
     again: Interval | None
@@ -43,7 +44,8 @@ class Mean:
 
 @dataclass(frozen=True)
 class Comparison:
-    """B minus A on the same questions. `p` is of the sign-flip permutation, `mcnemar` exact for one sample each."""
+    """B minus A on the same questions. `p` is of the sign-flip permutation, `mcnemar` exact for one sample each. `few`:
+    the samples of so few questions differ that `again` is rough."""
 
     difference: float
     again: Interval | None
@@ -54,6 +56,7 @@ class Comparison:
     down: int
     same: int
     flips: int  # questions whose majority of samples changed sides
+    few: bool = False
 
 
 # -- means -------------------------------------------------------------------------------------------------------------
@@ -63,23 +66,32 @@ def mean(table: Table, level: float = LEVEL) -> Mean:
     """Return avg@n: the mean over questions of the means over their samples."""
     means, questions = means_of(table), len(table)
     value, error = float(means.mean()), sampling_error(table)
-    again = None if error is None else _around(value, error.half(level))
+    again = _within(_around(value, error.half(level)), table) if error else None
     alike = None
     if questions > 1:
         alike = _around(value, float(means.std(ddof=1)) / math.sqrt(questions) * t_quantile(level, questions - 1))
-    binary = all(((values == 0) | (values == 1)).all() for values in table)
-    few = binary and min(value, 1 - value) * questions < FEW
+    few = is_binary(table) and min(value, 1 - value) * questions < FEW
     if few:
         alike = wilson(value, questions, level)
-    samples = sum(map(len, table))
-    if binary and error is not None and min(value, 1 - value) * samples < FEW:
-        again = wilson(value, samples, level)
-    return Mean(value, again, alike, few, error and math.sqrt(error.variance))
+    few_differ = has_few_mixed(table)
+    return Mean(value, again, alike, few or few_differ, error and math.sqrt(error.variance))
 
 
 def means_of(table: Table) -> np.ndarray:
     """Return the mean of each question [Q]."""
     return np.array([values.mean() for values in table], dtype=float)
+
+
+def is_binary(table: Table) -> bool:
+    return all(((values == 0) | (values == 1)).all() for values in table)
+
+
+def has_few_mixed(table: Table) -> bool:
+    """Whether so few questions have samples that differ that their variances say little: those of the others are not
+    zero, although all of their samples agree."""
+    several = [values for values in table if len(values) > 1]
+    mixed = sum(bool((values != values[0]).any()) for values in several)
+    return mixed < min(FEW, len(several))
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,8 @@ class SamplingError:
     freedom: float
 
     def half(self, level: float) -> float:
-        return math.sqrt(self.variance) * t_quantile(level, max(int(self.freedom), 1))
+        freedom = max(int(min(self.freedom, MOST_FREEDOM)), 1)
+        return math.sqrt(self.variance) * t_quantile(level, freedom)
 
     def plus(self, other: "SamplingError") -> "SamplingError":
         """Return the error of a difference of two means."""
@@ -102,10 +115,13 @@ class SamplingError:
 
 def sampling_error(table: Table) -> SamplingError | None:
     """Return the sampling error of avg@n; None if no question has two samples. For questions with one sample the mean
-    variance of the others counts."""
+    variance of the others counts. Where few questions have samples that differ, half a right and half a wrong sample
+    are added to each for its variance, so that none is certain; other scores than 0 and 1 then have no error."""
     several = [values for values in table if len(values) > 1]
     if not several:
         return None
+    if has_few_mixed(table):
+        return _error_of_few(table) if is_binary(table) else None
     single = len(table) - len(several)
     parts = np.array([values.var(ddof=1) / len(values) for values in several])
     freedom = np.array([len(values) - 1 for values in several])
@@ -114,6 +130,12 @@ def sampling_error(table: Table) -> SamplingError | None:
     squares = float((parts**2 / freedom).sum())
     degrees = variance**2 / squares if squares else float(freedom.sum())
     return SamplingError(variance / len(table) ** 2, degrees)
+
+
+def _error_of_few(table: Table) -> SamplingError:
+    counts, right = right_counts(table)
+    shares = (right + 0.5) / (counts + 1)
+    return SamplingError(float((shares * (1 - shares) / counts).sum()) / len(table) ** 2, math.inf)
 
 
 def wilson(share: float, count: float, level: float = LEVEL) -> Interval:
@@ -153,6 +175,11 @@ def _t_probability(t: float, freedom: int) -> float:
 
 def _around(value: float, half: float) -> Interval:
     return value - half, value + half
+
+
+def _within(interval: Interval, table: Table) -> Interval:
+    """Return the interval without what no binary mean can be."""
+    return (max(interval[0], 0.0), min(interval[1], 1.0)) if is_binary(table) else interval
 
 
 # -- of k samples ------------------------------------------------------------------------------------------------------
@@ -227,9 +254,8 @@ def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0, *, aligned:
     first, second = means_of(a), means_of(b)
     differences, questions = second - first, len(first)
     value = float(differences.mean())
-    error, again, alike = difference_error(a, b, aligned=aligned), None, None
-    if error:
-        again = _around(value, error.half(level))
+    error, alike = difference_error(a, b, aligned=aligned), None
+    again = _around(value, error.half(level)) if error else None
     if questions > 1:
         half = float(differences.std(ddof=1)) / math.sqrt(questions) * t_quantile(level, questions - 1)
         alike = _around(value, half)
@@ -246,13 +272,16 @@ def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0, *, aligned:
         down=down,
         same=questions - up - down,
         flips=int((sides[0] != sides[1]).sum()),
+        few=error is not None and math.isinf(error.freedom),
     )
 
 
 def difference_error(a: Table, b: Table, *, aligned: bool) -> SamplingError | None:
     """Return the sampling error of a difference of two means; None if questions have one sample only."""
     if aligned:
-        return sampling_error([second - first for first, second in zip(a, b, strict=True)])
+        differences = [second - first for first, second in zip(a, b, strict=True)]
+        if not has_few_mixed(differences):
+            return sampling_error(differences)
     errors = sampling_error(a), sampling_error(b)
     return errors[0].plus(errors[1]) if errors[0] and errors[1] else None
 

@@ -9,22 +9,22 @@ Numbers = Mapping[str, Any]
 
 # AReaL's columns first, by its names.
 COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1")
-COMPARED = ("dataset", "A", "B", "B - A", "this benchmark again", "questions like these", "p (paired)")
-COMPARED += ("up / down / same", "flips")
-LEGEND = """sample_pass@1 is the mean over all samples (avg@n), with two 95% intervals: `again` for the same questions
-with new samples, `alike` for other questions like these. pass@k is unbiased, maj@k is without replacement. Whether two
-models differ is not seen from their intervals: compare them with `eval.compare`."""
+INTERVALS = {"this benchmark again": "again", "questions like these": "alike"}  # as in results.json
+COMPARED = ("dataset", "A", "B", "B - A", *INTERVALS, "p (paired)", "up / down / same", "flips")
+LEGEND = """sample_pass@1 is the mean over all samples (avg@n), with two 95% intervals: of the same questions with new
+samples (this benchmark again), and of other questions (questions like these). pass@k is unbiased, maj@k is without
+replacement. Whether two models differ is not seen from their intervals: compare them with `eval.compare`."""
 
 
-def columns(datasets: Mapping[str, Numbers]) -> list[str]:
-    """Return the columns of the table: pass@8, pass@16 and maj@8 as in AReaL where there are as many samples, else the
-    largest k."""
+def columns(datasets: Mapping[str, Numbers], ks: Sequence[int] = ()) -> list[str]:
+    """Return the columns of the table: pass@k and maj@k of these `ks`; if there are none pass@8, pass@16 and maj@8 as
+    in AReaL where there are as many samples, else the largest k."""
     sizes = {int(k) for numbers in datasets.values() for k in numbers["pass@k"]}
-    shown = [k for k in (8, 16) if k in sizes] or [k for k in [max(sizes, default=1)] if k > 1]
+    shown = [k for k in ks or (8, 16) if k in sizes] or [k for k in [max(sizes, default=1)] if k > 1]
     voted = {int(k) for numbers in datasets.values() for k in numbers["maj@k"]}
-    votes = [k for k in (8,) if k in voted] or [k for k in [max(voted, default=1)] if k > 1]
+    votes = [k for k in ks or (8,) if k in voted] or [k for k in [max(voted, default=1)] if k > 1]
     passes, majorities = [f"pass@{k}" for k in shown], [f"maj@{k}" for k in votes]
-    return [*COLUMNS, "again", "alike", *passes, *majorities, "truncated", "faults"]
+    return [*COLUMNS, *INTERVALS, *passes, *majorities, "truncated", "faults"]
 
 
 def rows(datasets: Mapping[str, Numbers], names: Sequence[str]) -> list[list[str]]:
@@ -40,8 +40,8 @@ def _cell(column: str, dataset: str, numbers: Numbers) -> str:
     if column == "sample_pass@1":
         notes = " (mean score)" * (not numbers["binary"]) + " (n too small)" * bool(average and average["few"])
         return _share(average and average["value"]) + notes
-    if column in ("again", "alike"):
-        return interval(average and average[column])
+    if column in INTERVALS:
+        return interval(average and average[INTERVALS[column]])
     if column == "greedy_acc":
         return _share(numbers["greedy_acc"] and numbers["greedy_acc"]["value"])
     if kind in ("pass", "maj"):
@@ -70,9 +70,9 @@ def compared_rows(compared: Mapping[str, Numbers]) -> list[list[str]]:
             continue
         p = f"{one['p']:.4f}" + (f" (Holm {one['p_holm']:.4f})" if one.get("p_holm", one["p"]) != one["p"] else "")
         p += f", McNemar {one['mcnemar']:.4f}" if one["mcnemar"] is not None else ""
-        ends = [interval(one[name], "+") for name in ("again", "alike")]
+        ends = [interval(one[name], "+") for name in INTERVALS.values()]
         moved = f"{one['up']} / {one['down']} / {one['same']}"
-        means = [f"{one['a']:.4f}", f"{one['b']:.4f}", f"{one['difference']:+.4f}"]
+        means = [f"{one['a']:.4f}", f"{one['b']:.4f}", f"{one['difference']:+.4f}{' (n too small)' * one['few']}"]
         cells.append([dataset, *means, *ends, p, moved, str(one["flips"])])
     return cells
 

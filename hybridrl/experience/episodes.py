@@ -292,14 +292,18 @@ class Reports:
     ones are sampled: scores arrive in other threads. What it raises, `all` raises."""
 
     def __init__(self, count: int, finished: Callable[[Episode], None]) -> None:
-        self.scored: asyncio.Queue[Episode] = asyncio.Queue()
+        self.scored: asyncio.Queue[Episode | Exception] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
         self.task = asyncio.create_task(self._report(count, finished))
 
     def expect(self, score: Future[Score], make: Callable[[Score], Episode]) -> None:
         def done(future: Future[Score]) -> None:
+            try:
+                item = make(future.result())
+            except Exception as error:  # raised where the episodes are awaited, which would wait forever otherwise
+                item = error
             with contextlib.suppress(RuntimeError):  # the loop was closed: the call has ended
-                self.loop.call_soon_threadsafe(self.scored.put_nowait, make(future.result()))
+                self.loop.call_soon_threadsafe(self.scored.put_nowait, item)
 
         if self.task.done():  # it failed: nothing more is sampled
             self.task.result()
@@ -310,7 +314,9 @@ class Reports:
 
     async def _report(self, count: int, finished: Callable[[Episode], None]) -> None:
         for _ in range(count):
-            finished(await self.scored.get())
+            if isinstance(item := await self.scored.get(), Exception):
+                raise item
+            finished(item)
 
 
 def _single(request: Request, completion: Completion) -> Trajectory:

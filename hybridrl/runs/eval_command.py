@@ -4,18 +4,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from hybridrl.checkpoint.store import step_directories
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import publish_own_keys
 from hybridrl.config.load_eval import describe_sampling
-from hybridrl.data.prompts import read_prompts
-from hybridrl.evaluation.plan import Origin, Question, collect_questions, digest, plan
+from hybridrl.data.prompts import read_responses
+from hybridrl.evaluation.plan import Origin, Question, collect_questions, digest, plan, reject_large_k
 from hybridrl.evaluation.results import (
     RESULTS,
     SAMPLES,
@@ -24,10 +24,12 @@ from hybridrl.evaluation.results import (
     comparisons,
     corrected,
     publish_text,
+    read_results,
+    reject_nothing_in_common,
     selection_biases,
     write_results,
 )
-from hybridrl.evaluation.samples import Sample, SampleFile, by_dataset, read_samples
+from hybridrl.evaluation.samples import Sample, SampleFile, by_dataset
 from hybridrl.evaluation.tables import (
     COMPARED,
     LEGEND,
@@ -41,13 +43,14 @@ from hybridrl.evaluation.tables import (
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rollout import Sampling
-from hybridrl.runs.eval_models import Target, find_targets
-from hybridrl.runs.eval_scoring import Rescorer, blank_sample, reward_digest
-from hybridrl.runs.evaluate import Evaluated, Merge, ModelEvaluation
+from hybridrl.runs.eval_models import KEY, Target, find_targets, with_unique_names
+from hybridrl.runs.eval_scoring import REWARD_LOG, Rescorer, blank_sample, reward_digest
+from hybridrl.runs.evaluate import Evaluated, Merge, ModelEvaluation, relabel
+from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.tracking.console import console, info, on_terminal, warn
 
-COMPARE_KEY = "eval.compare"
+COMPARE_KEY, MODEL_KEY = "eval.compare", "actor_rollout_ref.model.path"
 LOG_WIDTH = 240
 STORED = Sampling(0, ())  # how stored responses were sampled is not known
 
@@ -56,25 +59,43 @@ def evaluate(config: PPOConfig, sessions: Sessions, merge: Merge) -> float:
     """Evaluate the models that the configuration names, print the tables, and return the share of faults."""
     baseline = earlier(config)
     if config.eval.responses:
-        return report([score_stored(config)], config, baseline)
-    targets = find_targets(config.eval.models, config.trainer.keep_best_ckpt)
+        return report([score_stored(config, baseline)], config, baseline)
+    named = config.eval.models == [config.actor_rollout_ref.model.path]
+    targets = find_targets(config.eval.models, config.trainer.keep_best_ckpt, MODEL_KEY if named else KEY)
     other = None if baseline else compared_model(config)
-    loaded = [ModelEvaluation(config, one) for one in (*targets, *([other] if other else []))]
+    targets = with_unique_names([*targets, *([other] if other else [])])
+    loaded = [ModelEvaluation(config, one) for one in targets]
+    reject_other_questions(loaded[0].questions, config, baseline)
     info(describe_sampling(loaded[0].config))
-    evaluated = [one.run(sessions, merge, one.directory(len(loaded) > 1)) for one in loaded]
+    evaluated = []
+    for one in loaded:
+        evaluated.append(one.run(sessions, merge, one.directory))
+        write_table(evaluated[-1], config.eval.k)
     baseline = evaluated.pop() if other else baseline
     return report(evaluated, config, baseline)
 
 
 def earlier(config: PPOConfig) -> Evaluated | None:
-    """Return the evaluation whose directory `eval.compare` names, with the samples that its results are of."""
-    directory = Path(config.eval.compare or "").expanduser()
-    if config.eval.compare is None or not (directory / RESULTS).is_file():
+    """Return the evaluation whose directory `eval.compare` names, with the samples that its results are of. Raises
+    ConfigError if it is not complete, or if stored responses are to be compared with anything else."""
+    if config.eval.compare is None:
         return None
-    results = json.loads((directory / RESULTS).read_text(encoding="utf-8"))
-    n, origins, stored = results["n"], results["origins"], read_samples(directory / SAMPLES)
-    samples = [one for one in stored if one.origin in origins and one.sample < n.get(one.dataset, 0)]
-    return Evaluated(results["model"]["name"], directory, samples, results, is_new=False)
+    directory, setting = Path(config.eval.compare).expanduser(), f"{COMPARE_KEY}={config.eval.compare}"
+    if (directory / RESULTS).is_file() or (directory / SAMPLES).is_file():
+        results, samples = read_results(directory, setting)
+        return Evaluated(results["model"]["name"], directory, samples, results, is_new=False)
+    below = [str(one.parent) for one in sorted(directory.glob(f"*/{RESULTS}"))]
+    if below and not step_directories(directory):
+        raise ConfigError(f"{setting} has evaluations below it", fix=f"choose {' | '.join(below[:8])}")
+    if config.eval.responses:
+        fix = f"name a directory with {RESULTS}; a model is not sampled for stored responses"
+        raise ConfigError(f"{setting} is not the directory of an evaluation", fix=fix)
+    return None
+
+
+def reject_other_questions(questions: Sequence[Question], config: PPOConfig, baseline: Evaluated | None) -> None:
+    if baseline:
+        reject_nothing_in_common(questions, baseline.samples, f"{COMPARE_KEY}={config.eval.compare}")
 
 
 def compared_model(config: PPOConfig) -> Target | None:
@@ -91,38 +112,38 @@ def compared_model(config: PPOConfig) -> Target | None:
 # -- stored responses --------------------------------------------------------------------------------------------------
 
 
-def score_stored(config: PPOConfig) -> Evaluated:
+def score_stored(config: PPOConfig, baseline: Evaluated | None = None) -> Evaluated:
     """Score responses that files hold, without an engine and without Ray."""
-    settings, data, key = config.eval, config.data, "eval.responses"
+    settings, key = config.eval, "eval.responses"
     publish_own_keys(config.own)
-    read = partial(read_prompts, config=data, key=key, truth_key=settings.reward_model_key)
-    questions = collect_questions({file: read([file]) for file in settings.responses})
-    sources = {one.prompt.data_source for one in questions}
+    read = partial(read_responses, config=config.data, key=key, truth_key=settings.reward_model_key)
+    datasets = {file: read([file]) for file in settings.responses}
+    questions = collect_questions(datasets)
     if uses_built_in(config.reward):
-        check_data_sources(sources)
+        check_data_sources({one.prompt.data_source for one in questions})
+    responses = [_responses(question, settings.response_key) for question in questions]
+    reject_large_k(settings.k, max(map(len, responses)), "leave it out")
+    reject_other_questions(questions, config, baseline)
     name = Path(settings.responses[0]).stem
     default = Path(config.trainer.default_local_dir).expanduser() / "eval" / f"stored-{name}"
     directory = open_directory(settings.output_dir or default, "eval.output_dir")
-    save_config(config, directory / "config.yaml")
     reward, wanted = reward_digest(config.reward), []
-    responses = [_responses(question, settings.response_key) for question in questions]
-    origin = digest(responses)
     for question, texts in zip(questions, responses, strict=True):
         needed = plan([question], {question.dataset: len(texts)}, STORED, None, 0, Origin(digest(texts), reward))
-        needed = [replace(one, origin=origin) for one in needed]
         wanted += [(one, replace(blank_sample(one), response=text)) for one, text in zip(needed, texts, strict=True)]
     with SampleFile(directory / SAMPLES, resume=settings.resume) as file:
-        known = {one.key: file.found.get(one.key) for one, _ in wanted}
+        save_config(config, directory / "config.yaml")
+        relabel([one for one, _ in wanted], file)
         missing = [
-            (one, sample) for one, sample in wanted if known[one.key] is None or file.is_stale(one.key, one.reward)
+            pair for pair in wanted if pair[0].key not in file.found or file.is_stale(pair[0].key, pair[0].reward)
         ]
-        log = directory / "logs" / "reward.log"
         if missing:
-            with Rescorer(config.reward, sources, log) as rescorer:
+            reject_failing_reward(config, None, datasets, directory / REWARD_LOG)
+            sources = {one.prompt.data_source for one in questions}
+            with Rescorer(config.reward, sources, directory / REWARD_LOG) as rescorer:
                 rescorer.score_again(missing, file)
         samples = [file.found[one.key] for one, _ in wanted]
     facts = {"model": {"name": name, "path": ", ".join(settings.responses)}, "files": settings.responses}
-    facts["origins"] = [origin]
     facts["n"] = {dataset: max(one.sample for one in some) + 1 for dataset, some in by_dataset(samples).items()}
     return Evaluated(name, directory, samples, write_results(directory, samples, facts, settings.k))
 
@@ -153,18 +174,12 @@ def test_scores(samples: Sequence[Sample]) -> dict[str, float]:
 
 def report(evaluated: Sequence[Evaluated], config: PPOConfig, baseline: Evaluated | None = None) -> float:
     """Write and print the tables of all models and their comparisons; return the largest share of faults."""
-    compared = [comparisons(one.samples, baseline.samples) for one in evaluated] if baseline else []
-    corrected(compared)
-    new = [*evaluated, *([baseline] if baseline and baseline.is_new else [])]
-    for one, comparison in zip_longest(new, compared, fillvalue={}):
-        write_table(one, baseline, comparison)
-    _show("results", [(one.name, one.datasets) for one in new], columns, rows)
+    new, ks = [*evaluated, *([baseline] if baseline and baseline.is_new else [])], config.eval.k
+    for one in new:
+        write_table(one, ks)
+    _show("results", [(one.name, one.datasets) for one in new], partial(columns, ks=ks), rows)
     if baseline:
-        pairs = [(one.name, comparison) for one, comparison in zip(evaluated, compared, strict=True)]
-        _show(f"compared with B = {baseline.name}", pairs, lambda _: [*COMPARED], lambda some, _: compared_rows(some))
-        for one, comparison in zip(evaluated, compared, strict=True):
-            _warn_of_differences(one, baseline)
-            info("\n".join(f"{one.name}, {line}" for line in changes(comparison)))
+        _report_comparisons(evaluated, baseline, ks)
     for one in new:
         info(f"samples and results of {one.name}: {one.directory}")
     if config.eval.responses:
@@ -172,25 +187,60 @@ def report(evaluated: Sequence[Evaluated], config: PPOConfig, baseline: Evaluate
     for name, bias in selection_biases([one.samples for one in evaluated]).items():
         count = len(evaluated)
         info(
-            f"{name}: the best of {count} evaluations of one unchanged model looks {100 * bias:.1f} points better by "
-            "chance; choose on one set and report on another"
+            f"{name}: the best of {count} evaluations of one unchanged model looks at most {100 * bias:.1f} points "
+            "better by chance; choose on one set and report on another"
         )
-    counted = [sample for one in evaluated for sample in one.samples]
-    return sum(sample.fault is not None for sample in counted) / max(len(counted), 1)
+    return max(_explain_faults(one) for one in new)
 
 
-def write_table(one: Evaluated, baseline: Evaluated | None, comparison: Mapping[str, Any]) -> None:
+def _report_comparisons(evaluated: Sequence[Evaluated], baseline: Evaluated, ks: Sequence[int]) -> None:
+    """Write and print how each model differs from the one it is compared with."""
+    compared = [comparisons(baseline.samples, one.samples) for one in evaluated]
+    corrected(compared)
+    pairs = [(one.name, comparison) for one, comparison in zip(evaluated, compared, strict=True)]
+    names = f"A = {baseline.name}, B = {evaluated[0].name if len(evaluated) == 1 else 'the model of the row'}"
+    _show(f"comparison, {names}", pairs, lambda _: [*COMPARED], lambda some, _: compared_rows(some))
+    for one, comparison in zip(evaluated, compared, strict=True):
+        write_table(one, ks, baseline, comparison)
+        _warn_of_differences(baseline, one)
+        for dataset, numbers in comparison.items():
+            if numbers["other_prompt"]:
+                cause = f"{dataset}: {numbers['other_prompt']} questions have the same id and another prompt in"
+                warn(f"{cause} {baseline.name} and {one.name}; they are not compared")
+        if lines := changes(comparison):
+            info("\n".join(f"{one.name}, {line}" for line in lines))
+
+
+def _explain_faults(one: Evaluated) -> float:
+    """Warn of each kind of fault with its first detail; return their share."""
+    faults: dict[str, list[Sample]] = {}
+    for sample in one.samples:
+        if sample.fault is not None:
+            faults.setdefault(sample.fault, []).append(sample)
+    for fault, some in faults.items():
+        first = some[0]
+        cause = f"{one.name}: {len(some)} of {len(one.samples)} responses have no score: {fault}, first "
+        warn(f"{cause}{first.dataset}/{first.id}: {first.detail or 'no detail'}; see {one.directory / REWARD_LOG}")
+    return sum(map(len, faults.values())) / max(len(one.samples), 1)
+
+
+def write_table(
+    one: Evaluated,
+    ks: Sequence[int],
+    baseline: Evaluated | None = None,
+    comparison: Mapping[str, Any] | None = None,
+) -> None:
     """Write table.md of a model, with its comparison if there is one, which results.json gets too."""
-    names = columns(one.datasets)
+    names = columns(one.datasets, ks)
     texts = [f"# {one.name}\n", markdown(names, rows(one.datasets, names)), LEGEND + "\n"]
     if "sampling" in one.results:
         facts = {name: value for name, value in one.results["sampling"].items() if value not in (None, (), [])}
         listed = ", ".join(f"{name}={value}" for name, value in facts.items())
         texts.append(f"{one.results['model']['path']}: {listed}, responses per question: {one.results['n']}\n")
     if baseline and comparison:
-        texts += [f"## A = {one.name}, B = {baseline.name}\n", markdown(COMPARED, compared_rows(comparison))]
+        texts += [f"## A = {baseline.name}, B = {one.name}\n", markdown(COMPARED, compared_rows(comparison))]
         texts += changes(comparison)
-        add_to_results(one.directory, {"comparison": {"b": str(baseline.directory), "datasets": comparison}})
+        add_to_results(one.directory, {"comparison": {"a": str(baseline.directory), "datasets": comparison}})
     publish_text(one.directory / TABLE, "\n".join(texts) + "\n")
 
 

@@ -1,8 +1,8 @@
 """Which models an evaluation is of: directories, checkpoints, runs, and addresses, as `eval.models` names them."""
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ class Target:
 
     name: str
     path: str
+    key: str = KEY  # the setting that names it
 
     @property
     def is_address(self) -> bool:
@@ -38,7 +39,7 @@ class Target:
         path = self.path
         if holds_adapter(path):
             path = adapter_settings(path).get("base_model_name_or_path") or path
-        return with_model(config, path)
+        return with_model(config, path, self.key)
 
 
 def is_address(name: str) -> bool:
@@ -53,7 +54,7 @@ def find_targets(names: list[str], keep_best: str | None = None, key: str = KEY)
         with findings.gathered():
             targets += _find(name, keep_best, key)
     findings.close()
-    return _with_unique_names(targets)
+    return [replace(one, key=key) for one in with_unique_names(targets)]
 
 
 def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
@@ -61,6 +62,8 @@ def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
         return [Target(re.sub(r"\W+", "-", name.partition("://")[2]).strip("-"), name.rstrip("/"))]
     path, _, choice = name.rpartition(":")
     if choice not in CHOICES or not Path(path).expanduser().is_dir():
+        if path and choice not in CHOICES and Path(path).expanduser().is_dir() and not Path(name).exists():
+            raise ConfigError(f"{key}={name}: {choice} is no choice", fix=f"choose {' | '.join(CHOICES)}")
         path, choice = name, ""
     directory = Path(path).expanduser()
     if steps := step_directories(directory):
@@ -127,9 +130,11 @@ def _short_name(directory: Path) -> str:
     return "-".join(parts[max(step - 1, 0) : step + 1]).strip("/-")
 
 
-def _with_unique_names(targets: list[Target]) -> list[Target]:
-    counts, seen, named = Counter(one.name for one in targets), Counter[str](), []
+def with_unique_names(targets: list[Target]) -> list[Target]:
+    """Return the models with numbers after names that earlier ones have: adding a model renames none."""
+    named: dict[str, Target] = {}
     for one in targets:
-        seen[one.name] += 1
-        named.append(replace(one, name=f"{one.name}-{seen[one.name]}") if counts[one.name] > 1 else one)
-    return named
+        names = chain([one.name], (f"{one.name}-{number}" for number in count(2)))
+        name = next(name for name in names if name not in named)
+        named[name] = replace(one, name=name)
+    return list(named.values())

@@ -55,13 +55,10 @@ class Endpoint:
                 **more,
             )
         except openai.OpenAIError as error:
-            return Reply(
-                "", 0, False, fault=f"raised:{type(error).__name__}", detail=" ".join(str(error).split())[:300]
-            )
-        choice, message = answer.choices[0], answer.choices[0].message
-        reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
-        tokens = answer.usage.completion_tokens if answer.usage else 0
-        return Reply(message.content or "", tokens, choice.finish_reason == "length", reasoning)
+            return _fault(f"raised:{type(error).__name__}", error)
+        except ValueError as error:  # JSON was promised
+            return _fault("reply", error)
+        return _parsed(answer)
 
     async def replies(
         self,
@@ -79,6 +76,24 @@ class Endpoint:
         async with client, asyncio.TaskGroup() as tasks:
             for _ in range(self.concurrency):
                 tasks.create_task(work())
+
+
+def _parsed(answer: Any) -> Reply:
+    """Return the response in an answer, which may be anything that a server sends with status 200."""
+    try:
+        choice, message = answer.choices[0], answer.choices[0].message
+        text = message.content or ""
+        reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
+        tokens = answer.usage.completion_tokens if answer.usage else 0
+        if isinstance(text, str):
+            return Reply(text, tokens or 0, choice.finish_reason == "length", reasoning)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        pass
+    return _fault("reply", f"no choices[0].message in the reply {answer!r}")
+
+
+def _fault(fault: str, detail: object) -> Reply:
+    return Reply("", 0, False, fault=fault, detail=" ".join(str(detail).split())[:300])
 
 
 def connect(address: str, model: str | None, concurrency: int, key: str = "eval.models") -> Endpoint:

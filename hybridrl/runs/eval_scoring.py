@@ -19,6 +19,8 @@ from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.resume import reward_code
 
+REWARD_LOG = Path("logs", "reward.log")  # what the reward printed
+
 
 def episode_sample(wanted: Wanted, episode: Episode, seconds: float) -> Sample:
     """Return the sample of an episode."""
@@ -51,7 +53,6 @@ def blank_sample(wanted: Wanted) -> Sample:
         score=None,
         key=wanted.key,
         reward=wanted.reward,
-        origin=wanted.origin,
     )
 
 

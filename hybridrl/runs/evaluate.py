@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint.fingerprints import code_fingerprint, model_fingerprint
-from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config import PPOConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
-from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts, read_prompts
+from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.environments.pool import EpisodeWorkers
-from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, digest, plan
+from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, digest, plan, reject_large_k
 from hybridrl.evaluation.progress import EvaluationProgress
 from hybridrl.evaluation.results import RESPONSES, SAMPLES, write_responses, write_results
 from hybridrl.evaluation.samples import Sample, SampleFile
@@ -30,7 +30,7 @@ from hybridrl.runs.episodes import check_episodes, episode_processes, episode_se
 from hybridrl.runs.eval_engines import serving
 from hybridrl.runs.eval_models import Target
 from hybridrl.runs.eval_remote import Endpoint, connect, sample_remotely
-from hybridrl.runs.eval_scoring import Rescorer, episode_sample, reward_digest
+from hybridrl.runs.eval_scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest
 from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.prepare import (
     model_tokenizer,
@@ -71,9 +71,9 @@ class ModelEvaluation:
         self.target, self.config = target, target.config(config)
         self.endpoint: Endpoint | None = None
         if target.is_address:
-            self.endpoint = connect(target.path, config.eval.served_model, config.eval.concurrency)
+            self.endpoint = connect(target.path, config.eval.served_model, config.eval.concurrency, target.key)
         publish_own_keys(config.own)
-        self.datasets: dict[str, PromptDataset] = {}
+        self.datasets: dict[str, PromptDataset | Prompts] = {}
         self.tokenizer = None
         findings = Findings()
         if path := config.reward.custom_reward_function.path:
@@ -99,34 +99,33 @@ class ModelEvaluation:
         self.counts = counts(self.questions, config.eval.n, self.sampling.temperature)
         greedy = config.eval.greedy and self.sampling.temperature > 0
         self.greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else None
-        if too_many := [k for k in config.eval.k if k > max(self.counts.values())]:
-            cause = f"eval.k={too_many[0]}: there are {max(self.counts.values())} responses per question"
-            raise ConfigError(cause, fix=f"set eval.n={max(too_many)}", keys="eval.k")
+        reject_large_k(config.eval.k, max(self.counts.values()))
 
     def _load(self) -> dict[str, Sequence[Prompt]]:
         """Load tokenizer and rows, and check the model's files."""
         config, model = self.config, self.config.actor_rollout_ref.model
         import_libraries(model.external_lib)
-        reject_hub_model(replace(model, path=str(resolve_model(model.path))), "eval.models")
-        reject_damaged_weights(model, "eval.models")
-        self.tokenizer = tokenizer = model_tokenizer(config, model, "eval.models")
+        reject_hub_model(replace(model, path=str(resolve_model(model.path))), self.target.key)
+        reject_damaged_weights(model, self.target.key)
+        self.tokenizer = tokenizer = model_tokenizer(config, model, self.target.key)
         own, limit = config.own.get("data"), config.data.val_max_samples
         for file in config.eval.files:
             options = {"max_samples": limit, "shuffle": config.data.validation_shuffle, "key": FILES_KEY}
             self.datasets[file] = load_prompts([file], config.data, tokenizer, custom_keys=own, **options)
-        reject_unknown_tokens(model, "eval.models", *self.datasets.values())
+        reject_unknown_tokens(model, self.target.key, *self.datasets.values())
         return {file: list(data) for file, data in self.datasets.items()}
 
     def _read(self) -> dict[str, Sequence[Prompt]]:
         """Read the rows for an address, which needs no token ids."""
         data = self.config.data
-        read = partial(read_prompts, config=data, max_samples=data.val_max_samples, key=FILES_KEY)
-        return {file: read([file]) for file in self.config.eval.files}
+        options = {"max_samples": data.val_max_samples, "shuffle": data.validation_shuffle, "key": FILES_KEY}
+        self.datasets |= {file: read_prompts([file], data, **options) for file in self.config.eval.files}
+        return self.datasets
 
     def _check_episodes(self, findings: Findings) -> None:
         if self.target.is_address:
-            cause = f"eval.models={self.target.path}: rows with environments or tools need a model of files"
-            findings.error("conflict", cause, "serve nothing, and name the model's directory", keys="eval.models")
+            cause = f"{self.target.key}={self.target.path}: rows with environments or tools need a model of files"
+            findings.error("conflict", cause, "serve nothing, and name the model's directory", keys=self.target.key)
         else:
             check_episodes(self.config, self.tokenizer, self.datasets, findings)
 
@@ -146,34 +145,38 @@ class ModelEvaluation:
         facts = {name: vars(self.sampling)[name] for name in names}
         return facts | {"preset": self.config.eval.preset, "seed": self.config.eval.seed}
 
-    def directory(self, several: bool) -> Path:
+    @property
+    def directory(self) -> Path:
         """Where the samples and results are."""
         settings = self.config.eval
         if settings.output_dir:
-            base = Path(settings.output_dir).expanduser()
-            return base / self.target.name if several else base
+            return Path(settings.output_dir).expanduser() / self.target.name
         data = [settings.files, asdict(self.config.data)["apply_chat_template_kwargs"], self.runs_episodes]
         name = f"{self.target.name}-{digest(self.sampling_facts(), data)[:8]}"
         return Path(self.config.trainer.default_local_dir).expanduser() / "eval" / name
 
     def wanted(self) -> list[Wanted]:
-        origin = Origin(self.policy, reward_digest(self.config.reward) if self.function_scores else "")
+        reward = reward_digest(self.config.reward) if self.function_scores else ""
+        origin = Origin(self.policy, reward, whole_rows=self.runs_episodes)
         return plan(self.questions, self.counts, self.sampling, self.greedy, self.config.eval.seed, origin)
 
     def run(self, sessions: Sessions, merge: Merge, directory: Path) -> Evaluated:
         """Sample and score what is not stored yet, and write the results."""
         open_directory(directory, "eval.output_dir")
-        save_config(self.config, directory / "config.yaml")
         wanted, began = self.wanted(), time.monotonic()
         responses = " + ".join(f"{name}: {count} per question" for name, count in self.counts.items())
         info(f"{self.target.name}: {len(self.questions)} questions, {responses}, {len(wanted)} responses")
         with SampleFile(directory / SAMPLES, resume=self.config.eval.resume) as file:
+            save_config(self.config, directory / "config.yaml")
+            relabel(wanted, file)
             missing = [one for one in wanted if not file.has(one.key)]
             stored = [one for one in wanted if file.has(one.key)]
             stale = [(one, file.found[one.key]) for one in stored if file.is_stale(one.key, one.reward)]
             if stored:
                 again = f", {len(stale)} of them to be scored again" * bool(stale)
                 info(f"{len(stored)} responses are stored in {file.path}{again}")
+            if self.function_scores and (stale or missing):
+                reject_failing_reward(self.config, self.tokenizer, self.datasets, directory / REWARD_LOG)
             if stale:
                 with self._rescorer(directory) as rescorer:
                     rescorer.score_again(stale, file)
@@ -181,7 +184,8 @@ class ModelEvaluation:
                 self._sample_missing(missing, file, sessions, merge, directory)
             samples = [file.found[one.key] for one in wanted if one.key in file.found]
         facts = self._facts(wanted, missing, samples, time.monotonic() - began)
-        results = write_results(directory, samples, facts, self.config.eval.k)
+        all_greedy = self.sampling.temperature == 0
+        results = write_results(directory, samples, facts, self.config.eval.k, all_greedy=all_greedy)
         write_responses(directory / RESPONSES, self.questions, samples)
         return Evaluated(self.target.name, directory, samples, results)
 
@@ -213,7 +217,6 @@ class ModelEvaluation:
             "files": self.config.eval.files,
             "sampling": self.sampling_facts(),
             "n": self.counts,
-            "origins": sorted({one.origin for one in wanted}),
             "chat_template": template,
             "versions": code_fingerprint(),
             "responses": len(wanted),
@@ -224,7 +227,7 @@ class ModelEvaluation:
         }
 
     def _rescorer(self, directory: Path) -> Rescorer:
-        return Rescorer(self.config.reward, self.sources, directory / "logs" / "reward.log", self.tokenizer)
+        return Rescorer(self.config.reward, self.sources, directory / REWARD_LOG, self.tokenizer)
 
     def _sample(
         self, missing: list[Wanted], keep: Callable[[Sample], None], sessions: Sessions, merge: Merge, directory: Path
@@ -233,9 +236,6 @@ class ModelEvaluation:
             with self._rescorer(directory) as rescorer:
                 asyncio.run(sample_remotely(self.endpoint, missing, rescorer, keep))
             return
-        if self.function_scores:
-            log = directory / "logs" / "reward.log"
-            reject_failing_reward(self.config, self.tokenizer, self.datasets, log)
         with self.runner(sessions, merge, directory) as runner:
             sample_here(runner, missing, keep)
 
@@ -266,6 +266,15 @@ class ModelEvaluation:
                 function_scores=not uses_built_in(config.reward),
                 add_environment_reward=config.reward.add_environment_reward,
             )
+
+
+def relabel(wanted: Sequence[Wanted], file: SampleFile) -> None:
+    """Give stored samples the dataset and id that their question has now: a response is found by its content."""
+    for one in wanted:
+        names = {"dataset": one.question.dataset, "id": one.question.id}
+        sample = file.found.get(one.key)
+        if sample and names != {"dataset": sample.dataset, "id": sample.id}:
+            file.append(replace(sample, **names))
 
 
 def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable[[Sample], None]) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
-from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import as_chat
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import seconds_between_calls, uses_built_in
@@ -47,6 +47,7 @@ WRONG = {
     GUESSES: "every digit in the format",
     WORD: "one word 500 times",
 }
+Datasets = Mapping[str, PromptDataset | Prompts]
 FAILED = ("raised", "type", "none", "nan")  # faults of the function, not of the machine
 
 
@@ -82,11 +83,9 @@ class Trial:
 
 class RewardTrial:
     """Scores responses to a few rows of `datasets`, by key, one row after another in the background, so that it can end
-    after any of them."""
+    after any of them. Without a tokenizer a reward gets texts only."""
 
-    def __init__(
-        self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, PromptDataset]
-    ) -> None:
+    def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets) -> None:
         self.trials: list[Trial] = []
         self._config, self._tokenizer, self._datasets = config, tokenizer, datasets
         self._planned: Counter[tuple[str, str]] = Counter()  # rows of each dataset and data source
@@ -114,9 +113,11 @@ class RewardTrial:
             self.trials.append(trial)
             row, requests = trial.prompt, []
             for one in trial.responses:
-                ids = self._tokenizer(one.text, add_special_tokens=False)["input_ids"]
-                ids.append(self._tokenizer.eos_token_id)  # as it is sampled
-                one.tokens = len(ids)
+                ids = None
+                if self._tokenizer is not None:
+                    ids = self._tokenizer(one.text, add_special_tokens=False)["input_ids"]
+                    ids.append(self._tokenizer.eos_token_id)  # as it is sampled
+                    one.tokens = len(ids)
                 requests.append(ScoringRequest(row.data_source, one.text, row.ground_truth, row.extra_info, ids))
             try:
                 futures = pool.submit(requests)
@@ -137,8 +138,8 @@ class RewardTrial:
 
 def try_reward(
     config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    datasets: Mapping[str, PromptDataset],
+    tokenizer: PreTrainedTokenizerBase | None,
+    datasets: Datasets,
     findings: Findings,
     log: Path,
     seconds: float,
@@ -156,7 +157,7 @@ def try_reward(
 
 
 def reject_failing_reward(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, PromptDataset], log: Path
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets, log: Path
 ) -> None:
     """Try the reward before anything heavy starts. Prints warnings; raises ConfigError if it does not load, or scores
     no row of a data source. One with a limited rate of calls is only loaded; nothing is done with one that is called in
@@ -171,7 +172,7 @@ def reject_failing_reward(
     findings.close()
 
 
-def spread_rows(prompts: PromptDataset) -> list[Prompt]:
+def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:
     """Select rows of every data source, evenly spaced: first one of each, then a second, and so on."""
     by_source: dict[str, list[int]] = {}
     for index in range(0, len(prompts), -(-len(prompts) // SEARCHED)):

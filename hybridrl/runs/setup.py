@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -187,13 +188,14 @@ def open_run_directory(config: Config) -> Path:
 
 
 def open_directory(path: str | Path, key: str) -> Path:
-    """Make a directory with a place for the logs, and print what is logged. Raises ConfigError if it cannot be made;
-    `key` is the setting that names it."""
+    """Make a directory with a place for the logs, and print what is logged. Raises ConfigError if it cannot be made or
+    written; `key` is the setting that names it."""
     directory = Path(path).expanduser()
     try:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()  # permissions alone do not say whether it can be written
     except OSError as error:
-        cause = f"{key}={directory} cannot be made: {error.strerror}"
+        cause = f"{key}={directory} cannot be {'written' if directory.is_dir() else 'made'}: {error.strerror}"
         raise ConfigError(cause, fix="name another directory") from error
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[MessageHandler()], force=True)
     for name in CHATTY_LOGGERS:

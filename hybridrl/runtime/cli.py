@@ -30,7 +30,7 @@ EXIT_FAILED, EXIT_REJECTED, EXIT_INTERRUPTED = 1, 2, 130
 @dataclass(frozen=True)
 class Command(Generic[T]):
     """An entry point: its help text, how its configuration is loaded, and what opens all that one run after another
-    can share and yields what runs one."""
+    can share and yields what runs one, which may return an exit status."""
 
     module: str
     purpose: str
@@ -38,7 +38,7 @@ class Command(Generic[T]):
     config_name: str
     first_keys: tuple[str, ...]
     load: Callable[..., T]
-    open: Callable[[T], AbstractContextManager[Callable[[T], None]]]
+    open: Callable[[T], AbstractContextManager[Callable[[T], int | None]]]
 
     @property
     def example_line(self) -> str:
@@ -46,7 +46,8 @@ class Command(Generic[T]):
 
 
 def run_command(command: Command[T], argv: list[str] | None = None) -> int:
-    """Parse, load and run; return the exit status: 0, 1 (the run failed), 2 (invalid input), 130 (interrupted)."""
+    """Parse, load and run; return the exit status: 0, 1 (the run failed), 2 (invalid input), 130 (interrupted), or that
+    of what ran."""
     parser = _parser(command)
     arguments, more = parser.parse_known_args(_with_values(sys.argv[1:] if argv is None else argv))
     if options := [item for item in more if item.startswith("-")]:
@@ -75,7 +76,7 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
                 print(as_yaml(config, arguments.package or ""), end="")
             return 0
         with command.open(config) as run:
-            run(config)
+            return run(config) or 0
     except ConfigError as error:
         _print("error:", "bold red", str(error))
         if not arguments.overrides and arguments.config_path == CONF and arguments.help is None:
@@ -91,7 +92,6 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
         separator = "\n" if "\n" in text else " "
         _print(f"failed [{code}]:", "bold red", f"{text}{separator}({PAGE}#{code})")
         return EXIT_FAILED
-    return 0
 
 
 def _parser(command: Command[T]) -> argparse.ArgumentParser:

@@ -138,8 +138,10 @@ def run_points(command: Sweepable, points: Sequence[Point]) -> int:
             info(f"\n{LINE}run {number} of {len(points)}: {point.name}")
             began = time.monotonic()
             try:
-                run(point.config)
-                info(f"{LINE}{point.name}: done in {time.monotonic() - began:.0f} s")
+                if status := run(point.config):
+                    failed.append(point.name)
+                ended = f"exit status {status}" if status else "done"
+                info(f"{LINE}{point.name}: {ended} in {time.monotonic() - began:.0f} s")
             except Exception as error:
                 failed.append(point.name)
                 if not type(error).__module__.startswith("hybridrl"):

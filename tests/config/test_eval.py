@@ -69,8 +69,10 @@ def test_the_longest_response_of_a_preset_is_that_of_the_engine(place):
 
 def test_a_models_own_settings_are_checked_for_each_model(place):
     config = load("eval.files=val.jsonl", "eval.models=model", "eval.preset=deepseek")
-    with pytest.raises(ConfigError, match="1024"):  # its positions
+    with pytest.raises(ConfigError, match=r"1024.*eval\.max_tokens"):  # its positions; the preset sets the length
         with_model(config, "model")
+    with pytest.raises(ConfigError, match=r"eval\.compare=/no/model: there is no such directory"):
+        with_model(config, "/no/model", "eval.compare")
     engine = with_model(load("eval.files=val.jsonl", "eval.models=model"), "model").actor_rollout_ref.rollout
     assert engine.engine_kwargs.vllm["load_format"] == "auto" and not engine.free_cache_engine
 
@@ -109,6 +111,7 @@ def test_an_adapter_of_the_command_is_what_is_evaluated(place, needed):
         (["eval.files=val.jsonl", "eval.models=model", "eval.preset=deepsek"], "choose deepseek | qwen3-thinking"),
         (["eval.files=val.jsonl", "eval.models=model", "eval.n=4"], "at temperature 0 all 4 responses"),
         (["eval.files=val.jsonl", "eval.models=model", "eval.preset=dapo", "eval.n=4", "eval.k=[1,8]"], "set eval.n=8"),
+        (["eval.files=val.jsonl", "eval.models=model", "eval.k=[1,8]"], "and at temperature 0 there is one"),
         (["eval.fils=val.jsonl"], "nearest: eval.files"),
         (["eval.files=val.jsonl", "eval.models=model", "reward.num_workers=-1"], "reward.num_workers"),
     ],

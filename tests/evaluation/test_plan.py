@@ -34,6 +34,33 @@ def test_datasets_are_data_sources_and_files_where_two_have_the_same():
     ]
 
 
+def test_files_of_the_same_name_are_datasets_named_by_their_folders():
+    names = ("en/test.jsonl", "de/test.jsonl", "de/other.jsonl", "other.json", "test.parquet")
+    questions = collect_questions({name: [prompt(0)] for name in names})
+    assert [one.dataset for one in questions][:3] == ["en/test", "de/test", "de/other"]
+    assert len({(one.dataset, one.id) for one in questions}) == 5
+
+
+def test_a_file_that_is_named_as_a_data_source_is_another_dataset():
+    files = {"a.jsonl": [prompt(0, "b")], "b.jsonl": [prompt(0)], "c.jsonl": [prompt(0)]}
+    assert len({(one.dataset, one.id) for one in collect_questions(files)}) == 3
+
+
+def test_keys_and_seeds_stay_as_files_are_added_and_equal_questions_have_different_ones():
+    files = {"a.jsonl": [prompt(0), prompt(0)], "b.jsonl": [prompt(0), prompt(1)]}
+    options = {"sampling": SAMPLING, "greedy": None, "seed": 1, "origin": ORIGIN}
+    alone = plan(collect_questions({"a.jsonl": files["a.jsonl"]}), {"maths": 1}, **options)
+    both = plan(collect_questions(files), {"a": 1, "b": 1}, **options)
+    assert [(one.key, one.seed) for one in alone] == [(one.key, one.seed) for one in both][:2]
+    assert len({one.key for one in both}) == len({one.seed for one in both}) == 4
+
+
+def test_a_response_of_an_environment_depends_on_its_whole_row():
+    whole, rows = Origin("model", "", whole_rows=True), [prompt(0, columns={"secret": n}) for n in (1, 2)]
+    assert keys(rows[:1], origin=whole) != keys(rows[1:], origin=whole)
+    assert keys(rows[:1]) == keys(rows[1:])
+
+
 def test_questions_have_their_rows_ids_if_these_are_unique():
     named = [prompt(row, columns={"id": name}) for row, name in enumerate("xy")]
     numbered = [prompt(row, extra_info={"index": row + 7}) for row in range(2)]

@@ -1,15 +1,22 @@
 """The numbers of an evaluation, worked out by hand for a few questions."""
 
 import json
+from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
+from hybridrl.config import ConfigError
+from hybridrl.data.prompts import Prompt
+from hybridrl.evaluation.plan import Question
 from hybridrl.evaluation.results import (
     comparisons,
     corrected,
     dataset_results,
-    metrics,
+    read_results,
+    reject_nothing_in_common,
     selection_biases,
+    write_responses,
     write_results,
 )
 from hybridrl.evaluation.samples import GREEDY, Sample
@@ -73,14 +80,22 @@ def test_the_table_begins_with_areals_columns():
     results = {"maths": dataset_results(samples({"a": "1" * 16, "b": "10" * 8}, pred="1"))}
     names = columns(results)
     assert names[:6] == ["dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1"]
-    assert names[6:] == ["again", "alike", "pass@8", "pass@16", "maj@8", "truncated", "faults"]
+    assert names[6:] == [
+        "this benchmark again",
+        "questions like these",
+        "pass@8",
+        "pass@16",
+        "maj@8",
+        "truncated",
+        "faults",
+    ]
     assert rows(results, names)[0][5] == "0.7500 (n too small)"
     assert markdown(names, rows(results, names)).count("\n") == 3
 
 
 def test_a_score_that_is_not_right_or_wrong_is_called_a_mean_score():
     results = {"maths": dataset_results(samples({"a": "10"}, score=0.3))}
-    assert rows(results, columns(results))[0][5] == "0.3000 (mean score)"
+    assert rows(results, columns(results))[0][5] == "0.3000 (mean score) (n too small)"
 
 
 def test_a_table_that_is_too_wide_for_the_terminal_is_turned():
@@ -88,12 +103,6 @@ def test_a_table_that_is_too_wide_for_the_terminal_is_turned():
     names = columns(results)
     tables = [rich_table("", names, rows(results, names), width) for width in (200, 60)]
     assert [table.row_count for table in tables] == [1, len(names) - 1]
-
-
-def test_metrics_have_names_for_trackers_and_verls():
-    flat = metrics({"maths": dataset_results(samples({"a": "1100"}, pred="1"))})
-    assert flat["eval/maths/avg@4"] == flat["val-core/maths/acc/mean@4"] == 0.5
-    assert {"eval/maths/pass@2", "eval/maths/pass^4", "eval/maths/maj@4"} <= flat.keys()
 
 
 def test_results_and_questions_are_written(tmp_path):
@@ -115,7 +124,7 @@ def test_a_comparison_is_over_shared_questions_and_names_the_largest_changes():
     assert (compared["num_questions"], compared["only_a"], compared["only_b"]) == (2, 1, 1)
     assert (compared["a"], compared["b"], compared["difference"]) == (0.5, 1.0, 0.5)
     assert compared["largest"] == [("y", 0.0, 1.0)]
-    assert compared_rows({"maths": compared})[0][:4] == ["maths", "0.5000", "1.0000", "+0.5000"]
+    assert compared_rows({"maths": compared})[0][:4] == ["maths", "0.5000", "1.0000", "+0.5000 (n too small)"]
 
 
 def test_datasets_without_a_question_in_common_are_said_to_have_none():
@@ -135,3 +144,85 @@ def test_p_values_are_corrected_for_the_number_of_comparisons():
 def test_only_several_evaluations_have_a_selection_bias():
     some = samples({"a": "10", "b": "10"})
     assert selection_biases([some]) == {} and selection_biases([some, some])["maths"] > 0
+
+
+def test_questions_with_the_same_id_and_another_prompt_are_not_compared():
+    a, b = samples({"x": "1", "y": "1"}, prompt="1+1="), samples({"x": "1"}, prompt="1+1=")
+    compared = comparisons(a, b + samples({"y": "0"}, prompt="2+2="))["maths"]
+    assert (compared["num_questions"], compared["other_prompt"], compared["only_a"]) == (1, 1, 0)
+    assert comparisons(a, samples({"x": "1"}))["maths"]["num_questions"] == 1  # stored responses without prompts
+
+
+@pytest.mark.parametrize(
+    ("dataset", "prompt", "message"),
+    [
+        ("maths", "2+2=", "1 have the same dataset and id, and other prompts"),
+        ("history", "1+1=", r"datasets there: history; here: maths"),
+    ],
+)
+def test_an_evaluation_without_the_same_questions_is_rejected(dataset, prompt, message):
+    question = Question(0, "maths", "x", Prompt(0, [], "1+1=", "maths", "2", {}))
+    reject_nothing_in_common([question], samples({"x": "1"}, prompt="1+1="), "eval.compare=dir")
+    with pytest.raises(ConfigError, match=f"eval.compare=dir: no question in common.*{message}"):
+        reject_nothing_in_common([question], samples({"x": "1"}, dataset, prompt=prompt), "eval.compare=dir")
+
+
+def stored(place: Path, some: list[Sample]) -> None:
+    place.joinpath("samples.jsonl").write_text("".join(json.dumps(vars(one)) + "\n" for one in some))
+
+
+def test_results_are_read_with_their_samples_and_no_others(tmp_path):
+    some = samples({"a": "10", "b": "11"})
+    stored(tmp_path, some + samples({"c": "1"}))
+    write_results(tmp_path, some, {"model": {"name": "m"}}, [])
+    results, read = read_results(tmp_path, "eval.compare=x")
+    assert read == some and results["model"]["name"] == "m"
+
+
+def test_results_that_are_not_complete_are_rejected(tmp_path):
+    def rejection() -> str:
+        with pytest.raises(ConfigError) as error:
+            read_results(tmp_path, "eval.compare=x")
+        return str(error.value)
+
+    some = samples({"a": "10"})
+    stored(tmp_path, some[:1])
+    assert "interrupted: it has no results.json" in rejection()
+    write_results(tmp_path, some, {"model": {"name": "m"}}, [])
+    assert "samples.jsonl lacks 1 of the 2 samples" in rejection()
+    (tmp_path / "results.json").write_text('{"datasets": {}}')
+    assert "do not say which samples they are of" in rejection()
+
+
+def test_faults_of_a_score_that_is_not_right_or_wrong_have_no_bounds():
+    half = samples({"a": "10"}, score=0.3) + samples({"b": "xx"})
+    assert dataset_results(half)["fault_bounds"] is None
+
+
+def test_a_question_without_a_prediction_has_no_vote():
+    results = dataset_results(samples({"a": "11"}, pred="7") + samples({"b": "11"}))
+    assert results["maj@k"]["2"]["value"] == 0.5
+
+
+def test_at_temperature_0_the_samples_are_the_greedy_ones():
+    results = dataset_results(samples({"a": "1", "b": "0"}), all_greedy=True)
+    assert (results["greedy_acc"]["value"], results["greedy_length"]) == (0.5, 10.0)
+
+
+def test_every_k_that_is_set_is_shown():
+    results = {"maths": dataset_results(samples({"a": "1" * 8}, pred="1"), [2, 3, 8])}
+    names = columns(results, [2, 3, 8])
+    assert [name for name in names if "@" in name][1:] == ["pass@2", "pass@3", "pass@8", "maj@2", "maj@3", "maj@8"]
+
+
+def test_responses_are_written_with_the_columns_of_their_rows(tmp_path):
+    rows = [{"question": "1", "level": 3, "empty": {}}, {"question": "2", "level": "hard", "empty": {}}]
+    questions = [
+        Question(index, "maths", str(index), Prompt(index, [], row["question"], "maths", truth, {}, row))
+        for index, (row, truth) in enumerate(zip(rows, ["1", 2], strict=True))
+    ]
+    write_responses(tmp_path / "responses.parquet", questions, samples({"0": "10", "1": "1"}, response="4"))
+    read = pyarrow.parquet.read_table(tmp_path / "responses.parquet").to_pylist()
+    assert [one["responses"] for one in read] == [["4", "4"], ["4"]]
+    assert [one["question"] for one in read] == ["1", "2"] and [one["level"] for one in read] == ["3", '"hard"']
+    assert [one["reward_model"]["ground_truth"] for one in read] == ["1", "2"]

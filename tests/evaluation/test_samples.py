@@ -59,11 +59,24 @@ def test_a_later_line_replaces_the_earlier_one_and_the_file_has_each_sample_once
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_without_resume_the_file_starts_empty(tmp_path):
-    for _ in range(2):
+def test_without_resume_the_earlier_file_is_renamed_once_there_is_a_new_sample(tmp_path):
+    for number in range(3):
+        with SampleFile(tmp_path / "samples.jsonl", resume=False):
+            pass  # what is rejected before the first sample changes nothing
         with SampleFile(tmp_path / "samples.jsonl", resume=False) as file:
             assert not file.found
-            file.append(sample("a"))
+            file.append(sample(str(number)))
+    names = ("samples.previous-1.jsonl", "samples.previous-2.jsonl", "samples.jsonl")
+    assert [[one.key for one in read_samples(tmp_path / name)] for name in names] == [["0"], ["1"], ["2"]]
+
+
+def test_the_file_that_replaces_a_renamed_one_is_locked(tmp_path):
+    with SampleFile(tmp_path / "samples.jsonl") as file:
+        file.append(sample("a"))
+    with SampleFile(tmp_path / "samples.jsonl", resume=False) as file:
+        file.append(sample("a"))
+        with pytest.raises(ConfigError, match="another evaluation"):
+            SampleFile(tmp_path / "samples.jsonl")
 
 
 def test_a_second_writer_is_rejected(tmp_path):

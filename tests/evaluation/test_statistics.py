@@ -116,10 +116,41 @@ def test_the_interval_of_the_same_benchmark_is_that_of_its_samples():
     assert estimate.again == pytest.approx([0.5 - 2.22814 * 0.158114, 0.5 + 2.22814 * 0.158114], abs=1e-5)
 
 
-def test_few_questions_with_any_variance_count_as_few_degrees_of_freedom():
-    # 2 of 40 questions vary: (2 x 0.25)^2 / (2 x 0.25^2 / 1) = 2 degrees of freedom, t(2) = 4.30265.
+def test_where_few_questions_have_samples_that_differ_the_others_are_not_taken_as_certain():
+    # Shares (2.5, 0.5, 1.5) / 3 of 20, 18 and 2 questions: variances 5/36, 5/36 and 1/4, halved for two samples.
     estimate = statistics.mean([np.ones(2)] * 20 + [np.zeros(2)] * 18 + [np.array([0.0, 1])] * 2)
-    assert estimate.again == pytest.approx([0.525 - 4.30265 * 0.5**0.5 / 40, 0.525 + 4.30265 * 0.5**0.5 / 40], abs=1e-5)
+    half = 1.959964 * math.sqrt((38 * 5 / 72 + 2 / 8) / 40**2)
+    assert estimate.few and estimate.again == pytest.approx([0.525 - half, 0.525 + half], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "questions", "samples"), [(0.05, 0.1, 30, 2), (0.02, 0.04, 30, 4), (0.1, 0.1, 10, 2)]
+)
+def test_the_intervals_of_the_same_benchmark_cover_where_nearly_all_questions_are_all_right_or_all_wrong(
+    a, b, questions, samples
+):
+    random, hits = np.random.default_rng(8), np.zeros(3)
+    for _ in range(1000):
+        p = random.beta(a, b, questions)
+        better = 0.8 * p + 0.2 * random.beta(a, b, questions)
+        first, second = table(random, p, samples), table(random, better, samples)
+        means = statistics.mean(first).again, p.mean()
+        gain = (better - p).mean()
+        pairs = [means, *((statistics.compare(first, second, aligned=one).again, gain) for one in (False, True))]
+        hits += [low <= truth <= high for (low, high), truth in pairs]
+    assert (hits / 1000 >= 0.93).all()
+
+
+def test_equal_samples_of_every_question_give_no_interval_of_width_zero():
+    estimate = statistics.mean([np.ones(4)] * 5 + [np.zeros(4)] * 5)
+    assert estimate.few and estimate.again[0] < 0.45 and estimate.again[1] > 0.55
+    same = statistics.compare([np.ones(4)] * 10, [np.ones(4)] * 10, aligned=True)
+    assert same.few and same.again[0] < 0 < same.again[1]
+
+
+def test_scores_other_than_0_and_1_without_spread_have_no_interval_of_the_same_benchmark():
+    estimate = statistics.mean([np.full(4, 0.3)] * 10)
+    assert estimate.again is None and estimate.few
 
 
 def test_one_sample_per_question_has_no_interval_of_the_same_benchmark():
@@ -132,7 +163,8 @@ def test_with_few_wrong_questions_the_interval_is_wilsons_and_says_so():
     estimate = statistics.mean([np.ones(4)] * 29 + [np.zeros(4)])
     assert estimate.few
     assert estimate.alike == pytest.approx((0.8333, 0.9941), abs=1e-3)  # Wilson, 29 of 30
-    assert not statistics.mean([np.ones(4)] * 20 + [np.zeros(4)] * 10).few
+    mixed = [np.array([0.0, 1, 1, 1])] * 5
+    assert not statistics.mean([np.ones(4)] * 20 + [np.zeros(4)] * 10 + mixed).few
 
 
 @pytest.mark.parametrize(

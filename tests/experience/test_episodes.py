@@ -177,6 +177,17 @@ def test_what_the_report_of_an_episode_raises_ends_the_call():
         asyncio.run(runner._run(Source(Trajectory([turn([1], [7])])), [PLACE], full))
 
 
+def test_an_episode_that_cannot_be_made_ends_the_call():
+    class Broken(EpisodeRunner):
+        def _episode(self, *_: object) -> Episode:
+            raise ValueError("no episode")
+
+    runner = Broken(None, SlowScorers(), 1)
+    call = runner._run(Source(Trajectory([turn([1], [7])])), [PLACE], lambda _: None)
+    with pytest.raises(ValueError, match="no episode"):
+        asyncio.run(asyncio.wait_for(call, 10))
+
+
 REWARDED = [replace(turn([1, 2], [7, 8]), reward=0.5), replace(turn([3], [9]), reward=1.0)]
 
 

@@ -22,12 +22,12 @@ def command(tiny: Path, out: Path) -> list[str]:
         "eval.temperature": 1.0,
         "eval.max_tokens": 48,
         "eval.greedy": True,
-        "eval.output_dir": out,
+        "eval.output_dir": out.parent,
         "data.max_prompt_length": 32,
         "reward.custom_reward_function.path": ROOT / "tests" / "integration" / "length_reward.py",
         "reward.num_workers": 1,
         "trainer.n_gpus_per_node": 2,
-        "trainer.default_local_dir": out.parent / "run",
+        "trainer.default_local_dir": out.parent.parent / "run",
     }
     return [sys.executable, "-m", "hybridrl.main_eval", *(f"{key}={value}" for key, value in values.items())]
 
@@ -49,7 +49,8 @@ def kill_within(arguments: list[str], out: Path, least: int) -> None:
 
 @pytest.mark.slow
 def test_a_killed_evaluation_resumes_with_the_same_table_and_samples_nothing_twice(tiny, tmp_path):
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    places = tmp_path / "alone", tmp_path / "killed"
+    alone, killed = (place / "model" for place in places)
     subprocess.run(command(tiny, alone), cwd=ROOT, check=True, capture_output=True)
     total = 200 * 9
     kill_within(command(tiny, killed), killed, 200)

@@ -52,7 +52,7 @@ def test_directories_hub_names_and_addresses_are_themselves(tmp_path):
 def test_models_with_the_same_name_get_numbers(tmp_path):
     for parent in "ab":
         (tmp_path / parent / "model").mkdir(parents=True)
-    assert [name for name, _ in found(tmp_path / "a" / "model", tmp_path / "b" / "model")] == ["model-1", "model-2"]
+    assert [name for name, _ in found(tmp_path / "a" / "model", tmp_path / "b" / "model")] == ["model", "model-2"]
 
 
 def test_checkpoints_of_verl_have_no_best_one(tmp_path):
@@ -73,4 +73,6 @@ def test_names_that_lead_to_no_model_are_rejected_together(tmp_path, run):
     with pytest.raises(ConfigError) as error:
         found(f"{tmp_path}/empty:best", tmp_path / "evaluated", f"{run}:best", keep_best="val-core/other")
     text = str(error.value)
+    with pytest.raises(ConfigError, match=r"eval.compare=.*:lst: lst is no choice; choose best \| last \| all"):
+        found(f"{run}:lst", key="eval.compare")
     assert "has no checkpoints" in text and "eval.compare" in text and "no checkpoint has a val-core/other" in text

@@ -19,6 +19,7 @@ import pytest
 from hybridrl import main_eval
 from hybridrl.config import ConfigError
 from hybridrl.config.load_eval import load_eval_config
+from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
 from hybridrl.experience.episodes import EpisodeRunner
 from hybridrl.rewards.actor import DecodingScorer
@@ -112,7 +113,7 @@ def evaluation(place: Path, *overrides: str) -> Faked:
 
 def run(one: Faked):
     one.asked = []
-    return one.run(None, None, one.directory(several=False))
+    return one.run(None, None, one.directory)
 
 
 def test_every_question_is_sampled_scored_and_counted(place):
@@ -124,7 +125,7 @@ def test_every_question_is_sampled_scored_and_counted(place):
     first = result.samples[0]
     assert (first.dataset, first.id, first.sample, first.response, first.truth) == ("digits", "0", GREEDY, "0", "0")
     assert (first.tokens, first.finish, first.score, first.pred, first.prompt) == (1, "completed", 1.0, "0", "user: 0")
-    assert {path.name for path in Path("out").iterdir()} >= {"config.yaml", "samples.jsonl", "results.json"}
+    assert {path.name for path in Path("out/model").iterdir()} >= {"config.yaml", "samples.jsonl", "results.json"}
 
 
 def test_what_is_stored_is_not_sampled_again(place):
@@ -141,7 +142,7 @@ def test_after_a_failure_only_what_is_missing_is_sampled(place):
     one.breaks_after = 7
     with pytest.raises(RuntimeError, match="the engine is gone"):
         run(one)
-    kept = read_samples(Path("out/samples.jsonl"))
+    kept = read_samples(Path("out/model/samples.jsonl"))
     again = evaluation(place)
     run(again)
     asked = {(prompt, sample) for prompt, sample, _ in again.asked}
@@ -156,7 +157,7 @@ def test_a_changed_reward_scores_again_without_sampling(place, tmp_path):
     again = evaluation(place, f"reward.custom_reward_function.path={other}")
     numbers = run(again).results["datasets"]["digits"]
     assert again.asked == [] and numbers["avg"]["value"] == 0.5 and numbers["pass@k"]["4"]["value"] == 1.0
-    assert [one.score for one in read_samples(Path("out/samples.jsonl"))] == [0.0, 1.0] * 8
+    assert [one.score for one in read_samples(Path("out/model/samples.jsonl"))] == [0.0, 1.0] * 8
 
 
 def test_other_sampling_and_without_resume_everything_is_sampled(place):
@@ -167,19 +168,39 @@ def test_other_sampling_and_without_resume_everything_is_sampled(place):
         assert len(again.asked) == 16
 
 
+def test_at_temperature_0_the_greedy_numbers_are_those_of_the_samples(place):
+    numbers = run(evaluation(place, "eval.temperature=0", "eval.n=1", "eval.greedy=true")).datasets["digits"]
+    assert numbers["greedy_acc"]["value"] == numbers["avg"]["value"] == 1.0 and numbers["greedy_length"] == 1.0
+
+
+def test_an_added_file_keeps_the_samples_of_the_others(place, tmp_path):
+    run(evaluation(place))
+    row = {"data_source": "digits", "prompt": "7", "reward_model": {"ground_truth": "7"}}
+    (tmp_path / "more.jsonl").write_text(json.dumps(row) + "\n")
+    both = evaluation(place, f"eval.files=[{place / 'digits.jsonl'},{tmp_path / 'more.jsonl'}]")
+    results = run(both)
+    assert [prompt for prompt, _, _ in both.asked] == [4] * 4 and set(results.datasets) == {"digits", "more"}
+
+
 def test_an_earlier_evaluation_is_compared_without_what_else_is_in_its_file(place):
     baseline = run(evaluation(place))
     run(evaluation(place, "eval.temperature=0.5", "eval.n=2"))  # in the same file
-    (Path("out") / "results.json").write_text(json.dumps(baseline.results, default=str))
-    config = evaluation(place, "eval.compare=out").config
+    write_results(Path("out/model"), baseline.samples, baseline.results, [])
+    config = evaluation(place, "eval.compare=out/model").config
     assert [one.key for one in earlier(config).samples] == [one.key for one in baseline.samples]
 
 
 def test_the_responses_of_an_evaluation_are_read_as_stored_ones(place, capsys):
     run(evaluation(place))
-    command = ["data.path=out/responses.parquet", f"custom_reward_function.path={place / 'reward.py'}"]
+    command = ["data.path=out/model/responses.parquet", f"custom_reward_function.path={place / 'reward.py'}"]
     assert main_eval.main([*command, "eval.output_dir=again", "reward.num_workers=1"]) == 0
     assert "{'test_score/digits': 0.5}" in capsys.readouterr().out
+
+
+def test_the_directory_of_several_evaluations_is_rejected_with_their_names(place):
+    run(evaluation(place))
+    with pytest.raises(ConfigError, match="has evaluations below it; choose out/model"):
+        earlier(evaluation(place, "eval.compare=out").config)
 
 
 def test_k_beyond_the_default_number_of_responses_is_rejected(place):
@@ -189,7 +210,7 @@ def test_k_beyond_the_default_number_of_responses_is_rejected(place):
 
 def test_by_default_results_are_below_the_runs_directory_by_model_and_sampling(place):
     names = [
-        evaluation(place, "eval.output_dir=null", "trainer.default_local_dir=run", *more).directory(several=False)
+        evaluation(place, "eval.output_dir=null", "trainer.default_local_dir=run", *more).directory
         for more in ([], [], ["eval.temperature=0.5"])
     ]
     assert names[0] == names[1] != names[2]
@@ -221,6 +242,7 @@ class Server(BaseHTTPRequestHandler):
     """A model that says the question's text again; its requests are kept."""
 
     requests: ClassVar[list[dict]] = []
+    replies: ClassVar[dict[str, object]] = {}  # by prompt: instead of its usual ones
 
     def do_GET(self):
         self.answer({"object": "list", "data": [{"id": "parrot", "object": "model"}]})
@@ -228,6 +250,8 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(body)
+        if (text := self.replies.get(body["messages"][-1]["content"])) is not None:
+            return self.answer(text)
         if body["messages"][-1]["content"] == "3":
             return self.answer({"error": {"message": "too hot"}}, 400)
         message = {"role": "assistant", "content": body["messages"][-1]["content"], "reasoning_content": "hm"}
@@ -238,10 +262,10 @@ class Server(BaseHTTPRequestHandler):
             | {"choices": [choice], "usage": usage}
         )
 
-    def answer(self, body: dict, status: int = 200) -> None:
-        content = json.dumps(body).encode()
+    def answer(self, body: object, status: int = 200) -> None:
+        content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/html" if isinstance(body, str) else "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -254,6 +278,7 @@ def address() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Server.requests.clear()
+    Server.replies.clear()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1"
     server.shutdown()
     server.server_close()
@@ -265,9 +290,9 @@ def test_an_address_is_asked_with_messages_and_its_responses_are_scored_here(pla
     assert main_eval.main([*command, "reward.num_workers=1"]) == 0
     asked = Server.requests[0]
     assert (asked["model"], asked["temperature"], asked["top_k"]) == ("parrot", 0.7, 20) and "seed" in asked
-    numbers = json.loads(Path("out/results.json").read_text())["datasets"]["digits"]
+    numbers = json.loads(next(Path("out").glob("*/results.json")).read_text())["datasets"]["digits"]
     assert numbers["avg"]["value"] == 1.0 and (numbers["faults"], numbers["truncated"]) == (2, 6)
-    samples = {(one.id, one.sample): one for one in read_samples(Path("out/samples.jsonl"))}
+    samples = {(one.id, one.sample): one for one in read_samples(next(Path("out").glob("*/samples.jsonl")))}
     assert (samples["1", 0].tokens, samples["1", 0].conversation) == (5, {"reasoning": "hm"})
     assert samples["3", 0].fault == "raised:BadRequestError" and "too hot" in samples["3", 0].detail
 
@@ -284,12 +309,14 @@ def test_rows_of_several_turns_at_an_address_are_rejected(place, tmp_path, addre
     assert "rows with environments or tools need a model of files" in capsys.readouterr().err
 
 
-def test_more_faults_than_are_allowed_give_status_3(place, address):
+def test_more_faults_than_are_allowed_give_status_3_and_are_explained(place, address, capsys):
     command = [f"eval.files={place / 'digits.jsonl'}", f"eval.models={address}", "eval.output_dir=out"]
     command += [f"reward.custom_reward_function.path={place / 'reward.py'}", "reward.max_fault_rate=0.2"]
-    with pytest.raises(SystemExit) as ended:
-        main_eval.main([*command, "reward.num_workers=1"])
-    assert ended.value.code == 3
+    assert main_eval.main([*command, "reward.num_workers=1"]) == 3
+    printed = capsys.readouterr().out
+    assert "of 128 responses have no score: raised:BadRequestError, first digits/3: " in printed
+    assert "too hot" in printed and "reward.log" in printed
+    assert "exit status 3: 25.0% of the responses have no score, more than reward.max_fault_rate=0.2" in printed
 
 
 @pytest.mark.parametrize(
@@ -303,6 +330,23 @@ def test_an_address_without_the_model_is_rejected_before_the_start(place, addres
     command = [f"eval.files={place / 'digits.jsonl'}", f"eval.models={address}", override]
     assert main_eval.main([*command, f"reward.custom_reward_function.path={place / 'reward.py'}"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_reply_without_a_message_is_a_fault(place, address):
+    null = {"id": "1", "object": "chat.completion", "created": 0, "model": "parrot"}
+    Server.replies.update({"0": "<html>busy</html>", "1": null | {"choices": None}, "2": null | {"choices": [{}]}})
+    command = [f"eval.files={place / 'digits.jsonl'}", f"eval.models={address}", "eval.n=1", "eval.output_dir=out"]
+    command += [f"reward.custom_reward_function.path={place / 'reward.py'}", "reward.num_workers=1"]
+    assert main_eval.main(command) == 3
+    faults = {one.id: one.fault for one in read_samples(next(Path("out").glob("*/samples.jsonl")))}
+    assert faults == {"0": "reply", "1": "reply", "2": "reply", "3": "raised:BadRequestError"}
+
+
+def test_an_address_is_asked_the_rows_that_a_directory_would_be(place, address):
+    options = ["data.val_max_samples=2", "data.validation_shuffle=true", "data.seed=3"]
+    config = evaluation(place, *options).config
+    asked = ModelEvaluation(config, Target("parrot", address)).questions
+    assert [one.text for one in asked] == [one.text for one in evaluation(place, *options).questions]
 
 
 # -- stored responses --------------------------------------------------------------------------------------------------
@@ -375,6 +419,42 @@ def test_two_evaluations_are_compared_in_the_table(place, capsys):
         compare = ["eval.compare=out-a"] if name == "b" else []
         assert stored(place, f"eval.output_dir=out-{name}", *compare) == 0
     comparison = json.loads(Path("out-b/results.json").read_text())["comparison"]["datasets"]["s"]
-    assert (comparison["a"], comparison["b"], comparison["down"]) == (1.0, 0.0, 6)
+    assert (comparison["a"], comparison["b"], comparison["up"]) == (0.0, 1.0, 6)  # the new one minus the earlier one
     assert comparison["p"] == comparison["mcnemar"] == 2 / 2**6
     assert "## A = stored, B = stored" in Path("out-b/table.md").read_text()
+
+
+def write_stored(*names: str) -> None:
+    row = {"source": "s", "question": "1", "truth": {"ground_truth": "1"}, "responses": ["1", "2"]}
+    pd.DataFrame([{name: row[name] for name in names or row}]).to_parquet("stored.parquet")
+
+
+def test_stored_responses_need_no_prompt(place):
+    write_stored("source", "truth", "responses")
+    assert stored(place) == 0
+    assert [one.prompt for one in read_samples(Path("out/samples.jsonl"))] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.data_source_key=none"], "no data source: data.reward_fn_key=none; the row has source, question, truth"),
+        (["eval.k=[1,4]"], "eval.k=4: there are 2 responses per question; leave it out"),
+        (["eval.compare=/does/not/exist"], "eval.compare=/does/not/exist is not the directory of an evaluation"),
+        (["custom_reward_function.path=broken.py"], "no score at all"),
+    ],
+)
+def test_stored_responses_that_cannot_be_evaluated_are_rejected(place, overrides, message, capsys):
+    write_stored()
+    Path("broken.py").write_text("def compute_score(solution_str): raise ValueError('no score at all')\n")
+    assert stored(place, *overrides) == 2
+    assert message in capsys.readouterr().err and not Path("out/samples.jsonl.writing").exists()
+
+
+def test_stored_responses_are_compared_only_with_an_evaluation_of_the_same_questions(place, capsys):
+    write_stored()
+    assert stored(place, "eval.output_dir=earlier") == 0
+    row = {"source": "s", "question": "2", "truth": {"ground_truth": "1"}, "responses": "1"}
+    pd.DataFrame([row]).to_parquet("stored.parquet")
+    assert stored(place, "eval.compare=earlier") == 2
+    assert "no question in common; 1 have the same dataset and id, and other prompts" in capsys.readouterr().err
