@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -195,7 +196,7 @@ def open_directory(path: str | Path, key: str) -> Path:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()  # permissions alone do not say whether it can be written
     except OSError as error:
-        cause = f"{key}={directory} cannot be {'written' if directory.is_dir() else 'made'}: {error.strerror}"
+        cause = f"{key}={directory} cannot be {'written' if os.path.isdir(directory) else 'made'}: {error.strerror}"
         raise ConfigError(cause, fix="name another directory") from error
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[MessageHandler()], force=True)
     for name in CHATTY_LOGGERS:

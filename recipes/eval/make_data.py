@@ -7,6 +7,7 @@ Reads .jsonl, .json, .csv and .parquet with the usual columns, and says which fi
 
 import argparse
 import csv
+import io
 import json
 import random
 import re
@@ -68,35 +69,60 @@ BENCHMARKS = {
 }
 
 
-def find(directory: Path, benchmark: Benchmark) -> Path | None:
-    """Return the file of a benchmark in a directory: the first with one of its names."""
+def find(directory: Path, benchmark: Benchmark) -> list[Path]:
+    """Return the files of a benchmark in a directory: the first that has one of its names, else those in a folder that
+    has, of one split (`aime_2024/data/train-00000-of-00002.parquet`)."""
     files = sorted(path for path in directory.rglob("*") if path.suffix.lower() in SUFFIXES)
-    plain = {path: re.sub(r"[^a-z0-9]", "", path.stem.lower()) for path in files}
-    return next((path for name in benchmark.names for path in files if name in plain[path]), None)
+    for name in benchmark.names:
+        if named := next((path for path in files if is_named(path.stem, name)), None):
+            return [named]
+        folders = [path for path in files if any(is_named(one, name) for one in path.relative_to(directory).parts[:-1])]
+        if folders:
+            first = folders[0]
+            return [path for path in folders if (path.parent, split(path)) == (first.parent, split(first))]
+    return []
+
+
+def is_named(text: str, name: str) -> bool:
+    """Whether a name is in a text as a word of its own, in any case and with any signs between its characters."""
+    end = "[0-9]" if name[-1].isdigit() else "[a-z]"
+    return bool(re.search(rf"(?<![a-z0-9]){r'[^a-z0-9]*'.join(name)}(?!{end})", text.lower()))
+
+
+def split(path: Path) -> tuple[str, str]:
+    """Return what files of one split of a dataset of the hub have in common."""
+    return re.sub(r"-\d+-of-\d+.*", "", path.stem), path.suffix
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a file, with column names in lower case."""
-    text = "" if path.suffix.lower() == ".parquet" else path.read_text(encoding="utf-8-sig")
-    if not text:
+    """Return the rows of a file, with column names in lower case. Raises BadRow."""
+    suffix = path.suffix.lower()
+    text = "" if suffix == ".parquet" else path.read_text(encoding="utf-8-sig")
+    if suffix == ".parquet":
         rows = pyarrow.parquet.read_table(path).to_pylist()
-    elif path.suffix.lower() == ".csv":
-        rows = list(csv.DictReader(text.splitlines(keepends=True)))
+    elif suffix == ".csv":
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
     elif text.lstrip().startswith("["):
         rows = json.loads(text)
     else:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # JSON texts may hold other line ends
+    if not rows:
+        raise BadRow(f"{path} has no rows")
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise BadRow(f"{path}, row {index + 1}: {row!r:.60} is not an object with columns")
     return [{str(name).strip().lower(): value for name, value in row.items()} for row in rows]
 
 
-def make(name: str, path: Path) -> list[Row]:
+def make(name: str, paths: list[Path]) -> list[Row]:
     """Return the rows of a benchmark for an evaluation. Raises BadRow."""
     benchmark, made = BENCHMARKS[name], []
-    for index, row in enumerate(read(path)):
+    rows = [(f"{path}, row {number}", row) for path in paths for number, row in enumerate(read(path), 1)]
+    for index, (place, row) in enumerate(rows):
         try:
             question, truth = benchmark.convert(row, index)
         except BadRow as error:
-            raise BadRow(f"{path}, row {index + 1}: {error}; it has {', '.join(row)}") from error
+            raise BadRow(f"{place}: {error}; it has {', '.join(row)}") from error
         made.append(
             {
                 "id": f"{name}-{index}",
@@ -132,8 +158,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     missing, made = [], []
     for name in options.benchmarks or BENCHMARKS:
-        benchmark, path = BENCHMARKS[name], find(options.source, BENCHMARKS[name])
-        if path is None:
+        benchmark, paths = BENCHMARKS[name], find(options.source, BENCHMARKS[name])
+        if not paths:
             missing.append(name)
             print(
                 f"{name}: no file with this name in {options.source}. Make {name}.jsonl, .csv or .parquet there with "
@@ -141,13 +167,13 @@ def main() -> None:
             )
             continue
         try:
-            rows = make(name, path)
+            rows = make(name, paths)
         except (BadRow, ValueError) as error:
             sys.exit(f"{name}: {error}")
         file = options.out / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         made.append(str(file))
-        print(f"{file}: {len(rows)} questions from {path}")
+        print(f"{file}: {len(rows)} questions from {', '.join(map(str, paths))}")
     if made:
         print(
             f"\nhybridrl eval eval.models=[MODEL] eval.files=[{','.join(made)}] eval.preset=deepseek eval.greedy=true"

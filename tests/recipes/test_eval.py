@@ -24,7 +24,7 @@ def make(monkeypatch: pytest.MonkeyPatch, place: Path, *names: str) -> int:
 
 
 def rows(place: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (place / "out" / f"{name}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (place / "out" / f"{name}.jsonl").read_text().rstrip("\n").split("\n")]
 
 
 def score(row: dict, response: str) -> float:
@@ -67,3 +67,37 @@ def test_a_missing_file_is_named_with_what_it_must_hold(tmp_path, monkeypatch, c
 def test_a_row_without_an_answer_is_named_with_its_columns(tmp_path, monkeypatch):
     (tmp_path / "amc.jsonl").write_text(json.dumps({"problem": "Find x.", "solution": "25"}) + "\n")
     assert "amc.jsonl, row 1: there is no column answer" in make(monkeypatch, tmp_path, "amc")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "amc.jsonl has no rows"), ('["Find x."]', "amc.jsonl, row 1: 'Find x.' is not an object with columns")],
+)
+def test_a_file_without_rows_of_columns_is_named(tmp_path, monkeypatch, text, message):
+    (tmp_path / "amc.jsonl").write_text(text)
+    assert message in make(monkeypatch, tmp_path, "amc")
+
+
+def test_texts_may_hold_any_line_end_of_unicode(tmp_path, monkeypatch):
+    text = "Find\u2028x\x85."
+    (tmp_path / "amc.jsonl").write_text(json.dumps({"problem": text, "answer": 1}, ensure_ascii=False) + "\n")
+    (tmp_path / "aime24.csv").write_text(f'problem,answer\n"{text}",1\n')
+    assert make(monkeypatch, tmp_path, "amc", "aime24") == 0
+    assert all(rows(tmp_path, name)[0]["prompt"][0]["content"].startswith(text) for name in ("amc", "aime24"))
+
+
+def test_datasets_in_the_layout_of_the_hub_are_named_by_their_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "aime_2024" / "data"
+    folder.mkdir(parents=True)
+    for number, split in enumerate(("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001")):
+        (folder / f"{split}.jsonl").write_text(json.dumps({"problem": "Find x.", "answer": number}) + "\n")
+    assert make(monkeypatch, tmp_path, "aime24") == 0
+    assert [row["reward_model"]["ground_truth"] for row in rows(tmp_path, "aime24")] == ["0", "1"]
+
+
+def test_a_name_within_a_word_is_another_benchmark(tmp_path, monkeypatch, capsys):
+    for name in ("dynamic_camc", "amcs"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"problem": "Find x.", "answer": 1}) + "\n")
+    assert make(monkeypatch, tmp_path, "amc") == 1
+    (tmp_path / "AMC23.jsonl").write_text(json.dumps({"problem": "Find x.", "answer": 1}) + "\n")
+    assert make(monkeypatch, tmp_path, "amc") == 0

@@ -314,7 +314,7 @@ def test_more_faults_than_are_allowed_give_status_3_and_are_explained(place, add
     command += [f"reward.custom_reward_function.path={place / 'reward.py'}", "reward.max_fault_rate=0.2"]
     assert main_eval.main([*command, "reward.num_workers=1"]) == 3
     printed = capsys.readouterr().out
-    assert "of 128 responses have no score: raised:BadRequestError, first digits/3: " in printed
+    assert "1 of 4 responses have no score: raised:BadRequestError, first digits/3: " in printed
     assert "too hot" in printed and "reward.log" in printed
     assert "exit status 3: 25.0% of the responses have no score, more than reward.max_fault_rate=0.2" in printed
 

@@ -1,6 +1,7 @@
 """What every run sets up: directories, plans, and what is rejected once tokenizer and data are loaded."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import Qwen2Config
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs.prepare import reject_unknown_tokens
-from hybridrl.runs.setup import open_store, padded_plans
+from hybridrl.runs.setup import open_directory, open_store, padded_plans
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
 from tests.training.families import model_config
@@ -84,3 +85,11 @@ def test_plans_pad_the_rows_of_a_family_whose_layers_mix_packed_rows(capsys) -> 
     assert capsys.readouterr().out.count("actor: its layers mix rows that are packed together") == 1
     assert padded_plans(Ranks(actor=True), actor, None, 1) == (actor, None)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written_is_rejected(tmp_path):
+    (tmp_path / "logs").mkdir()
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        open_directory(tmp_path, "eval.output_dir")

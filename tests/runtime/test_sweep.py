@@ -65,6 +65,18 @@ def test_a_run_that_fails_does_not_stop_the_others(needed: list[str], capsys: py
     assert "seed-1: failed [unexpected]: no luck" in capsys.readouterr().out
 
 
+def test_a_run_that_returns_an_exit_status_does_not_stop_the_others(needed, capsys) -> None:
+    class Faulty(Runs):
+        def run(self, config) -> int:
+            super().run(config)
+            return 3 if config.data.seed == 0 else 0
+
+    runs = Faulty()
+    assert run_command(runs.command, [*needed, "data.seed=0,1"]) == 1 and len(runs.done) == 2
+    assert "seed-0: exit status 3 in" in capsys.readouterr().out
+    assert run_command(runs.command, [*needed[1:], "data.seed=0"]) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
