@@ -16,7 +16,7 @@ ACTORS = "actor_rollout_ref"
 
 @dataclass(frozen=True)
 class Setting:
-    """A key that differs from the default."""
+    """A key that differs from the default; `source` is empty if it was certainly set."""
 
     key: str
     value: str
@@ -49,13 +49,13 @@ def settings(contents: Contents) -> list[Setting]:
             continue
         if followed in values and values[followed] == value:
             continue
-        source = "set, or derived for model and machine" if default is None else "set"
+        source = "set, or derived for model and machine" if default is None else ""
         if key not in defaults:
-            source = "set; no key of this version"
+            source = "no key of this version"
         expected = f"as {followed}" if followed else "must be set" if default == MISSING else show(default)
         text = "***" if is_secret(key) and value is not None else show(value)
         rows.append(Setting(key, text, expected, source, meanings.get(key, "")))
-    return sorted(rows, key=lambda row: row.source != "set")
+    return sorted(rows, key=lambda row: bool(row.source))
 
 
 def differences(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from hybridrl.checkpoint.store import holder
+from hybridrl.config.files import SHARDS
 from hybridrl.tracking.faults import BEGUN, FINISHED, STOPPED, Fault, last_run, read_end, read_faults
 from hybridrl.tracking.records import record_files
 from hybridrl.tracking.report import read_metrics
@@ -20,7 +21,16 @@ from hybridrl.tracking.sink import PHASES, STEP_SECONDS, line_seconds, phase_sec
 T = TypeVar("T")
 Metrics = dict[str, float]
 
-UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, yaml.YAMLError, RecursionError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    OverflowError,
+    yaml.YAMLError,
+    RecursionError,
+)
 LARGEST = 1e100  # beyond it a number is no measurement
 LOG_BYTES, LOG_LINES, LOG_SHOWN = 1 << 16, 60, 12_000  # read of the end of a log; lines and characters shown
 TRACEBACK = re.compile(r"^(.*?)Traceback \(most recent call last\):", re.MULTILINE)
@@ -29,7 +39,8 @@ SECRET = re.compile(r"(?i)(api_?key|secret|passw|credential|authorization|access
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A `global_step_N`: bytes as the manifest has them, and what is wrong with it (empty: nothing that sizes show)."""
+    """A `global_step_N`: bytes as the manifest has them, what is wrong with it (empty: nothing that sizes show), and
+    what a run lacks to resume from it."""
 
     step: int
     name: str
@@ -37,6 +48,11 @@ class SavedCheckpoint:
     kind: str  # kept, recovery, verl, unreadable
     problem: str
     code: dict[str, Any]
+    lacks: str = ""
+
+    @property
+    def resumable(self) -> bool:
+        return not self.problem and not self.lacks and self.kind != "unreadable"
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,11 @@ class Contents:
     def trained(self) -> dict[int, Metrics]:
         """The metrics of training steps only."""
         return {step: metrics for step, metrics in self.steps.items() if step > 0}
+
+    @cached_property
+    def supervised(self) -> bool:
+        """Whether the run is supervised, by what it logged."""
+        return any("train/loss" in metrics for metrics in self.steps.values())
 
     @property
     def end(self) -> Fault | None:
@@ -298,10 +319,19 @@ def _checkpoint(path: Path, step: int) -> SavedCheckpoint:
     problem = "" if state.get("healthy", True) else str(state.get("reason", "not healthy"))
     if damaged:
         problem = f"{', '.join(damaged[:3])}{' ...' if damaged[3:] else ''}: not as saved"
-    size = sum(entry["bytes"] for entry in files.values())
+    size = sum(max(_size(path / name), 0) for name in files)
     kind = "recovery" if state.get("recovery") else "kept"
-    code = state.get("code")
-    return SavedCheckpoint(step, path.name, size, kind, problem, code if isinstance(code, dict) else {})
+    code = state.get("code") if isinstance(state.get("code"), dict) else {}
+    return SavedCheckpoint(step, path.name, size, kind, problem, code, "" if problem else _lacks(path, files))
+
+
+def _lacks(path: Path, files: dict[str, Any]) -> str:
+    """Return what a run would miss that resumes from a checkpoint, by the index of its shards."""
+    # A reference has no optimizer.
+    indices = [path / name for name in files if name.endswith(f"/{SHARDS}") and not name.startswith("reference/")]
+    if not indices:
+        return "model only"
+    return "" if all(b"optimizer." in index.read_bytes() for index in indices) else "no optimizer state"
 
 
 def _size(path: Path) -> int:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ trainer: {seed: 42}
 """
     (tmp_path / "config.yaml").write_text(text)
     rows = {row.key: row for row in settings(read_contents(tmp_path))}
-    assert rows["actor_rollout_ref.rollout.n"].source == "set"
+    assert rows["actor_rollout_ref.rollout.n"].source == ""
     assert (rows["actor_rollout_ref.rollout.n"].value, rows["actor_rollout_ref.rollout.n"].default) == ("4", "1")
     assert rows["actor_rollout_ref.rollout.n"].meaning == "Responses per prompt."
     assert rows["actor_rollout_ref.rollout.dtype"].source == "set, or derived for model and machine"
@@ -81,6 +82,13 @@ def test_a_checkpoint_whose_files_have_another_size_is_named(tmp_path):
     assert "actor/weights: not as saved" in checkpoints(read_contents(run))
 
 
+def test_a_run_does_not_resume_from_a_checkpoint_of_a_model_only(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert read_contents(run).checkpoints[0].resumable
+    (run / "global_step_12" / "manifest.json").write_text('{"files": {"actor/weights": {"bytes": 1000}}}')
+    assert not read_contents(run).checkpoints[0].resumable and "model only" in checkpoints(read_contents(run))
+
+
 def test_a_slow_step_is_explained_by_the_phase_that_took_longer_than_usual(tmp_path):
     usual = {"timing_s/step": 2.0, "timing_s/gen": 1.0, "timing_s/update_actor": 1.0, "response_length/max": 64.0}
     write_metrics(tmp_path, [usual, usual, usual | {"timing_s/step": 9.0, "timing_s/gen": 8.0}, usual])
@@ -89,14 +97,35 @@ def test_a_slow_step_is_explained_by_the_phase_that_took_longer_than_usual(tmp_p
     assert "raise n" in html and html.index('data-step="3"') < html.index('data-step="1"')
 
 
-def test_the_oldest_traceback_of_a_crash_comes_first(tmp_path):
+def test_the_traceback_of_a_crash_is_of_the_process_that_its_end_names(tmp_path):
     run = write_run(tmp_path / "run", end="worker-failed")
-    for number, name in enumerate(("train-1.log", "train-0.log")):
+    for number, name in enumerate(("scoring-0.log", "train-1.log", "train-0.log")):
         (run / "logs" / name).write_text(f"ready\nTraceback (most recent call last):\n  File\nValueError: {name}\n")
         os.utime(run / "logs" / name, (number, number))
     contents = read_contents(run)
-    assert [one.name for one in log_excerpts(contents) if one.is_traceback] == ["train-1.log", "train-0.log"]
-    assert "ValueError: train-1.log" in failure(contents)
+    assert [one.name for one in log_excerpts(contents) if one.is_traceback][:2] == ["scoring-0.log", "train-1.log"]
+    assert "ValueError: train-0.log" in failure(contents)  # "train-0 died"
+    contents.faults[-1] = replace(contents.faults[-1], text="a worker died")
+    assert "ValueError: train-1.log" in failure(contents)  # the oldest
+    contents.faults[-1] = replace(contents.faults[-1], code="reward-failed")
+    assert "ValueError: scoring-0.log" in failure(contents)
+    contents.faults[-1] = replace(contents.faults[-1], tail=["ValueError: the tail"])
+    assert "ValueError: the tail" in failure(contents) and "scoring-0.log" not in failure(contents)
+
+
+def test_a_rule_without_its_metric_is_neither_good_nor_bad_and_tokens_are_shares(tmp_path):
+    steps = [{"critic/rewards/mean": 0.5, "perf/total_num_tokens": 200.0} for _ in range(10)]
+    steps[-1]["sampling/unknown_tokens"] = 5.0
+    write_metrics(tmp_path, steps)
+    rows = {row.code: row for row in health_rows(read_contents(tmp_path), Samples(length_correlation=0.9))}
+    assert (rows["entropy-collapse"].sign, rows["length-reward"].sign, rows["unknown-tokens"].sign) == ("", "", "good")
+    assert (rows["unknown-tokens"].start, rows["unknown-tokens"].now) == (0.0, 0.005)  # (0 x 4 + 5 / 200) / 5
+    assert rows["length-reward"].limit == ""
+
+
+def test_a_supervised_run_has_no_table_of_rules(tmp_path):
+    write_metrics(tmp_path, [{"train/loss": 1.0, "train/skipped_updates": 0.0}] * 5)
+    assert health_rows(read_contents(tmp_path), Samples()) == []
 
 
 def test_a_run_whose_directory_is_locked_is_running_until_its_end_is_recorded(tmp_path):
