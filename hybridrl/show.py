@@ -4,12 +4,10 @@ Reads the files of tracking/records.py, and those that verl writes to its rollou
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -35,15 +33,17 @@ ORDERS = {
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        shown = select(read(options), options)
+        records = read(options)
+        shown, note = select(records, options)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REJECTED
     with ended_by_closed_pipe():
         if options.json:
-            print("\n".join(json.dumps(asdict(record), ensure_ascii=False) for record in shown))
+            print("".join(record.line() + "\n" for record in shown), end="")
         else:
             print_samples(shown, tokens=options.tokens)
+            print(note)
     return 0
 
 
@@ -63,11 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--search", metavar="TEXT", help="whose prompt or response contains this text")
     add("--fault", action="store_true", help="that could not be scored")
     add("--sort", choices=ORDERS, default="file", help="largest first")
-    add("--limit", type=int, default=10, metavar="N", help="how many, 10 by default; 0: all")
+    add("--limit", type=_count, default=10, metavar="N", help="how many, with --group groups; 10 by default; 0: all")
     add("--group", action="store_true", help="all responses to the prompts of those, with how they compare")
     add("--tokens", action="store_true", help="color each token by its probability, where tokens were written")
-    add("--json", action="store_true", help="one JSON object per sample")
+    add("--json", action="store_true", help="the samples as they are in the file")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of samples")
+    return int(text)
 
 
 def read(options: argparse.Namespace) -> list[SampleRecord]:
@@ -75,13 +81,14 @@ def read(options: argparse.Namespace) -> list[SampleRecord]:
     run: Path = options.run
     if not run.exists():
         raise ConfigError(f"{run} does not exist", fix="name the directory of a run")
-    files = {0: run} if run.is_file() else records_of(run, "samples" if options.validation else "rollouts")
+    name, key = ("samples", "validation") if options.validation else ("rollouts", "rollout")
+    files = {0: run} if run.is_file() else records_of(run, name)
     if not files:
         others = record_files(run / "samples") and not options.validation
-        fix = (
-            "add --validation" if others else "samples are kept with trainer.rollout_data_dir, which is set by default"
-        )
-        raise ConfigError(f"{run} has no samples", fix=fix)
+        fix = "add --validation" if others else f"trainer.{key}_data_dir keeps them, and is set by default"
+        raise ConfigError(f"{run} has no {'validation ' * options.validation}samples", fix=fix)
+    if run.is_file() and options.step != "last":
+        raise ConfigError(f"--step={options.step}: {run} is the file of one step", fix="name its directory")
     if options.step == "last" or run.is_file():
         chosen = [max(files)]
     elif options.step == "all":
@@ -93,11 +100,15 @@ def read(options: argparse.Namespace) -> list[SampleRecord]:
         )
     else:
         chosen = [int(options.step)]
-    return [record for step in chosen for record in read_records(files[step])]
+    records = [record for step in chosen for record in read_records(files[step])]
+    if not records:
+        raise ConfigError(f"{', '.join(str(files[step]) for step in chosen)}: there is no sample in it")
+    return records
 
 
-def select(records: Sequence[SampleRecord], options: argparse.Namespace) -> list[SampleRecord]:
-    """Return the samples that the options name, in their order; with `--group` each with its group."""
+def select(records: Sequence[SampleRecord], options: argparse.Namespace) -> tuple[list[SampleRecord], str]:
+    """Return the samples that the options name, in their order, with `--group` each with its group; and how many there
+    are of which kind."""
     least, most, text = options.min_reward, options.max_reward, options.search
 
     def wanted(record: SampleRecord) -> bool:
@@ -113,33 +124,39 @@ def select(records: Sequence[SampleRecord], options: argparse.Namespace) -> list
 
     chosen = sorted(filter(wanted, records), key=ORDERS[options.sort], reverse=options.sort != "file")
     if options.group:
-        keys = list(dict.fromkeys(map(group_of, chosen)))[: options.limit or None]
-        members = {key: [record for record in records if group_of(record) == key] for key in keys}
-        return [record for key in keys for record in members[key]]
-    return chosen[: options.limit or None]
+        keys = list(dict.fromkeys(record.group for record in chosen))
+        shown = keys[: options.limit or None]
+        members = {key: [record for record in records if record.group == key] for key in shown}
+        return [record for key in shown for record in members[key]], _note(len(shown), len(keys), "groups")
+    shown = chosen[: options.limit or None]
+    if not shown and options.tokens and not any("tokens" in record.episode for record in records):
+        return (
+            [],
+            "no sample has tokens: trainer.rollout_tokens says of how many training samples per step they are kept",
+        )
+    return shown, _note(len(shown), len(chosen), "samples that match")
 
 
-def group_of(record: SampleRecord) -> tuple[int, str | int]:
-    """Return what the responses to one prompt in one step have in common."""
-    return record.step, record.episode.get("position", record.prompt)
+def _note(shown: int, there: int, what: str) -> str:
+    if not there:
+        return "no sample matches"
+    return f"\n{shown} of {there} {what} are shown; --limit 0 shows all" if shown < there else ""
 
 
 def print_samples(records: Sequence[SampleRecord], *, tokens: bool) -> None:
     """Print samples, the prompt of neighbours in a group once, with how the rewards of the group compare."""
     console, last = Console(highlight=False, soft_wrap=True), None
     for number, record in enumerate(records):
-        if group_of(record) != last:
-            last = group_of(record)
-            members = [other for other in records[number:] if group_of(other) == last]
+        if record.group != last:
+            last = record.group
+            members = [other for other in records[number:] if other.group == last]
             console.print(Rule(escape(f"step {record.step}, {_place(record)}"), align="left", style="dim"))
             console.print(_conversation(record))
             if len(members) > 1:
                 console.print(Text(comparison(members), "dim"))
         console.print(Text(facts(record), "bold cyan"))
         console.print(_tokens(record) if tokens and "tokens" in record.episode else Text(printable(record.response)))
-    if not records:
-        console.print("no sample matches")
-    elif tokens:
+    if records and tokens:
         legend = (Text(f" below {bound:g} ", style) for bound, style in UNLIKELY)
         console.print(Text.assemble("\nprobability of a token ", *legend, (" not sampled ", "dim italic")))
 

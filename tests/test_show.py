@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 def shown(capsys: pytest.CaptureFixture, *arguments: object) -> list[str]:
     """The responses that a command shows."""
     assert main([*map(str, arguments), "--json"]) == 0
-    return [json.loads(line)["response"] for line in capsys.readouterr().out.splitlines() if line]
+    return [json.loads(line)["output"] for line in capsys.readouterr().out.splitlines() if line]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,37 @@ def test_escape_codes_of_a_response_do_not_reach_the_terminal(tmp_path, capsys):
     assert "\N{REPLACEMENT CHARACTER}[2J[red]" in capsys.readouterr().out
 
 
+def test_how_many_samples_match_is_said(run, capsys):
+    main([str(run), "--limit", "1"])
+    assert "1 of 4 samples that match are shown; --limit 0 shows all" in capsys.readouterr().out
+    main([str(run), "--step", "1", "--tokens"])
+    assert "no sample has tokens: trainer.rollout_tokens" in capsys.readouterr().out
+
+
+def test_samples_are_found_where_the_configuration_has_them(run, tmp_path, capsys):
+    (run / "rollouts").rename(tmp_path / "elsewhere")
+    (run / "config.yaml").write_text(f"trainer: {{rollout_data_dir: {tmp_path}/elsewhere}}")
+    assert shown(capsys, run, "--step", "1") == ["first step"]
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path, capsys):
+    row = {"input": "?", "output": "\ud800", "gts": "1", "score": float("nan"), "step": 1}
+    row["episode"] = {"advantage": "high", "position": [1], "tokens": {"ids": [1], "texts": ["a"], "sampled": [1]}}
+    huge = row | {"score": 10**400, "episode": {"sample": 10**400}}
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (row, huge)))
+    assert main([str(tmp_path), "--group"]) == 0
+    assert capsys.readouterr().out.count("no score: fault") == 2
+    assert shown(capsys, tmp_path) == ["\ud800"] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere does not exist; name the directory of a run"),
         ([".", "--step", "7"], "--step=7: there are no samples of that step; those of steps 1 to 2 are there"),
         ([".", "--step", "x"], "--step=x: there are no samples of that step"),
-        ([".", "--validation"], ". has no samples; samples are kept with trainer.rollout_data_dir"),
+        ([".", "--validation"], ". has no validation samples; trainer.validation_data_dir keeps them"),
+        (["rollouts/1.jsonl", "--step", "7"], "--step=7: rollouts/1.jsonl is the file of one step"),
     ],
 )
 def test_what_cannot_be_shown_is_rejected_with_what_is_there(run, capsys, monkeypatch, arguments, message):

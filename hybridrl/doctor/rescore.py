@@ -5,6 +5,9 @@ what the new one would have rewarded there, and not where it would have led.
 """
 
 import argparse
+import math
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +24,9 @@ from hybridrl.data.rows import Faults, Rows, load_rows
 from hybridrl.doctor import directory_parser, show
 from hybridrl.doctor.replay import load_config
 from hybridrl.doctor.reward import reward_config, score_all
-from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.settings import build_algorithm
-from hybridrl.show import group_of
 from hybridrl.tracking.console import printable
 from hybridrl.tracking.records import SampleRecord, read_records, records_of
 
@@ -54,7 +56,9 @@ class Rescored:
 
     @property
     def changed(self) -> bool:
-        return self.record.score != self.score.value
+        """Whether both have a score, and the scores differ by more than rounding."""
+        old, new = self.record.score, self.score.value
+        return old is not None and new is not None and not math.isclose(old, new, abs_tol=1e-6)
 
 
 def rescore(options: argparse.Namespace, findings: Findings) -> None:
@@ -65,10 +69,15 @@ def rescore(options: argparse.Namespace, findings: Findings) -> None:
     config = run_config(run, findings)
     rows = data_rows(config, findings)
     section = reward_config(options.reward, options.overrides)
-    assert not uses_built_in(section)
-    scores, _ = score_all(section, [_request(record, rows) for record in records])
+    log = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"), "reward.log")
+    scores, _ = score_all(section, [_request(record, rows) for record in records], log)
+    shaping = build_shaping(section if options.overrides or config is None else config.reward)
+    scores = [shaping.shaped(score, _length(record)) for record, score in zip(records, scores, strict=True)]
     rescored = [Rescored(record, score) for record, score in zip(records, scores, strict=True)]
-    _report_scores(rescored, findings)
+    if any(turn.get("reward") for record in records for turn in record.episode.get("turns", [])):
+        cause = "environments gave rewards to turns, which the other reward's scores do not have"
+        findings.warn("rescore.turns", cause)
+    _report_scores(rescored, log, findings)
     _report_advantages(rescored, config, findings)
     _show_changed(rescored, findings)
 
@@ -113,14 +122,19 @@ def data_rows(config: PPOConfig | None, findings: Findings) -> Rows | None:
 
 def _request(record: SampleRecord, rows: Rows | None) -> ScoringRequest:
     number, source = record.episode.get("row"), str(record.episode.get("data_source", ""))
-    extra: Any = rows[number].values.get("extra_info") if rows is not None and number is not None else None
+    there = rows is not None and number is not None and number < len(rows)  # the data may have changed since
+    extra: Any = rows[number].values.get("extra_info") if there else None
     return ScoringRequest(source, record.response, record.truth, extra if isinstance(extra, dict) else {})
 
 
-def _report_scores(rescored: Sequence[Rescored], findings: Findings) -> None:
+def _report_scores(rescored: Sequence[Rescored], log: Path, findings: Findings) -> None:
     faults = [one.score for one in rescored if one.score.value is None]
     if faults:
-        findings.warn("rescore.fault", f"{len(faults)} of {len(rescored)} samples have no score now", faults[0].detail)
+        add = findings.error if len(faults) == len(rescored) else findings.warn
+        cause = f"{len(faults)} of {len(rescored)} samples have no score now; its tracebacks are in {log}"
+        add("rescore.fault", cause, printable(faults[0].detail))
+    else:
+        shutil.rmtree(log.parent)
     changed = sum(one.changed for one in rescored)
     findings.info("rescore.changed", f"{changed} of {len(rescored)} samples have another score")
     for step in sorted({one.record.step for one in rescored}):
@@ -149,15 +163,15 @@ def _report_advantages(rescored: Sequence[Rescored], config: PPOConfig | None, f
     findings.info(
         "rescore.advantages",
         f"by {name}: {moved} of {len(both)} advantages change by more than {MOVED}, {turned} of them their sign; "
-        f"{flat[0]} samples taught nothing, {flat[1]} would teach nothing",
+        f"{flat[0]} were 0, {flat[1]} would be 0",
     )
 
 
 def as_batch(records: Sequence[SampleRecord]) -> Batch:
     """Return samples as rows of their lengths, with what an estimator reads of rewards alone."""
-    groups = {key: number for number, key in enumerate(dict.fromkeys(map(group_of, records)))}
-    lengths = torch.tensor([max(int(record.episode.get("sampled_tokens", 1)), 1) for record in records])
-    group = torch.tensor([groups[group_of(record)] for record in records])
+    groups = {key: number for number, key in enumerate(dict.fromkeys(record.group for record in records))}
+    lengths = torch.tensor(list(map(_length, records)))
+    group = torch.tensor([groups[record.group] for record in records])
     tokens = torch.zeros(int(lengths.sum()), dtype=torch.int32)
     ones, sample = torch.ones_like(lengths), torch.arange(len(records))
     mask = torch.ones(tokens.shape, dtype=torch.bool)
@@ -165,6 +179,10 @@ def as_batch(records: Sequence[SampleRecord]) -> Batch:
     rows = Batch(ones, lengths, tokens[: len(records)], tokens, group, group, sample)
     rows.response_mask, rows.truncated = mask, truncated
     return rows
+
+
+def _length(record: SampleRecord) -> int:
+    return max(int(record.episode.get("sampled_tokens", 1)), 1)
 
 
 def mean_advantages(batch: Batch, estimator: Any, scores: Sequence[float | None]) -> torch.Tensor:
@@ -181,7 +199,14 @@ def _show_changed(rescored: Sequence[Rescored], findings: Findings) -> None:
     for one in changed[:SHOWN]:
         scores = " -> ".join("none" if value is None else f"{value:g}" for value in (one.record.score, one.score.value))
         text = " ".join(printable(one.record.response).split())
-        cause = f"step {one.record.step}: {scores}; ground truth {one.record.truth!s:.60}"
+        where = f"step {one.record.step}, {_place(one.record)}"
+        cause = f"{where}: {scores}; ground truth {one.record.truth!s:.60}"
         findings.info("rescore.sample", f"{cause}; response ends {text[-CHARACTERS:]!r}")
     if len(changed) > SHOWN:
         findings.info("rescore.sample", f"... and {len(changed) - SHOWN} more")
+
+
+def _place(record: SampleRecord) -> str:
+    """Return which sample it is."""
+    row, sample = (record.episode.get(name) for name in ("row", "sample"))
+    return f"row {row}, sample {sample}" if row is not None else f"prompt {printable(record.prompt)[:40]!r}"

@@ -128,9 +128,12 @@ def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
     )
 
 
-def score_all(config: RewardConfig, requests: list[ScoringRequest]) -> tuple[list[Score], float]:
-    """Return the scores in order, and the seconds that scoring took without the start of the processes."""
-    with ScorerPool(config, data_sources={request.data_source for request in requests}) as pool:
+def score_all(
+    config: RewardConfig, requests: list[ScoringRequest], log: Path | None = None
+) -> tuple[list[Score], float]:
+    """Return the scores in order, and the seconds that scoring took without the start of the processes. What the reward
+    prints goes to `log`."""
+    with ScorerPool(config, log, data_sources={request.data_source for request in requests}) as pool:
         began = time.monotonic()
         return [future.result() for future in pool.submit(requests)], time.monotonic() - began
 

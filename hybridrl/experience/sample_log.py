@@ -100,7 +100,7 @@ def trained_fields(batch: Batch, with_tokens: int, decode: Decode) -> Trained:
     rows = batch.by_episode()
     advantages = rows.written_mean(rows.advantages)
     places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
-    fields = [{"trained": True, "advantage": round(value, 4)} for value in advantages.tolist()]
+    fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
     evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
     for index in advantages.argsort(stable=True)[evenly].tolist():
         fields[index]["tokens"] = _tokens(rows.select([index]), decode)
@@ -113,8 +113,13 @@ def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
     tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.response_mask.int().tolist()}
     for name, field in TOKEN_VALUES.items():
         if (values := getattr(row, field)) is not None:
-            tokens[name] = [round(value, 4) for value in values.tolist()]
+            tokens[name] = list(map(_short, values.tolist()))
     return tokens
+
+
+def _short(value: float) -> float:
+    """Return six digits of a number: the rounding of float32, in which engine and trainer differ."""
+    return float(f"{value:.6g}")
 
 
 def sample_record(step: int, episode: Episode, trained: Trained | None = None) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         probe_run(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
+        (directory / "report.html").unlink(missing_ok=True)  # of an earlier run: it says what is not so any more
         tracker = stack.enter_context(open_tracker(config, directory, plan.steps, resume, exported=session.joined))
         task, parts = job.build(workers, tracker)
         start_up = {"timing_s/start_up": time.monotonic() - began}

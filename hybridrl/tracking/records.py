@@ -5,6 +5,7 @@ A file is written whole: it is there with all of its lines, or not at all. verl'
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -12,18 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hybridrl.tracking.console import warn
 
 VERL_KEYS = ("input", "output", "gts", "score", "step")
 OWN_KEY = "episode"
+CONFIGURED = {"rollouts": "rollout_data_dir", "samples": "validation_data_dir"}
+NUMBERS = ("row", "position", "sample", "advantage", "prompt_tokens", "sampled_tokens", "observed_tokens")
+TOKEN_NUMBERS = ("ids", "sampled", "log_probs", "train_log_probs", "entropies", "advantages")
 
 
 @dataclass(frozen=True)
 class SampleRecord:
     """One episode as it was written, e.g. `SampleRecord("user: 2+2?", "4", "4", 1.0, 7, {"acc": True}, {"row": 3})`.
 
-    `score` is None if the grader failed; `components` are the other keys of the reward's dict, and `episode` is empty
-    in files of verl.
+    `score` is a finite number, None if the grader failed; `components` are the other keys of the reward's dict, and
+    `episode` is empty in files of verl. What is no number or list where the format has one was left out.
     """
 
     prompt: str
@@ -34,15 +40,25 @@ class SampleRecord:
     components: dict[str, Any]
     episode: dict[str, Any]
 
+    @property
+    def group(self) -> tuple[int, str | int]:
+        """What the responses to one prompt in one step have in common."""
+        return self.step, self.episode.get("position", self.prompt)
+
+    def line(self) -> str:
+        """Return the episode as a line of a file."""
+        verl = zip(VERL_KEYS, (self.prompt, self.response, self.truth, self.score, self.step), strict=True)
+        return _line(dict(verl) | self.components | ({OWN_KEY: self.episode} if self.episode else {}))
+
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write a file of episodes by one rename; OSError leaves nothing behind."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+                file.write(_line(record) + "\n")
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):
@@ -57,8 +73,17 @@ def record_files(directory: Path) -> dict[int, Path]:
 
 
 def records_of(run_dir: Path, name: str) -> dict[int, Path]:
-    """Return the files of a run by step: those in its directory `name`, or its own if it is itself such a directory."""
-    return record_files(run_dir / name) or record_files(run_dir)
+    """Return the files of a run by step: those in its directory `name`, in the one that its configuration has instead,
+    or its own if it is itself such a directory."""
+    return record_files(run_dir / name) or record_files(_configured(run_dir, name)) or record_files(run_dir)
+
+
+def _configured(run_dir: Path, name: str) -> Path:
+    try:
+        trainer = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["trainer"]
+        return Path(trainer[CONFIGURED[name]]).expanduser()
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return run_dir / name
 
 
 def read_records(path: Path) -> Iterator[SampleRecord]:
@@ -70,7 +95,7 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
             try:
                 record = json.loads(line)
                 yield _record(record)
-            except (ValueError, TypeError, AttributeError):
+            except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
                 skipped += 1
     if skipped:
         warn(f"{path}: {skipped} line{'s' * (skipped > 1)} cannot be read as a sample and skipped", "samples-lost")
@@ -81,18 +106,47 @@ def _record(record: dict[str, Any]) -> SampleRecord:
     prompt, response, truth, score, step = map(record.get, VERL_KEYS)
     if prompt is None and response is None:
         raise ValueError("no sample")
-    number = float(score) if isinstance(score, bool | int | float) else None
     episode = record.get(OWN_KEY)
-    return SampleRecord(
-        _text(prompt),
-        _text(response),
-        truth,
-        number,
-        int(step or 0),
-        components,
-        episode if isinstance(episode, dict) else {},
-    )
+    known = _checked(episode) if isinstance(episode, dict) else {}
+    number = float(score) if _is_number(score) else None
+    return SampleRecord(_text(prompt), _text(response), truth, number, int(step or 0), components, known)
+
+
+def _checked(episode: dict[str, Any]) -> dict[str, Any]:
+    """Return what hybridrl knows of an episode without what cannot be used, as in a file that was edited."""
+    wrong = {name for name in NUMBERS if name in episode and not _is_number(episode[name])}
+    wrong |= {name for name in ("messages", "turns") if not _is_list_of(episode.get(name, []), dict)}
+    if not _are_tokens(episode.get("tokens")):
+        wrong.add("tokens")
+    return {name: value for name, value in episode.items() if name not in wrong}
+
+
+def _are_tokens(tokens: Any) -> bool:
+    """Whether all that is known of the tokens of a response has one value per token."""
+    if not isinstance(tokens, dict) or not {"ids", "texts", "sampled", "log_probs"} <= tokens.keys():
+        return False
+    if not all(isinstance(values, list) for values in tokens.values()) or len({*map(len, tokens.values())}) > 1:
+        return False
+    numbers = (value for name in TOKEN_NUMBERS for value in tokens.get(name, []))
+    return all(map(_is_number, numbers)) and _is_list_of(tokens["texts"], str)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number that a float can hold."""
+    try:
+        return isinstance(value, bool | int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _line(record: dict[str, Any]) -> str:
+    """Return a record as one line; half a character, as a model can write, as its escape code."""
+    return json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode()

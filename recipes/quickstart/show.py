@@ -162,7 +162,7 @@ def main() -> int:
     pages.append(WHAT_CHANGED.format(**shares))
     if arguments.seconds:
         pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
-    pages += [f"The curves: {run_dir}/curves.png", NEXT]
+    pages += [f"Everything about the run, with its curves and samples: {run_dir}/report.html", NEXT]
     if not has_learned(after):
         pages.append(
             f"This run did not reach the expected result: more than {LEAST_SAMPLED:.0%} of the sampled responses right "

@@ -75,7 +75,7 @@ def main() -> int:
     pages.append(WHAT_CHANGED.format(guesses=GUESSES))
     if arguments.seconds:
         pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
-    pages += [f"The curves: {run_dir}/curves.png", NEXT]
+    pages += [f"Everything about the run, with its curves and games: {run_dir}/report.html", NEXT]
     if not reached:
         pages.append(f"This run did not reach the expected result: {LEAST:.0%} of the best possible mean reward.")
     print("\n\n".join(pages))

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,9 @@ def test_changed_scores_and_turned_advantages_are_reported(run, capsys):
         "step 2: mean reward 0.500 -> 1.000, 1 changed",
     ]
     assert found["advantages"] == [
-        "by grpo: 4 of 4 advantages change by more than 0.1, 2 of them their sign; "
-        "0 samples taught nothing, 2 would teach nothing"
+        "by grpo: 4 of 4 advantages change by more than 0.1, 2 of them their sign; 0 were 0, 2 would be 0"
     ]
-    assert found["sample"][0] == "step 1: 0 -> 1; ground truth 4; response ends '4'"
+    assert found["sample"][0] == "step 1, row 0, sample 0: 0 -> 1; ground truth 4; response ends '4'"
 
 
 def test_only_the_steps_that_are_named_are_scored(run, capsys):
@@ -66,7 +66,19 @@ def test_only_the_steps_that_are_named_are_scored(run, capsys):
 def test_a_reward_that_fails_is_counted(run, capsys):
     path = run / "rollouts" / "1.jsonl"
     path.write_text(path.read_text().replace("four", "none"))
-    assert causes(capsys, run)[1]["fault"] == ["1 of 4 samples have no score now"]
+    status, found = causes(capsys, run)
+    assert status == 0 and found["fault"][0].startswith("1 of 4 samples have no score now; its tracebacks are in ")
+    assert found["changed"] == ["2 of 4 samples have another score"]
+    log = Path(found["fault"][0].rpartition(" ")[2])
+    assert "KeyError: 'label'" in log.read_text()
+    shutil.rmtree(log.parent)
+
+
+def test_scores_are_scaled_as_in_the_run(run, capsys):
+    (run / "config.yaml").write_text(
+        "reward: {scale: 0.5}\ndata: {train_files: [gone.jsonl]}\nactor_rollout_ref: {model: {path: moved/away}}"
+    )
+    assert causes(capsys, run)[1]["step"][0] == "step 1: mean reward 0.500 -> 0.250, 2 changed"
 
 
 def test_extra_info_and_the_estimator_are_those_of_the_run(run, capsys, monkeypatch):
