@@ -9,7 +9,7 @@ from hybridrl.config.compose import CONF, shipped
 from hybridrl.config.findings import show
 from hybridrl.config.help import key_meanings
 from hybridrl.config.values import MISSING, leaves
-from hybridrl.report.contents import Contents, is_secret
+from hybridrl.report.contents import Contents
 
 ACTORS = "actor_rollout_ref"
 
@@ -53,8 +53,7 @@ def settings(contents: Contents) -> list[Setting]:
         if key not in defaults:
             source = "no key of this version"
         expected = f"as {followed}" if followed else "must be set" if default == MISSING else show(default)
-        text = "***" if is_secret(key) and value is not None else show(value)
-        rows.append(Setting(key, text, expected, source, meanings.get(key, "")))
+        rows.append(Setting(key, show(value), expected, source, meanings.get(key, "")))
     return sorted(rows, key=lambda row: bool(row.source))
 
 
@@ -66,7 +65,7 @@ def differences(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:
     for key in keys:
         values: list[Any] = [one.get(key, MISSING) for one in flat]
         if any(value != values[0] for value in values[1:]) and not key.endswith("_dir"):
-            rows.append((key, ["***" if is_secret(key) else "-" if one == MISSING else show(one) for one in values]))
+            rows.append((key, ["-" if one == MISSING else show(one) for one in values]))
     return rows
 
 

@@ -182,6 +182,12 @@ def _read(path: Path, step: int, files: int, samples: Samples) -> list[SampleRec
             if room < 0:
                 samples.notes.append(f"of {path.parent.name}/{path.name} the first {len(records)} samples were read")
                 break
+        else:
+            with path.open("rb") as file:
+                torn = sum(1 for _ in file) - len(records)
+            if torn:
+                lines = f"{torn} line{'s' * (torn > 1)}"
+                samples.notes.append(f"{lines} of {path.parent.name}/{path.name} cannot be read as a sample")
     except UNREADABLE as error:
         samples.notes.append(f"{path.parent.name}/{path.name} cannot be read: {type(error).__name__}: {error}"[:300])
     samples.read += len(records)

@@ -174,7 +174,9 @@ def configuration(contents: Contents) -> str:
         inside += f'<h3>Environment</h3><ul class="environment">{items}</ul>'
     if contents.config_text:
         inside += folded("The whole config.yaml", f"<pre>{text(contents.config_text)}</pre>")
-    return section("configuration", "Configuration", inside, "" if contents.config else "There is no config.yaml.")
+    there = (contents.directory / "config.yaml").exists()
+    about = "config.yaml cannot be read." if there else "There is no config.yaml."
+    return section("configuration", "Configuration", inside, "" if contents.config else about)
 
 
 def _setting_cells(row: Setting) -> tuple[str, ...]:

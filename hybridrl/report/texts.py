@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hybridrl.report.samples import Shown, fault_of, is_number, key_across_steps, length_of, scores_of, tokens_of
+from hybridrl.tracking.secrets import mask_text
 
 TEXT_BUDGET = 3_000_000  # characters of all samples together
 LEAST = 1_500  # characters of a text that is shortened
@@ -49,7 +50,7 @@ class Pool:
             "unit": "tokens" if isinstance(episode.get("sampled_tokens"), int) else "characters",
             "stop": text_of(episode.get("stop", "")),
             "fault": fault_of(record),
-            "detail": text_of(episode.get("detail", ""))[:TRUTH],
+            "detail": mask_text(text_of(episode.get("detail", "")))[:TRUTH],
             "row": finite(episode.get("row")),
             "number": finite(episode.get("sample")),
             "why": shown.why,

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import random
 import re
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from hybridrl.report import write_report
+from hybridrl.report.__main__ import main
 from hybridrl.report.page import render
 from tests.report.synthetic import HOSTILE, conversation, hostile, verl_sample, write_run, write_samples
 
@@ -292,3 +294,25 @@ def test_the_command_writes_into_the_run_and_imports_nothing_heavy(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 set()"
     assert (run / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["empty"], ["run", "--serve", "70000"], ["run", "--samples", "0"], ["missing"], ["run"] * 9]
+)
+def test_arguments_that_cannot_be_are_rejected_and_nothing_is_written(tmp_path, arguments, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path / "run", steps=1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and "error" in capsys.readouterr().err
+    assert not list((tmp_path / "empty").iterdir()) and not (run / "report.html").exists()
+
+
+def test_the_page_replaces_regular_files_only(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=1)
+    os.mkfifo(tmp_path / "pipe")
+    for out in (run, tmp_path / "pipe"):
+        before = sorted(out.parent.iterdir())
+        assert main([str(run), "--out", str(out)]) == 1
+        assert "name another file with --out" in capsys.readouterr().err and sorted(out.parent.iterdir()) == before

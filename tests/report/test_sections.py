@@ -6,13 +6,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from hybridrl.report.configuration import differences, settings
-from hybridrl.report.contents import log_excerpts, masked, read_contents
+from hybridrl.report.contents import log_excerpts, read_contents
 from hybridrl.report.health_table import health_rows, ranges
-from hybridrl.report.samples import Samples
-from hybridrl.report.sections import checkpoints, failure, times
+from hybridrl.report.samples import Samples, choose_samples
+from hybridrl.report.sections import checkpoints, configuration, failure, times
 from tests.report.synthetic import write_run
 
 
@@ -65,14 +63,35 @@ def test_runs_differ_in_keys_but_not_in_directories(tmp_path):
     assert differences(contents) == [("optim.lr", ["0.1", "0.2"])]
 
 
-@pytest.mark.parametrize("line", ["wandb_api_key: abc", "  password: 'abc'", "hf_token: abc", "client_secret: abc"])
-def test_values_of_keys_that_name_a_secret_are_masked(line):
-    assert "abc" not in masked(f"a: 1\n{line}\nb: 2") and "b: 2" in masked(f"{line}\nb: 2")
+def test_secrets_of_configuration_faults_and_logs_are_masked_wherever_they_stand(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "hf_token: SECRET\ndb_pwd: [SECRET, SECRET]\ncredentials: {user: SECRET, pin: 5}\n"
+        "private_key: |\n  BEGIN\n  SECRET\nurl: https://me:SECRET@host/x\nenv: {PGPASS: SECRET}\n"
+        "eos_token: <end>\nmax_tokens: 12\napi_key: null\n"
+    )
+    fault = {"time": "t", "step": 1, "code": "warning", "text": "PGPASS=SECRET https://me:SECRET@host", "tail": []}
+    (tmp_path / "faults.jsonl").write_text(json.dumps(fault | {"tail": ["WANDB_API_KEY=SECRET"]}) + "\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "train-0.log").write_text("password: 'SECRET'\neos_token=<end>\n")
+    contents = read_contents(tmp_path)
+    everything = f"{contents} {log_excerpts(contents)}"
+    assert "SECRET" not in everything and "BEGIN" not in everything
+    assert contents.config["eos_token"] == "<end>" and contents.config["max_tokens"] == 12
+    assert contents.config["api_key"] is None and "eos_token=<end>" in everything
 
 
-def test_other_values_are_not_masked():
-    text = "max_tokens: 12\ntokenizer: abc\napi_key: null"
-    assert masked(text) == text
+def test_lines_that_are_torn_are_named(tmp_path):
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('torn\n{"step": 13')
+    with (run / "rollouts" / "3.jsonl").open("a") as file:
+        file.write('{"input": "user: 1 + ')
+    (run / "config.yaml").write_text("a: [")
+    contents = read_contents(run)
+    notes = " ".join([*contents.notes, *choose_samples(contents, 50).notes])
+    assert "line 14 cannot be read as metrics" in notes and "the last line of metrics.jsonl is not complete" in notes
+    assert "1 line of rollouts/3.jsonl cannot be read as a sample" in notes
+    assert "config.yaml cannot be read" in configuration(contents) and "no config.yaml" not in notes
 
 
 def test_a_checkpoint_whose_files_have_another_size_is_named(tmp_path):
