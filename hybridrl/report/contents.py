@@ -34,6 +34,7 @@ UNREADABLE = (
 )
 LARGEST = 1e100  # beyond it a number is no measurement
 LOG_BYTES, LOG_LINES, LOG_SHOWN = 1 << 16, 60, 12_000  # read of the end of a log; lines and characters shown
+NO_METRICS = "metrics.jsonl has no steps: no curves"
 TRACEBACK = re.compile(r"^(.*?)Traceback \(most recent call last\):", re.MULTILINE)
 
 
@@ -211,7 +212,7 @@ def _absences(contents: Contents) -> list[str]:
         return [f"{directory} is not a directory"]
     notes = []
     if not contents.steps:
-        notes.append("metrics.jsonl has no steps: no curves")
+        notes.append(NO_METRICS)
     elif not contents.trained:
         notes.append("no step was finished: no curves of training")
     if not contents.training:

@@ -63,7 +63,8 @@ def health_rows(contents: Contents, samples: Samples) -> list[HealthRow]:
 def _measured(contents: Contents, rule: Rule) -> tuple[str, list[float]]:
     """Return the metric that a rule is about and its values; of a share also those steps in which it was not logged."""
     if rule.reads == (VALIDATION,):
-        return "validation score", validation_mean(contents)[1]
+        scores = validation_mean(contents)[1]
+        return "validation score" if scores else "", scores
     name = next((name for name in rule.reads if series(contents, name)[0]), "")
     if not rule.share_of:
         return name, series(contents, name)[1]

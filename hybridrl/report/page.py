@@ -16,7 +16,7 @@ from typing import Any
 from hybridrl.health.advice import advise
 from hybridrl.report import sections
 from hybridrl.report.configuration import differences
-from hybridrl.report.contents import Contents, read_contents
+from hybridrl.report.contents import NO_METRICS, Contents, read_contents
 from hybridrl.report.curves import POINTS, Curves, Panel, as_json, colored, curves_of, panel_json
 from hybridrl.report.markup import folded, section, table, text
 from hybridrl.report.samples import Samples, choose_samples
@@ -45,7 +45,8 @@ class Run:
         self.samples: Samples = choose_samples(self.contents, self.count)
         if not self.contents.steps and self.samples.rewards:
             steps = {step: {REWARD[-1]: reward} for step, reward in self.samples.rewards.items()}
-            notes = [*self.contents.notes, "no metrics were logged: the reward is the mean score of the samples"]
+            known = [note for note in self.contents.notes if note != NO_METRICS]
+            notes = ["no metrics were logged: the reward is the mean score of the samples", *known]
             self.contents = replace(self.contents, steps=steps, notes=notes)
 
     @cached_property

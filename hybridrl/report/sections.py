@@ -11,7 +11,7 @@ from hybridrl.report.curves import PHASE_ORDER
 from hybridrl.report.health_table import HealthRow, health_rows, shown
 from hybridrl.report.markup import command, folded, section, size, table, text
 from hybridrl.report.samples import Samples
-from hybridrl.report.verdicts import Light, duration, number, series
+from hybridrl.report.verdicts import WORDS, Light, duration, number, series
 from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault
 
 SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕"}
@@ -104,7 +104,7 @@ def times(contents: Contents, advice: Sequence[str]) -> str:
         for name, seconds in totals.items()
     )
     key = "".join(
-        f'<li><i class="p{PHASE_ORDER.index(name)}"></i>{name} <b>{seconds / whole:.0%}</b> '
+        f'<li><i class="p{PHASE_ORDER.index(name)}"></i>{WORDS.get(name, name)} <b>{seconds / whole:.0%}</b> '
         f'<span class="faint">{duration(seconds)}</span></li>'
         for name, seconds in totals.items()
     )
@@ -165,7 +165,9 @@ def configuration(contents: Contents) -> str:
     trainer = contents.config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("resume_mode") != "auto":
         resume += " trainer.resume_mode=auto"
-    inside = f"<h3>Continue this run</h3>{command(resume)}" if contents.config else ""
+    inside = (
+        f"<h3>Continue this run</h3>{command(resume)}" if any(one.resumable for one in contents.checkpoints) else ""
+    )
     if rows:
         columns = ("key", "value", "default")
         inside += f"<h3>Different from the default</h3>{table(columns, map(_setting_cells, rows), 'settings')}"

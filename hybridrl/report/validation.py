@@ -74,7 +74,11 @@ def _compared(
         result = compare([before[key] for key in common], [after[key] for key in common])
         low, high = result.alike or (float("nan"), float("nan"))
         counts = f"{result.up} up, {result.down} down, {result.same} the same of {len(common)} questions"
-        shown = f"<b>{result.difference:+.3f}</b>", f"[{low:+.3f}, {high:+.3f}]", f"{result.p:.3f}"
+        shown = (
+            f"<b>{result.difference:+.3f}</b>",
+            f"[{low:+.3f}, {high:+.3f}]",
+            "&lt; 0.001" if result.p < 0.001 else f"{result.p:.3f}",
+        )
         steps = f"step {max(other[0].validation)} - step {max(first[0].validation)}"
         rows.append((name, text(f"{variable}{f' of {source}' * bool(source)}, {steps}"), *shown, counts))
     return rows or [(name, "", "", "", "", "no question in common")]

@@ -214,7 +214,10 @@ def _resumable(contents: Contents) -> Light:
     if not contents.checkpoints and not (contents.config or contents.faults):
         return Light(question, "unknown", "the directory holds no run")
     if not good:
-        problem = next((one.problem or one.lacks for one in reversed(contents.checkpoints)), "")
+        newest = next(reversed(contents.checkpoints), None)
+        if newest and newest.lacks and contents.end is not None and contents.end.code == FINISHED:
+            return Light(question, "fair", f"{newest.name}: {newest.lacks}")
+        problem = newest and (newest.problem or newest.lacks)
         return Light(question, "bad", f"no good checkpoint: {problem}" if problem else "no checkpoint was saved")
     newest = max(good, key=lambda one: one.step)
     lost = contents.last_step - newest.step
