@@ -26,33 +26,14 @@ from hybridrl.doctor import directory_parser
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, read_end
+from hybridrl.tracking.secrets import MASK, is_secret, mask_text
 
-MASK = "***"
 ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
 SAMPLES = ("rollout_data_dir", "validation_data_dir")
 QUIET_LOGS = ("train-", "rollout-")  # a reward may print samples into the others
 VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|HF|HUGGINGFACE|TORCH|PYTORCH|OMP|PYTHON|WANDB|HYBRIDRL|SLURM|LD)_?\w*")
 
-# A name whose value is a secret, in a configuration, an environment or a message. A "token" alone is also a number.
-SECRET_NAME = (
-    r"(?:api_?key|access_?key(?:_id)?|private_?key|secret(?:_?key)?|passw(?:or)?d|passphrase|credentials?"
-    r"|authorization|(?:(?<![a-z])|_)token)"
-)
-VALUE = r"(?!(?:null|none|true|false|-?[\d.]+)?(?:[\s,}\]]|$))[^\s\"',}\]]+"
-PATTERNS = [
-    (rf"(?i)({SECRET_NAME}[\"']?\s*[:=]\s*([\"']))(?:[^\"'\\]|\\.)+(?=\2)", rf"\1{MASK}"),
-    (
-        rf"(?i)((?:{SECRET_NAME}|\b[a-z0-9_]+_(?-i:KEY|PAT))[\"']?\s*[:=]\s*[\"']?(?:bearer |basic )?){VALUE}",
-        rf"\1{MASK}",
-    ),
-    (r"(?i)\b((?:bearer|basic) )[\w.~+/=-]{8,}", rf"\1{MASK}"),
-    (r"://[^\s/@\"']+@", f"://{MASK}@"),
-    (r"(?i)([?&][\w-]*(?:token|key|sig|signature|secret|credential)=)[^&\s\"']+", rf"\1{MASK}"),
-    # Hugging Face, OpenAI and others, GitHub, GitLab, Slack, AWS, JSON web tokens, W&B
-    (r"\b(?:hf_|sk-|gh[opsur]_|github_pat_|glpat-|xox[abprs]-)[\w-]{10,}", MASK),
-    (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|\b[0-9a-f]{40}\b", MASK),
-    (r"/(home|Users)/[^/\s\"':]+", r"/\1/USER"),
-]
+USERS_HOME = re.compile(r"/(home|Users)/[^/\s\"':]+")
 HUB_TOKEN = Path("~/.cache/huggingface/token")
 
 
@@ -60,8 +41,7 @@ class Masker:
     """Masks secrets in texts: by form, by name, and the very values that this environment holds."""
 
     def __init__(self) -> None:
-        named = re.compile(rf"(?i)({SECRET_NAME}|_KEY|_PAT)$")
-        values = [value for name, value in os.environ.items() if named.search(name)]
+        values = [value for name, value in os.environ.items() if is_secret(name)]
         if (token := HUB_TOKEN.expanduser()).is_file():
             values.append(token.read_text(encoding="utf-8").strip())
         self.values = sorted({value for value in values if len(value) >= 6}, key=len, reverse=True)
@@ -72,9 +52,7 @@ class Masker:
             text = text.replace(value, MASK)
         if len(self.home) > 1:
             text = re.sub(rf"{re.escape(self.home)}(?![\w.-])", "~", text)
-        for pattern, replacement in PATTERNS:
-            text = re.sub(pattern, replacement, text)
-        return text
+        return USERS_HOME.sub(r"/\1/USER", mask_text(text))
 
 
 def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:

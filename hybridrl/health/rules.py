@@ -18,6 +18,7 @@ Metrics = Mapping[str, float]
 FIRST, WINDOW = 10, 100  # training steps kept from the start of a run, and up to now
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SCORE = "critic/score/mean"
+VALIDATION = "validation"  # the mean of the validation scores, which is no metric by itself
 REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty")
 FREE_MEMORY = {
     "perf/host_memory_free_gb": ("host memory", "set trainer.max_restarts=1: a run that is killed is then continued"),
@@ -97,13 +98,16 @@ class History:
 class Rule:
     """A judgement with a stable code. While it holds, the codes in `explains` are its consequences and not reported.
 
-    `limit`: its threshold for people. `damages`: the weights of such a step are not what a run should resume from.
+    `limit`: its threshold for people. `reads`: the metrics that it is mainly about, the first that is logged counts;
+    `share_of`: what it is a share of. `damages`: the weights of such a step are not what a run should resume from.
     `shows`: responses make it plain.
     """
 
     code: str
     judge: Callable[[History], Diagnosis | None]
     limit: str = ""
+    reads: tuple[str, ...] = ()
+    share_of: str = ""
     explains: tuple[str, ...] = ()
     damages: bool = False
     shows: bool = False
@@ -285,30 +289,63 @@ RULES = (
         "policy-jump",
         policy_jump,
         "0.5 on average in one step",
+        reads=("actor/ppo_kl",),
         damages=True,
         explains=("clipping", "no-signal", "kl-jump", "flat-score"),
     ),
-    Rule("kl-jump", kl_jump, "1, and ten times the median of 20 steps", damages=True),
-    Rule("truncation", truncation, "30% in 2 steps in a row", explains=("no-signal", "flat-score"), shows=True),
+    Rule("kl-jump", kl_jump, "1, and ten times the median of 20 steps", reads=REFERENCE_KL, damages=True),
     Rule(
-        "no-signal", no_signal, "all scores or all advantages equal for 3 steps", explains=("flat-score",), shows=True
+        "truncation",
+        truncation,
+        "30% in 2 steps in a row",
+        reads=("response_length/clip_ratio",),
+        explains=("no-signal", "flat-score"),
+        shows=True,
     ),
-    Rule("not-finite", not_finite, "any update skipped"),
-    Rule("unknown-tokens", unknown_tokens, "1% in 2 steps in a row", shows=True),
-    Rule("clipping", clipping, "30% in 5 steps in a row"),
+    Rule(
+        "no-signal",
+        no_signal,
+        "all scores or all advantages equal for 3 steps",
+        reads=("critic/zero_signal_share", "critic/score/max"),
+        explains=("flat-score",),
+        shows=True,
+    ),
+    Rule(
+        "not-finite",
+        not_finite,
+        "any update skipped",
+        reads=tuple(f"{model}/skipped_updates" for model in ("actor", "critic", "train")),
+    ),
+    Rule(
+        "unknown-tokens",
+        unknown_tokens,
+        "1% in 2 steps in a row",
+        reads=("sampling/unknown_tokens",),
+        share_of="perf/total_num_tokens",
+        shows=True,
+    ),
+    Rule("clipping", clipping, "30% in 5 steps in a row", reads=("actor/pg_clipfrac",)),
     Rule(
         "entropy-collapse",
         entropy_collapse,
         "a tenth of the start, score not risen",
+        reads=("actor/entropy",),
         damages=True,
         explains=("repetition",),
         shows=True,
     ),
-    Rule("length-collapse", length_collapse, "a fifth of the start, score not risen", damages=True, shows=True),
-    Rule("repetition", repetition, "0.3 above the start", shows=True),
-    Rule("overfitting", overfitting, "2 validations clearly below the best"),
-    Rule("memory-full", memory_full, "full within 5 times the steps seen"),
-    Rule("flat-score", flat_score, "no rise in 100 steps"),
+    Rule(
+        "length-collapse",
+        length_collapse,
+        "a fifth of the start, score not risen",
+        reads=("response_length/mean",),
+        damages=True,
+        shows=True,
+    ),
+    Rule("repetition", repetition, "0.3 above the start", reads=("response/repeated_ngrams",), shows=True),
+    Rule("overfitting", overfitting, "2 validations clearly below the best", reads=(VALIDATION,)),
+    Rule("memory-full", memory_full, "full within 5 times the steps seen", reads=tuple(FREE_MEMORY)),
+    Rule("flat-score", flat_score, "no rise in 100 steps", reads=(SCORE,)),
 )
 
 

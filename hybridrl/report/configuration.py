@@ -9,14 +9,14 @@ from hybridrl.config.compose import CONF, shipped
 from hybridrl.config.findings import show
 from hybridrl.config.help import key_meanings
 from hybridrl.config.values import MISSING, leaves
-from hybridrl.report.contents import Contents, is_secret
+from hybridrl.report.contents import Contents
 
 ACTORS = "actor_rollout_ref"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key that differs from the default."""
+    """A key that differs from the default; `source` is empty if it was certainly set."""
 
     key: str
     value: str
@@ -49,13 +49,12 @@ def settings(contents: Contents) -> list[Setting]:
             continue
         if followed in values and values[followed] == value:
             continue
-        source = "set, or derived for model and machine" if default is None else "set"
+        source = "set, or derived for model and machine" if default is None else ""
         if key not in defaults:
-            source = "set; no key of this version"
+            source = "no key of this version"
         expected = f"as {followed}" if followed else "must be set" if default == MISSING else show(default)
-        text = "***" if is_secret(key) and value is not None else show(value)
-        rows.append(Setting(key, text, expected, source, meanings.get(key, "")))
-    return sorted(rows, key=lambda row: row.source != "set")
+        rows.append(Setting(key, show(value), expected, source, meanings.get(key, "")))
+    return sorted(rows, key=lambda row: bool(row.source))
 
 
 def differences(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:
@@ -66,7 +65,7 @@ def differences(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:
     for key in keys:
         values: list[Any] = [one.get(key, MISSING) for one in flat]
         if any(value != values[0] for value in values[1:]) and not key.endswith("_dir"):
-            rows.append((key, ["***" if is_secret(key) else "-" if one == MISSING else show(one) for one in values]))
+            rows.append((key, ["-" if one == MISSING else show(one) for one in values]))
     return rows
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,24 +12,36 @@ from typing import Any, TypeVar
 import yaml
 
 from hybridrl.checkpoint.store import holder
+from hybridrl.config.files import SHARDS
 from hybridrl.tracking.faults import BEGUN, FINISHED, STOPPED, Fault, last_run, read_end, read_faults
-from hybridrl.tracking.records import record_files
+from hybridrl.tracking.records import record_files, records_of
 from hybridrl.tracking.report import read_metrics
+from hybridrl.tracking.secrets import mask_text, mask_values
 from hybridrl.tracking.sink import PHASES, STEP_SECONDS, line_seconds, phase_seconds
 
 T = TypeVar("T")
 Metrics = dict[str, float]
 
-UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, yaml.YAMLError, RecursionError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    OverflowError,
+    yaml.YAMLError,
+    RecursionError,
+)
 LARGEST = 1e100  # beyond it a number is no measurement
 LOG_BYTES, LOG_LINES, LOG_SHOWN = 1 << 16, 60, 12_000  # read of the end of a log; lines and characters shown
+NO_METRICS = "metrics.jsonl has no steps: no curves"
 TRACEBACK = re.compile(r"^(.*?)Traceback \(most recent call last\):", re.MULTILINE)
-SECRET = re.compile(r"(?i)(api_?key|secret|passw|credential|authorization|access_?key|private_?key|(^|_)token$)")
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A `global_step_N`: bytes as the manifest has them, and what is wrong with it (empty: nothing that sizes show)."""
+    """A `global_step_N`: bytes as the manifest has them, what is wrong with it (empty: nothing that sizes show), and
+    what a run lacks to resume from it."""
 
     step: int
     name: str
@@ -37,6 +49,11 @@ class SavedCheckpoint:
     kind: str  # kept, recovery, verl, unreadable
     problem: str
     code: dict[str, Any]
+    lacks: str = ""
+
+    @property
+    def resumable(self) -> bool:
+        return not self.problem and not self.lacks and self.kind != "unreadable"
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,11 @@ class Contents:
     def trained(self) -> dict[int, Metrics]:
         """The metrics of training steps only."""
         return {step: metrics for step, metrics in self.steps.items() if step > 0}
+
+    @cached_property
+    def supervised(self) -> bool:
+        """Whether the run is supervised, by what it logged."""
+        return any("train/loss" in metrics for metrics in self.steps.values())
 
     @property
     def end(self) -> Fault | None:
@@ -160,21 +182,19 @@ def read_contents(directory: Path, name: str = "") -> Contents:
             notes.append(f"{what} cannot be read: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             return otherwise
 
-    config_text = attempt("config.yaml", lambda: _text_of(directory / "config.yaml"), "")
-    config = attempt("config.yaml", lambda: _mapping(config_text), {})
+    config = attempt("config.yaml", lambda: _mapping(directory / "config.yaml"), {})
     places = {
-        kind: attempt(f"{kind}/", lambda kind=kind: _sample_files(directory, config, kind), {})
-        for kind in ("rollouts", "samples")
+        kind: attempt(f"{kind}/", lambda kind=kind: records_of(directory, kind), {}) for kind in ("rollouts", "samples")
     }
     if not any(directory.glob("rollouts")) and places["rollouts"] == places["samples"]:
         places["samples"] = {}  # the directory holds files of samples itself
     contents = Contents(
         directory=directory,
         name=name or directory.resolve().name,
-        steps=attempt("metrics.jsonl", lambda: _bounded(read_metrics(directory)), {}),
-        faults=attempt("faults.jsonl", lambda: [one for one in read_faults(directory) if _is_sound(one)], []),
-        config=config,
-        config_text=masked(config_text),
+        steps=attempt("metrics.jsonl", lambda: _bounded(_metrics(directory, notes)), {}),
+        faults=attempt("faults.jsonl", lambda: [_masked(one) for one in read_faults(directory) if _is_sound(one)], []),
+        config=mask_values(config),
+        config_text=yaml.safe_dump(mask_values(config), sort_keys=False, allow_unicode=True) if config else "",
         checkpoints=attempt("checkpoints", lambda: list(_checkpoints(directory)), []),
         user=attempt("lock", lambda: holder(directory), ""),
         training=places["rollouts"],
@@ -192,40 +212,32 @@ def _absences(contents: Contents) -> list[str]:
         return [f"{directory} is not a directory"]
     notes = []
     if not contents.steps:
-        notes.append("metrics.jsonl has no steps: no curves")
+        notes.append(NO_METRICS)
     elif not contents.trained:
         notes.append("no step was finished: no curves of training")
     if not contents.training:
         notes.append("no training samples (trainer.rollout_data_dir is null, or the files are verl's and elsewhere)")
     if not contents.validation:
         notes.append("no validation samples: the run did not validate, or trainer.validation_data_dir is null")
-    if not contents.config:
+    if not (directory / "config.yaml").exists():
         notes.append("no config.yaml: the configuration and what differs from the default are not known")
     if not contents.checkpoints:
         notes.append("no checkpoint was saved")
     return notes
 
 
-def masked(text: str) -> str:
-    """Replace values of YAML lines whose key names a secret."""
-
-    def line_of(line: str) -> str:
-        key, colon, value = line.partition(":")
-        hidden = colon and value.strip() not in ("", "null") and SECRET.search(key.strip())
-        return f"{key}: '***'" if hidden else line
-
-    return "\n".join(map(line_of, text.split("\n")))
-
-
-def is_secret(key: str) -> bool:
-    return SECRET.search(key.rpartition(".")[2]) is not None
+def is_run(directory: Path) -> bool:
+    """Return whether a directory holds anything that a page shows."""
+    known = any((directory / name).exists() for name in ("metrics.jsonl", "faults.jsonl", "config.yaml"))
+    places = (directory, directory / "rollouts", directory / "samples")
+    return known or any(record_files(place) for place in places) or any(directory.glob("global_step_*"))
 
 
 def log_excerpts(contents: Contents) -> list[LogExcerpt]:
     """Return tracebacks of a run that failed, the oldest first, then the ends of all logs with text."""
     logs = [path for path in contents.directory.glob("logs/*") if path.is_file()]
     logs.sort(key=lambda path: path.stat().st_mtime)
-    ends = [(path.name, read_end(path, LOG_BYTES).decode(errors="replace")) for path in logs]
+    ends = [(path.name, mask_text(read_end(path, LOG_BYTES).decode(errors="replace"))) for path in logs]
     tracebacks = []
     for name, text in ends if contents.crashed else ():
         if places := list(TRACEBACK.finditer(text)):
@@ -239,15 +251,23 @@ def log_excerpts(contents: Contents) -> list[LogExcerpt]:
     return [*tracebacks, *tails]
 
 
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    loaded = yaml.load(text, yaml.CSafeLoader) if text else {}
+def _mapping(path: Path) -> dict[str, Any]:
+    loaded = yaml.load(path.read_text(encoding="utf-8", errors="replace"), yaml.CSafeLoader) if path.exists() else {}
     if not isinstance(loaded, dict):
         raise ValueError("it is no mapping of keys")
+    mask_values(loaded)  # one that contains itself is none either
     return loaded
+
+
+def _metrics(directory: Path, notes: list[str]) -> dict[int, Metrics]:
+    steps = read_metrics(directory, lambda text, code: notes.append(text))
+    if read_end(directory / "metrics.jsonl", 1) not in (b"\n", b""):
+        notes.append("the last line of metrics.jsonl is not complete, and is left out")
+    return steps
+
+
+def _masked(fault: Fault) -> Fault:
+    return replace(fault, text=mask_text(fault.text), tail=[mask_text(str(line)) for line in fault.tail])
 
 
 def _bounded(steps: dict[int, Metrics]) -> dict[int, Metrics]:
@@ -263,17 +283,6 @@ def _is_sound(fault: Fault) -> bool:
     """Whether the fields have their types: a dataclass accepts anything."""
     texts = isinstance(fault.code, str) and isinstance(fault.text, str) and isinstance(fault.time, str)
     return texts and isinstance(fault.step, int) and isinstance(fault.tail, list)
-
-
-def _sample_files(directory: Path, config: dict[str, Any], kind: str) -> dict[int, Path]:
-    """Return the files in the run's directory, or where its configuration says that they are."""
-    files = record_files(directory / kind) or record_files(directory)
-    key = "rollout_data_dir" if kind == "rollouts" else "validation_data_dir"
-    trainer = config.get("trainer")
-    elsewhere = trainer.get(key) if isinstance(trainer, dict) else None
-    if not files and isinstance(elsewhere, str) and Path(elsewhere).is_absolute():
-        files = record_files(Path(elsewhere))
-    return files
 
 
 def _checkpoints(directory: Path) -> Iterator[SavedCheckpoint]:
@@ -298,10 +307,19 @@ def _checkpoint(path: Path, step: int) -> SavedCheckpoint:
     problem = "" if state.get("healthy", True) else str(state.get("reason", "not healthy"))
     if damaged:
         problem = f"{', '.join(damaged[:3])}{' ...' if damaged[3:] else ''}: not as saved"
-    size = sum(entry["bytes"] for entry in files.values())
+    size = sum(max(_size(path / name), 0) for name in files)
     kind = "recovery" if state.get("recovery") else "kept"
-    code = state.get("code")
-    return SavedCheckpoint(step, path.name, size, kind, problem, code if isinstance(code, dict) else {})
+    code = state.get("code") if isinstance(state.get("code"), dict) else {}
+    return SavedCheckpoint(step, path.name, size, kind, problem, code, "" if problem else _lacks(path, files))
+
+
+def _lacks(path: Path, files: dict[str, Any]) -> str:
+    """Return what a run would miss that resumes from a checkpoint, by the index of its shards."""
+    # A reference has no optimizer.
+    indices = [path / name for name in files if name.endswith(f"/{SHARDS}") and not name.startswith("reference/")]
+    if not indices:
+        return "model only"
+    return "" if all(b"optimizer." in index.read_bytes() for index in indices) else "no optimizer state"
 
 
 def _size(path: Path) -> int:

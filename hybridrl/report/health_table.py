@@ -4,31 +4,16 @@ import math
 from dataclasses import dataclass
 from statistics import fmean
 
-from hybridrl.health.rules import RULES, Diagnosis, History
+from hybridrl.health.rules import RULES, VALIDATION, Diagnosis, History, Rule
 from hybridrl.report.contents import Contents
 from hybridrl.report.samples import Samples
-from hybridrl.report.verdicts import number, series
-
-# What each rule is about; it may read more.
-READS = {
-    "policy-jump": "actor/ppo_kl",
-    "kl-jump": "actor/kl_loss",
-    "truncation": "response_length/clip_ratio",
-    "no-signal": "critic/zero_signal_share",
-    "not-finite": "actor/skipped_updates",
-    "unknown-tokens": "sampling/unknown_tokens",
-    "clipping": "actor/pg_clipfrac",
-    "entropy-collapse": "actor/entropy",
-    "length-collapse": "response_length/mean",
-    "repetition": "response/repeated_ngrams",
-    "memory-full": "perf/host_memory_free_gb",
-    "flat-score": "critic/score/mean",
-}
+from hybridrl.report.verdicts import number, series, validation_mean
 
 
 @dataclass(frozen=True)
 class HealthRow:
-    """One rule: what is measured, its value at the start and now, the threshold, when it held, and what to do."""
+    """One rule: what is measured, its value at the start and now, the threshold, when it held, and what to do. A fact
+    is no rule, and so neither good nor bad."""
 
     code: str
     metric: str
@@ -39,32 +24,53 @@ class HealthRow:
     cause: str = ""
     fix: str = ""
     holds_now: bool = False
+    is_fact: bool = False
+
+    @property
+    def sign(self) -> str:
+        """Empty where the rule was not tried."""
+        if self.held:
+            return "bad" if self.holds_now else "fair"
+        return "" if self.is_fact or not self.metric else "good"
 
 
 def health_rows(contents: Contents, samples: Samples) -> list[HealthRow]:
-    """Return rules that held first, then the others, then figures of the samples."""
+    """Return rules that held first, then the others, then figures of the samples. Of a supervised run only rules that
+    held: most are about what it does not have."""
     held = contents.held
     diagnoses = _diagnoses(contents, {code: steps[0] for code, steps in held.items()})
     rows = []
-    for rule in RULES:
-        values = series(contents, READS.get(rule.code, ""))[1]
+    for rule in RULES if contents.trained else ():
+        metric, values = _measured(contents, rule)
         diagnosis, steps = diagnoses.get(rule.code), held.get(rule.code, [])
-        start, now = (fmean(values[:5]), fmean(values[-5:])) if values else (None, None)
-        rows.append(
-            HealthRow(
-                rule.code,
-                READS.get(rule.code, "") if values else "",
-                start,
-                now,
-                rule.limit,
-                ranges(steps),
-                diagnosis.cause if diagnosis else "",
-                diagnosis.fix if diagnosis else "",
-                contents.last_step in steps,
-            )
+        row = HealthRow(
+            rule.code,
+            metric,
+            fmean(values[:5]) if values else None,
+            fmean(values[-5:]) if values else None,
+            rule.limit,
+            ranges(steps),
+            diagnosis.cause if diagnosis else "",
+            diagnosis.fix if diagnosis else "",
+            contents.last_step in steps,
         )
+        if row.held or not contents.supervised:
+            rows.append(row)
     rows.sort(key=lambda row: not row.held)
     return rows + _sample_rows(contents, samples)
+
+
+def _measured(contents: Contents, rule: Rule) -> tuple[str, list[float]]:
+    """Return the metric that a rule is about and its values; of a share also those steps in which it was not logged."""
+    if rule.reads == (VALIDATION,):
+        scores = validation_mean(contents)[1]
+        return "validation score" if scores else "", scores
+    name = next((name for name in rule.reads if series(contents, name)[0]), "")
+    if not rule.share_of:
+        return name, series(contents, name)[1]
+    wholes = zip(*series(contents, rule.share_of), strict=True)
+    shares = [contents.trained[step].get(rule.reads[0], 0.0) / whole for step, whole in wholes if whole]
+    return f"{rule.reads[0]}, share" if shares else "", shares
 
 
 def _diagnoses(contents: Contents, first: dict[str, int]) -> dict[str, Diagnosis]:
@@ -88,17 +94,16 @@ def _sample_rows(contents: Contents, samples: Samples) -> list[HealthRow]:
     if samples.read:
         share = sum(samples.faults.values()) / samples.read
         kinds = ", ".join(f"{kind}: {count}" for kind, count in samples.faults.most_common(4))
-        rows.append(HealthRow("faults", "share of samples that were read", None, share, "0", kinds))
-    if samples.identical is not None:
-        limit = "expected once a task is solved"
-        rows.append(HealthRow("identical", "equal responses to a prompt, share", None, samples.identical, limit, ""))
-    if samples.length_correlation is not None:
-        what = "correlation of reward and length"
-        rows.append(HealthRow("length-reward", what, None, samples.length_correlation, "0.5 either way", ""))
+        rows.append(HealthRow("faults", "share of all samples that were read", None, share, "0", kinds))
     mismatch = series(contents, "training/log_probs_diff_max")[1]
-    if mismatch:
-        what, limit = "training/log_probs_diff_max, largest", "rounding; a mean beyond it stops the run"
-        rows.append(HealthRow("mismatch", what, mismatch[0], max(mismatch), limit, ""))
+    facts = {
+        "identical": ("equal responses to a prompt, share", None, samples.identical),
+        "length-reward": ("correlation of reward and length", None, samples.length_correlation),
+        "mismatch": ("training/log_probs_diff_max, largest", mismatch[:1], max(mismatch, default=None)),
+    }
+    for code, (what, start, now) in facts.items():
+        if now is not None:
+            rows.append(HealthRow(code, what, start[0] if start else None, now, "", "", is_fact=True))
     return rows
 
 

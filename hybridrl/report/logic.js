@@ -222,11 +222,21 @@ function area(xs, low, high, name, x, y) {
   return { tag: "polygon", class: name, points: [...up, ...down].join(" ") };
 }
 
-/** Return the value of a line at the known step nearest to `step`, null if it has none. */
-function valueAt(run, name, step) {
-  const points = pointsOf(run, name, "step");
-  const index = nearest(points.steps, step);
-  return index < 0 ? null : points.y[index];
+/** Return the value of a line at the known place nearest to `at` on an axis; null if it has none, and beyond the run. */
+function valueAt(run, name, at, axis) {
+  const points = pointsOf(run, name, axis);
+  const index = nearest(points.x, at);
+  return index < 0 || at > lastPlace(run, axis) ? null : points.y[index];
+}
+
+/** Return where the last step of a run lies on the x axis. */
+function lastPlace(run, axis) {
+  return run.steps.length ? place(run, run.steps[run.steps.length - 1], axis) : -Infinity;
+}
+
+/** Return the run that reaches furthest on the x axis: its steps are those that one points at. */
+function longestRun(runs, axis) {
+  return runs.reduce((one, other) => (lastPlace(other, axis) > lastPlace(one, axis) ? other : one));
 }
 
 /** Return the names that contain every word of a query, those that begin with it first. */
@@ -381,6 +391,8 @@ function tokenModes(tokens) {
   return modes;
 }
 
+const LEAST_DIFFERENCE = 0.01; // of log-probs, at full strength: what is smaller is rounding, and looks faint
+
 /** Return `[strength from 0 to 1, class]` of a token. Unlikely tokens are strong; 3 nats of entropy are full strength;
  *  a difference or an advantage is relative to the largest of the sample. */
 function tokenColor(tokens, index, mode) {
@@ -394,6 +406,7 @@ function tokenColor(tokens, index, mode) {
     : (at) => (tokens.log_probs[at] || 0) - (tokens.train_log_probs[at] || 0);
   let most = 0;
   for (let at = 0; at < tokens.ids.length; at += 1) most = Math.max(most, Math.abs(valueOf(at)));
+  if (mode !== "advantage") most = Math.max(most, LEAST_DIFFERENCE);
   const value = valueOf(index);
   return [most ? Math.abs(value) / most : 0, value < 0 ? "negative" : ""];
 }
@@ -407,6 +420,8 @@ function tokenLine(tokens, index) {
   };
   add("log_probs", "engine", (value) => `${number(value)} (${(100 * Math.exp(value)).toPrecision(3)}%)`);
   add("train_log_probs", "trainer");
+  const [engine, trainer] = ["log_probs", "train_log_probs"].map((name) => tokens[name] && tokens[name][index]);
+  if (typeof engine === "number" && typeof trainer === "number") parts.push(`difference ${signed(engine - trainer)}`);
   add("entropies", "entropy");
   add("advantages", "advantage", signed);
   if (tokens.sampled && !tokens.sampled[index]) parts.push("observed, not trained on");
@@ -420,7 +435,7 @@ function tokenText(text) {
 
 if (typeof module !== "undefined") {
   module.exports = {
-    area, barEdges, explain, filterSamples, groupOf, linesOf, lowerBound, merge, nearest, nearestStep, number, overSteps, picture, place,
+    area, barEdges, explain, filterSamples, groupOf, lastPlace, linesOf, longestRun, lowerBound, merge, nearest, nearestStep, number, overSteps, picture, place,
     pointsOf, range, searchNames, short, signed, smooth, sortSamples, splitPrompt, splitReasoning, stack, ticks, tokenColor,
     tokenLine, tokenModes, tokenText, valueAt, visible,
   };

@@ -74,9 +74,9 @@
     const stepAt = (event) => {
       const box = image.getBoundingClientRect();
       const value = made.value(((event.clientX - box.left) * width) / box.width);
-      const places = runs[0].steps.map((step) => place(runs[0], step, state.axis));
-      const index = nearest(places, value);
-      return index < 0 ? null : runs[0].steps[index];
+      const run = longestRun(runs, state.axis);
+      const index = nearest(run.steps.map((step) => place(run, step, state.axis)), value);
+      return index < 0 ? null : run.steps[index];
     };
     image.addEventListener("pointermove", (event) => { state.hover = stepAt(event); updateCursor(); });
     image.addEventListener("pointerleave", () => { state.hover = null; updateCursor(); });
@@ -90,18 +90,19 @@
   }
 
   function updateCursor() {
+    const run = longestRun(runs, state.axis);
     for (const { made, cursor, chosen, values } of drawn) {
       for (const [line, step] of [[cursor, state.hover], [chosen, state.step]]) {
         line.style.display = step === null ? "none" : "";
         if (step === null) continue;
-        const x = made.x(place(runs[0], step, state.axis));
+        const x = made.x(place(run, step, state.axis));
         line.setAttribute("x1", x);
         line.setAttribute("x2", x);
       }
       const step = state.hover !== null ? state.hover : state.step;
       for (const [line, value] of values) {
         const y = line.points.y;
-        value.textContent = number(step === null ? y[y.length - 1] : valueAt(runs[line.run], line.series, step));
+        value.textContent = number(step === null ? y[y.length - 1] : valueAt(runs[line.run], line.series, place(run, step, state.axis), state.axis));
       }
     }
     const readout = document.getElementById("at-step");
@@ -117,7 +118,7 @@
   }
 
   function moveStep(by) {
-    const steps = runs[0].steps.filter((step) => step > 0);
+    const steps = longestRun(runs, state.axis).steps.filter((step) => step > 0);
     if (!steps.length) return;
     const index = state.step === null ? (by > 0 ? -1 : steps.length) : nearest(steps, state.step);
     selectStep(steps[Math.min(Math.max(index + by, 0), steps.length - 1)]);
@@ -149,7 +150,7 @@
   function drawToolbar() {
     const bar = document.getElementById("toolbar");
     if (!bar) return;
-    const axes = ["step", ...(runs.some((run) => run.per_step) ? ["samples"] : []), "seconds"];
+    const axes = ["step", ...(runs.some((run) => run.per_step) ? ["samples"] : []), ...(runs.some((run) => lastPlace(run, "seconds") > 0) ? ["seconds"] : [])];
     const buttons = axes.map((axis) => el("button", { type: "button", "aria-pressed": String(axis === state.axis), onclick: (event) => {
       state.axis = axis;
       for (const button of event.target.parentNode.children) button.setAttribute("aria-pressed", String(button === event.target));
@@ -203,7 +204,8 @@
     const search = el("input", { type: "search", id: "sample-search", placeholder: "Search prompts and responses", "aria-label": "Search samples",
       value: state.filters.text || "", oninput: (event) => { state.filters.text = event.target.value; drawBrowser(); } });
     search.addEventListener("keydown", (event) => { if (event.key === "Escape") search.blur(); });
-    const chip = state.filters.step !== null && el("span", { class: "chip" }, `step ${state.filters.step}`,
+    const other = state.step !== null && state.filters.step !== null && state.filters.step !== state.step;
+    const chip = state.filters.step !== null && el("span", { class: "chip" }, other ? `no samples of step ${state.step} in this page; these: step ${state.filters.step}` : `step ${state.filters.step}`,
       el("button", { type: "button", "aria-label": "All steps", onclick: () => selectStep(null) }, "×"));
     return [
       kinds.length > 1 && choose("kind", "Training and validation", kinds),
@@ -254,7 +256,9 @@
     const head = columns.map(([key, label, right]) => el("th", { class: right ? "num" : "", "aria-sort": state.sort === key ? (state.down ? "descending" : "ascending") : "none" },
       el("button", { type: "button", onclick: () => { state.down = state.sort === key ? !state.down : Boolean(right) && key !== "step"; state.sort = key; drawBrowser(); } },
         label, state.sort === key ? (state.down ? " ↓" : " ↑") : "")));
-    const rows = samples.map((one) => el("tr", { "aria-selected": String(one === state.selected), onclick: () => selectSample(one) }, columns.map(([key]) => cell(one, key))));
+    const rows = samples.map((one) => el("tr", { tabindex: 0, "aria-selected": String(one === state.selected), onclick: () => selectSample(one), onkeydown: (event) => {
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); selectSample(one); }
+    } }, columns.map(([key]) => cell(one, key))));
     list.replaceChildren(rows.length ? el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)) : el("p", { class: "empty" }, "No sample fits these filters."));
     drawDetail();
   }
@@ -366,7 +370,7 @@
     const readout = el("div", { class: "readout" }, "Point at a token.");
     const buttons = modes.map((name) => el("button", { type: "button", "aria-pressed": String(name === mode), onclick: () => { state.mode = name; drawDetail(); } }, name));
     const legends = { probability: "Strong: the engine gave this token a low probability.", entropy: "Strong: many tokens were likely here (3 nats or more).",
-      "engine − trainer": "Blue: the engine's log-prob is higher, red: the trainer's; relative to the largest difference here.", advantage: "Blue: made more likely, red: less likely." };
+      "engine − trainer": "Blue: the engine's log-prob is higher, red: the trainer's. Full strength: the largest difference here, or 0.01.", advantage: "Blue: made more likely, red: less likely." };
     const spans = tokens.ids.map((id, index) => {
       const [strength, name] = tokenColor(tokens, index, mode);
       return el("span", { class: name, "--v": strength.toFixed(3), "data-index": index }, shown(tokenText(tokens.texts[index] || (tokens.texts.some(Boolean) ? "" : `[${id}] `))));
@@ -382,7 +386,9 @@
   // -- all of it -----------------------------------------------------------------------------------------------------
 
   function onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+    // AltGr, with which many keyboards write [ and ], counts as control and alt.
+    const modified = event.ctrlKey || event.metaKey || event.altKey;
+    if ((modified && !event.getModifierState("AltGraph")) || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
     const actions = { j: () => moveSample(1), k: () => moveSample(-1), "[": () => moveStep(-1), "]": () => moveStep(1), "/": focusSearch };
     if (actions[event.key]) { event.preventDefault(); actions[event.key](); }
   }

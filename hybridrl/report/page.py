@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +16,20 @@ from typing import Any
 from hybridrl.health.advice import advise
 from hybridrl.report import sections
 from hybridrl.report.configuration import differences
-from hybridrl.report.contents import Contents, read_contents
+from hybridrl.report.contents import NO_METRICS, Contents, read_contents
 from hybridrl.report.curves import POINTS, Curves, Panel, as_json, colored, curves_of, panel_json
 from hybridrl.report.markup import folded, section, table, text
 from hybridrl.report.samples import Samples, choose_samples
 from hybridrl.report.svg import draw
 from hybridrl.report.texts import Pool
 from hybridrl.report.validation import compare_runs, intervals
-from hybridrl.report.verdicts import Light, lights, sentence
+from hybridrl.report.verdicts import QUESTIONS, Light, lights, sentence
 from hybridrl.tracking.glossary import entry_of
+from hybridrl.tracking.sink import REWARD
 
 FOLDER = Path(__file__).parent
 PLAIN_SIZE = 400_000  # characters that are not compressed
-MOST_RUNS = 8
+MOST_RUNS = 8  # as many colors as there are
 
 
 @dataclass
@@ -38,9 +40,14 @@ class Run:
     count: int  # samples to choose
     points: int = POINTS  # of a curve
 
-    @cached_property
-    def samples(self) -> Samples:
-        return choose_samples(self.contents, self.count)
+    def __post_init__(self) -> None:
+        """Take the rewards of the samples where no metrics were logged, as in a directory of verl's files."""
+        self.samples: Samples = choose_samples(self.contents, self.count)
+        if not self.contents.steps and self.samples.rewards:
+            steps = {step: {REWARD[-1]: reward} for step, reward in self.samples.rewards.items()}
+            known = [note for note in self.contents.notes if note != NO_METRICS]
+            notes = ["no metrics were logged: the reward is the mean score of the samples", *known]
+            self.contents = replace(self.contents, steps=steps, notes=notes)
 
     @cached_property
     def intervals(self) -> dict:
@@ -52,7 +59,7 @@ class Run:
 
     @cached_property
     def lights(self) -> list[Light]:
-        return lights(self.contents, self.samples)
+        return [one for one in lights(self.contents, self.samples) if one.state != "unknown"]
 
     @cached_property
     def sentence(self) -> str:
@@ -63,9 +70,17 @@ def write_report(run_dirs: Sequence[Path], out: Path, samples: int = 200) -> Pat
     """Write the page of one run, or of several next to each other, and return its path. Whatever a directory lacks, or
     has torn, is named in the page. Raises OSError if the page cannot be written."""
     out = Path(out)
+    if out.exists() and not out.is_file():
+        raise OSError(f"{out} is {'a directory' if out.is_dir() else 'no regular file'}")
+    page = render(run_dirs, samples)
     temporary = out.with_name(f".{out.name}.writing")  # who opens the page never sees a part of it
-    temporary.write_text(render(run_dirs, samples), encoding="utf-8", errors="xmlcharrefreplace")
-    os.replace(temporary, out)
+    try:
+        temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
+        os.replace(temporary, out)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     return out
 
 
@@ -79,8 +94,8 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
     data = _data(runs) | {"served": served, "live": live}
     script = (FOLDER / "logic.js").read_text(encoding="utf-8") + (FOLDER / "page.js").read_text(encoding="utf-8")
     style = (FOLDER / "page.css").read_text(encoding="utf-8")
-    parts = [_head(runs), _curves(runs), _samples(runs)]
-    parts += _of_one(runs[0]) if len(runs) == 1 else [_comparison(runs), *_of_several(runs)]
+    parts = [_head(runs), _curves(runs), *([_comparison(runs)] if len(runs) > 1 else []), _samples(runs)]
+    parts += _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
     title = " · ".join(run.contents.name for run in runs)
     links = "".join(f'<a href="#{name}">{shown}</a>' for name, shown in _links(runs))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -98,14 +113,13 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
 
 def _names(paths: Sequence[Path]) -> dict[Path, str]:
     """Return a short name for each directory; those of the same name get that of the directory around them."""
-    absolute = list(dict.fromkeys(path.expanduser().absolute() for path in paths))[:MOST_RUNS]
+    absolute = list(dict.fromkeys(path.expanduser().absolute() for path in paths))
     last = [path.name for path in absolute]
     return {path: path.name if last.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in absolute}
 
 
 def _links(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    known = {"curves": "Curves", "samples": "Samples"}
-    known |= {"comparison": "Comparison"} if len(runs) > 1 else {}
+    known = {"curves": "Curves"} | ({"comparison": "Comparison"} if len(runs) > 1 else {}) | {"samples": "Samples"}
     if len(runs) == 1:
         known |= {name: name.capitalize() for name in ("health", "time", "configuration", "checkpoints", "log")}
     return list(known.items())
@@ -113,16 +127,15 @@ def _links(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def _head(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
-        columns = ("", "run", "in one sentence", *("learns", "stable", "honest", "busy", "resumable"))
+        columns = ("", "run", "in one sentence", *QUESTIONS.values())
         rows = [
             (
                 f'<i class="swatch r{number % 8}"></i>',
                 f"<b>{text(run.contents.name)}</b>",
                 text(run.sentence),
                 *(
-                    f'<span class="light {one.state}" title="{text(one.reason)}"><span class="sign">'
-                    f"{sections.SYMBOLS[one.state]}</span></span>"
-                    for one in run.lights
+                    sections.light(next((o for o in run.lights if o.question == question), None))
+                    for question in QUESTIONS
                 ),
             )
             for number, run in enumerate(runs)
@@ -131,7 +144,7 @@ def _head(runs: Sequence[Run]) -> str:
         return f"<header><h1>{len(runs)} runs</h1>{table(columns, rows, 'runs')}{folded('Notes', notes)}</header>"
     run = runs[0]
     began = run.contents.began[:16].replace("T", " ")
-    where = f"{text(_shown(run.contents.directory))}{f' · started {text(began)}' * bool(began)}"
+    where = f"{text(_shown(run.contents.directory))}{f' · started {text(began)} UTC' * bool(began)}"
     return (
         f'<header><p class="kicker"><b>{text(run.contents.name)}</b> {where}</p><h1>{text(run.sentence)}</h1>'
         f"{sections.light_list(run.lights)}{sections.failure(run.contents)}"
@@ -183,11 +196,14 @@ def _samples(runs: Sequence[Run]) -> str:
     if not shown:
         return section("samples", "Samples", "", "There are no samples in this run's directory.")
     read = sum(run.samples.read for run in runs)
-    about = (
-        f"{shown:,} of {read:,} samples that were read: of each step shown the best, worst, median, longest, a random "
-        "one and the one with the largest advantage; whole groups of the first, the middle and the last step; the same "
-        "rows in every validation."
-    )
+    reasons = {why.partition(":")[0] for run in runs for one in run.samples.shown for why in one.why}
+    kinds = [why for why in ("best", "worst", "median", "longest", "random", "largest advantage") if why in reasons]
+    parts = [f"{shown:,} of {read:,} samples that were read"]
+    parts += [f"of each step shown {', '.join(kinds)}"] * bool(kinds)
+    parts += ["one of each fault"] * ("fault" in reasons) + ["one with its tokens"] * ("tokens" in reasons)
+    parts += ["whole groups of some steps"] * ("whole group" in reasons)
+    parts += ["the same rows of every validation"] * any(len(run.contents.validation) > 1 for run in runs)
+    about = f"{'; '.join(parts)}."
     without = "<noscript><p>The samples need JavaScript; their files are in rollouts/ and samples/.</p></noscript>"
     return section("samples", "Samples", f'<div id="browser"></div>{without}', about)
 
@@ -221,9 +237,10 @@ def _comparison(runs: Sequence[Run]) -> str:
     columns = ("key", *(text(name) for name in names))
     cells = [(f"<code>{text(key)}</code>", *(f"<code>{text(one)}</code>" for one in values)) for key, values in rows]
     inside = compare_runs([run.contents for run in runs])
-    inside += (
-        f"<h3>Configuration</h3>{table(columns, cells, 'settings')}" if rows else "<p>The configurations agree.</p>"
-    )
+    if rows:
+        inside += f"<h3>Configuration</h3>{table(columns, cells, 'settings')}"
+    elif all(run.contents.config for run in runs):
+        inside += "<p>The configurations agree.</p>"
     return section("comparison", "Comparison", inside)
 
 

@@ -17,7 +17,7 @@ LEAST_PER_FILE = 4 << 20  # characters of the first lines of one file
 KINDS_PER_STEP = 6  # best, worst, median, longest, random, largest advantage
 GROUP_MEMBERS = 16  # of a group that is shown whole
 VALIDATIONS, ROWS = 8, 5  # steps at which the same rows are shown, and their number
-LAST_STEPS = 3  # whose samples are judged
+LAST_STEPS = 5  # whose samples are judged
 
 Group = list[SampleRecord]
 
@@ -50,7 +50,9 @@ class Samples:
     steps: int = 0  # with a file
     identical: float | None = None  # share of the last responses that equal another one to the same prompt
     length_correlation: float | None = None  # of reward and length, in the last steps
-    faults: Counter = field(default_factory=Counter)
+    faults: Counter = field(default_factory=Counter)  # of all that were read
+    last_faults: float | None = None  # share of the samples of the last training steps
+    rewards: dict[int, float] = field(default_factory=dict)  # mean score of each training step that was read
     notes: list[str] = field(default_factory=list)
 
 
@@ -71,6 +73,7 @@ def choose_samples(contents: Contents, count: int) -> Samples:
         groups = grouped(records)
         if scored := [mean for group in groups if (mean := mean_score(group)) is not None]:
             means[step] = scored
+            samples.rewards[step] = fmean(scores_of(records))
         if step in shown:
             _choose_of_step(records, groups, step, chosen)
         if step in whole and groups:
@@ -179,6 +182,12 @@ def _read(path: Path, step: int, files: int, samples: Samples) -> list[SampleRec
             if room < 0:
                 samples.notes.append(f"of {path.parent.name}/{path.name} the first {len(records)} samples were read")
                 break
+        else:
+            with path.open("rb") as file:
+                torn = sum(1 for _ in file) - len(records)
+            if torn:
+                lines = f"{torn} line{'s' * (torn > 1)}"
+                samples.notes.append(f"{lines} of {path.parent.name}/{path.name} cannot be read as a sample")
     except UNREADABLE as error:
         samples.notes.append(f"{path.parent.name}/{path.name} cannot be read: {type(error).__name__}: {error}"[:300])
     samples.read += len(records)
@@ -215,6 +224,8 @@ def _judge(samples: Samples, last: list[list[SampleRecord]]) -> None:
     """Measure what the last steps' samples show and metrics do not."""
     if not last:
         return
+    faults = [bool(fault_of(one)) for records in last for one in records]
+    samples.last_faults = sum(faults) / len(faults)
     groups = [group for records in last for group in grouped(records) if len(group) > 1]
     if groups:
         copies = [len(group) - len({one.response for one in group}) for group in groups]
@@ -278,7 +289,7 @@ def is_number(value: float | None) -> bool:
 def length_of(record: SampleRecord) -> int:
     """Sampled tokens; where they are not known, characters."""
     sampled = record.episode.get("sampled_tokens")
-    return int(sampled) if isinstance(sampled, int) else len(record.response)
+    return sampled if isinstance(sampled, int) and is_number(sampled) else len(record.response)
 
 
 def fault_of(record: SampleRecord) -> str:

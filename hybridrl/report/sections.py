@@ -1,19 +1,20 @@
 """The parts of the page that are made here and need no script: head, health, time, configuration, checkpoints, log."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from statistics import median
 
 from hybridrl.report.configuration import Setting, environment, program, settings
-from hybridrl.report.contents import Contents, log_excerpts
+from hybridrl.report.contents import Contents, LogExcerpt, log_excerpts
 from hybridrl.report.curves import PHASE_ORDER
 from hybridrl.report.health_table import HealthRow, health_rows, shown
 from hybridrl.report.markup import command, folded, section, size, table, text
 from hybridrl.report.samples import Samples
-from hybridrl.report.verdicts import Light, duration, number, series
-from hybridrl.tracking.faults import BEGUN, FINISHED
+from hybridrl.report.verdicts import WORDS, Light, duration, number, series
+from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault
 
-SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕", "unknown": "?"}
+SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕"}
 SLOWEST = 8
 ERROR = 4000  # characters of what ended a run
 
@@ -24,7 +25,15 @@ def light_list(lights: Sequence[Light]) -> str:
         f"<div><strong>{text(one.question)}</strong><p>{text(one.reason)}</p></div></li>"
         for one in lights
     )
-    return f'<ul class="lights">{items}</ul>'
+    return f'<ul class="lights">{items}</ul>' if items else ""
+
+
+def light(one: Light | None) -> str:
+    """A light without its text, for a table."""
+    if one is None:
+        return ""
+    sign = f'<span class="sign">{SYMBOLS[one.state]}</span>'
+    return f'<span class="light {one.state}" title="{text(one.reason)}">{sign}</span>'
 
 
 def failure(contents: Contents) -> str:
@@ -38,13 +47,23 @@ def failure(contents: Contents) -> str:
         )
         ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.directory))}"
         return f'<div class="failure"><h2>The run was killed</h2><p>{why}.</p>{command(ask)}</div>'
-    excerpt = next((one for one in log_excerpts(contents) if one.is_traceback), None)
-    trace = f"<h3>{text(excerpt.name)}</h3><pre>{text(excerpt.text)}</pre>" if excerpt else ""
-    if not trace and end.tail:
-        trace = f"<pre>{text(chr(10).join(map(str, end.tail)))}</pre>"
+    trace = f"<pre>{text(chr(10).join(map(str, end.tail)))}</pre>" if end.tail else ""
+    if not trace and (excerpt := cause_of(contents, end)):
+        trace = f"<h3>{text(excerpt.name)}</h3><pre>{text(excerpt.text)}</pre>"
     where = f"in step {end.step}" if end.step else "before the first step"
     title = f"<h2>The run failed {where} <code>{text(end.code)}</code></h2>"
     return f'<div class="failure">{title}<pre class="cause">{text(end.text[:ERROR])}</pre>{trace}</div>'
+
+
+def cause_of(contents: Contents, end: Fault) -> LogExcerpt | None:
+    """Return the traceback of the process that the end names, else the oldest one. A reward's exceptions are usually
+    caught, so its logs count only where the end is about it."""
+    tracebacks = [one for one in log_excerpts(contents) if one.is_traceback]
+    if not re.search("reward|scor", end.code):
+        tracebacks = [one for one in tracebacks if not one.name.startswith(("reward", "scoring"))]
+    named = ACTOR.search(end.text)
+    own = [one for one in tracebacks if named and one.name == f"{named[1]}-{named[2]}.log"]
+    return next(iter([*own, *tracebacks]), None)
 
 
 def health(contents: Contents, samples: Samples) -> str:
@@ -54,19 +73,20 @@ def health(contents: Contents, samples: Samples) -> str:
     if not contents.trained:
         about = "No step was finished, so no rule could be tried."
     columns = ("rule", "what is measured", ">start", ">now", "threshold", "fired")
-    return section("health", "Health", table(columns, map(_health_cells, rows), "health"), about)
+    inside = table(columns, map(_health_cells, rows), "health") if rows else ""
+    return section("health", "Health", inside, about)
 
 
 def _health_cells(row: HealthRow) -> tuple[str, ...]:
-    sign = "bad" if row.holds_now else "fair" if row.held else "good"
     cause = f'<p class="cause">{text(row.cause)}</p><p class="fix">→ {text(row.fix)}</p>' if row.cause else ""
+    never = "" if row.is_fact or not row.metric else '<span class="faint">never</span>'
     return (
-        f'<span class="dot {sign}"></span><code>{text(row.code)}</code>',
+        f'<span class="dot {row.sign}"></span><code>{text(row.code)}</code>',
         f"{text(row.metric) or '<span class=faint>not logged</span>'}{cause}",
         shown(row.start),
         shown(row.now),
         text(row.limit),
-        text(row.held) or '<span class="faint">never</span>',
+        text(row.held) or never,
     )
 
 
@@ -84,7 +104,7 @@ def times(contents: Contents, advice: Sequence[str]) -> str:
         for name, seconds in totals.items()
     )
     key = "".join(
-        f'<li><i class="p{PHASE_ORDER.index(name)}"></i>{name} <b>{seconds / whole:.0%}</b> '
+        f'<li><i class="p{PHASE_ORDER.index(name)}"></i>{WORDS.get(name, name)} <b>{seconds / whole:.0%}</b> '
         f'<span class="faint">{duration(seconds)}</span></li>'
         for name, seconds in totals.items()
     )
@@ -145,32 +165,37 @@ def configuration(contents: Contents) -> str:
     trainer = contents.config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("resume_mode") != "auto":
         resume += " trainer.resume_mode=auto"
-    inside = f"<h3>Continue this run</h3>{command(resume)}" if contents.config else ""
+    inside = (
+        f"<h3>Continue this run</h3>{command(resume)}" if any(one.resumable for one in contents.checkpoints) else ""
+    )
     if rows:
-        columns = ("key", "value", "default", "set by")
+        columns = ("key", "value", "default")
         inside += f"<h3>Different from the default</h3>{table(columns, map(_setting_cells, rows), 'settings')}"
     if known := environment(contents):
         items = "".join(f"<li><code>{text(key)}</code> {text(value)}</li>" for key, value in known.items())
         inside += f'<h3>Environment</h3><ul class="environment">{items}</ul>'
     if contents.config_text:
         inside += folded("The whole config.yaml", f"<pre>{text(contents.config_text)}</pre>")
-    return section("configuration", "Configuration", inside, "" if contents.config else "There is no config.yaml.")
+    there = (contents.directory / "config.yaml").exists()
+    about = "config.yaml cannot be read." if there else "There is no config.yaml."
+    return section("configuration", "Configuration", inside, "" if contents.config else about)
 
 
 def _setting_cells(row: Setting) -> tuple[str, ...]:
     meaning = f'<p class="faint" title="{text(row.meaning)}">{text(row.meaning)}</p>' if row.meaning else ""
     key = f"<code>{text(row.key)}</code>{meaning}"
-    return key, f"<code>{text(row.value)}</code>", f"<code>{text(row.default)}</code>", text(row.source)
+    source = f'<p class="faint">{text(row.source)}</p>' if row.source else ""
+    return key, f"<code>{text(row.value)}</code>{source}", f"<code>{text(row.default)}</code>"
 
 
 def checkpoints(contents: Contents) -> str:
     about = "" if contents.checkpoints else "No checkpoint was saved."
     rows = []
-    newest = max((one.step for one in contents.checkpoints if not one.problem), default=-1)
+    newest = max((one.step for one in contents.checkpoints if one.resumable), default=-1)
     for one in contents.checkpoints:
         sign = "bad" if one.problem else "good"
         state = text(one.problem) or ("files are as saved, by size" if one.kind != "verl" else "saved by verl")
-        use = "a run resumes here" if one.step == newest else ""
+        use = "a run resumes here" if one.step == newest else one.lacks
         kind = one.kind if one.kind != "kept" else ""
         rows.append(
             (f'<span class="dot {sign}"></span><code>{text(one.name)}</code>', size(one.size), kind, state, use)
@@ -191,7 +216,7 @@ def log(contents: Contents) -> str:
         )
         for one in kept
     ]
-    inside = table(("time", ">step", "code", "text"), rows) if rows else ""
+    inside = table(("time (UTC)", ">step", "code", "text"), rows) if rows else ""
     for excerpt in log_excerpts(contents)[:24]:
         title = f"{text(excerpt.name)}{' (traceback)' * excerpt.is_traceback}"
         inside += folded(title, f"<pre>{text(excerpt.text)}</pre>")

@@ -1,12 +1,12 @@
 """The chosen samples as data of the page: texts shortened to a budget, everything plain JSON."""
 
 import json
-import math
 from collections.abc import Iterable
 from statistics import fmean, stdev
 from typing import Any
 
-from hybridrl.report.samples import Shown, fault_of, key_across_steps, length_of, scores_of, tokens_of
+from hybridrl.report.samples import Shown, fault_of, is_number, key_across_steps, length_of, scores_of, tokens_of
+from hybridrl.tracking.secrets import mask_text
 
 TEXT_BUDGET = 3_000_000  # characters of all samples together
 LEAST = 1_500  # characters of a text that is shortened
@@ -50,7 +50,7 @@ class Pool:
             "unit": "tokens" if isinstance(episode.get("sampled_tokens"), int) else "characters",
             "stop": text_of(episode.get("stop", "")),
             "fault": fault_of(record),
-            "detail": text_of(episode.get("detail", ""))[:TRUTH],
+            "detail": mask_text(text_of(episode.get("detail", "")))[:TRUTH],
             "row": finite(episode.get("row")),
             "number": finite(episode.get("sample")),
             "why": shown.why,
@@ -171,8 +171,8 @@ def plain(value: Any) -> Any:
 
 
 def finite(value: Any) -> float | int | None:
-    """A number that JSON has, with at most six digits; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A number that JSON and JavaScript have, with at most six digits; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_number(value):
         return int(value) if isinstance(value, bool) else None
     return float(f"{value:.6g}") if isinstance(value, float) else value
 

@@ -1,7 +1,7 @@
 """Intervals of validation scores, and the paired difference of two runs, from the files of validation samples."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,10 +11,12 @@ from hybridrl.report.curves import INTERVAL, Points
 from hybridrl.report.markup import table, text
 from hybridrl.report.samples import evenly, is_number
 from hybridrl.report.verdicts import validations
-from hybridrl.tracking.records import SampleRecord, read_records
+from hybridrl.tracking.records import read_records
 
 MOST_BYTES, MOST_STEPS = 12 << 20, 20
-Question = dict[str, np.ndarray]  # question -> the scores of its samples
+VARIABLES = ("acc", "reward")  # in the order in which runs are compared by them
+Question = dict[int, np.ndarray]  # hash of a question, which may be long -> the values of its samples
+Tables = dict[str, dict[str, Question]]  # variable -> data source, empty in files of verl -> questions
 
 
 def intervals(contents: Contents) -> dict[str, Points]:
@@ -22,10 +24,12 @@ def intervals(contents: Contents) -> dict[str, Points]:
     ends: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     names, room = list(validations(contents)), MOST_BYTES
     for step in evenly(list(contents.validation), MOST_STEPS) if names else ():
-        records, room = _records(contents, step), room - _size(contents, step)
-        for name in names:
-            source, _, variable = name.removeprefix("val-core/").rpartition("/")[0].rpartition("/")
-            questions = list(_questions(records, source, variable).values())
+        parts = {name: name.removeprefix("val-core/").rpartition("/")[0].rpartition("/") for name in names}
+        tables, room = _tables(contents, step, {part[2] for part in parts.values()}), room - _size(contents, step)
+        for name, (source, _, variable) in parts.items():
+            # Samples of verl do not name their source, so several cannot be separated.
+            unnamed = tables[variable].get("", {}) if len(names) == 1 else {}
+            questions = list(tables[variable].get(source, unnamed).values())
             if len(questions) > 1 and (interval := mean(questions).alike):
                 ends[name].append((step, *interval))
         if room < 0:
@@ -39,52 +43,67 @@ def intervals(contents: Contents) -> dict[str, Points]:
 
 
 def compare_runs(runs: Sequence[Contents]) -> str:
-    """Return a table of the last validation of each run against that of the first, question by question."""
-    first, *others = runs
+    """Return a table of the last validation of each run against that of the first, by data source and question. All are
+    compared by one variable: `acc` where every run that validated has it, else the reward."""
+    tables = [_tables(run, max(run.validation), VARIABLES) if run.validation else {} for run in runs]
+    if not any(tables):
+        return "<p>The runs have no validation samples.</p>"
+    known = [each for each in tables if each]
+    sources = dict.fromkeys(source for each in known for variable in VARIABLES for source in each[variable])
+    variables = {
+        source: next((one for one in VARIABLES if all(source in each[one] for each in known)), VARIABLES[-1])
+        for source in sources
+    }
+    first, *others = zip(runs, tables, strict=True)
+    rows = [row for other in others for row in _compared(variables, first, other)]
+    columns = ("last validation, paired by question", "compared", ">difference", ">95% interval", ">p", "questions")
+    return f"<h3>Validation</h3>{table(columns, rows)}"
+
+
+def _compared(
+    variables: dict[str, str], first: tuple[Contents, Tables], other: tuple[Contents, Tables]
+) -> list[tuple[str, str, str, str, str, str]]:
+    """Return the rows of one run against the first, one per data source."""
+    name = f"{text(other[0].name)} - {text(first[0].name)}"
     rows = []
-    tables = [_last_validation(run) for run in runs]
-    for run, questions in zip(others, tables[1:], strict=True):
-        common = [key for key in tables[0] if key in questions]
+    for source, variable in variables.items():
+        before, after = (tables.get(variable, {}).get(source, {}) for _, tables in (first, other))
+        common = [key for key in before if key in after]
         if not common:
-            rows.append((f"{text(run.name)} - {text(first.name)}", "", "", "", "no question in common"))
             continue
-        result = compare([tables[0][key] for key in common], [questions[key] for key in common])
+        result = compare([before[key] for key in common], [after[key] for key in common])
         low, high = result.alike or (float("nan"), float("nan"))
         counts = f"{result.up} up, {result.down} down, {result.same} the same of {len(common)} questions"
-        shown = f"<b>{result.difference:+.3f}</b>", f"[{low:+.3f}, {high:+.3f}]", f"{result.p:.3f}"
-        rows.append((f"{text(run.name)} - {text(first.name)}", *shown, counts))
-    columns = ("last validation, paired by question", ">difference", ">95% interval", ">p", "questions")
-    return (
-        f"<h3>Validation</h3>{table(columns, rows)}" if any(tables) else "<p>The runs have no validation samples.</p>"
-    )
+        shown = (
+            f"<b>{result.difference:+.3f}</b>",
+            f"[{low:+.3f}, {high:+.3f}]",
+            "&lt; 0.001" if result.p < 0.001 else f"{result.p:.3f}",
+        )
+        steps = f"step {max(other[0].validation)} - step {max(first[0].validation)}"
+        rows.append((name, text(f"{variable}{f' of {source}' * bool(source)}, {steps}"), *shown, counts))
+    return rows or [(name, "", "", "", "", "no question in common")]
 
 
-def _last_validation(contents: Contents) -> Question:
-    """Return the scores of the last validation by question."""
-    if not contents.validation:
-        return {}
-    records = _records(contents, max(contents.validation))
-    variable = "acc" if any("acc" in one.components for one in records) else "score"
-    return _questions(records, "", variable)
-
-
-def _questions(records: Sequence[SampleRecord], source: str, variable: str) -> Question:
-    """Return the values of a variable by question, of one data source if samples name theirs; faults are left out."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        own = record.episode.get("data_source")
-        value = record.components.get(variable, record.score if variable != "acc" else None)
-        number = isinstance(value, bool | int | float) and is_number(value)
-        if number and (own in (None, source) or not source):
-            values[record.prompt].append(float(value))
-    return {key: np.array(each) for key, each in values.items()}
-
-
-def _records(contents: Contents, step: int) -> list[SampleRecord]:
+def _tables(contents: Contents, step: int, variables: Iterable[str]) -> Tables:
+    """Return the values of one validation, of which nothing else is kept; faults are left out."""
+    values: dict[str, dict[str, dict[int, list[float]]]] = {
+        variable: defaultdict(lambda: defaultdict(list)) for variable in variables
+    }
     try:
-        return list(read_records(contents.validation[step]))
+        for record in read_records(contents.validation[step]):
+            source, question = str(record.episode.get("data_source") or ""), hash(record.prompt)
+            for variable, sources in values.items():
+                value = record.components.get(variable, None if variable == "acc" else record.score)
+                if isinstance(value, bool | int | float) and is_number(value):
+                    sources[source][question].append(float(value))
     except UNREADABLE:
-        return []  # choosing samples has reported it
+        pass  # choosing samples has reported it
+    return {
+        variable: {
+            source: {key: np.array(each) for key, each in questions.items()} for source, questions in sources.items()
+        }
+        for variable, sources in values.items()
+    }
 
 
 def _size(contents: Contents, step: int) -> int:

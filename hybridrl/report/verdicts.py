@@ -20,6 +20,14 @@ FEW = 4  # steps, with which nothing is said about a trend
 SHARES = ((0.3, "bad"), (0.05, "fair"))  # of samples that are cut off or repeat themselves
 FAULTS = ((0.05, "bad"), (0.0, "fair"))  # of samples that could not be graded
 BUSY, TAIL = 0.8, 0.4  # the share of a step that phases cover; of a rollout with few requests
+WORDS = {"switch": "switch (engine and trainer)"}
+QUESTIONS = {
+    "Does it learn?": "learns",
+    "Is it stable?": "stable",
+    "Are the samples usable?": "usable",
+    "Are the devices busy?": "busy",
+    "Is it resumable?": "resumable",
+}
 
 
 @dataclass(frozen=True)
@@ -36,19 +44,21 @@ def sentence(contents: Contents, intervals: dict[str, Points]) -> str:
     parts = []
     name, points = headline(contents)
     if points:
-        first, last = ends_of(points[1])
+        first, last, _ = ends_of(points[1])
         many = f"{len(points[0]):,} step{'s' * (len(points[0]) > 1)}"
         change = f"{number(first)} → {number(last)}" if len(points[0]) > 1 else number(last)
         parts.append(f"{name} {change} over {many}")
     else:
         parts.append("no step was finished")
-    for score, values in validations(contents).items():
-        change = " → ".join(dict.fromkeys([number(values[1][0]), number(values[1][-1])]))
-        low, high = (intervals.get(f"interval/{score}/{end}", ([], [])) for end in ("low", "high"))
-        known = bool(low[0]) and low[0][-1] == values[0][-1]
+    steps, scores = validation_mean(contents)
+    if steps:
+        names = list(validations(contents))
+        what = f"validation (mean of {len(names)} sources)" if len(names) > 1 else "validation"
+        change = " → ".join(dict.fromkeys([number(scores[0]), number(scores[-1])]))
+        low, high = (intervals.get(f"interval/{names[0]}/{end}", ([], [])) for end in ("low", "high"))
+        known = len(names) == 1 and bool(low[0]) and low[0][-1] == steps[-1]
         interval = f" [{number(low[1][-1])}, {number(high[1][-1])}]" if known else ""
-        parts.append(f"validation {change}{interval}")
-        break
+        parts.append(f"{what} {change}{interval}")
     if contents.seconds:
         parts.append(duration(contents.seconds))
     parts.append(contents.ending)
@@ -60,7 +70,7 @@ def lights(contents: Contents, samples: Samples) -> list[Light]:
     return [
         _learns(contents),
         _stable(contents),
-        _honest(contents, samples),
+        _usable(contents, samples),
         _busy(contents),
         _resumable(contents),
     ]
@@ -87,10 +97,20 @@ def series(contents: Contents, name: str, steps: dict | None = None) -> Points:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the first value and the mean of the last ones: a tenth of all, between one and ten."""
-    count = max(1, min(10, len(values) // 10))
-    return values[0], fmean(values[-count:])
+def validation_mean(contents: Contents) -> Points:
+    """Return the mean over the data sources of each validation."""
+    scores: dict[int, list[float]] = {}
+    for steps, values in validations(contents).values():
+        for step, value in zip(steps, values, strict=True):
+            scores.setdefault(step, []).append(value)
+    return sorted(scores), [fmean(scores[step]) for step in sorted(scores)]
+
+
+def ends_of(values: Sequence[float]) -> tuple[float, float, int]:
+    """Return the means of the first and of the last values, and of how many: a fifth of all, between 2 and 10, of few
+    values one."""
+    count = max(2, min(10, len(values) // 5)) if len(values) >= FEW else 1
+    return fmean(values[:count]), fmean(values[-count:]), count
 
 
 def _learns(contents: Contents) -> Light:
@@ -98,17 +118,15 @@ def _learns(contents: Contents) -> Light:
     name, points = headline(contents)
     if points is None:
         return Light(question, "unknown", "no reward or loss was logged")
-    values = [-value for value in points[1]] if name == "loss" else points[1]
+    values = points[1]
     if len(values) < FEW:
         return Light(question, "unknown", f"{len(values)} steps are too few to say")
-    count = max(2, min(10, len(values) // 5))
-    first, last = values[:count], values[-count:]
-    rise = fmean(last) - fmean(first)
-    error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / count)
-    shown = [number(abs(fmean(part)) if name == "loss" else fmean(part)) for part in (first, last)]
-    text = f"mean {name} of the first and the last {count} steps: {shown[0]}, {shown[1]}"
+    first, last, count = ends_of(values)
+    rise = first - last if name == "loss" else last - first
+    error = math.sqrt((stdev(values[:count]) ** 2 + stdev(values[-count:]) ** 2) / count)
+    text = f"{name} {number(first)} → {number(last)} ({count} steps each)"
     if max(values) == min(values):
-        return Light(question, "bad", f"the {name} is the same in every step: {shown[1]}")
+        return Light(question, "bad", f"the {name} is the same in every step: {number(last)}")
     if rise > 2 * error and rise > 0:
         return Light(question, "good", text)
     if rise < -2 * error:
@@ -139,22 +157,22 @@ def _stable(contents: Contents) -> Light:
         parts.append(f"gradient norm {number(fmean(norms))} on average, at most {number(max(norms))}")
     if entropy:
         parts.append(f"entropy {number(entropy[0])} → {number(entropy[-1])}")
+    if not parts and not any("skipped_updates" in name for metrics in contents.trained.values() for name in metrics):
+        return Light(question, "unknown", "no gradient norm, no entropy and no diagnosis was logged")
     return Light(question, "good", "; ".join(parts) or "no diagnosis, no update was skipped")
 
 
-def _honest(contents: Contents, samples: Samples) -> Light:
-    question = "Are the samples honest?"
+def _usable(contents: Contents, samples: Samples) -> Light:
+    question = "Are the samples usable?"
     measured: list[tuple[State, str]] = []
     for name, what in (("response_length/clip_ratio", "cut off"), ("response/repeated_ngrams", "repeated 4-grams")):
         values = series(contents, name)[1][-5:]
         if values:
             share = fmean(values)
             measured.append((_graded(share, SHARES), f"{share:.0%} {what}"))
-    faults, total = sum(samples.faults.values()), samples.read
-    if total:
-        measured.append(
-            (_graded(faults / total, FAULTS), f"{faults / total:.1%} not graded" if faults else "all graded")
-        )
+    faults = samples.last_faults
+    if faults is not None:
+        measured.append((_graded(faults, FAULTS), f"{faults:.1%} not graded" if faults else "all graded"))
     held = contents.held
     for code in ("no-signal", "unknown-tokens"):
         if contents.last_step in held.get(code, ()):
@@ -180,8 +198,8 @@ def _busy(contents: Contents) -> Light:
     shares = {name: sum(spent.get(name, 0.0) for spent in steps) / total for name in {n for one in steps for n in one}}
     useful = sum(shares.pop(name, 0.0) for name in ("rollout", "log-probs", "update"))
     largest = sorted(((name, share) for name, share in shares.items() if share >= 0.03), key=lambda one: -one[1])[:2]
-    text = f"{useful:.0%} of the time in rollout, log-probs and update"
-    text += "".join(f", {name} {share:.0%}" for name, share in largest)
+    text = f"{useful:.0%} of the time in {'update' if contents.supervised else 'rollout, log-probs and update'}"
+    text += "".join(f", {WORDS.get(name, name)} {share:.0%}" for name, share in largest)
     tails = series(contents, "rollout/tail_share")[1]
     tail = fmean(tails) if tails else 0.0
     if tail > TAIL:
@@ -192,9 +210,14 @@ def _busy(contents: Contents) -> Light:
 
 def _resumable(contents: Contents) -> Light:
     question = "Is it resumable?"
-    good = [one for one in contents.checkpoints if not one.problem and one.kind != "unreadable"]
+    good = [one for one in contents.checkpoints if one.resumable]
+    if not contents.checkpoints and not (contents.config or contents.faults):
+        return Light(question, "unknown", "the directory holds no run")
     if not good:
-        problem = next((one.problem for one in reversed(contents.checkpoints) if one.problem), "")
+        newest = next(reversed(contents.checkpoints), None)
+        if newest and newest.lacks and contents.end is not None and contents.end.code == FINISHED:
+            return Light(question, "fair", f"{newest.name}: {newest.lacks}")
+        problem = newest and (newest.problem or newest.lacks)
         return Light(question, "bad", f"no good checkpoint: {problem}" if problem else "no checkpoint was saved")
     newest = max(good, key=lambda one: one.step)
     lost = contents.last_step - newest.step
@@ -213,10 +236,13 @@ def _graded(share: float, limits: tuple[tuple[float, str], ...]) -> State:
 
 
 def number(value: float) -> str:
-    """Three digits, and no more decimals than a reader needs."""
-    if value == 0 or 0.01 <= abs(value) < 10:
+    """Three digits, and no more decimals than a reader needs. Nothing below 1 is rounded up to it."""
+    size = abs(value)
+    if 0.985 <= size < 1:
+        return f"{math.copysign(min(size, 0.999), value):.3f}".removesuffix("0")
+    if value == 0 or 0.01 <= size < 10:
         return f"{value:.2f}"
-    return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:,.0f}" if 100 <= size < 1e6 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from hybridrl.tracking.sink import Sink
 
 Metrics = dict[str, float]
 Series = dict[int, float]  # step -> value
+Warn = Callable[[str, str], None]  # called with a text and its code
 
 CONTENTS = {
     "config.yaml": "the configuration of the run",
@@ -126,16 +127,17 @@ class CurvesSink(Sink):
             self._thread.join()
 
 
-def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics by step, in order; of a name logged twice for a step the later value is kept. null is NaN."""
+def read_metrics(run_dir: Path, warn: Warn = warn) -> dict[int, dict[str, float]]:
+    """Return the metrics by step, in order; of a name logged twice for a step the later value is kept. null is NaN.
+    Lines that cannot be read are passed to `warn`."""
     steps: dict[int, dict[str, float]] = {}
-    for _, record in _read_lines(run_dir / "metrics.jsonl"):
+    for _, record in _read_lines(run_dir / "metrics.jsonl", warn):
         values = {name: math.nan if value is None else value for name, value in record.items()}
         steps.setdefault(int(values.pop("step")), {}).update(values)
     return dict(sorted(steps.items()))
 
 
-def _read_lines(path: Path) -> list[tuple[str, dict[str, float | None]]]:
+def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, float | None]]]:
     """Return the readable lines with their records. A killed run may leave an incomplete line at the end, and a machine
     that lost power a line of zeros."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -78,6 +78,15 @@ test("a panel without values has no picture, and one of several runs a line for 
   assert.deepEqual(made.lines.map((line) => [line.label, line.color]), [["one", "r0"], ["two", "r1"]]);
 });
 
+test("a run has no value beyond its last step, and one points at the steps of the longest", () => {
+  const long = { ...RUN, steps: [0, 10, 20], seconds: [1, 2, 3], series: { x: { y: [1, 2, 3] } } };
+  assert.equal(logic.longestRun([RUN, long], "step"), long);
+  assert.equal(logic.longestRun([RUN, long], "seconds"), RUN);
+  assert.equal(logic.valueAt(RUN, "critic/score/mean", 20, "step"), null);
+  assert.equal(logic.valueAt(RUN, "critic/score/mean", 3.9, "step"), 0.8);
+  assert.equal(logic.valueAt(long, "x", 9, "step"), 2);
+});
+
 test("layers are stacked and bars meet half-way", () => {
   const lines = [{ points: { x: [1, 2] }, y: [1, 2] }, { points: { x: [1, 2] }, y: [10, 20] }];
   assert.deepEqual(logic.stack(lines).map((layer) => layer.y), [[1, 2], [11, 22]]);
@@ -155,6 +164,9 @@ test("tokens are colored by what is known of them, and observed ones are not", (
   assert.deepEqual(logic.tokenColor(tokens, 1, "entropy"), [1, ""]);
   assert.deepEqual(logic.tokenColor(tokens, 1, "advantage"), [0.5, "negative"]);
   assert.deepEqual(logic.tokenColor({ ...tokens, sampled: [1, 0] }, 1, "probability"), [0, "observed"]);
+  const close = { ...tokens, train_log_probs: [0.001, Math.log(0.25) + 0.005] };
+  assert.deepEqual(logic.tokenColor(close, 0, "engine − trainer").map((one) => (one.toFixed ? +one.toFixed(6) : one)), [0.1, "negative"]);
+  assert.match(logic.tokenLine(close, 1), /difference −0\.005 /);
   assert.match(logic.tokenLine(tokens, 1), /id 2 .* engine -1.386 \(25.0%\)/);
   assert.equal(logic.tokenText("a\n"), "a↵\n");
 });

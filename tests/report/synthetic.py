@@ -213,6 +213,7 @@ def write_faults(directory: Path, step: int, restarts: int, end: str | None) -> 
 def write_checkpoint(path: Path, step: int) -> None:
     (path / "actor").mkdir(parents=True)
     (path / "actor" / "weights").write_bytes(b"x" * 1000)
+    (path / "actor" / ".metadata").write_bytes(b"model.head optimizer.state.head.step")
     state = {
         "step": step,
         "healthy": True,
@@ -222,5 +223,5 @@ def write_checkpoint(path: Path, step: int) -> None:
         "code": {"torch": "2.13.0"},
     }
     (path / "state.json").write_text(json.dumps(state))
-    files = {"actor/weights": {"bytes": 1000, "crc32": "0"}}
+    files = {"actor/weights": {"bytes": 1000, "crc32": "0"}, "actor/.metadata": {"bytes": 36, "crc32": "0"}}
     (path / "manifest.json").write_text(json.dumps({"files": files}))

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import random
 import re
 import shutil
@@ -10,11 +11,13 @@ import sys
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from hybridrl.report import write_report
+from hybridrl.report.__main__ import main
 from hybridrl.report.page import render
 from tests.report.synthetic import HOSTILE, conversation, hostile, verl_sample, write_run, write_samples
 
@@ -155,6 +158,16 @@ def test_two_directories_of_verls_rollout_files(tmp_path):
     samples = page.data["samples"]["samples"]
     assert {one["run"] for one in samples} == {0, 1} and {one["step"] for one in samples} == {1, 2, 3}
     assert not any(one["stored"] for one in samples)
+    assert "The configurations agree." not in page.texts["p"]
+
+
+def test_the_rewards_of_verls_files_are_those_of_their_samples(tmp_path):
+    for step in range(1, 11):
+        write_samples(tmp_path / f"{step}.jsonl", step, 3, 4, step / 10, random.Random(step), verl_sample)
+    page = page_of(tmp_path)
+    scores = [json.loads(line)["score"] for step in (1, 2) for line in (tmp_path / f"{step}.jsonl").open()]
+    assert page.texts["h1"].startswith(f"Reward {fmean(scores):.2f} → ") and "over 10 steps" in page.texts["h1"]
+    assert "Does it learn?" in page.texts["strong"] and "Are the devices busy?" not in page.texts["strong"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +244,7 @@ def test_a_supervised_run_shows_its_losses(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.yaml").write_text("trainer: {total_epochs: 1}\nmodel: {path: x}\n")
     page = page_of(tmp_path)
-    assert page.texts["h1"].startswith("Loss 2.00 → 0.25 over 8 steps")
+    assert page.texts["h1"].startswith("Loss 1.50 → 0.27 over 8 steps")
     assert [panel["title"] for panel in page.data["panels"]] == ["Loss", "Gradient norm", "Seconds per step"]
 
 
@@ -259,7 +272,17 @@ def test_the_comparison_names_what_differs(tmp_path):
         and "trainer.resume_mode" not in page.texts["code"].split("Continue")[0][:200]
     )
     assert "20 the same of 20 questions" in page.texts["td"]
+    assert "acc of toy/sums, step 12 - step 12" in page.texts["td"]
     assert len(page.data["panels"]) == 8 and len(page.data["runs"]) == 2
+
+
+def test_runs_are_compared_by_a_variable_that_all_of_them_have(tmp_path):
+    def graded(*arguments: Any) -> dict[str, Any]:
+        known = verl_sample(*arguments)
+        return {name: value for name, value in known.items() if name != "acc"}
+
+    first = write_run(tmp_path / "first", seed=0, record=verl_sample)
+    assert "reward, step 12 - step 12" in page_of(first, write_run(tmp_path / "other", record=graded)).texts["td"]
 
 
 def test_the_command_writes_into_the_run_and_imports_nothing_heavy(tmp_path):
@@ -271,3 +294,25 @@ def test_the_command_writes_into_the_run_and_imports_nothing_heavy(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 set()"
     assert (run / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["empty"], ["run", "--serve", "70000"], ["run", "--samples", "0"], ["missing"], ["run"] * 9]
+)
+def test_arguments_that_cannot_be_are_rejected_and_nothing_is_written(tmp_path, arguments, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path / "run", steps=1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and "error" in capsys.readouterr().err
+    assert not list((tmp_path / "empty").iterdir()) and not (run / "report.html").exists()
+
+
+def test_the_page_replaces_regular_files_only(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=1)
+    os.mkfifo(tmp_path / "pipe")
+    for out in (run, tmp_path / "pipe"):
+        before = sorted(out.parent.iterdir())
+        assert main([str(run), "--out", str(out)]) == 1
+        assert "name another file with --out" in capsys.readouterr().err and sorted(out.parent.iterdir()) == before

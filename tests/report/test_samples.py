@@ -3,8 +3,8 @@
 import pytest
 
 from hybridrl.report.contents import read_contents
-from hybridrl.report.samples import choose_samples, correlation, evenly, group_advantage, grouped
-from hybridrl.report.texts import TEXT_BUDGET, limit_of, shortened
+from hybridrl.report.samples import choose_samples, correlation, evenly, group_advantage, grouped, length_of
+from hybridrl.report.texts import TEXT_BUDGET, finite, limit_of, shortened
 from hybridrl.tracking.records import SampleRecord
 from tests.report.synthetic import verl_sample, write_run
 
@@ -89,3 +89,8 @@ def test_texts_are_shortened_in_the_middle_until_they_keep_to_the_budget():
         shortened("a" * 100 + "z" * 100, 40)
         == "a" * 30 + "\n[... 160 characters are not in this page ...]\n" + "z" * 10
     )
+
+
+def test_no_number_is_too_large_for_a_page():
+    assert [finite(one) for one in (10**400, 3, float("inf"), True)] == [None, 3, None, 1]
+    assert length_of(record(1.0, sampled_tokens=10**400)) == 1

@@ -118,6 +118,27 @@ def test_keys_move_through_samples_and_steps_and_tabs_show_groups_and_tokens(tmp
 
 
 @needs_chromium
+def test_a_step_without_samples_is_named_and_tokens_stay_where_they_are(tmp_path):
+    actions = """
+        const all = (what) => [...document.querySelectorAll(what)];
+        const top = () => all('.tokens')[0].getBoundingClientRect().top;
+        all('[role=tab]').find((one) => one.textContent.startsWith('Tokens')).click();
+        const before = top();
+        all('.tokens span[data-index]')[0].dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));
+        const seen = [top() === before, all('.readout')[0].textContent.includes('difference')];
+        const key = { key: ']', ctrlKey: true, altKey: true, bubbles: true };
+        document.dispatchEvent(new KeyboardEvent('keydown', key)); seen.push(all('#step-chip .chip').length);
+        document.dispatchEvent(new KeyboardEvent('keydown', { ...key, modifierAltGraph: true }));
+        document.dispatchEvent(new KeyboardEvent('keydown', { key: ']', bubbles: true }));
+        seen.push(all('#filters .chip')[0].firstChild.data, all('#list tbody tr')[0].tabIndex);
+        document.title = JSON.stringify(seen);
+    """
+    run = write_run(tmp_path / "run", rollouts_every=5, validate_every=0)
+    title = re.search(r"<title>(.*)</title>", dom_of(render([run]), tmp_path, actions))[1]
+    assert title == '[true,true,0,"no samples of step 2 in this page; these: step 1",0]'
+
+
+@needs_chromium
 def test_a_page_from_the_server_loads_all_samples_of_a_step(tmp_path):
     with make_server(Acting([write_run(tmp_path / "run", prompts=5)], 30, live=False), 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()

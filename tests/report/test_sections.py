@@ -3,15 +3,14 @@
 import fcntl
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from hybridrl.report.configuration import differences, settings
-from hybridrl.report.contents import log_excerpts, masked, read_contents
+from hybridrl.report.contents import log_excerpts, read_contents
 from hybridrl.report.health_table import health_rows, ranges
-from hybridrl.report.samples import Samples
-from hybridrl.report.sections import checkpoints, failure, times
+from hybridrl.report.samples import Samples, choose_samples
+from hybridrl.report.sections import checkpoints, configuration, failure, times
 from tests.report.synthetic import write_run
 
 
@@ -48,7 +47,7 @@ trainer: {seed: 42}
 """
     (tmp_path / "config.yaml").write_text(text)
     rows = {row.key: row for row in settings(read_contents(tmp_path))}
-    assert rows["actor_rollout_ref.rollout.n"].source == "set"
+    assert rows["actor_rollout_ref.rollout.n"].source == ""
     assert (rows["actor_rollout_ref.rollout.n"].value, rows["actor_rollout_ref.rollout.n"].default) == ("4", "1")
     assert rows["actor_rollout_ref.rollout.n"].meaning == "Responses per prompt."
     assert rows["actor_rollout_ref.rollout.dtype"].source == "set, or derived for model and machine"
@@ -64,14 +63,35 @@ def test_runs_differ_in_keys_but_not_in_directories(tmp_path):
     assert differences(contents) == [("optim.lr", ["0.1", "0.2"])]
 
 
-@pytest.mark.parametrize("line", ["wandb_api_key: abc", "  password: 'abc'", "hf_token: abc", "client_secret: abc"])
-def test_values_of_keys_that_name_a_secret_are_masked(line):
-    assert "abc" not in masked(f"a: 1\n{line}\nb: 2") and "b: 2" in masked(f"{line}\nb: 2")
+def test_secrets_of_configuration_faults_and_logs_are_masked_wherever_they_stand(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "hf_token: SECRET\ndb_pwd: [SECRET, SECRET]\ncredentials: {user: SECRET, pin: 5}\n"
+        "private_key: |\n  BEGIN\n  SECRET\nurl: https://me:SECRET@host/x\nenv: {PGPASS: SECRET}\n"
+        "eos_token: <end>\nmax_tokens: 12\napi_key: null\n"
+    )
+    fault = {"time": "t", "step": 1, "code": "warning", "text": "PGPASS=SECRET https://me:SECRET@host", "tail": []}
+    (tmp_path / "faults.jsonl").write_text(json.dumps(fault | {"tail": ["WANDB_API_KEY=SECRET"]}) + "\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "train-0.log").write_text("password: 'SECRET'\neos_token=<end>\n")
+    contents = read_contents(tmp_path)
+    everything = f"{contents} {log_excerpts(contents)}"
+    assert "SECRET" not in everything and "BEGIN" not in everything
+    assert contents.config["eos_token"] == "<end>" and contents.config["max_tokens"] == 12
+    assert contents.config["api_key"] is None and "eos_token=<end>" in everything
 
 
-def test_other_values_are_not_masked():
-    text = "max_tokens: 12\ntokenizer: abc\napi_key: null"
-    assert masked(text) == text
+def test_lines_that_are_torn_are_named(tmp_path):
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('torn\n{"step": 13')
+    with (run / "rollouts" / "3.jsonl").open("a") as file:
+        file.write('{"input": "user: 1 + ')
+    (run / "config.yaml").write_text("a: [")
+    contents = read_contents(run)
+    notes = " ".join([*contents.notes, *choose_samples(contents, 50).notes])
+    assert "line 14 cannot be read as metrics" in notes and "the last line of metrics.jsonl is not complete" in notes
+    assert "1 line of rollouts/3.jsonl cannot be read as a sample" in notes
+    assert "config.yaml cannot be read" in configuration(contents) and "no config.yaml" not in notes
 
 
 def test_a_checkpoint_whose_files_have_another_size_is_named(tmp_path):
@@ -79,6 +99,13 @@ def test_a_checkpoint_whose_files_have_another_size_is_named(tmp_path):
     assert "files are as saved, by size" in checkpoints(read_contents(run))
     (run / "global_step_12" / "actor" / "weights").write_bytes(b"short")
     assert "actor/weights: not as saved" in checkpoints(read_contents(run))
+
+
+def test_a_run_does_not_resume_from_a_checkpoint_of_a_model_only(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert read_contents(run).checkpoints[0].resumable
+    (run / "global_step_12" / "manifest.json").write_text('{"files": {"actor/weights": {"bytes": 1000}}}')
+    assert not read_contents(run).checkpoints[0].resumable and "model only" in checkpoints(read_contents(run))
 
 
 def test_a_slow_step_is_explained_by_the_phase_that_took_longer_than_usual(tmp_path):
@@ -89,14 +116,35 @@ def test_a_slow_step_is_explained_by_the_phase_that_took_longer_than_usual(tmp_p
     assert "raise n" in html and html.index('data-step="3"') < html.index('data-step="1"')
 
 
-def test_the_oldest_traceback_of_a_crash_comes_first(tmp_path):
+def test_the_traceback_of_a_crash_is_of_the_process_that_its_end_names(tmp_path):
     run = write_run(tmp_path / "run", end="worker-failed")
-    for number, name in enumerate(("train-1.log", "train-0.log")):
+    for number, name in enumerate(("scoring-0.log", "train-1.log", "train-0.log")):
         (run / "logs" / name).write_text(f"ready\nTraceback (most recent call last):\n  File\nValueError: {name}\n")
         os.utime(run / "logs" / name, (number, number))
     contents = read_contents(run)
-    assert [one.name for one in log_excerpts(contents) if one.is_traceback] == ["train-1.log", "train-0.log"]
-    assert "ValueError: train-1.log" in failure(contents)
+    assert [one.name for one in log_excerpts(contents) if one.is_traceback][:2] == ["scoring-0.log", "train-1.log"]
+    assert "ValueError: train-0.log" in failure(contents)  # "train-0 died"
+    contents.faults[-1] = replace(contents.faults[-1], text="a worker died")
+    assert "ValueError: train-1.log" in failure(contents)  # the oldest
+    contents.faults[-1] = replace(contents.faults[-1], code="reward-failed")
+    assert "ValueError: scoring-0.log" in failure(contents)
+    contents.faults[-1] = replace(contents.faults[-1], tail=["ValueError: the tail"])
+    assert "ValueError: the tail" in failure(contents) and "scoring-0.log" not in failure(contents)
+
+
+def test_a_rule_without_its_metric_is_neither_good_nor_bad_and_tokens_are_shares(tmp_path):
+    steps = [{"critic/rewards/mean": 0.5, "perf/total_num_tokens": 200.0} for _ in range(10)]
+    steps[-1]["sampling/unknown_tokens"] = 5.0
+    write_metrics(tmp_path, steps)
+    rows = {row.code: row for row in health_rows(read_contents(tmp_path), Samples(length_correlation=0.9))}
+    assert (rows["entropy-collapse"].sign, rows["length-reward"].sign, rows["unknown-tokens"].sign) == ("", "", "good")
+    assert (rows["unknown-tokens"].start, rows["unknown-tokens"].now) == (0.0, 0.005)  # (0 x 4 + 5 / 200) / 5
+    assert rows["length-reward"].limit == ""
+
+
+def test_a_supervised_run_has_no_table_of_rules(tmp_path):
+    write_metrics(tmp_path, [{"train/loss": 1.0, "train/skipped_updates": 0.0}] * 5)
+    assert health_rows(read_contents(tmp_path), Samples()) == []
 
 
 def test_a_run_whose_directory_is_locked_is_running_until_its_end_is_recorded(tmp_path):

@@ -21,7 +21,7 @@ def test_a_reward_that_rises_by_more_than_its_noise_is_learning(tmp_path):
     steps = [{"critic/rewards/mean": value} for value in (0.1, 0.12, 0.11, 0.5, 0.6, 0.8, 0.79, 0.81, 0.8, 0.82)]
     state, reason = lights_of(tmp_path, steps)["Does it learn?"]
     assert state == "good"
-    assert reason == "mean reward of the first and the last 2 steps: 0.11, 0.81"
+    assert reason == "reward 0.11 → 0.81 (2 steps each)"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_skipped_updates_and_cut_off_responses_are_seen(tmp_path):
         found["Is it stable?"][0] == "bad"
         and "5 steps with updates that were not finite, first 1" in found["Is it stable?"][1]
     )
-    assert found["Are the samples honest?"] == ("bad", "in the last steps: 40% cut off")
+    assert found["Are the samples usable?"] == ("bad", "in the last steps: 40% cut off")
 
 
 def test_phases_without_devices_are_idle_time(tmp_path):
@@ -59,7 +59,7 @@ def test_phases_without_devices_are_idle_time(tmp_path):
 def test_nothing_is_said_of_an_empty_directory(tmp_path):
     contents = read_contents(tmp_path)
     states = [one.state for one in lights(contents, Samples())]
-    assert states == ["unknown"] * 4 + ["bad"]
+    assert states == ["unknown"] * 5
     assert sentence(contents, {}) == "No step was finished; no record of how it ended."
 
 
@@ -72,3 +72,16 @@ def test_durations_and_numbers_are_short():
         "4 d 4 h",
     ]
     assert [number(one) for one in (0.123, 0.0, 1234.5, 2e-5)] == ["0.12", "0.00", "1,234", "2e-05"]
+    assert [number(one) for one in (0.995, 0.99, 0.9999, 1.0)] == ["0.995", "0.99", "0.999", "1.00"]
+
+
+def test_the_validation_of_several_sources_is_their_mean(tmp_path):
+    lines = [{"step": step, "val-core/a/acc/mean@1": step / 10, "val-core/b/acc/mean@1": 0.4} for step in (0, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "validation (mean of 2 sources) 0.20 → 0.40" in sentence(read_contents(tmp_path), {})
+
+
+def test_faults_are_those_of_the_last_training_steps(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
+    found = {one.question: one for one in lights(read_contents(tmp_path), Samples(read=100, last_faults=0.03))}
+    assert found["Are the samples usable?"].reason == "in the last steps: 3.0% not graded"
