@@ -170,7 +170,9 @@ def _check(config: PPOConfig, findings: Findings, result: ResolvedConfig) -> Non
     if not settings.models and given == MISSING:
         cause, fix = "no model is named", "add actor_rollout_ref.model.path=DIRECTORY, or eval.models=[...]"
         findings.error("value", f"eval.models: {cause}", fix, keys="eval.models")
-    settings.models = settings.models or [given]
+    if not settings.models:
+        settings.models = [given]
+        config.actor_rollout_ref.model.path = given  # also if it is no directory of a model, such as RUN:best
     temperature = config.actor_rollout_ref.rollout.val_kwargs.temperature
     if temperature == 0 and (settings.n or 1) > 1:
         cause = f"at temperature 0 all {settings.n} responses to a question are equal"

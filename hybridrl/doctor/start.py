@@ -55,8 +55,8 @@ def check_evaluation_start(config: PPOConfig) -> None:
     """Raise ConfigError for models that are neither here nor on the hub, and for versions that cannot work."""
     findings = Findings()
     if not config.eval.responses:
-        names = [*config.eval.models, *filter(None, [config.eval.compare])]
-        check_models([("eval.models", name) for name in names if "://" not in name], findings)
+        names = [*(("eval.models", name) for name in config.eval.models), ("eval.compare", config.eval.compare)]
+        check_models([(key, name) for key, name in names if name and "://" not in name], findings)
         check_versions(config.trainer.device, findings)
     findings.close()
 

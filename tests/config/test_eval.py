@@ -123,3 +123,9 @@ def test_what_cannot_work_is_rejected_with_its_fix(place, overrides, message):
 def test_all_that_is_wrong_is_reported_at_once(place):
     text = rejected("eval.preset=none", "eval.n=0", "data.max_prompt_length=0")
     assert all(key in text for key in ("eval.preset", "eval.n", "data.max_prompt_length"))
+
+
+def test_a_model_that_the_command_names_is_known_as_such_even_if_it_is_no_directory(place, needed):
+    config = load("eval.files=val.jsonl", "actor_rollout_ref.model.path=/no/model")
+    assert config.eval.models == [config.actor_rollout_ref.model.path] == ["/no/model"]
+    assert load("eval.files=val.jsonl", "eval.models=model").actor_rollout_ref.model.path != "model"
