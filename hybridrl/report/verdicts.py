@@ -15,10 +15,11 @@ from hybridrl.tracking.faults import FINISHED
 from hybridrl.tracking.sink import REWARD, is_validation_score
 
 State = Literal["good", "fair", "bad", "unknown"]
+Limits = tuple[tuple[float, State], ...]
 
 FEW = 4  # steps, with which nothing is said about a trend
-SHARES = ((0.3, "bad"), (0.05, "fair"))  # of samples that are cut off or repeat themselves
-FAULTS = ((0.05, "bad"), (0.0, "fair"))  # of samples that could not be graded
+SHARES: Limits = ((0.3, "bad"), (0.05, "fair"))  # of samples that are cut off or repeat themselves
+FAULTS: Limits = ((0.05, "bad"), (0.0, "fair"))  # of samples that could not be graded
 BUSY, TAIL = 0.8, 0.4  # the share of a step that phases cover; of a rollout with few requests
 WORDS = {"switch": "switch (engine and trainer)"}
 QUESTIONS = {
@@ -231,8 +232,8 @@ def _skipped(metrics: dict[str, float]) -> bool:
     return any(metrics.get(f"{model}/skipped_updates") for model in ("actor", "critic", "train"))
 
 
-def _graded(share: float, limits: tuple[tuple[float, str], ...]) -> State:
-    return next((state for limit, state in limits if share > limit), "good")  # type: ignore[return-value]
+def _graded(share: float, limits: Limits) -> State:
+    return next((state for limit, state in limits if share > limit), "good")
 
 
 def number(value: float) -> str:

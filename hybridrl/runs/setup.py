@@ -106,11 +106,12 @@ class Sessions:
 def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
     """Run training, as often as `with_restarts` allows."""
     directory = open_run_directory(config)
-    recorder = nullcontext() if holder(directory) else recording(directory, host_memory)  # not in another run's record
+    other = holder(directory)  # whose record and page this run, which will be rejected, leaves alone
+    recorder = nullcontext() if other else recording(directory, host_memory)
     began, metrics = time.time(), directory / "metrics.jsonl"
 
     def has_begun() -> bool:
-        return metrics.is_file() and metrics.stat().st_mtime > began
+        return not other and metrics.is_file() and metrics.stat().st_mtime > began
 
     try:
         with recorder:
