@@ -4,11 +4,12 @@ from pathlib import Path
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 
 from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.model_merger.checks import checkpoint_model, outputs
 from hybridrl.model_merger.source import CheckFailed, Source, type_name
-from hybridrl.rollout.vllm.repairs import Repaired, prepare_for
+from hybridrl.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
 
 PROMPT, RESPONSE = 8, 24  # tokens
 # The largest difference between log-probs that rounding explains, by the type of the weights.
@@ -29,6 +30,7 @@ def check_in_vllm(source: Source, directory: Path) -> str:
             max_num_seqs=1,
             kv_cache_memory_bytes=256 << 20,
             worker_extension_cls=f"{Repaired.__module__}.{Repaired.__qualname__}",
+            **(CPU_ATTENTION if current_platform.is_cpu() else {}),
         )
     except UNREADABLE as error:
         cause = f"vLLM cannot load what was written ({str(error).splitlines()[0]})"

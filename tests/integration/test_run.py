@@ -211,7 +211,7 @@ def test_one_device_in_a_joined_ray_gives_the_same_samples_and_survives_a_faulty
     assert len(outputs[0]) == 32
     assert outputs[0] == outputs[1]
     rows = [json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
-    faults = [row for row in rows if row.get("fault") == "raised:ValueError"]
+    faults = [row for row in rows if row["episode"].get("fault") == "raised:ValueError"]
     assert 0 < len(faults) < 32
     assert metrics(tmp_path)[1]["reward/faults"] == len(faults)
 

@@ -208,6 +208,7 @@ def engine_arguments(
             # vLLM's generator on CPU cannot continue in the middle of a prompt that was cut into chunks.
             "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, rollout, engines_per_machine),
+            **repairs.CPU_ATTENTION,
         }
     if rollout.tensor_model_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"

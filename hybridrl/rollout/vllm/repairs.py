@@ -12,6 +12,7 @@ from transformers.utils import is_torchvision_available
 from vllm import ModelRegistry
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 # Set if a text model of Qwen3.5 is served: its module in vLLM imports an image processor that needs torchvision, which
 # a CPU installation does not have and a text model does not use.
@@ -25,6 +26,11 @@ STAND_INS = (
     "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
 )
+
+
+# Arguments of an engine on CPU. Where the processor has AMX, vLLM selects kernels for latent attention that know only
+# bfloat16 and keep a packed copy of the weights in place of the weights, which a weight sync then does not find.
+CPU_ATTENTION = {"attention_backend": "CPU_MLA"} if "CPU_MLA" in AttentionBackendEnum.__members__ else {}
 
 
 class Repaired:
