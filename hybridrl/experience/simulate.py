@@ -1,8 +1,8 @@
 """Predicts the wall time of synchronous and asynchronous rollout by simulation: lengths in, seconds per step out.
 
-Nothing is generated or trained, and nothing of a model is known: an engine with `b` running responses takes a given time
-per token of each, so the simulation moves from one completed response to the next. What it leaves out: time between
-phases that is not given, differences between engines, faults, and what training on older samples does to learning.
+Nothing is generated or trained, and nothing of a model is known: an engine with `b` running responses takes a given
+time per token of each, so the simulation moves from one completed response to the next. What it leaves out: whatever
+else takes time, differences between engines, faults, and what training on older samples does to learning.
 """
 
 import math
@@ -32,7 +32,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run generates: `groups` per step, their lengths in the order of the prompts (used again if they run out)."""
+    """What a run generates: `groups` per step, their lengths in the order of the prompts (reused if they run out)."""
 
     groups: int
     lengths: np.ndarray  # [groups of the run, responses per group] sampled tokens
@@ -47,7 +47,7 @@ class Mode:
 
     `bound` is the largest difference between the policy version of a step and the version that sampled the first token
     of an episode in it. At version v, `(bound + v + 1) * groups` groups may have been started, and a step waits for
-    open groups that the next step would exceed the bound with. 0 is synchronous. Without a bound, `(1 + over_sampling)
+    open groups with which a later step would exceed the bound. 0 is synchronous. Without a bound, `(1 + over_sampling)
     * groups` may be open or waiting for their step. With `training_engines`, training has these devices to itself.
     """
 
@@ -177,7 +177,8 @@ class _Run:
             self.limit = (1 + mode.bound) * work.groups
         self.queue: deque[tuple[float, int]] = deque()  # (length, group)
         self.groups: dict[int, _Group] = {}  # open
-        self.started: Counter[int] = Counter()  # open groups by the version of their first token
+        self.open_versions: Counter[int] = Counter()  # open groups by the version of their first token
+        self.ready_versions: Counter[int] = Counter()
         self.ready: list[tuple[int, int, int]] = []  # heap of (version of the first token, when complete, sum)
         self.now = self.generating = self.training = self.reprefilled = 0.0
         self.version = self.admitted = self.accepted = self.submits = self.takes = 0
@@ -211,12 +212,10 @@ class _Run:
         return self.now, busy, self.generating, self.training, self.reprefilled, self.submits, self.takes
 
     def step(self) -> None:
-        self.start_groups()
         began = self.now
         while not self.can_train():
+            self.start_groups()
             self.complete_next()
-            if not self.can_train():
-                self.start_groups()
         self.generating += self.now - began
         self.take_batch()
         if self.mode.training_engines:
@@ -251,7 +250,7 @@ class _Run:
         group.versions += self.version
         if group.first_version < 0:
             group.first_version = self.version
-            self.started[self.version] += 1
+            self.open_versions[self.version] += 1
 
     def complete_next(self) -> None:
         """Move to the next completed response."""
@@ -266,23 +265,35 @@ class _Run:
         group.remaining -= 1
         if not group.remaining:
             del self.groups[number]
-            self.started[group.first_version] -= 1
+            self.open_versions[group.first_version] -= 1
+            self.ready_versions[group.first_version] += 1
             heappush(self.ready, (group.first_version, self.accepted, group.versions))
             self.accepted += 1
             self.takes += self.now > self.last_take
             self.last_take = self.now
 
     def can_train(self) -> bool:
-        """Whether the batch is complete, and no open group would exceed the bound in the next step.
+        """Whether the batch is complete, and what it leaves behind can be trained on within the bound.
 
-        Starting groups within `limit` leaves at most a batch of those, so the oldest batch contains them all.
+        Limiting the groups that are started is not enough: a slow one would be overtaken for any number of steps. Those
+        of version u or older have u + bound - version steps left after this one, of a batch each. Waiting for the
+        oldest always ends: there are enough steps for all that were started, and each takes the oldest batch.
         """
         if len(self.ready) < self.work.groups:
             return False
-        return self.mode.bound is None or not self.started[self.version - self.mode.bound]
+        bound = self.mode.bound or 0
+        open_groups = ready = 0
+        for steps_left in range(max(bound - self.version, 0), bound):
+            version = self.version + steps_left - bound
+            open_groups += self.open_versions[version]
+            ready += self.ready_versions[version]
+            if open_groups + max(ready - self.work.groups, 0) > steps_left * self.work.groups:
+                return False
+        return True
 
     def take_batch(self) -> None:
         batch = [heappop(self.ready) for _ in range(self.work.groups)]
+        self.ready_versions.subtract(first_version for first_version, _, _ in batch)
         versions = sum(versions for _, _, versions in batch)
         self.staleness.append(self.version - versions / (self.work.groups * self.size))
         self.max_staleness = max(self.max_staleness, self.version - batch[0][0])
