@@ -85,7 +85,7 @@ def simulate(work: Work, cluster: Cluster, mode: Mode) -> Prediction:
     return _Run(work, cluster, mode).predict()
 
 
-def best_split(work: Work, cluster: Cluster, bound: int) -> Prediction:
+def best_split(work: Work, cluster: Cluster, bound: int, max_concurrent: int | None = None) -> Prediction:
     """Return the fastest separate pools: both sides busy is estimated, and simulated with its two neighbours."""
     assert cluster.engines > 1, "one engine cannot be split"
     tokens = work.groups * work.lengths.shape[1] * work.lengths.mean()
@@ -93,7 +93,7 @@ def best_split(work: Work, cluster: Cluster, bound: int) -> Prediction:
     share = cluster.train / (cluster.train + generate)
     middle = min(max(round(share * cluster.engines), 1), cluster.engines - 1)
     splits = [count for count in (middle - 1, middle, middle + 1) if 0 < count < cluster.engines]
-    modes = [Mode("separate", bound, training_engines=count) for count in splits]
+    modes = [Mode("separate", bound, 0.0, count, max_concurrent) for count in splits]
     return min((simulate(work, cluster, mode) for mode in modes), key=lambda prediction: prediction.seconds)
 
 
