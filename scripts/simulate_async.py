@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(summary(work, cluster), table(HEADS, mode_rows(predictions)), sep="\n\n")
     if options.driver:
-        print("", driver_summary(options), table(tuple(driver[0]), [[*row.values()] for row in driver]), sep="\n\n")
+        print("\n" + driver_summary(options), table(tuple(driver[0]), [[*row.values()] for row in driver]), sep="\n\n")
     return 0
 
 
@@ -71,8 +71,8 @@ def parser() -> argparse.ArgumentParser:
     add("--sync-seconds", type=float, help="per weight sync on shared devices")
     add("--switch-seconds", type=float, help="per step, from rollout to training and back")
     add("--pause-seconds", type=float, default=0.0, help="per weight sync between separate pools")
-    add("--bound", type=int, nargs="+", default=[1, 2, 4, 8], help="bounds of the staleness")
-    add("--over-sampling", type=float, default=0.25, help="further groups per step, as a share, in synchronous mode")
+    add("--bound", type=int, nargs="+", default=[1, 4, 8], help="bounds of the staleness")
+    add("--over-sampling", type=float, default=0.25, help="limit of groups started early, as a share of a batch")
     add("--max-concurrent", type=int, help="open groups of the asynchronous modes")
     add("--steps", type=int, default=60)
     add("--warmup", type=int, default=12, help="steps that are left out of the means")
@@ -180,9 +180,11 @@ def run_values(run: Path) -> dict[str, Any]:
 def predict(work: Work, cluster: Cluster, options: argparse.Namespace) -> list[Prediction]:
     widest, limit = max(options.bound), options.max_concurrent
     modes = [Mode("sync")]
-    if options.over_sampling:
-        modes.append(Mode(f"sync, over-sampling {options.over_sampling:g}", None, options.over_sampling))
-    modes += [Mode(f"carried over, bound {bound}", bound, max_concurrent=limit) for bound in options.bound]
+    modes += [Mode(f"carried over, bound {bound}", bound, None, 0, limit) for bound in options.bound]
+    further = f"at most {options.over_sampling:g} further"
+    over = [bound for bound in options.bound if bound > options.over_sampling]
+    modes += [Mode(f"carried over, bound {bound}, {further}", bound, options.over_sampling, 0, limit) for bound in over]
+    modes.append(Mode(f"carried over, no bound, {further}", None, options.over_sampling, 0, limit))
     if cluster.engines > 1:
         half = cluster.engines // 2
         name = f"separate, half for training, bound {widest}"
@@ -249,8 +251,8 @@ def summary(work: Work, cluster: Cluster) -> str:
 
 def driver_summary(options: argparse.Namespace) -> str:
     return (
-        "The driver. Assumed: groups per step grow with the devices; one message per engine and moment of dispatch, one "
-        f"per moment at which groups complete; devices per engine: {options.devices_per_engine}; "
+        "The driver. Assumed: groups per step grow with the devices; one message per engine and moment of dispatch, "
+        f"one per moment at which groups complete; devices per engine: {options.devices_per_engine}; "
         f"{options.bytes_per_token} bytes per token of a batch."
     )
 

@@ -46,14 +46,15 @@ class Mode:
     """When groups are started and trained on.
 
     `bound` is the largest difference between the policy version of a step and the version that sampled the first token
-    of an episode in it. At version v, `(bound + v + 1) * groups` groups may have been started, and a step waits for
-    open groups with which a later step would exceed the bound. 0 is synchronous. Without a bound, `(1 + over_sampling)
-    * groups` may be open or waiting for their step. With `training_engines`, training has these devices to itself.
+    of an episode in it: at version v, `(v + 1 + bound) * groups` groups may have been started, and a step waits for
+    open groups with which a later step would exceed the bound. 0 is synchronous. `over_sampling` limits the groups that
+    may have been started to `(v + 1 + over_sampling) * groups`: their mean staleness is hardly more than that. With
+    `training_engines`, training has these devices to itself.
     """
 
     name: str
     bound: int | None = 0
-    over_sampling: float = 0.0
+    over_sampling: float | None = None
     training_engines: int = 0
     max_concurrent: int | None = None  # open groups
 
@@ -93,7 +94,7 @@ def best_split(work: Work, cluster: Cluster, bound: int, max_concurrent: int | N
     share = cluster.train / (cluster.train + generate)
     middle = min(max(round(share * cluster.engines), 1), cluster.engines - 1)
     splits = [count for count in (middle - 1, middle, middle + 1) if 0 < count < cluster.engines]
-    modes = [Mode("separate", bound, 0.0, count, max_concurrent) for count in splits]
+    modes = [Mode("separate", bound, None, count, max_concurrent) for count in splits]
     return min((simulate(work, cluster, mode) for mode in modes), key=lambda prediction: prediction.seconds)
 
 
@@ -172,9 +173,8 @@ class _Run:
         self.completions = np.full(count, math.inf)  # time of the next one, per engine
         self.size = work.lengths.shape[1]
         self.prefill = work.prompt_tokens / cluster.prefill_rate  # seconds
-        self.limit = math.ceil((1 + mode.over_sampling) * work.groups)
-        if mode.bound is not None:
-            self.limit = (1 + mode.bound) * work.groups
+        ahead = min(limit for limit in (mode.bound, mode.over_sampling) if limit is not None)
+        self.limit = math.ceil((1 + ahead) * work.groups)
         self.queue: deque[tuple[float, int]] = deque()  # (length, group)
         self.groups: dict[int, _Group] = {}  # open
         self.open_versions: Counter[int] = Counter()  # open groups by the version of their first token

@@ -89,6 +89,14 @@ def test_over_sampling_leaves_the_slow_groups_for_a_later_step():
     assert (predicted.seconds, predicted.max_staleness) == (5 / 3, 2)
 
 
+def test_over_sampling_keeps_the_mean_staleness_at_its_share():
+    lengths = log_normal_lengths(60 * 128, 4096, 0.8, 32768).reshape(-1, 1)
+    run, cluster = Work(128, lengths, steps=50), Cluster(8, 16, SECOND, train=7000)
+    bounded, limited = (simulate(run, cluster, Mode("partial", 4, share)) for share in (None, 0.5))
+    assert limited.staleness == pytest.approx(0.5, abs=0.01) and bounded.staleness > 2
+    assert limited.seconds < 1.15 * bounded.seconds
+
+
 # sigma, engines x 16 slots, training/generation, and the gains of carried-over groups, half the devices, the best split
 LAW = [
     (0.5, 16, 0.25, 1.53, 1.10, 1.50),
@@ -150,15 +158,16 @@ def test_bound_zero_and_no_over_sampling_are_synchronous(groups, n, engines, slo
 @given(
     **CASES,
     bound=st.integers(0, 5),
+    over_sampling=st.none() | st.floats(0, 2),
     training_engines=st.integers(0, 1),
     max_concurrent=st.none() | st.integers(1, 5),
     train=st.floats(0, 50),
 )
 def test_no_episode_is_older_than_the_bound_and_no_run_waits_for_nothing(
-    groups, n, engines, slots, seed, bound, training_engines, max_concurrent, train
+    groups, n, engines, slots, seed, bound, over_sampling, training_engines, max_concurrent, train
 ):
     cluster = Cluster(engines, slots, SECOND, prefill_rate=100, train=train, pause=1.0)
-    mode = Mode("any", bound, training_engines=training_engines, max_concurrent=max_concurrent)
+    mode = Mode("any", bound, over_sampling, training_engines, max_concurrent)
     predicted = simulate(random_work(groups, n, seed), cluster, mode)
     assert predicted.staleness <= predicted.max_staleness <= bound
     assert 0 < predicted.rollout_busy <= 1 + 1e-9 and predicted.training_busy <= 1
