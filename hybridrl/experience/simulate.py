@@ -82,7 +82,7 @@ def log_normal_lengths(count: int, mean: float, sigma: float, cap: int, seed: in
 
 
 def simulate(work: Work, cluster: Cluster, mode: Mode) -> Prediction:
-    """Simulate a run; 500,000 responses take some five seconds."""
+    """Simulate a run; 500,000 responses take some three seconds."""
     return _Run(work, cluster, mode).predict()
 
 
