@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl.rollout import Completion, ModeError, Request, RolloutClient, RolloutFailure, Sampling
 from hybridrl.rollout import client as module
-from hybridrl.rollout.client import ServerFailure
+from hybridrl.rollout.lanes import ServerFailure
 
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
 
@@ -29,7 +29,7 @@ class FakeServer:
         self.most = 0
         self.returned = 0
 
-    def submit(self, requests: list[tuple[int, Request]]) -> None:
+    def submit(self, requests: list[tuple[int, Request]], goal=None) -> None:
         self.submitted.append([(request.prompt, request.sample) for _, request in requests])
         self.queue += requests
         self.most = max(self.most, len(self.queue))
