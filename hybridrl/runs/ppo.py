@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -74,6 +75,10 @@ class PPOJob:
             with stage("trying the reward on a few rows"):
                 reject_failing_reward(self.config, self.tokenizer, scored, directory / "logs" / "reward.log")
         return self.resume
+
+    def processes(self, plan: ResumePlan) -> Any:
+        section, worker = self.config.actor_rollout_ref, ppo_worker_config(self.config, self.algorithm, Path(), 0)
+        return None if plan.checkpoint else (section.model, replace(section.rollout, seed=0), worker.of_process)
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, inputs, logs = self.config, self.inputs, directory / "logs"
