@@ -155,8 +155,8 @@ class RaySession:
         self.machines, self.timeout = machines, timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
         self.groups: list[PlacementGroup] = []
-        self.kept: dict[Place, ActorHandle] | None = None  # actors that a later run may take over; None: of no run
-        self.left: dict[Place, ActorHandle] = {}  # those of the last run, until `spawn` takes them
+        self.kept: dict[Place, tuple[ActorHandle, Any]] | None = None  # what a later run may take over; None: nothing
+        self.left: dict[Place, tuple[ActorHandle, Any]] = {}  # what the last run has kept, until `spawn` takes it
         try:
             _start(ray_init, self.directory)
             self._reserve()
@@ -172,18 +172,21 @@ class RaySession:
         self.groups = []
         self._reserve()
 
-    def keep(self, actor: type, rank: int, handle: ActorHandle) -> ActorHandle:
-        """Keep the actor of a device for a later run, if its class has `renew`. Returns it."""
+    def keep(self, actor: type, rank: int, handle: ActorHandle, settings: Any) -> ActorHandle:
+        """Keep the actor of a device for a later run with equal `settings`, if its class has `renew`. Returns it."""
         if self.kept is not None and hasattr(actor, "renew"):
-            self.kept[actor, rank] = handle
+            self.kept[actor, rank] = handle, settings
         return handle
+
+    def keeps(self, handle: ActorHandle) -> bool:
+        return any(handle == kept for kept, _ in (self.kept or {}).values())
 
     def leave(self) -> bool:
         """Leave the kept actors to a run that will `spawn` the same ones. Returns whether there are any, and all
         respond; otherwise `renew` has to end them."""
         self.left, self.kept = self.kept or {}, {}
         try:
-            return bool(ray.get([actor.__ray_ready__.remote() for actor in self.left.values()], timeout=READY_SECONDS))
+            return bool(ray.get([one.__ray_ready__.remote() for one, _ in self.left.values()], timeout=READY_SECONDS))
         except RayError:
             return False
 

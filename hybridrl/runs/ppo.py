@@ -77,8 +77,12 @@ class PPOJob:
         return self.resume
 
     def processes(self, plan: ResumePlan) -> Any:
-        section, worker = self.config.actor_rollout_ref, ppo_worker_config(self.config, self.algorithm, Path(), 0)
-        return None if plan.checkpoint else (section.model, replace(section.rollout, seed=0), worker.of_process)
+        if plan.checkpoint:
+            return None
+        config, section = self.config, self.config.actor_rollout_ref
+        worker = ppo_worker_config(config, self.algorithm, Path(), 0).of_process
+        tokenizer = config.data.tokenizer, config.data.trust_remote_code
+        return section.model, replace(section.rollout, seed=0), worker, tokenizer
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, inputs, logs = self.config, self.inputs, directory / "logs"
