@@ -1,5 +1,6 @@
 """A reinforcement learning run, put together: data and reward first, then devices, then the task."""
 
+import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -228,6 +229,7 @@ def start_devices(
             "weights of the trainers" if session.device == "cuda" else "engines and weights of the trainers"
         )
         building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
+        gc.collect()  # while they work
         fleet.finish_start(starting, building, workers.logs)
         if session.device == "cpu":
             fleet.sleep()

@@ -65,7 +65,8 @@ class Job(Protocol):
         that of the last one takes over its processes. None: they are new, and end with the run."""
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
-        """Start every process of the run; `stack` closes those that are not the session's."""
+        """Start every process of the run; `stack` closes those that are not the session's. Collects garbage while it
+        waits for them."""
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         """The task to train, and the parts whose state a checkpoint holds, by name."""
@@ -180,7 +181,6 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         )
         earlier = read_metrics(directory) if resume else {}
         health = HealthMonitor(earlier, actions=config.trainer.on_diagnosis)
-        gc.collect()
         gc.freeze()  # modules and data stay for the run: a full collection would look through them all, for 0.25 s
         stack.callback(gc.unfreeze)  # at the end of the process, libraries report what is left as leaks
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: conversations -> rows -> updates, on the same workers and loop as reinforcement learning."""
 
+import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -60,6 +61,7 @@ class SFTJob:
             place, *_ = gather(locating, "train worker.location", limit, group.logs, key=START_LIMIT)
             worker = sft_worker_config(config, directory, plan.steps)
             building = group.start(TrainWorker.build, worker, f"{place['address']}:{place['port']}")
+            gc.collect()  # while they work
             gather(building, "start-up", limit, group.logs, key=START_LIMIT)
         timeout = config.trainer.step_timeout
         plans = padded_plans(group, sft_policy_plan(config), None, timeout)
