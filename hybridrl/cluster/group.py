@@ -131,6 +131,8 @@ def spawn(
     if left is not None and made_with == settings:
         gather([left.renew.remote(*args)], f"{actor.__name__}.renew", session.timeout, key=START_LIMIT)
         return session.keep(actor, rank, left, settings)
+    if left is not None:
+        kill(left)
     group, bundle = session.bundle(rank)
     placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     options |= {"num_cpus": 0, "num_gpus": gpus if session.device == "cuda" else 0, "scheduling_strategy": placement}

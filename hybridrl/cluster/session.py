@@ -184,7 +184,7 @@ class RaySession:
     def leave(self) -> bool:
         """Leave the kept actors to a run that will `spawn` the same ones. Returns whether there are any, and all
         respond; otherwise `renew` has to end them."""
-        self.left, self.kept = self.kept or {}, {}
+        self.left, self.kept = self.kept or {}, None
         try:
             return bool(ray.get([one.__ray_ready__.remote() for one, _ in self.left.values()], timeout=READY_SECONDS))
         except RayError:

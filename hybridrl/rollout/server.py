@@ -44,7 +44,7 @@ class RolloutServer:
     ) -> int:
         """Build the engine, whose weights arrive later, or renew that of an earlier run. Returns this process's id."""
         if self.engine is not None:
-            await self._renew_engine(rollout.seed)
+            await self._renew_engine()
             return os.getpid()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -57,10 +57,10 @@ class RolloutServer:
             raise
         return os.getpid()
 
-    async def _renew_engine(self, seed: int) -> None:
-        await asyncio.gather(*self.running)  # requests that were abandoned
+    async def _renew_engine(self) -> None:
+        await asyncio.gather(*self.running)  # requests that the last run has abandoned
         self.finished = asyncio.Queue()
-        await self.engine.renew(seed, str(self.log))
+        await self.engine.renew(str(self.log))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine."""

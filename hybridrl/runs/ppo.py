@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +33,7 @@ from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, samp
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.settings import (
     ppo_worker_config,
+    process_settings,
     training_sampling,
     validation_sampling,
 )
@@ -78,12 +78,8 @@ class PPOJob:
         return self.resume
 
     def processes(self, plan: ResumePlan) -> Any:
-        if plan.checkpoint:
-            return None
-        config, section = self.config, self.config.actor_rollout_ref
-        worker = ppo_worker_config(config, self.algorithm, Path(), 0).of_process
-        tokenizer = config.data.tokenizer, config.data.trust_remote_code
-        return section.model, replace(section.rollout, seed=0), worker, tokenizer
+        # The engines of a run that is resumed may need less memory than is configured.
+        return None if plan.checkpoint else process_settings(self.config, self.algorithm)
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, inputs, logs = self.config, self.inputs, directory / "logs"

@@ -70,7 +70,8 @@ class WorkerConfig:
     @property
     def of_process(self) -> "WorkerConfig":
         """What a process keeps of it after `TrainWorker.renew`: equal for runs that can have the same processes."""
-        policy, critic = (one and replace(one, optimizer=None) for one in (self.policy, self.critic))
+        updates = {"optimizer": None, "total_updates": 0, "updates_per_step": 0}
+        policy, critic = (one and replace(one, **updates) for one in (self.policy, self.critic))
         return replace(self, seed=0, skipped_updates="", policy=policy, critic=critic)
 
 

@@ -63,12 +63,12 @@ class VllmEngine:
         await self._call_workers("init_weight_transfer_engine", {})
         unlink_segments()
 
-    async def renew(self, seed: int, log_file: str) -> None:
+    async def renew(self, log_file: str) -> None:
         self.sync_id, self.version = 0, -1
         self.observer.take()
         self.collector.sampled = 0
         await self.loop.call(lambda engine: engine.reset_prefix_cache())
-        await self._call_workers("renew", seed, log_file)
+        await self._call_workers("renew", log_file)
 
     async def generate(self, request: Request) -> Completion:
         version, parameters = self.version, sampling_params(request)

@@ -128,10 +128,9 @@ class EngineProcess:
 
     adapter: dict[str, torch.Tensor] | None = None  # tensors of the next adapter that have arrived
 
-    def renew(self, seed: int, log_file: str) -> None:
-        """Serve another run: with its log and seed, and without the memory of trainers whose handles may come again."""
+    def renew(self, log_file: str) -> None:
+        """Serve another run. The handles of its trainers' memory may be the same as those of the last one's."""
         redirect_output(log_file)
-        torch.manual_seed(seed)
         self.weight_transfer_engine.opened = self.adapter = None
 
     def load_adapter_bucket(self, info: dict[str, Any]) -> None:
