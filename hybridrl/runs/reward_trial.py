@@ -49,7 +49,7 @@ WRONG = {
     GUESSES: "every digit in the format",
     WORD: "one word 500 times",
 }
-_TRIED: dict[str, Findings] = {}  # what was tried last, and what was found
+_TRIED: dict[str, Findings] = {}  # what this process has tried without an error, and what was found
 Datasets = Mapping[str, PromptDataset | Prompts]
 FAILED = ("raised", "type", "none", "nan")  # faults of the function, not of the machine
 
@@ -164,7 +164,7 @@ def reject_failing_reward(
 ) -> None:
     """Try the reward before anything heavy starts. Prints warnings; raises ConfigError if it does not load, or scores
     no row of a data source. One with a limited rate of calls is only loaded; nothing is done with one that is called in
-    the driver, where nothing ends a call. What the run before has tried is not tried again."""
+    the driver, where nothing ends a call. What an earlier run has tried is not tried again."""
     if not config.reward.num_workers:
         return
     limited, tried = seconds_between_calls(config.reward), _identity(config, tokenizer, datasets)
@@ -172,7 +172,6 @@ def reject_failing_reward(
     if findings is None:
         findings = Findings()
         try_reward(config, tokenizer, datasets, findings, log, 0 if limited else SECONDS)
-        _TRIED.clear()
         if not findings.errors:
             _TRIED[tried] = findings
     for finding in findings.items:

@@ -110,6 +110,7 @@ class Sessions:
         if self._kept is not None:
             self._kept.close()
         self._kept = None
+        gc.unfreeze()  # at the end of the process, libraries report what is left as leaks
 
 
 def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
@@ -181,8 +182,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         )
         earlier = read_metrics(directory) if resume else {}
         health = HealthMonitor(earlier, actions=config.trainer.on_diagnosis)
-        gc.freeze()  # modules and data stay for the run: a full collection would look through them all, for 0.25 s
-        stack.callback(gc.unfreeze)  # at the end of the process, libraries report what is left as leaks
+        gc.freeze()  # modules and data stay for the run: a collection would look through them all, for 0.3 s
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
         if "wandb" in config.trainer.logger:  # which uploads it as it closes
             write_page(directory)
