@@ -48,6 +48,8 @@ class Batch:
     truncated: Tensor | None = field(default=None, metadata=ROW)  # [B] bool: stopped by the length limit
     response_mask: Tensor | None = field(default=None, metadata=RESPONSE)  # bool: the policy wrote this token
     rollout_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
+    # int32: steps between the weights that sampled a token and those that the step starts with; None: the same weights.
+    staleness: Tensor | None = field(default=None, metadata=RESPONSE)
     old_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
     reference_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
     reference_kl: Tensor | None = field(default=None, metadata=RESPONSE)  # KL(policy || reference), all tokens

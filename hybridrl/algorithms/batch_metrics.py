@@ -1,7 +1,7 @@
 """Metrics of a step's rows, under verl's names, and whether engine and trainer agree about the sampled tokens: both
 compute the same log-probs from the same weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
@@ -53,7 +53,9 @@ def value_metrics(batch: Batch) -> dict[str, float]:
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
     """Difference between rollout log-probs and training log-probs of the sampled tokens, given the same weights. Over
-    the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored."""
+    the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored, and so are tokens
+    that were sampled with older weights."""
+    batch = fresh_only(batch)
     if batch.old_log_probs is None or batch.rollout_log_probs is None or not batch.response_mask.any():
         return {}
     # In double precision: in single, k3 and chi-squared of a mean log-ratio of 1e-4 are rounding error.
@@ -92,6 +94,34 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
     return {f"training/{name}": float(value) for name, value in probabilities.items()} | {
         f"rollout_corr/{name}": float(value) for name, value in divergences.items()
     }
+
+
+def fresh_only(batch: Batch) -> Batch:
+    """Return the rows with a response mask of the tokens only that the step's own weights have sampled."""
+    if batch.staleness is None:
+        return batch
+    return replace(batch, response_mask=batch.response_mask & (batch.staleness == 0))
+
+
+def off_policy_metrics(batch: Batch) -> dict[str, float]:
+    """Staleness of the episodes, in steps, under verl's names: of their newest and oldest tokens, and how many steps
+    their tokens span; and the mean of all tokens that the policy wrote. Empty if all are of the step's own weights by
+    construction."""
+    if batch.staleness is None or not batch.response_mask.any():
+        return {}
+    tokens, row = batch.staleness[batch.response_mask], batch.response_row[batch.response_mask]
+    index = row if batch.episode is None else batch.episode[row]
+    index = index.unique(return_inverse=True)[1]
+    count = int(index.max()) + 1
+    oldest = tokens.new_zeros(count).scatter_reduce(0, index, tokens, "amax", include_self=False)
+    newest = tokens.new_zeros(count).scatter_reduce(0, index, tokens, "amin", include_self=False)
+    return (
+        _spread("training/off_policy/trajectory_staleness", newest)
+        | _spread("training/off_policy/trajectory_staleness_worst", oldest)
+        | _spread("training/off_policy/trajectory_spans", oldest - newest + 1)
+        | {"training/off_policy/token_staleness": _mean(tokens)}
+        | {"partial/continued_share": _mean(oldest > newest)}
+    )
 
 
 def throughput_metrics(metrics: dict[str, float], devices: int) -> dict[str, float]:
@@ -169,7 +199,7 @@ class Agreement:
     def check(self, batch: Batch) -> None:
         """Raise Disagreement if rows differ by more. A log-prob that is not finite is left to the updates, which skip
         it."""
-        trainer, engine, written = batch.old_log_probs, batch.rollout_log_probs, batch.response_mask
+        trainer, engine, written = batch.old_log_probs, batch.rollout_log_probs, fresh_only(batch).response_mask
         if trainer is None or engine is None or not written.any():
             return
         gap = float((trainer - engine)[written].double().abs().mean())

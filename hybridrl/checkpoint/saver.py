@@ -14,11 +14,14 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
+import numpy as np
+
 from hybridrl.checkpoint.store import Checkpoint, SaveFailed, Store
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.tracking import Stopwatch
 from hybridrl.tracking.console import info, warn
 
+ARRAYS = "state.npz"
 WAIT_SECONDS = 0.02  # between looks at what is on disk
 WHOLE = "hf_model"
 
@@ -31,18 +34,34 @@ LONGEST_INTERVAL = 600.0
 QUIET_SECONDS = 600.0  # between lines about recovery checkpoints; the last one is always reported
 
 
+def write_arrays(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Write the arrays of a state to a file of their own, if it has any. Returns the rest."""
+    arrays = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
+    if arrays:
+        np.savez(directory / ARRAYS, **arrays)
+    return {key: value for key, value in state.items() if key not in arrays}
+
+
+def read_arrays(directory: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a checkpoint's state."""
+    if not (directory / ARRAYS).exists():
+        return {}
+    with np.load(directory / ARRAYS, allow_pickle=False) as file:
+        return dict(file)
+
+
 class HasState(Protocol):
     """A part of a run whose state a checkpoint holds."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values for state.json, by keys that no other part uses."""
+        """The state by keys that no other part uses: plain values, for state.json, and arrays."""
 
 
 class Stateful(HasState, Protocol):
     """A part of a run whose state is also put back."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the part from a checkpoint's state.json, which holds the keys of all parts."""
+        """Restore the part from a checkpoint's state, which holds the keys of all parts."""
 
 
 class SavableModels(Protocol):
@@ -166,6 +185,7 @@ class Saver:
             return self._log_failure(error)
         state = self.latest | {"recovery": save is Save.RECOVERY} | self.log.state_dict()
         try:
+            state = write_arrays(directory, state)
             state["sharded"] = sharded = self._write(directory, save)
             self.store.complete(step, state)
         except (OSError, RuntimeError) as error:

@@ -38,7 +38,7 @@ class FilterGroupsConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    rollout_is: Literal["token", "sequence", "geometric"] | None
+    rollout_is: Literal["auto", "token", "sequence", "geometric"] | None
     rollout_is_threshold: str | None
     rollout_is_batch_normalize: bool
     rollout_rs: list[str]

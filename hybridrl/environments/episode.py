@@ -38,6 +38,10 @@ class Turn:
     seconds_model: float = 0.0
     seconds_tools: float = 0.0
 
+    @property
+    def token_versions(self) -> np.ndarray:
+        return np.broadcast_to(self.versions, len(self.sampled))
+
     @staticmethod
     def of(observed: Sequence[int], completion: Completion, *, fresh: bool = False) -> "Turn":
         stop = "length" if completion.truncated else "stop"
@@ -47,22 +51,25 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a batch. `mask` is true for the tokens that the policy sampled; others have log-prob 0. `rewards` are
-    those of the turns, on the last sampled token of each."""
+    """One row of a batch. `mask` is true for the tokens that the policy sampled; others have log-prob 0 and the version
+    of the turn before them. `rewards` are those of the turns, on the last sampled token of each."""
 
     prompt_ids: Sequence[int]
     response_ids: np.ndarray  # [T] int64
     log_probs: np.ndarray  # [T] float32
     mask: np.ndarray  # [T] bool
     rewards: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int64
 
     @staticmethod
     def of(turns: Sequence[Turn]) -> "Row":
         """Return turns whose context only grows as a row: the first prompt, then all that was sampled and observed."""
         first, *others = turns
         ids, log_probs, mask = [first.sampled], [first.log_probs], [np.ones(len(first.sampled), dtype=bool)]
+        versions = [first.token_versions]
         for turn in others:
             observed = len(turn.observed)
+            versions += [np.repeat(versions[-1][-1:], observed), turn.token_versions]
             ids += [np.asarray(turn.observed, dtype=np.int64), turn.sampled]
             log_probs += [np.zeros(observed, dtype=np.float32), turn.log_probs]
             mask += [np.zeros(observed, dtype=bool), np.ones(len(turn.sampled), dtype=bool)]
@@ -71,7 +78,8 @@ class Row:
         for number, turn in enumerate(turns):
             end += len(turn.sampled) + (len(turn.observed) if number else 0)
             rewards[end - 1] = turn.reward or 0.0
-        return Row(first.observed, response_ids, np.concatenate(log_probs), np.concatenate(mask), rewards)
+        columns = map(np.concatenate, (log_probs, mask))
+        return Row(first.observed, response_ids, *columns, rewards, np.concatenate(versions))
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,18 @@ def reward_component(score: Score, name: str, key: str) -> float:
     )
 
 
-def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, mask_truncated: bool = False) -> Batch:
+def to_batch(
+    groups: Sequence[PromptGroup],
+    reward_keys: Sequence[str] = (),
+    *,
+    mask_truncated: bool = False,
+    version: int | None = None,
+) -> Batch:
     """Return the groups as packed rows, numbered in their order, with the reward components named by `reward_keys`.
 
     An episode is one row, or several next to each other where its context was replaced. With `mask_truncated` no token
-    of an episode cut by a length limit is trained on.
+    of an episode cut by a length limit is trained on. `version` is that of the weights that the step starts with, if
+    tokens may have been sampled with others.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     rows_of = [episode.trajectory.rows() for episode in episodes]
@@ -80,6 +87,10 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
         pairs = zip(scores, lengths, strict=True)
         spread = [score.token_rewards or [0.0] * (length - 1) + [score.value] for score, length in pairs]
         token_rewards, _ = pack(spread, torch.float32)
+    staleness = None
+    if version is not None:
+        versions, _ = pack([row.versions for row in rows], torch.int32)
+        staleness = version - versions
     trained_on = ~truncated if mask_truncated else torch.ones_like(truncated)
     return Batch(
         prompt_lengths=prompt_lengths,
@@ -97,4 +108,5 @@ def to_batch(groups: Sequence[PromptGroup], reward_keys: Sequence[str] = (), *, 
         response_mask=sampled & trained_on.repeat_interleave(response_lengths),
         rollout_log_probs=log_probs,
         token_rewards=token_rewards,
+        staleness=staleness,
     )

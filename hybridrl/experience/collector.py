@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ from hybridrl.experience.episodes import Episode, EpisodeRunner
 from hybridrl.experience.spool import Spool
 from hybridrl.rewards.score import FaultGuard, Score, component_means
 from hybridrl.rollout import Sampling
+
+UNDER_WAY = "under_way"  # groups in a checkpoint that were started and not trained on
 
 
 class NothingToLearnFrom(RuntimeError):
@@ -45,7 +47,7 @@ class Experience(Protocol):
     def collect(self, step: int) -> Collected: ...
     def problem(self) -> str: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class ModeSwitch(Protocol):
@@ -57,14 +59,12 @@ class ModeSwitch(Protocol):
     def to_training(self) -> None: ...
 
 
-class SynchronousExperience:
-    """Samples each step's responses with the policy of the step before, in the run's seeded order of prompts.
+class SampledExperience:
+    """What every kind of experience has that samples its prompts in the run's seeded order.
 
-    `group_filter` drops groups without signal and draws further prompts (DAPO); with `greedy_baseline` one more
-    response per prompt is sampled greedily (ReMax, Li et al. 2023); `reward_keys` name the reward components (GDPO);
-    `mask_truncated` excludes truncated responses from training; tokens from `vocabulary` on are counted, which a padded
-    embedding has and no tokenizer. The run has `prompts_in_all` prompts; None: no end. A `spool` keeps the finished
-    responses of a step for a run that is resumed in it.
+    `group_filter` drops groups without signal and draws further prompts (DAPO); `reward_keys` name the reward
+    components (GDPO); `mask_truncated` excludes truncated responses from training; tokens from `vocabulary` on are
+    counted, which a padded embedding has and no tokenizer. The run has `prompts_in_all` prompts; None: no end.
     """
 
     def __init__(
@@ -79,17 +79,14 @@ class SynchronousExperience:
         samples_per_prompt: int,
         sampling: Sampling,
         group_filter: GroupFilter | None = None,
-        greedy_baseline: bool = False,
         reward_keys: tuple[str, ...] = (),
         mask_truncated: bool = False,
         vocabulary: int | None = None,
         prompts_in_all: int | None = None,
-        spool: Spool | None = None,
     ) -> None:
         self.engine, self.prompts, self.order, self.runner, self.guard = engine, prompts, order, runner, guard
         self.prompts_per_step, self.samples_per_prompt, self.sampling = prompts_per_step, samples_per_prompt, sampling
-        self.group_filter, self.greedy_baseline = group_filter, greedy_baseline
-        self.reward_keys, self.mask_truncated, self.spool = reward_keys, mask_truncated, spool
+        self.group_filter, self.reward_keys, self.mask_truncated = group_filter, reward_keys, mask_truncated
         self.prompts_in_all = sys.maxsize if prompts_in_all is None else prompts_in_all
         self.vocabulary = vocabulary
         self.position = 0  # prompts drawn since the run began
@@ -101,6 +98,53 @@ class SynchronousExperience:
     @property
     def epochs(self) -> float:
         return self.position / self.order.size
+
+    def problem(self) -> str:
+        """Return why the last step should not be trusted; empty if it can be."""
+        return "the reward function failed on too many of the step's responses" if self.guard.steps_above else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.position, "fault_steps": self.guard.steps_above}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.position = state["prompts"] + len(state.get(UNDER_WAY, ()))
+        self.guard.steps_above = state["fault_steps"]
+
+    def _batch(
+        self,
+        groups: Sequence[PromptGroup],
+        episodes: list[Episode],
+        scores: list[Score],
+        version: int | None = None,
+    ) -> tuple[Batch, dict[str, float]]:
+        """Return the rows to train on, and metrics of all episodes and scores of the step. `version` is that of its
+        weights, if tokens may have been sampled with others."""
+        if not groups:
+            raise NothingToLearnFrom(_none_scored(episodes))
+        batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated, version=version)
+        metrics = self.guard.check(scores) | component_means(scores) | conversation_metrics(episodes)
+        if self.mask_truncated:
+            if batch.truncated.all():
+                raise NothingToLearnFrom(
+                    f"each of the {len(batch)} responses was cut by the length limit, and such responses are masked; "
+                    "raise data.max_response_length or set algorithm.mask_truncated=false"
+                )
+            metrics["sampling/masked_truncated"] = int(batch.truncated.sum())
+        if self.vocabulary and (unknown := int((batch.response_ids >= self.vocabulary).sum())):
+            metrics["sampling/unknown_tokens"] = unknown
+        return batch, metrics
+
+
+class SynchronousExperience(SampledExperience):
+    """Samples each step's responses with the policy of the step before.
+
+    With `greedy_baseline` one more response per prompt is sampled greedily (ReMax, Li et al. 2023). A `spool` keeps the
+    finished responses of a step for a run that is resumed in it.
+    """
+
+    def __init__(self, *args: Any, greedy_baseline: bool = False, spool: Spool | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.greedy_baseline, self.spool = greedy_baseline, spool
 
     def collect(self, step: int) -> Collected:
         """Run episodes on the next prompts with the policy after `step - 1` steps; metrics have verl's names."""
@@ -117,30 +161,10 @@ class SynchronousExperience:
         if self.spool:
             self.spool.finish(len(scores))
         self.engine.to_training()
-        batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated)
-        reported = draws.metrics() | self.guard.check(scores) | component_means(scores) | conversation_metrics(episodes)
-        if self.mask_truncated:
-            if batch.truncated.all():
-                raise NothingToLearnFrom(
-                    f"each of the {len(batch)} responses was cut by the length limit, and such responses are masked; "
-                    "raise data.max_response_length or set algorithm.mask_truncated=false"
-                )
-            reported["sampling/masked_truncated"] = int(batch.truncated.sum())
-        if self.vocabulary and (unknown := int((batch.response_ids >= self.vocabulary).sum())):
-            reported["sampling/unknown_tokens"] = unknown
+        batch, reported = self._batch(groups, episodes, scores)
         self.position += draws.prompts
-        reported["training/epoch"] = (self.position - 1) // self.order.size
-        return Collected(batch, episodes, dict(metrics) | reported)
-
-    def problem(self) -> str:
-        """Return why the last step should not be trusted; empty if it can be."""
-        return "the reward function failed on too many of the step's responses" if self.guard.steps_above else ""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"prompts": self.position, "fault_steps": self.guard.steps_above}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position, self.guard.steps_above = state["prompts"], state["fault_steps"]
+        epoch = {"training/epoch": (self.position - 1) // self.order.size}
+        return Collected(batch, episodes, dict(metrics) | draws.metrics() | reported | epoch)
 
     def _draw(self, metrics: Counter[str]) -> tuple[Draws, list[Episode]]:
         """Draw prompts until the step has its groups. Returns every episode that was run as well."""

@@ -89,7 +89,8 @@ class SingleResponses:
     completions: dict[int, Completion] = field(default_factory=dict)
 
     async def ended(self) -> AsyncIterator[list[Ended]]:
-        spooled = self.spool.find(self.requests) if self.spool else {}
+        found = self.spool.find(self.requests) if self.spool else {}
+        spooled = {index: one for index, one in found.items() if not one.completion.interrupted}
         if spooled:
             scores = {index: None if self.scored_again else one.score for index, one in spooled.items()}
             self.completions = {index: one.completion for index, one in spooled.items() if scores[index] is None}
@@ -97,7 +98,8 @@ class SingleResponses:
                 (index, _single(self.requests[index], one.completion), scores[index]) for index, one in spooled.items()
             ]
         if missing := [index for index in range(len(self.requests)) if index not in spooled]:
-            async for finished in self.client.stream([self.requests[index] for index in missing]):
+            begun = {place: found[index].completion for place, index in enumerate(missing) if index in found}
+            async for finished in self.client.stream([self.requests[index] for index in missing], begun):
                 some = [(missing[place], completion) for place, completion in finished]
                 self.completions.update(some)
                 yield [(index, _single(self.requests[index], completion), None) for index, completion in some]
@@ -127,11 +129,12 @@ class Conversations:
     def _sample(self, request: Request) -> asyncio.Future[Completion]:
         if self.spool is None:
             return self.client.generate(request)
-        if found := self.spool.find([request]):
+        found = self.spool.find([request]).get(0)
+        if found is not None and not found.completion.interrupted:
             future = asyncio.get_running_loop().create_future()
-            future.set_result(found[0].completion)
+            future.set_result(found.completion)
             return future
-        future = self.client.generate(request)
+        future = self.client.generate(request, found and found.completion)
         future.add_done_callback(lambda done: done.exception() or self.spool.add(request, done.result()))
         return future
 
@@ -184,7 +187,17 @@ class EpisodeRunner:
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes of these places, in order, and the seconds it took. `finished` is called with each of
         them as soon as it has its score, in the thread of the caller."""
-        source: Source
+        return asyncio.run(self._run(self._source(places, spool), places, finished))
+
+    async def group(
+        self, prompt: Prompt, position: int, count: int, sampling: Sampling, kept: Spool | None = None
+    ) -> list[Episode]:
+        """Return `count` scored episodes of one prompt, while others run in the same event loop."""
+        places = [Place(prompt, position, position, sample, position, sampling) for sample in range(count)]
+        episodes, _ = await self._run(self._source(places, kept), places, shown=False)
+        return episodes
+
+    def _source(self, places: Sequence[Place], spool: Spool | None) -> Source:
         if self.workers is None:
             requests = [
                 Request(
@@ -196,40 +209,45 @@ class EpisodeRunner:
                 )
                 for one in places
             ]
-            source = SingleResponses(self.client, requests, spool, self.scorers.in_one_call)
-        else:
-            prompts = {one.number: one.prompt for one in places}
-            chats = {number: as_chat(prompt.messages) for number, prompt in prompts.items()}
-            rows = {number: _row(prompt) for number, prompt in prompts.items()}
-            specs = [
-                EpisodeSpec(
-                    one.number, one.sample, chats[one.number], rows[one.number], one.sampling, self.seed, one.seed_key
-                )
-                for one in places
-            ]
-            source = Conversations(self.client, self.workers, specs, spool)
-        return asyncio.run(self._run(source, places, finished))
+            return SingleResponses(self.client, requests, spool, self.scorers.in_one_call)
+        prompts = {one.number: one.prompt for one in places}
+        chats = {number: as_chat(prompt.messages) for number, prompt in prompts.items()}
+        rows = {number: _row(prompt) for number, prompt in prompts.items()}
+        specs = [
+            EpisodeSpec(
+                one.number, one.sample, chats[one.number], rows[one.number], one.sampling, self.seed, one.seed_key
+            )
+            for one in places
+        ]
+        return Conversations(self.client, self.workers, specs, spool)
 
     async def _run(
-        self, source: Source, places: Sequence[Place], finished: Callable[[Episode], None] | None = None
+        self,
+        source: Source,
+        places: Sequence[Place],
+        finished: Callable[[Episode], None] | None = None,
+        *,
+        shown: bool = True,
     ) -> tuple[list[Episode], dict[str, float]]:
         began = time.monotonic()
         ended: list[Ended] = []
         scores: list[Future[Score]] = []
         reports = Reports(len(places), finished) if finished else None
-        Activity.is_now(f"responses 0/{len(places)}")
+        show = Activity.is_now if shown else lambda text: None
+        show(f"responses 0/{len(places)}")
         async for some in source.ended():
             ended += some
-            Activity.is_now(f"responses {len(ended)}/{len(places)}")
+            show(f"responses {len(ended)}/{len(places)}")
             if not self.scorers.in_one_call:
                 scores += self._submit(source, places, some, reports)
         generated = time.monotonic()
-        Activity.is_now("reward")
+        show("reward")
         if self.scorers.in_one_call:
             ended.sort(key=lambda one: one[0])
             scores = self._submit(source, places, ended, reports)
         if reports:
             await reports.all()
+        await asyncio.gather(*map(asyncio.wrap_future, scores))
         episodes = [
             (index, self._episode(places[index], trajectory, score.result()))
             for (index, trajectory, _), score in zip(ended, scores, strict=True)

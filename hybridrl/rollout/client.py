@@ -6,18 +6,21 @@ neither the server nor the order in which responses finish changes a result.
 
 A server that died raises; one that is slow merely takes longer: it counts as hung once it has sampled no token for
 `timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried.
+
+Between `interrupt` and `resume` the devices can be used otherwise: whoever awaits a response waits longer, and gets it
+with the version of the weights that sampled each of its tokens.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import count
-from typing import Protocol
+from types import MappingProxyType
 
 from hybridrl.cluster.watchdog import SILENT_SECONDS
-from hybridrl.rollout.types import Completion, Request
+from hybridrl.rollout.lanes import Job, Key, Lane, Server, ServerFailure
+from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.tracking.console import warn
 
 logger = logging.getLogger(__name__)
@@ -25,14 +28,6 @@ logger = logging.getLogger(__name__)
 CHECK_SECONDS = 10.0
 CHECKS = 9  # of a server's progress before its silence is reported
 LOOK_SECONDS = 2.0  # between looks for servers that hang, and for a lost cluster
-
-
-class ServerFailure(RuntimeError):
-    """A call of a server failed, or its process is gone; `cause` is the reason in one line."""
-
-    def __init__(self, message: str, cause: str) -> None:
-        super().__init__(message)
-        self.cause = cause
 
 
 class RolloutFailure(RuntimeError):
@@ -45,45 +40,6 @@ class ModeError(RuntimeError):
     """The call needs the devices in the other mode: rollout or training."""
 
     code = "wrong-mode"
-
-
-class Server(Protocol):
-    """A rollout server as the client uses it; awaited calls raise ServerFailure."""
-
-    def submit(self, requests: list[tuple[int, Request]]) -> None: ...
-    async def take(self) -> list[tuple[int, Completion]]: ...
-    async def check(self) -> int: ...  # the tokens that its engine has sampled so far
-    async def activity(self) -> str: ...  # where its processes are
-    def kill(self) -> None: ...
-
-
-@dataclass
-class Job:
-    """A request in flight, with the future that its caller awaits."""
-
-    ticket: int
-    request: Request
-    future: asyncio.Future[Completion]
-    attempts: int = 0
-
-
-@dataclass(eq=False)
-class Lane:
-    """One server and its work; `given` is everything that it was given since it was last idle.
-
-    `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
-    Its silence is not reported before the loop time `due`.
-    """
-
-    server: Server
-    running: dict[int, Job] = field(default_factory=dict)
-    given: list[Job] = field(default_factory=list)
-    pump: asyncio.Task | None = None  # fetches responses as long as any is running
-    rebuilding: bool = False
-    tokens: int = 0
-    checked: float = 0.0
-    moved: float = 0.0
-    due: float = 0.0
 
 
 class RolloutClient:
@@ -111,6 +67,10 @@ class RolloutClient:
         self.available = True
         self.restarts = 0
         self.retried = 0
+        self.reprefilled = 0  # tokens of interrupted requests that were computed again
+        self.on_finished: Callable[[], None] = lambda: None  # called after responses have arrived
+        self._interrupted: asyncio.AbstractEventLoop | None = None  # in which requests are held
+        self._held: list[Job] = []
         self._waiting: deque[Job] = deque()
         self._homes: dict[int, Lane] = {}  # by prompt: the server that has it cached
         self._tickets = count()
@@ -118,27 +78,81 @@ class RolloutClient:
         self._dispatch_due = False
         self._watch_task: asyncio.Task | None = None
 
-    def generate(self, request: Request) -> asyncio.Future[Completion]:
-        """Sample one response; `await` the result, in the event loop of the other requests in flight."""
+    def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
+        """Sample one response, or the rest of one that is `begun`; `await` the result, in the event loop of the other
+        requests in flight."""
+        loop = asyncio.get_running_loop()
+        job = Job(next(self._tickets), request, loop.create_future(), begun)
+        if loop is self._interrupted:
+            self._held.append(job)
+            return job.future
         if not self.available:
             raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
-        loop = asyncio.get_running_loop()
+        self._enter(loop)
+        self._waiting.append(job)
+        self._dispatch_soon(loop)
+        return job.future
+
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop is not self._loop:  # what an earlier loop left unfinished has no callers any more
-            self._loop, self._dispatch_due = loop, False
+            self._loop, self._dispatch_due, self._watch_task = loop, False, None
             self._waiting.clear()
-        future: asyncio.Future[Completion] = loop.create_future()
-        self._waiting.append(Job(next(self._tickets), request, future))
+
+    def _dispatch_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._dispatch_due:  # once for all requests of this turn of the loop: they travel in one call per server
             self._dispatch_due = True
             loop.call_soon(self._dispatch)
-        return future
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[list[tuple[int, Completion]]]:
+    @property
+    def load(self) -> int:
+        """Requests that wait or run."""
+        return len(self._waiting) + sum(len(lane.running) for lane in self.lanes)
+
+    async def interrupt(self) -> None:
+        """Stop sampling, and hold all unfinished requests of this event loop until `resume`."""
+        loop = asyncio.get_running_loop()
+        self._interrupted = loop
+        for lane in self.lanes:
+            if lane.running:
+                lane.server.interrupt()
+        await self.idle()
+        if self._watch_task is not None and self._loop is loop:
+            self._watch_task.cancel()
+        self._held += self._waiting
+        self._waiting.clear()
+        self._homes.clear()
+        for lane in self.lanes:
+            lane.goal = None
+
+    async def idle(self) -> None:
+        """Wait until no server has a request."""
+        await asyncio.gather(*(lane.pump for lane in self.lanes if lane.pump is not None))
+
+    def resume(self, goals: Sequence[Goal | None] = ()) -> None:
+        """Continue the requests that are held, with the weights that the engines have now. With `fixed`, each server
+        stops by itself once its goal is reached, so that it does so after the same iteration every time."""
+        loop, self._interrupted = asyncio.get_running_loop(), None
+        self._enter(loop)
+        held, self._held = self._held, []
+        for lane, goal in zip(self.lanes, goals or [None] * len(self.lanes), strict=True):
+            lane.goal = goal
+        self._waiting.extend(sorted((job for job in held if not job.future.done()), key=lambda job: job.key))
+        self.reprefilled += sum(len(rest.prompt_ids) for rest in (job.rest() for job in self._waiting) if rest.begun)
+        self._dispatch_soon(loop)
+
+    def held(self) -> dict[Key, Job]:
+        """Return the requests that wait for `resume`."""
+        return {job.key: job for job in self._held if not job.future.done()}
+
+    async def stream(
+        self, requests: Sequence[Request], begun: Mapping[int, Completion] = MappingProxyType({})
+    ) -> AsyncIterator[list[tuple[int, Completion]]]:
         """Sample a response to every request and yield them as they finish, with the indices of the requests; those
-        that arrive together come in one list."""
+        that arrive together come in one list. Of some, by index, the beginning is known."""
         finished: asyncio.Queue[tuple[int, asyncio.Future[Completion]]] = asyncio.Queue()
         for index, request in enumerate(requests):
-            self.generate(request).add_done_callback(lambda future, index=index: finished.put_nowait((index, future)))
+            future = self.generate(request, begun.get(index))
+            future.add_done_callback(lambda future, index=index: finished.put_nowait((index, future)))
         missing = len(requests)
         while missing:
             arrived = [await finished.get()]
@@ -162,6 +176,8 @@ class RolloutClient:
 
     def _dispatch(self) -> None:
         """Give waiting requests to servers with capacity, all samples of a prompt to the same one."""
+        if self._interrupted is asyncio.get_running_loop():
+            return
         self._dispatch_due = False
         given: dict[int, list[Job]] = {}
         while self._waiting:
@@ -180,7 +196,7 @@ class RolloutClient:
                 given.setdefault(index, []).append(job)
         for index, jobs in given.items():
             lane = self.lanes[index]
-            lane.server.submit([(job.ticket, job.request) for job in jobs])
+            lane.server.submit([(job.ticket, job.rest()) for job in jobs], lane.goal)
             if lane.pump is None:
                 lane.checked = lane.moved = asyncio.get_running_loop().time()
                 lane.pump = asyncio.create_task(self._pump(lane))
@@ -210,18 +226,31 @@ class RolloutClient:
                 for ticket, completion in finished:
                     job = lane.running.pop(ticket, None)  # None: of requests that were abandoned
                     if job and not job.future.done():  # done: the caller gave up, or a whole share is retried
-                        job.future.set_result(completion)
+                        self._arrived(job, completion)
                 self._dispatch()
+                self.on_finished()
         except Exception as error:
             self._fail(error)
         finally:
             lane.running, lane.given, lane.pump = {}, [], None
+
+    def _arrived(self, job: Job, part: Completion) -> None:
+        whole = job.add(part)
+        if part.interrupted:
+            job.begun = whole
+            self._held.append(job)
+        else:
+            job.future.set_result(whole)
 
     async def _rebuild(self, lane: Lane, failure: ServerFailure) -> None:
         """Rebuild a lost server and retry what it had not finished."""
         index = self.lanes.index(lane)
         if await self._tokens(lane) is not None:
             raise RolloutFailure(f"rollout server {index} is well but rejected a request:\n{failure}")
+        if self._interrupted is asyncio.get_running_loop():  # it is rebuilt when the engines are needed next
+            self._held += lane.running.values()
+            lane.running = {}
+            return
         lost = lane.given if self.fixed else list(lane.running.values())
         for job in lost:
             job.attempts += 1
@@ -241,6 +270,7 @@ class RolloutClient:
         )
         self.restarts += 1
         self.retried += len(lost)
+        self._held = [job for job in self._held if job not in lost]  # interrupted before its server was lost
         lane.running, lane.given, lane.rebuilding = {}, [], True
         self._waiting.extendleft(reversed(lost))
         self._dispatch()  # the other servers may have capacity

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.statistics import EngineStats
-from hybridrl.rollout.types import Completion, Request
+from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.rollout.vllm.settings import vllm_environment
 from hybridrl.weights.buckets import Bucket, Handle
 
@@ -39,8 +39,11 @@ class RolloutEngine(Protocol):
     async def hold(self) -> None:
         """Queue requests without starting them, with an empty prefix cache."""
 
-    async def release(self) -> None:
-        """Start all queued requests."""
+    async def release(self, goal: Goal | None = None) -> None:
+        """Start all queued requests, and interrupt them by itself once the goal is reached."""
+
+    async def interrupt(self) -> None:
+        """End all requests now: `generate` returns their responses so far, which may be continued later."""
 
     async def sleep(self) -> None:
         """Drop the cache and free device memory until `wake`."""

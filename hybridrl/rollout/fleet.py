@@ -13,12 +13,13 @@ from hybridrl.cluster import Actor, Group, Pending, RaySession, RemoteFailure, c
 from hybridrl.cluster.group import START_LIMIT, check_ray
 from hybridrl.cluster.watchdog import explain
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.rollout.client import RolloutClient, ServerFailure
+from hybridrl.rollout.client import RolloutClient
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.rollout.ladder import MARK, MemoryLadder, Settings, with_settings
+from hybridrl.rollout.lanes import ServerFailure
 from hybridrl.rollout.server import RolloutServer
 from hybridrl.rollout.statistics import engine_metrics
-from hybridrl.rollout.types import Completion, Request
+from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.console import info
@@ -42,8 +43,11 @@ class RemoteServer:
     def __init__(self, actor: Actor, log: str, failure: Callable[[Exception], ServerFailure]) -> None:
         self.actor, self.log, self.failure = actor, log, failure
 
-    def submit(self, requests: list[tuple[int, Request]]) -> None:
-        self.actor.submit.remote(requests)
+    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None:
+        self.actor.submit.remote(requests, goal)
+
+    def interrupt(self) -> None:
+        self.actor.interrupt.remote()
 
     async def take(self) -> list[tuple[int, Completion]]:
         return await self._result(self.actor.take.remote())

@@ -9,7 +9,7 @@ from typing import Any
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, shortage
-from hybridrl.rollout.types import Completion, Request
+from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private
 
@@ -83,8 +83,8 @@ class RolloutServer:
         if self.lacked:
             raise EngineShortOfMemory(f"{MARK}: {self.lacked}") from error
 
-    async def submit(self, requests: list[tuple[Ticket, Request]]) -> None:
-        """Start requests, whose responses are fetched with `take`."""
+    async def submit(self, requests: list[tuple[Ticket, Request]], goal: Goal | None = None) -> None:
+        """Start requests, whose responses are fetched with `take`. With a goal they end once it is reached."""
         if not self.fixed:
             for ticket, request in requests:
                 self._start(ticket, request)
@@ -96,7 +96,14 @@ class RolloutServer:
                 task = self._start(ticket, request)
                 while self.engine.unfinished < count and not task.done():
                     await asyncio.sleep(0)
-            await self.engine.release()
+            await self.engine.release(goal)
+        except Exception as error:  # raised by `take`
+            self.finished.put_nowait((-1, error))
+
+    async def interrupt(self) -> None:
+        """End all requests: `take` returns what they have so far."""
+        try:
+            await self.engine.interrupt()
         except Exception as error:  # raised by `take`
             self.finished.put_nowait((-1, error))
 

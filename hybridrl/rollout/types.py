@@ -1,7 +1,8 @@
 """What a rollout engine is given and what it returns."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +26,8 @@ class Sampling:
 @dataclass(frozen=True)
 class Request:
     """One response wanted to one prompt. Requests with the same `prompt` number share a prefix, and `sample` counts
-    them; a later `turn` of an episode continues what a server has cached."""
+    them; a later `turn` of an episode continues what a server has cached. The last `begun` tokens of the prompt are the
+    beginning of the response, which was interrupted."""
 
     prompt: int
     sample: int
@@ -33,22 +35,63 @@ class Request:
     seed: int
     sampling: Sampling
     turn: int = 0
+    begun: int = 0
 
 
 @dataclass(frozen=True)
 class Completion:
     """One response: its tokens [T] int64, the end token included, and their log-probs [T] float32 as sampled.
 
-    `versions` is the weight version that each token was sampled with: [T] int64, or one number for all of them.
+    `versions` is the weight version that each token was sampled with: [T] int64, or one number for all of them. One
+    that was `interrupted` is to be continued, and may have no token yet.
     """
 
     token_ids: np.ndarray
     log_probs: np.ndarray
     truncated: bool
     versions: np.ndarray | int
+    interrupted: bool = False
+
+    def then(self, later: "Completion") -> "Completion":
+        """Return both parts of a response as one."""
+        if not len(self.token_ids):
+            return later
+        parts = (self, later)
+        return replace(
+            later,
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            log_probs=np.concatenate([part.log_probs for part in parts]),
+            versions=np.concatenate([np.broadcast_to(part.versions, len(part.token_ids)) for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When an engine has sampled enough: of each of these sets of prompts, so many have all their responses."""
+
+    needs: Sequence[tuple[Collection[int], int]]
+
+    def reached(self, complete: Collection[int]) -> bool:
+        return all(sum(prompt in some for prompt in complete) >= count for some, count in self.needs)
 
 
 def request_seed(run_seed: int, *keys: int | str) -> int:
     """Derive the seed of one response from the run's seed and its place in the run, such as position and sample."""
     text = "/".join(map(str, (run_seed, *keys)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") & 0x7FFFFFFF
+
+
+def continuation(request: Request, part: Completion) -> Request:
+    """Return the request for the rest of a response of which a part is sampled. Its seed derives from the number of
+    tokens that there are."""
+    begun, sampling = len(part.token_ids), request.sampling
+    if not begun:
+        return request
+    left = {"max_tokens": sampling.max_tokens - begun, "min_tokens": max(sampling.min_tokens - begun, 0)}
+    return replace(
+        request,
+        prompt_ids=[*request.prompt_ids, *part.token_ids.tolist()],
+        seed=request_seed(request.seed, begun),
+        sampling=replace(sampling, **left),
+        begun=begun,
+    )

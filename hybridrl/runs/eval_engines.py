@@ -9,8 +9,8 @@ from hybridrl.cluster.group import control_limit
 from hybridrl.cluster.holder import hold_devices
 from hybridrl.config import PPOConfig
 from hybridrl.rollout import RolloutClient
-from hybridrl.rollout.client import Server
 from hybridrl.rollout.fleet import RolloutFleet
+from hybridrl.rollout.lanes import Server
 from hybridrl.tracking.console import info, stage
 
 

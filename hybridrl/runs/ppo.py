@@ -12,12 +12,14 @@ from hybridrl.checkpoint.saver import Stateful
 from hybridrl.cluster import Group, RaySession, gather
 from hybridrl.cluster.group import START_LIMIT, control_limit
 from hybridrl.config import PPOConfig
+from hybridrl.config.checks.asynchronous import continues_rollouts, most_under_way
 from hybridrl.config.help import batch_arithmetic, samplings
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.environments.pool import EpisodeWorkers
 from hybridrl.evaluation.evaluator import Evaluator
-from hybridrl.experience.collector import SynchronousExperience
+from hybridrl.experience.asynchronous import AsynchronousExperience
+from hybridrl.experience.collector import SampledExperience, SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter
 from hybridrl.experience.episodes import EpisodeRunner
 from hybridrl.experience.sample_log import SampleLog
@@ -82,7 +84,7 @@ class PPOJob:
         return None if plan.checkpoint else process_settings(self.config, self.algorithm)
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
-        config, inputs, logs = self.config, self.inputs, directory / "logs"
+        config, inputs, logs, self.stack = self.config, self.inputs, directory / "logs", stack
         load = partial(tokenizer_elsewhere, config)
         self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, load))
         worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
@@ -95,7 +97,7 @@ class PPOJob:
         self.scorers.wait_until_loaded()
         if self.episodes is not None:
             self.episodes.wait_until_ready(config.trainer.startup_timeout)
-        if config.trainer.spool_samples:
+        if config.trainer.spool_samples and not continues_rollouts(config):  # there checkpoints have what is finished
             fingerprints = sample_fingerprints(config, plan.identity.data)
             whole = config.actor_rollout_ref.rollout.full_determinism
             self.spool = stack.enter_context(Spool(directory / "spool", *fingerprints, whole_steps=whole))
@@ -148,30 +150,39 @@ class PPOJob:
         }
         return task, parts
 
-    def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...]) -> SynchronousExperience:
+    def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...]) -> SampledExperience:
         config, data, reward = self.config, self.config.data, self.config.reward
         rollout, filter_groups, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, None
         if filter_groups.enable and rollout.n > 1:
             metric = filter_groups.metric or "score"
             limit, least = filter_groups.max_num_gen_batches, config.actor_rollout_ref.actor.ppo_mini_batch_size
             group_filter = GroupFilter(metric, limit, data.gen_batch_size, least)
-        return SynchronousExperience(
-            self.engine,
-            self.prompts,
-            self.order,
-            runner,
-            FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps),
-            prompts_per_step=data.train_batch_size,
-            samples_per_prompt=rollout.n,
-            sampling=training_sampling(rollout, stop_ids),
-            group_filter=group_filter,
-            greedy_baseline="greedy_rewards" in self.algorithm.entry.reads,
-            reward_keys=tuple(config.algorithm.gdpo_reward_keys),
-            mask_truncated=config.algorithm.mask_truncated,
-            vocabulary=len(self.tokenizer),
-            prompts_in_all=self.resume.total_prompts,
-            spool=self.spool,
+        guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
+        parts = self.engine, self.prompts, self.order, runner, guard
+        settings = {
+            "prompts_per_step": data.train_batch_size,
+            "samples_per_prompt": rollout.n,
+            "sampling": training_sampling(rollout, stop_ids),
+            "group_filter": group_filter,
+            "reward_keys": tuple(config.algorithm.gdpo_reward_keys),
+            "mask_truncated": config.algorithm.mask_truncated,
+            "vocabulary": len(self.tokenizer),
+            "prompts_in_all": self.resume.total_prompts,
+        }
+        greedy = "greedy_rewards" in self.algorithm.entry.reads
+        if not continues_rollouts(config):
+            return SynchronousExperience(*parts, greedy_baseline=greedy, spool=self.spool, **settings)
+        engines = len(self.engine.fleet)
+        experience = AsynchronousExperience(
+            *parts,
+            bound=config.trainer.v1.sampler.max_off_policy_threshold,
+            most=most_under_way(config),
+            slots=engines * rollout.max_num_seqs,
+            shares=engines if rollout.full_determinism else 0,
+            **settings,
         )
+        self.stack.callback(experience.close)
+        return experience
 
     def schedule(self, steps: int) -> Schedule:
         trainer = self.config.trainer

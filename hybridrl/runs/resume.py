@@ -13,7 +13,7 @@ from hybridrl.algorithms import Algorithm
 from hybridrl.checkpoint.fingerprints import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.read import check_parts
 from hybridrl.checkpoint.resume import check_compatible, flatten, resume_summary, select_checkpoint
-from hybridrl.checkpoint.saver import Stateful
+from hybridrl.checkpoint.saver import Stateful, read_arrays
 from hybridrl.checkpoint.store import Checkpoint, is_verl
 from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
@@ -217,8 +217,9 @@ def restore(
     saved, contents = plan.checkpoint, plan.contents
     assert saved is not None
     updates = workers.load(saved.path, contents)
+    state = saved.state | read_arrays(saved.path)
     for part in parts.values():
-        part.load_state_dict(saved.state)
+        part.load_state_dict(state)
     from_verl, missing = is_verl(saved.path), {}
     kl_in_reward = isinstance(config, PPOConfig) and config.algorithm.use_kl_in_reward
     if resets_optimizer(config):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hybridrl.config.schema import ValidationSamplingConfig
+from hybridrl.config.schema_rollout import ValidationSamplingConfig
 from hybridrl.data.prompts import Prompt
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.evaluation.evaluator import Evaluator, validation_metrics

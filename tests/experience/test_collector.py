@@ -35,7 +35,7 @@ class Client:
     def __init__(self, lengths: dict[tuple[int, int], int] | None = None) -> None:
         self.lengths, self.calls = lengths or {}, []
 
-    async def stream(self, requests):
+    async def stream(self, requests, begun=None):
         self.calls.append((list(requests), requests[0].sampling))
         for index, request in reversed(list(enumerate(requests))):
             row, number = request.prompt_ids[0], GREEDY if request.sampling.temperature == 0 else request.sample

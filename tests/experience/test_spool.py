@@ -30,7 +30,7 @@ class Dying(Client):
         super().__init__()
         self.count, self.error = count, error or Killed()
 
-    async def stream(self, requests):
+    async def stream(self, requests, begun=None):
         async for finished in super().stream(requests):
             if not self.count:
                 raise self.error

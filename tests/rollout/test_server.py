@@ -31,7 +31,7 @@ class FakeEngine:
             raise RuntimeError("dead")
         self.events.append("hold")
 
-    async def release(self) -> None:
+    async def release(self, goal=None) -> None:
         self.events.append("release")
 
     async def wake(self, part: str) -> str:

@@ -70,7 +70,7 @@ class Engine:
     def __init__(self, evaluation: "Faked") -> None:
         self.evaluation, self.fixed = evaluation, False
 
-    async def stream(self, requests):
+    async def stream(self, requests, begun=None):
         tokenizer = self.evaluation.tokenizer
         for index, request in enumerate(requests):
             if self.evaluation.breaks_after == index:

@@ -6,6 +6,7 @@ Checks keys against one another and against this machine; each value by itself w
 from dataclasses import asdict
 
 from hybridrl.config.checks import algorithm, training
+from hybridrl.config.checks.asynchronous import resolve_asynchronous
 from hybridrl.config.checks.engine import check_engine_arguments
 from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
@@ -40,6 +41,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     _check_sampling(config, check.at(ROLLOUT))
     check_engine_arguments(section.rollout, check.at(ROLLOUT))
     algorithm.check_data(config.data, check)
+    resolve_asynchronous(config, check)
     algorithm.check_estimator(config, check)
     algorithm.check_bypass(config, check)
     algorithm.check_policy_loss(config, check)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -26,10 +27,11 @@ class Response:
     parts: list[np.ndarray] = field(default_factory=list)  # log-probs of the tokens, by iteration
     prompt_log_probs: list[float] = field(default_factory=list)
     truncated: bool = False
+    interrupted: bool = False
 
     @property
     def log_probs(self) -> np.ndarray:
-        return np.concatenate(self.parts, dtype=np.float32)
+        return np.concatenate([np.empty(0), *self.parts], dtype=np.float32)
 
     def add(self, output: EngineCoreOutput) -> bool:
         """Add what an iteration has sampled; returns whether a text ends the response, with the token that completes
@@ -53,12 +55,32 @@ class Collector:
     def __init__(self) -> None:
         self.tokenizer: PreTrainedTokenizerBase | None = None  # needed where texts end responses
         self.responses: dict[str, Response] = {}
+        self.begun: dict[str, int] = {}  # by name, of requests that continue a response: its tokens in their prompt
         self.sampled = 0  # tokens of finished responses
 
     def add_request(self, request: EngineCoreRequest, *_: Any) -> None:
-        stopped = bool(request.sampling_params.stop)
-        texts = IncrementalDetokenizer.from_new_request(self.tokenizer, request) if stopped else None
+        begun = self.begun.pop(request.external_req_id, 0)
+        texts = self._texts(request, begun) if request.sampling_params.stop else None
         self.responses[request.request_id] = Response(request.external_req_id, texts)
+
+    def _texts(self, request: EngineCoreRequest, begun: int) -> IncrementalDetokenizer:
+        """Return what looks for the texts that end a response, also for one that begins before an interruption."""
+        split = len(request.prompt_token_ids) - begun
+        prompt, response = request.prompt_token_ids[:split], request.prompt_token_ids[split:]
+        texts = IncrementalDetokenizer.from_new_request(
+            self.tokenizer, msgspec.structs.replace(request, prompt_token_ids=prompt)
+        )
+        for token in response:
+            texts.update([token], False)
+        return texts
+
+    def interrupt(self) -> dict[str, Response]:
+        """Return the unfinished responses by the engine's ids, and forget them."""
+        interrupted, self.responses = self.responses, {}
+        for response in interrupted.values():
+            response.interrupted = True
+            self.sampled += len(response.token_ids)
+        return interrupted
 
     def process_outputs(
         self, outputs: Sequence[EngineCoreOutput], *, iteration_stats: IterationStats | None = None, **_: Any

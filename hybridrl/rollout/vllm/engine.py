@@ -6,6 +6,8 @@ a token. An engine over several devices has a further process for each, which im
 
 import json
 import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.statistics import EngineStats
-from hybridrl.rollout.types import Completion, Request
+from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.rollout.vllm import repairs
 from hybridrl.rollout.vllm.collector import Collector, Response
 from hybridrl.rollout.vllm.loop import EngineLoop
@@ -65,6 +67,7 @@ class VllmEngine:
 
     async def renew(self, log_file: str) -> None:
         self.sync_id, self.version = 0, -1
+        self.loop.enough = None
         self.observer.take()
         self.collector.sampled = 0
         await self.loop.call(lambda engine: engine.reset_prefix_cache())
@@ -75,14 +78,18 @@ class VllmEngine:
         if parameters.stop:
             self._read_texts()
         self.observer.submitted()
-        response = await self._respond(f"{request.prompt}-{request.sample}", request.prompt_ids, parameters)
+        name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
+        if request.begun and parameters.stop:
+            self.collector.begun[name] = request.begun
+        response = await self._respond(name, request.prompt_ids, parameters)
         self.observer.stats.tokens += len(response.token_ids)
-        return Completion(np.asarray(response.token_ids), response.log_probs, response.truncated, version)
+        token_ids = np.asarray(response.token_ids, dtype=np.int64)
+        return Completion(token_ids, response.log_probs, response.truncated, version, response.interrupted)
 
     async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> Response:
         adapter = adapter_request(self.sync_id) if self.adapted else None
         prompt = TokensPrompt(prompt_token_ids=prompt_ids)
-        return await self.loop.generate(f"{name}-{os.urandom(4).hex()}", prompt, parameters, lora_request=adapter)
+        return await self.loop.generate(name, prompt, parameters, lora_request=adapter)
 
     def _read_texts(self) -> None:
         """Load the tokenizer, which the engine starts without: few runs end responses by texts."""
@@ -93,14 +100,18 @@ class VllmEngine:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        return (await self._respond("probe", token_ids, parameters)).prompt_log_probs
+        return (await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)).prompt_log_probs
 
     async def hold(self) -> None:
         await self.loop.call(lambda engine: engine.reset_prefix_cache())
         self.loop.hold()
 
-    async def release(self) -> None:
+    async def release(self, goal: Goal | None = None) -> None:
+        self.loop.enough = Progress(goal, self.loop.responses) if goal else None
         self.loop.release()
+
+    async def interrupt(self) -> None:
+        await self.loop.interrupt()
 
     @property
     def unfinished(self) -> int:
@@ -155,6 +166,24 @@ class VllmEngine:
     async def _call_workers(self, method: str, *args: Any) -> None:
         """Call a method of `worker.py` next to the model, on every device."""
         await self.loop.call(lambda engine: engine.collective_rpc(method, args=args))
+
+
+class Progress:
+    """Whether a goal is reached, from the names of all requests and of the responses that finish."""
+
+    def __init__(self, goal: Goal, names: Iterable[str]) -> None:
+        self.goal, self.complete = goal, set[int]()
+        self.prompts = {name: int(name.partition("-")[0]) for name in names}
+        self.missing = Counter(self.prompts.values())
+
+    def __call__(self, response: Response) -> bool:
+        prompt = self.prompts.get(response.name)
+        if prompt is None:
+            return False
+        self.missing[prompt] -= 1
+        if not self.missing[prompt]:
+            self.complete.add(prompt)
+        return self.goal.reached(self.complete)
 
 
 def sampling_params(request: Request) -> SamplingParams:

@@ -28,6 +28,7 @@ class EngineLoop:
         self.calls: SimpleQueue[tuple[Callable[[LLMEngine], Any], Future]] = SimpleQueue()
         self.responses: dict[str, Future[Response]] = {}  # of unfinished requests, by name
         self.held: list[Callable[[LLMEngine], Any]] | None = None  # requests that wait for `release`
+        self.enough: Callable[[Response], bool] | None = None  # called with each that finished: whether to interrupt
         self.failure: Exception | None = None
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -65,6 +66,17 @@ class EngineLoop:
         held, self.held = self.held or [], None
         self._submit(lambda engine: [add(engine) for add in held])
 
+    async def interrupt(self) -> None:
+        """End all requests between two iterations: their responses have the tokens so far."""
+        await self.call(self._interrupt)
+
+    def _interrupt(self, engine: "LLMEngine") -> None:
+        interrupted = engine.output_processor.interrupt()
+        engine.engine_core.abort_requests(list(interrupted))
+        engine.logger_manager.idle()
+        for response in interrupted.values():
+            self.responses.pop(response.name).set_result(response)
+
     def check(self) -> None:
         """Raise if the engine is dead. Any thread may ask."""
         if self.failure is not None or getattr(self.engine and self.engine.model_executor, "is_failed", False):
@@ -82,8 +94,11 @@ class EngineLoop:
             self.engine = engine = self.build()
             while True:
                 self._make_calls(engine)
-                for response in engine.step() if engine.has_unfinished_requests() else ():
+                finished = engine.step() if engine.has_unfinished_requests() else ()
+                for response in finished:
                     self.responses.pop(response.name).set_result(response)
+                if self.enough is not None and any([self.enough(response) for response in finished]):
+                    self._interrupt(engine)
         except Exception as error:
             self.failure = error
             self._fail(error)

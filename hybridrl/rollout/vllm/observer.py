@@ -21,6 +21,10 @@ class Observer(StatLoggerBase):
         if self.since is None:
             self.since = time.monotonic()
 
+    def idle(self) -> None:
+        """Note that the engine has no request any more."""
+        self.running, self.since = 0, None
+
     def take(self) -> EngineStats:
         """Return what was added up since the last call."""
         taken, self.stats = self.stats, EngineStats()

@@ -1,0 +1,71 @@
+"""Rollouts that are continued over steps: what goes with them, and how the age of their tokens is corrected for."""
+
+from math import ceil
+
+from hybridrl.config.catalog import ESTIMATORS
+from hybridrl.config.findings import Checker
+from hybridrl.config.schema import PPOConfig
+
+V1, ROLLOUT = "trainer.v1", "actor_rollout_ref.rollout"
+MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
+
+
+def continues_rollouts(config: PPOConfig) -> bool:
+    """Whether a step leaves responses unfinished that later steps continue."""
+    mode, rollout = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout
+    return mode == "colocate_async" or rollout.over_sample_rate > 0
+
+
+def most_under_way(config: PPOConfig) -> int:
+    """Return the most groups that may be started and not trained on yet."""
+    batch, v1 = config.data.train_batch_size, config.trainer.v1
+    further = config.actor_rollout_ref.rollout.over_sample_rate or v1.colocate_async.num_warmup_batches
+    return ceil(batch * (1 + further))
+
+
+def resolve_asynchronous(config: PPOConfig, check: Checker) -> None:
+    """Choose the correction; add findings about what does not go together."""
+    v1, correction = config.trainer.v1, config.algorithm.rollout_correction
+    off_policy = continues_rollouts(config) and v1.sampler.max_off_policy_threshold > 0
+    chosen = correction.rollout_is
+    if chosen == "auto":
+        correction.rollout_is = "token" if off_policy and not correction.bypass_mode else None
+    if v1.trainer_mode == "separate_async":
+        cause = "separate devices for rollout are not supported yet"
+        check.error(MODE, cause, "set colocate_async, which gains as much on shared devices")
+    if not continues_rollouts(config):
+        return
+    _check_continued(config, check)
+    if off_policy and chosen is None and not correction.bypass_mode:
+        key = "algorithm.rollout_correction.rollout_is"
+        cause = f"tokens up to {v1.sampler.max_off_policy_threshold} steps old are trained on as if they were new"
+        check.warn(f"{key} {BOUND} {MODE}", cause, f"set {key}=token")
+
+
+def _check_continued(config: PPOConfig, check: Checker) -> None:
+    v1, rollout = config.trainer.v1, config.actor_rollout_ref.rollout
+    key = MODE if v1.trainer_mode == "colocate_async" else OVER
+    if v1.sampler.max_off_policy_strategy == "drop":
+        name = f"{V1}.sampler.max_off_policy_strategy"
+        cause = "dropping what is old removes long responses more often than short ones"
+        check.error(f"{name} {key}", cause, f"set {name}=wait: fewer prompts are started, and all are trained on")
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
+    if estimator is not None and "greedy_rewards" in estimator.reads:
+        cause = f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with a greedy response of the same "
+        check.error(f"{key} algorithm.adv_estimator", f"{cause}weights", f"set {MODE}=sync and {OVER}=0")
+    if config.reward.num_workers == 0:
+        cause = "the reward would be computed between the requests of the engines"
+        check.error(f"reward.num_workers {key}", cause, "leave it at null")
+    if rollout.full_determinism:
+        _check_deterministic(config, key, check)
+
+
+def _check_deterministic(config: PPOConfig, key: str, check: Checker) -> None:
+    rollout, name = config.actor_rollout_ref.rollout, f"{ROLLOUT}.full_determinism"
+    engines, batch = config.trainer.devices // rollout.tensor_model_parallel_size, config.data.train_batch_size
+    if batch % engines:
+        cause = f"with {name}=true each of the {engines} engines has its share of the prompts"
+        check.error(f"data.train_batch_size {name} {key}", cause, f"set a multiple of {engines}")
+    if config.algorithm.filter_groups.enable:
+        cause = f"the shares of the engines would differ with {name}=true"
+        check.error(f"algorithm.filter_groups.enable {name} {key}", cause, f"set {name}=false")

@@ -1,0 +1,117 @@
+"""The rollout section of the configuration, and what continues rollouts over steps; see schema.py."""
+
+from typing import Any, Literal
+
+from hybridrl.config import values
+from hybridrl.config.values import Section
+
+
+class ValidationSamplingConfig(Section):
+    n: values.Positive
+    do_sample: bool
+    temperature: values.NonNegative
+    top_p: values.ShareAboveZero
+    top_k: values.TopK
+
+
+class EngineKwargsConfig(Section):
+    vllm: dict[str, Any]
+
+
+class WeightTransferConfig(Section):
+    update_weights_bucket_megabytes: values.Positive
+
+
+class MultiTurnConfig(Section):
+    enable: bool
+    environment: str | None
+    environment_kwargs: dict[str, Any]
+    tools: list[str]
+    tool_config_path: str | None
+    function_tool_path: str | None
+    interaction_config_path: str | None
+    format: str
+    history_reasoning: Literal["keep", "strip"]
+    tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"]
+    max_assistant_turns: values.Positive | None
+    max_user_turns: values.Positive | None
+    max_assistant_response_length: values.Positive | None
+    max_parallel_calls: values.Positive
+    max_tool_response_length: values.Positive
+    tool_response_truncate_side: Literal["left", "middle", "right"]
+    max_consecutive_invalid_tool_calls: values.Positive | None
+    tool_timeout: values.Seconds
+    tool_retries: values.Natural
+    on_tool_failure: Literal["message", "exclude"] | None
+    episode_timeout: values.Seconds
+
+
+class AgentConfig(Section):
+    num_workers: values.Positive | None
+    default_agent_loop: str
+    agent_loop_config_path: str | None
+    path: str | None
+    name: str
+    mode: Literal["inline", "process", "online"]
+    concurrency: values.Positive
+    turn_discount: values.Share
+    host: str
+    port: values.Positive
+
+
+class RolloutConfig(Section):
+    name: Literal["vllm"]
+    mode: Literal["async", "sync"]
+    n: values.Positive
+    do_sample: bool
+    temperature: values.NonNegative
+    top_p: values.ShareAboveZero
+    top_k: values.TopK
+    repetition_penalty: values.AboveZero
+    min_tokens: values.Natural
+    ignore_eos: bool
+    stop: list[str]
+    seed: values.Natural
+    full_determinism: bool
+    prompt_length: values.Positive
+    response_length: values.Positive
+    dtype: values.DType | None
+    tensor_model_parallel_size: values.Positive
+    gpu_memory_utilization: values.ShareAboveZero
+    max_model_len: values.Positive | None
+    max_num_seqs: values.Positive
+    max_num_batched_tokens: values.Positive
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    enforce_eager: bool
+    cudagraph_capture_sizes: list[values.Positive]
+    free_cache_engine: bool
+    calculate_log_probs: bool
+    log_prob_micro_batch_size: values.Positive | None
+    log_prob_micro_batch_size_per_gpu: values.Positive | None
+    log_prob_use_dynamic_bsz: bool
+    log_prob_max_token_len_per_gpu: values.Positive
+    max_log_prob_gap: values.AboveZero | None
+    request_timeout: values.Seconds
+    request_retries: values.Natural
+    over_sample_rate: values.NonNegative
+    checkpoint_engine: WeightTransferConfig
+    engine_kwargs: EngineKwargsConfig
+    val_kwargs: ValidationSamplingConfig
+    multi_turn: MultiTurnConfig
+    agent: AgentConfig
+
+
+class ColocateAsyncConfig(Section):
+    num_warmup_batches: values.Natural
+
+
+class OffPolicyConfig(Section):
+    max_off_policy_threshold: values.Natural
+    max_off_policy_strategy: Literal["wait", "drop"]
+
+
+class V1Config(Section):
+    trainer_mode: Literal["sync", "colocate_async", "separate_async"]
+    colocate_async: ColocateAsyncConfig
+    sampler: OffPolicyConfig
