@@ -102,10 +102,6 @@ class RolloutConfig(Section):
     agent: AgentConfig
 
 
-class ColocateAsyncConfig(Section):
-    num_warmup_batches: values.Natural
-
-
 class OffPolicyConfig(Section):
     max_off_policy_threshold: values.Natural
     max_off_policy_strategy: Literal["wait", "drop"]
@@ -113,5 +109,4 @@ class OffPolicyConfig(Section):
 
 class V1Config(Section):
     trainer_mode: Literal["sync", "colocate_async", "separate_async"]
-    colocate_async: ColocateAsyncConfig
     sampler: OffPolicyConfig

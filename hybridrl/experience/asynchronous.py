@@ -57,14 +57,15 @@ class AsynchronousExperience(SampledExperience):
     """Keeps groups of episodes running over the steps, none of which is trained on with tokens that are more than
     `bound` steps old. A step takes the groups that are complete, and does not wait for the slowest responses.
 
-    At most `most` groups are under way, of which the engines work on `slots` responses at a time. With `shares` the
+    At most `most` groups are under way, and as many as keep the engines as full as a synchronous step would: they work
+    on `slots` responses at a time. With `shares` the
     groups are divided among so many servers, each of which interrupts itself, so that the same happens every time.
     """
 
     def __init__(self, *args: Any, bound: int, most: int, slots: int, shares: int = 0, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.slots, self.fixed = slots, shares > 0
-        batch = self.prompts_per_step
+        batch, self.fixed = self.prompts_per_step, shares > 0
+        self.full = min(slots, batch * self.samples_per_prompt) * (1 + QUEUED)
         count = max(shares, 1)
         self.shares = [Admission(bound, batch // count, most // count) for _ in range(count)]
         self.carried = Carried()
@@ -191,13 +192,11 @@ class AsynchronousExperience(SampledExperience):
 
     def _admit(self, version: int) -> None:
         """Start as many groups as may be under way and the engines can work on."""
-        client = self.runner.client
-        most = self.slots * (1 + QUEUED)
-        load = client.load
+        load = self.runner.client.load
         while self.position < self.prompts_in_all:
             share = self._share_of(self.position)
             needed = len(share.started) < share.batch
-            if share.capacity() <= 0 or not (needed or self.fixed or load < most):
+            if share.capacity() <= 0 or not (needed or self.fixed or load < self.full):
                 return
             share.start([self.position], version)
             self._run(self.position)

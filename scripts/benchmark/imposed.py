@@ -13,8 +13,6 @@ from math import exp
 from statistics import NormalDist
 from typing import Any
 
-from hybridrl.rollout.types import request_seed
-
 SEED = 0  # trainer.seed of a run
 
 
@@ -37,23 +35,26 @@ class Responses:
         random.Random(0).shuffle(lengths)
         return lengths
 
-    def by_seed(self) -> dict[int, int]:
-        """Return the tokens of each response by the seed of its request, for the first 200 steps."""
-        places = [(position, sample) for position in range(200 * self.prompts) for sample in range(self.samples)]
-        seeds = (request_seed(SEED, position, sample) for position, sample in places)
-        return {seed: self.lengths[place % len(self.lengths)] for place, seed in enumerate(seeds)}
+    def length(self, request: Any) -> int:
+        """Return the tokens of a request's response, also where its prompt has the number of its place in the run."""
+        return self.lengths[request.prompt % self.prompts * self.samples + request.sample]
 
 
-# 25m: heavy-tailed as in reasoning; quickstart: similar to what its model generates.
-RESPONSES = {"25m": Responses(16, 8, 90.0, 0.95, 512), "quickstart": Responses(32, 8, 28.0, 0.35, 64)}
+# 25m: heavy-tailed as in reasoning; quickstart: similar to what its model generates; tail: long reasoning, in which few
+# responses have most of the tokens.
+RESPONSES = {
+    "25m": Responses(16, 8, 90.0, 0.95, 512),
+    "quickstart": Responses(32, 8, 28.0, 0.35, 64),
+    "tail": Responses(32, 8, 150.0, 1.2, 2048),
+}
 
 
 def impose(engine: Any) -> None:
-    plain, lengths = engine.sampling_params, RESPONSES[os.environ["IMPOSED"]].by_seed()
+    plain, responses = engine.sampling_params, RESPONSES[os.environ["IMPOSED"]]
 
     def imposed(request: Any) -> Any:
         parameters = plain(request)
-        parameters.max_tokens = lengths[request.seed]
+        parameters.max_tokens = responses.length(request) - request.begun
         return parameters
 
     engine.sampling_params = imposed

@@ -18,9 +18,10 @@ def continues_rollouts(config: PPOConfig) -> bool:
 
 def most_under_way(config: PPOConfig) -> int:
     """Return the most groups that may be started and not trained on yet."""
-    batch, v1 = config.data.train_batch_size, config.trainer.v1
-    further = config.actor_rollout_ref.rollout.over_sample_rate or v1.colocate_async.num_warmup_batches
-    return ceil(batch * (1 + further))
+    bound, rollout = config.trainer.v1.sampler.max_off_policy_threshold, config.actor_rollout_ref.rollout
+    # With full_determinism engines get all at once, however full they are.
+    most = min(bound, 1) if rollout.full_determinism else bound
+    return ceil(config.data.train_batch_size * (1 + (rollout.over_sample_rate or most)))
 
 
 def resolve_asynchronous(config: PPOConfig, check: Checker) -> None:
