@@ -21,9 +21,7 @@ from hybridrl.rollout import Goal
 from hybridrl.tracking.sink import Activity
 
 T = TypeVar("T")
-QUEUED = (
-    0.25  # requests that wait in the engines, as a share of those that run: a response that ends is replaced at once
-)
+QUEUED = 0.25  # requests that wait in the engines, as a share of those that run, and replace one that ends at once
 
 
 class LoopThread:
@@ -154,6 +152,7 @@ class AsynchronousExperience(SampledExperience):
     async def _sample_freely(self, version: int) -> list[int]:
         client, (share,) = self.runner.client, self.shares
         client.resume()
+        await asyncio.sleep(0)  # groups of an earlier process request their responses, which count as load
         while True:
             self.changed.clear()
             self._gather()

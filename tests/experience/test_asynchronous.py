@@ -215,7 +215,7 @@ def test_the_metrics_say_how_old_what_is_trained_on_is():
     experience.close()
     assert metrics[0]["training/off_policy/trajectory_staleness_worst/max"] == 0
     assert metrics[2]["training/off_policy/trajectory_staleness_worst/max"] == 2
-    assert metrics[2]["training/off_policy/trajectory_staleness/max"] == 1
+    assert metrics[2]["training/off_policy/trajectory_staleness/max"] == 0
     assert metrics[2]["training/off_policy/trajectory_staleness/min"] == 0
     assert metrics[2]["training/off_policy/trajectory_spans/max"] == 3
     assert metrics[2]["partial/continued_share"] == 0.5
