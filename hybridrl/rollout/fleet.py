@@ -176,7 +176,8 @@ class RolloutFleet:
     def take_metrics(self) -> dict[str, float]:
         """Return what the engines did since the last call; nothing if one of them is dead, which is rebuilt later."""
         try:
-            return engine_metrics(self.servers.broadcast(RolloutEngine.take_stats, timeout=CHECK_SECONDS))
+            stats = self.servers.broadcast(RolloutEngine.take_stats, timeout=CHECK_SECONDS)
+            return engine_metrics(stats, self.rollout.max_num_seqs)
         except RemoteFailure:
             return {}
 

@@ -34,9 +34,9 @@ class EngineStats:
         return sum(seconds for running, seconds in self.seconds.items() if 2 * running < max(self.seconds))
 
 
-def engine_metrics(engines: Sequence[EngineStats]) -> dict[str, float]:
-    """Return the metrics of all engines: preemptions, queue and tokens per second added up, means by time, the tail of
-    the engine with the longest. Empty if none had requests."""
+def engine_metrics(engines: Sequence[EngineStats], slots: int) -> dict[str, float]:
+    """Return the metrics of all engines, of which each may run `slots` requests: preemptions, queue and tokens per
+    second added up, means by time, the tail of the engine with the longest. Empty if none had requests."""
     busy = [one for one in engines if one.busy > 0]
     if not busy:
         return {}
@@ -48,6 +48,7 @@ def engine_metrics(engines: Sequence[EngineStats]) -> dict[str, float]:
         "rollout/kv_cache_usage/mean": sum(one.cache_seconds for one in busy) / seconds,
         "rollout/running_requests/max": max(max(one.seconds) for one in busy),
         "rollout/running_requests/mean": requests / seconds,
+        "rollout/busy_share": requests / seconds / slots,
         "rollout/waiting_requests/max": max(one.waiting_peak for one in busy),
         "rollout/prefix_cache_hit_share": sum(one.prefix_hits for one in busy) / queries if queries else 0.0,
         "rollout/tokens_per_s": sum(one.tokens / one.busy for one in busy),

@@ -28,7 +28,7 @@ def sample(model: ModelConfig, rollout: RolloutConfig) -> tuple[list[list[int]],
         engine = VllmEngine("cpu", model, rollout, 1)
         await engine.connect()
         responses = await asyncio.gather(*map(engine.generate, REQUESTS))
-        return [response.token_ids.tolist() for response in responses], engine_metrics([await engine.take_stats()])
+        return [response.token_ids.tolist() for response in responses], engine_metrics([await engine.take_stats()], 4)
 
     return asyncio.run(run())
 

@@ -51,13 +51,14 @@ def test_a_rollout_is_described_by_its_running_and_waiting_requests_its_cache_an
     stats = engine.take()
     stats.tokens = 500
     assert stats.seconds == {8: 6.0, 3: 1.0, 1: 3.0}
-    assert engine_metrics([stats]) == pytest.approx(
+    assert engine_metrics([stats], 8) == pytest.approx(
         {
             "rollout/preemptions": 2,
             "rollout/kv_cache_usage/max": 0.9,
             "rollout/kv_cache_usage/mean": (0.5 + 1.8 + 0.9 + 0.1) / 10,
             "rollout/running_requests/max": 8,
             "rollout/running_requests/mean": (48 + 3 + 3) / 10,
+            "rollout/busy_share": 5.4 / 8,
             "rollout/waiting_requests/max": 4,
             "rollout/prefix_cache_hit_share": 0.3,
             "rollout/tokens_per_s": 50,
@@ -84,7 +85,7 @@ def test_the_time_between_two_rollouts_and_the_probe_of_a_sync_is_not_counted(cl
 def test_counts_of_engines_add_up_and_the_longest_tail_counts():
     one = EngineStats({4: 2.0}, cache_seconds=2.0, cache_peak=1.0, waiting_peak=3, preemptions=1, tokens=100)
     other = EngineStats({4: 3.0, 1: 3.0}, cache_seconds=1.0, cache_peak=0.2, preemptions=2, tokens=60)
-    metrics = engine_metrics([one, other, EngineStats()])
+    metrics = engine_metrics([one, other, EngineStats()], 4)
     assert metrics["rollout/preemptions"] == 3 and metrics["rollout/waiting_requests/max"] == 3
     assert metrics["rollout/kv_cache_usage/max"] == 1.0
     assert metrics["rollout/kv_cache_usage/mean"] == pytest.approx(3 / 8)
@@ -93,5 +94,5 @@ def test_counts_of_engines_add_up_and_the_longest_tail_counts():
 
 
 def test_a_rollout_of_one_request_has_no_tail_and_without_requests_there_are_no_metrics():
-    assert engine_metrics([EngineStats({1: 5.0})])["rollout/last_request_share"] == 0
-    assert engine_metrics([EngineStats()]) == {}
+    assert engine_metrics([EngineStats({1: 5.0})], 4)["rollout/last_request_share"] == 0
+    assert engine_metrics([EngineStats()], 4) == {}

@@ -1,0 +1,114 @@
+"""Rollouts that are continued over steps, with real engines and whole runs."""
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+
+from hybridrl.rollout import Completion, Request
+from tests.integration.answers import PROMPT, SAMPLING, rows, update
+from tests.integration.test_resume import compared_metrics, kill_in_step
+from tests.integration.test_run import assert_gone, finish, metrics, start, validation_keys
+
+CONTINUED = {"trainer.v1.trainer_mode": "colocate_async", "actor_rollout_ref.rollout.max_num_seqs": 4}
+
+
+def test_each_part_of_a_response_that_is_continued_over_two_syncs_has_the_log_probs_of_its_weights(parts):
+    engine, workers = parts
+    sampling = replace(SAMPLING, max_tokens=400, ignore_eos=True)
+    wanted = [Request(0, sample, PROMPT, 50 + sample, sampling) for sample in range(3)]
+    loop, first = asyncio.new_event_loop(), engine.version + 1
+    lengths, gaps = [0, 0, 0], []
+
+    async def sample_some(begin) -> list:
+        futures = begin()
+        await asyncio.sleep(0.2)
+        await engine.client.interrupt()
+        return futures
+
+    def compare(parts: list[Completion]) -> None:
+        """Compare the tokens sampled last, and those before, with the trainer's weights; then update these."""
+        engine.to_training()
+        batch = rows(wanted, {(0, sample): part for sample, part in enumerate(parts)})
+        gap = (workers.forward_log_probs(batch).old_log_probs - batch.rollout_log_probs).abs().numpy()
+        new = np.concatenate(
+            [np.arange(len(part.token_ids)) >= done for part, done in zip(parts, lengths, strict=True)]
+        )
+        gaps.append((gap[new].max(), gap[~new].max() if lengths[0] else 1.0))
+        lengths[:] = [len(part.token_ids) for part in parts]
+        update(workers, batch)
+
+    engine.to_rollout(first)
+    futures = loop.run_until_complete(sample_some(lambda: [engine.client.generate(request) for request in wanted]))
+    compare([engine.client.held()[0, sample, 0].begun for sample in range(3)])
+    engine.to_rollout(first + 1)
+    loop.run_until_complete(sample_some(engine.client.resume))
+    compare([engine.client.held()[0, sample, 0].begun for sample in range(3)])
+    engine.to_rollout(first + 2)
+
+    async def end() -> list[Completion]:
+        engine.client.resume()
+        return await asyncio.gather(*futures)
+
+    whole = loop.run_until_complete(end())
+    loop.close()
+    compare(whole)
+    for of_its_weights, of_others in gaps:
+        assert of_its_weights < 1e-4 < 0.1 < of_others, "updates must change the policy for this to mean anything"
+    for response in whole:
+        assert len(response.token_ids) == 400
+        assert sorted(set(response.versions.tolist())) == [first, first + 1, first + 2]
+
+
+@pytest.fixture(scope="module")
+def synchronous(overrides, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("synchronous")
+    finish(start("main_ppo", overrides(directory, {"trainer.total_training_steps": 3})))
+    return directory
+
+
+@pytest.mark.slow
+def test_with_a_threshold_of_zero_a_run_is_the_synchronous_one(overrides, synchronous, tmp_path):
+    more = {"trainer.total_training_steps": 3, "trainer.v1.trainer_mode": "colocate_async"}
+    finish(start("main_ppo", overrides(tmp_path, more | {"trainer.v1.sampler.max_off_policy_threshold": 0})))
+    expected, measured = compared_metrics(synchronous), compared_metrics(tmp_path)
+    for step, values in expected.items():
+        both = values.keys() & measured[step].keys()
+        assert len(both) > 60
+        assert {name: measured[step][name] for name in both} == {name: values[name] for name in both}
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_validates_with_responses_under_way_and_says_how_old_they_are(overrides, tiny, tmp_path):
+    more = {"trainer.total_training_steps": 4, "trainer.test_freq": 2} | CONTINUED | validation_keys(tiny)
+    finish(start("main_ppo", overrides(tmp_path, more)))
+    found = metrics(tmp_path)
+    assert found[1]["partial/open_at_switch"] > 0
+    assert found[4]["partial/reprefill_tokens"] > 0
+    assert 0 < max(one["training/off_policy/trajectory_staleness_worst/max"] for one in found.values() if len(one) > 60) <= 8
+    assert any(name.startswith("val-core/") for name in found[2])
+    lines = (tmp_path / "rollouts" / "4.jsonl").read_text().splitlines()
+    assert len(lines) == 32 and all(json.loads(line)["episode"]["trained"] for line in lines)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_with_responses_under_way_ends_as_one_that_never_was(overrides, tmp_path):
+    def arguments(name: str) -> list[str]:
+        more = {"trainer.deterministic": True, "trainer.total_training_steps": 5, "trainer.save_freq": 1}
+        return overrides(tmp_path / name, more | CONTINUED)
+
+    finish(start("main_ppo", arguments("unbroken")))
+    process = start("main_ppo", arguments("killed"))
+    processes = psutil.Process(process.pid).children(recursive=True)
+    kill_in_step(process, "driver", tmp_path / "killed", 2, random.Random(3))
+    process.communicate(timeout=60)
+    assert_gone(processes)
+    output = finish(start("main_ppo", arguments("killed")))
+    assert "resuming after step" in output
+    unbroken = compared_metrics(tmp_path / "unbroken")
+    assert any(step["partial/continued_share"] > 0 for step in unbroken.values())
+    assert compared_metrics(tmp_path / "killed") == unbroken
