@@ -115,7 +115,9 @@ class AsynchronousExperience(SampledExperience):
     def close(self) -> None:
         """Abandon all that is under way."""
         if self.thread is not None:
-            self.thread.close()
+            thread, self.thread = self.thread, None
+            thread.run(self.runner.close())
+            thread.close()
 
     def state_dict(self) -> dict[str, Any]:
         started = self.under_way

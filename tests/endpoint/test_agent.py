@@ -20,7 +20,7 @@ from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, trajectory
-from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
+from hybridrl.environments.worker import Call, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
 from hybridrl.rollout import Completion, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
 from tests.integration.agents import Echo, EchoLoop, echo
@@ -294,13 +294,13 @@ def test_rows_that_name_nothing_else_run_in_the_agent(worker, tokenizer, columns
     seeds = []
 
     async def drive() -> Trajectory:
-        await worker.begin("1", pickle.dumps([(7, spec)]))
+        await worker.give("1", pickle.dumps(([(7, spec)], [])))
         while True:
             for ticket, what in pickle.loads(await worker.take("1")):
                 if isinstance(what, Trajectory):
                     return what
                 seeds.append(what.seed)
-                await worker.answer(pickle.dumps([(ticket, completion_of(tokenizer, "yes"))]))
+                await worker.give("1", pickle.dumps(([], [(ticket, completion_of(tokenizer, "yes"))])))
 
     found = asyncio.run(drive())
     assert len(found.turns) == turns and found.fault is None
@@ -314,8 +314,9 @@ def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worke
         asked.append(request.sampling)
         return completion_of(tokenizer, "yes")
 
-    monkeypatch.setattr(worker, "ask", ask)
+    call = Call()
+    monkeypatch.setattr(call, "ask", ask)
     sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,), stop=("</search>",))
-    policy = WorkerPolicy(worker, 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
+    policy = WorkerPolicy(worker.kit, call, 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
     asyncio.run(policy.generate([1, 2], max_tokens=9, stop=("</answer>",)))
     assert [(one.stop, one.max_tokens) for one in asked] == [(("</search>", "</answer>"), 9)]

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -90,8 +91,9 @@ def specs(*rows: dict, count: int = 2) -> list[EpisodeSpec]:
 def run(workers: EpisodeWorkers, wanted: Sequence[EpisodeSpec], sampler: Sampler, **options) -> list[Trajectory]:
     async def collect() -> list[Trajectory]:
         ended = {}
-        async for some in EpisodeDispatch(workers, wanted, sampler, **{"together": False, **options}).run():
-            ended |= dict(some)
+        with closing(EpisodeDispatch(workers, **options)) as dispatch:
+            async for some in dispatch.run(wanted, sampler):
+                ended |= dict(some)
         return [ended[index] for index in range(len(wanted))]
 
     return asyncio.run(collect())
