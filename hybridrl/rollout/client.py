@@ -121,6 +121,8 @@ class RolloutClient:
         self._held += self._waiting
         self._waiting.clear()
         self._homes.clear()
+        for lane in self.lanes:
+            lane.goal = None
 
     async def idle(self) -> None:
         """Wait until no server has a request."""

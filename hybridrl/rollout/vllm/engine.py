@@ -165,18 +165,17 @@ class Progress:
 
     def __init__(self, goal: Goal, names: Iterable[str]) -> None:
         self.goal, self.complete = goal, set[int]()
-        self.missing = Counter(_prompt_of(name) for name in names)
+        self.prompts = {name: int(name.partition("-")[0]) for name in names}
+        self.missing = Counter(self.prompts.values())
 
     def __call__(self, response: Response) -> bool:
-        prompt = _prompt_of(response.name)
+        prompt = self.prompts.get(response.name)
+        if prompt is None:
+            return False
         self.missing[prompt] -= 1
         if not self.missing[prompt]:
             self.complete.add(prompt)
         return self.goal.reached(self.complete)
-
-
-def _prompt_of(name: str) -> int:
-    return int(name.partition("-")[0])
 
 
 def sampling_params(request: Request) -> SamplingParams:
