@@ -102,11 +102,13 @@ class EpisodeDispatch:
     """Runs episodes in the processes, which may be started at any time, all in one event loop, until it is closed.
 
     With `together` turns are requested once every episode that runs wants one, so that engines form the same batches
-    every time.
+    every time. `held` returns whether turns wait for the devices, so that no episode may end for long.
     """
 
-    def __init__(self, workers: EpisodeWorkers, *, together: bool = False) -> None:
-        self.workers, self.together = workers, together
+    def __init__(
+        self, workers: EpisodeWorkers, *, together: bool = False, held: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.workers, self.together, self.held = workers, together, held
         self.call = os.urandom(8).hex()  # names it, as the processes have episodes of others too
         self.lanes = [Lane(index, actor) for index, actor in enumerate(workers.actors)]
         self.tickets = count()
@@ -164,8 +166,10 @@ class EpisodeDispatch:
                 return await asyncio.wait_for(ended.get(), max(self.moved + SILENT_SECONDS - loop.time(), 0.01))
             except TimeoutError:
                 if loop.time() < self.moved + SILENT_SECONDS:
-                    continue
+                    continue  # another has ended since, or it was said
                 self.moved = loop.time()
+                if self.held():
+                    continue
                 running = sum(len(lane.episodes) for lane in self.lanes)
                 thinking = sum(len(lane.thinking()) for lane in self.lanes)
                 info(

@@ -10,6 +10,7 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
+from hybridrl.environments.held import HeldPolicy
 from hybridrl.environments.load import environment_of, runs_function
 from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, trajectory
@@ -62,7 +64,9 @@ class EpisodeSettings:
 
 
 class AgentRunner(Protocol):
-    """Runs episodes that have a loop of their own."""
+    """Runs episodes that have a loop of their own, at most `concurrency` of a call at a time."""
+
+    concurrency: int | None
 
     async def start(self) -> Any:
         """Prepare for episodes."""
@@ -74,7 +78,10 @@ class AgentRunner(Protocol):
 @dataclass(eq=False)
 class Call:
     """The episodes of one dispatch of the driver. `ready` has tickets, each with the Request of its episode or its
-    Trajectory."""
+    Trajectory. `places` limits the agents that run: those of another call must not wait for them, since they may be
+    held while the other call runs."""
+
+    places: AbstractAsyncContextManager = field(default_factory=nullcontext)
 
     tasks: dict[Ticket, asyncio.Task] = field(default_factory=dict)
     asked: dict[Ticket, asyncio.Future[Completion]] = field(default_factory=dict)
@@ -109,7 +116,7 @@ class WorkerPolicy:
     def __init__(self, kit: Kit, call: Call, ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
         self.kit, self.call, self.ticket, self.spec, self.sampling = kit, call, ticket, spec, sampling
         self.turn = 0
-        self.version: np.ndarray | int = 0  # of the weights that the last turn was sampled with
+        self.versions: list[np.ndarray] = []  # of the weights that each token was sampled with, by turn
 
     async def generate(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -128,7 +135,7 @@ class WorkerPolicy:
         sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *stop))
         request = Request(spec.prompt, spec.sample, list(prompt_ids), seed, sampling, turn)
         completion = await self.call.ask(self.ticket, request)
-        self.version = completion.versions
+        self.versions.append(np.broadcast_to(completion.versions, len(completion.token_ids)))
         return completion
 
 
@@ -184,7 +191,13 @@ class EpisodeWorker:
             call.abandon()
 
     def _call(self, name: str) -> Call:
-        return Call() if name in self.over else self.calls.setdefault(name, Call())
+        if name in self.calls:
+            return self.calls[name]
+        limit = self.agents.concurrency if self.agents else None
+        call = Call(asyncio.Semaphore(limit) if limit else nullcontext())
+        if name not in self.over:
+            self.calls[name] = call
+        return call
 
     async def _run(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> None:
         try:
@@ -201,7 +214,8 @@ class EpisodeWorker:
     async def _episode(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
         policy = partial(WorkerPolicy, self.kit, call, ticket, spec)
         if self.agents and runs_function(spec.row, self.environments):
-            return await self.agents.run(policy(self._with_stops(spec.sampling)), spec.messages, spec.row)
+            async with call.places:
+                return await self.agents.run(policy(self._with_stops(spec.sampling)), spec.messages, spec.row)
         make = environment_of(spec.row, self.environments)
         if isinstance(make, AgentLoop):
             return await self._verl_loop(make, policy(spec.sampling), spec)
@@ -216,14 +230,15 @@ class EpisodeWorker:
         limit = self.kit.limits.timeout
         try:
             async with asyncio.timeout(limit) as clock:
+                asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
                 outputs = await loop.run(
-                    policy, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
+                    asked, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
                 )
         except TimeoutError as error:
             if not clock.expired():
                 raise
             raise EpisodeFault(f"the agent loop took more than {limit:g} s ({MULTI_TURN}.episode_timeout)") from error
-        return trajectory(outputs, policy.version, tokenizer)
+        return trajectory(outputs, np.concatenate(policy.versions or [[]]), tokenizer)
 
     def _with_stops(self, sampling: Sampling) -> Sampling:
         """Return the sampling of episodes with tools, which further tokens end."""

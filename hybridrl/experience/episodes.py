@@ -200,7 +200,7 @@ class EpisodeRunner:
     ) -> list[Episode]:
         """Return `count` scored episodes of one prompt, while others run in the same event loop."""
         if self.workers is not None and self.dispatch is None:
-            self.dispatch = EpisodeDispatch(self.workers)
+            self.dispatch = EpisodeDispatch(self.workers, held=lambda: bool(self.client.held()))
         places = [Place(prompt, position, position, sample, position, sampling) for sample in range(count)]
         episodes, _ = await self._run(self._source(places, kept, self.dispatch), places, shown=False)
         return episodes

@@ -94,7 +94,7 @@ def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment
     expected = asyncio.run(EpisodeRun(kit, Counting(tokenizer), Echo({}, row)).run(MESSAGES))
     sections = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 64, "max_response_length": 64}}
     loop = AgentLoop(EchoLoop, {}, row).run(Counting(tokenizer), MESSAGES, tokenizer, sections, {}, kit.dialogue)
-    found = trajectory(asyncio.run(loop), 3, tokenizer)
+    found = trajectory(asyncio.run(loop), np.array([3]), tokenizer)
     ((one,), (other,)) = expected.rows(), found.rows()
     for name in ("prompt_ids", "response_ids", "log_probs", "mask"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
