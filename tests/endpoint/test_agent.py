@@ -177,21 +177,6 @@ def test_plain_functions_and_classes_are_agents(run):
     assert [run(plain, {})[0].reward, run(kind, {}, name="Solver")[0].reward] == [1.0, 2.0]
 
 
-def test_no_more_agents_run_at_a_time_than_are_allowed(run, tokenizer):
-    code = """
-        running = most = 0
-        async def run(data, **endpoint):
-            global running, most
-            running += 1
-            most = max(most, running)
-            await ask(messages=data["messages"], **endpoint)
-            running -= 1
-            return most
-    """
-    found = run(code, *[{}] * 6, policy=Counting(tokenizer, delay=0.05), concurrency=2)
-    assert max(one.reward for one in found) == 2.0
-
-
 def test_requests_of_one_agent_at_the_same_time_are_sampled_one_after_another(run, tokenizer):
     class Single(Counting):
         running = 0
@@ -277,10 +262,10 @@ def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_
 
 @pytest.fixture
 def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
-    """What runs episodes in a process, with an agent for rows that name nothing else."""
+    """What runs episodes in a process, with an agent for rows that name nothing else; two run at a time."""
     (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(LOOP))
     path, limits, ends = str(tmp_path / "agent.py"), kit_of().limits, (tokenizer.eos_token_id,)
-    agents = partial(Agents, AgentSettings(path))
+    agents = partial(Agents, AgentSettings(path, concurrency=2))
     settings = EpisodeSettings(lambda: tokenizer, EnvironmentSettings(agent_path=path), limits, ends, agents=agents)
     worker = object.__new__(EpisodeWorker)  # without what its process needs
     worker._begin(settings)
@@ -305,6 +290,30 @@ def test_rows_that_name_nothing_else_run_in_the_agent(worker, tokenizer, columns
     found = asyncio.run(drive())
     assert len(found.turns) == turns and found.fault is None
     assert seeds == [request_seed(1, "key", 0, *([turn] if turn else [])) for turn in range(turns)]
+
+
+def test_no_more_agents_of_a_call_run_at_a_time_than_are_allowed(worker, tokenizer):
+    sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,))
+    specs = [EpisodeSpec(0, sample, MESSAGES, {"turns": 1}, sampling, 1, "key") for sample in range(4)]
+
+    async def asking(name: str) -> list[int]:
+        return [ticket for ticket, _ in pickle.loads(await worker.take(name))]
+
+    async def drive() -> None:
+        await worker.give("held", pickle.dumps((list(enumerate(specs)), [])))
+        asked = await asking("held")
+        asked += await asking("held") if len(asked) < 2 else []
+        assert len(asked) == 2
+        await worker.give("other", pickle.dumps(([(0, specs[0])], [])))  # does not wait for those that are held
+        assert await asking("other") == [0]
+        await worker.give("held", pickle.dumps(([], [(asked[0], completion_of(tokenizer, "yes"))])))
+        (ended, *more), seen = await asking("held"), set(asked)
+        seen |= {*more, *([] if more else await asking("held"))}
+        assert ended == asked[0] and len(seen) == 3
+        await worker.end("held")
+        await worker.end("other")
+
+    asyncio.run(drive())
 
 
 def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worker, tokenizer, monkeypatch):
