@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hybridrl.rollout import Completion, ModeError, Request, RolloutClient, RolloutFailure, Sampling
+from hybridrl.rollout import Completion, Goal, ModeError, Request, RolloutClient, RolloutFailure, Sampling
 from hybridrl.rollout import client as module
 from hybridrl.rollout.lanes import ServerFailure
 
@@ -370,3 +370,185 @@ def test_ten_thousand_requests_cost_little():
     wanted, began = requests(1250, 8), time.process_time()
     client(servers, capacity=256).generate_all(wanted)
     assert time.process_time() - began < 3.0
+
+
+# Interrupted and continued.
+
+
+class PatientServer(FakeServer):
+    """Samples tokens 0, 1, 2 ... of each request, one for all of them at each `step`; a response has `length` tokens in
+    all, counted with those that its prompt already has. `version` is that of its weights."""
+
+    def __init__(self, length: Callable[[Request], int] = lambda request: 4) -> None:
+        super().__init__()
+        self.length, self.version = length, 0
+        self.parts: dict[int, tuple[Request, list[int]]] = {}
+        self.requests: list[Request] = []
+        self.goals: list[object] = []
+        self.ready: asyncio.Queue | None = None
+
+    def submit(self, requests, goal=None) -> None:
+        self.ready = self.ready or asyncio.Queue()
+        self.goals.append(goal)
+        for ticket, request in requests:
+            self.requests.append(request)
+            self.parts[ticket] = request, []
+
+    def step(self) -> None:
+        for ticket, (request, sampled) in list(self.parts.items()):
+            sampled.append(request.begun + len(sampled))
+            if request.begun + len(sampled) == self.length(request):
+                self._end(ticket, interrupted=False)
+
+    def interrupt(self) -> None:
+        for ticket in list(self.parts):
+            self._end(ticket, interrupted=True)
+
+    def _end(self, ticket: int, *, interrupted: bool) -> None:
+        _, sampled = self.parts.pop(ticket)
+        log_probs = np.array([-0.1 * token for token in sampled], dtype=np.float32)
+        part = Completion(np.array(sampled, dtype=np.int64), log_probs, False, self.version, interrupted)
+        self.ready.put_nowait((ticket, part))
+
+    async def take(self):
+        finished = [await self.ready.get()]
+        while not self.ready.empty():
+            finished.append(self.ready.get_nowait())
+        if None in finished:
+            raise ServerFailure("dead", "the actor died")
+        return finished
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_an_interrupted_response_is_continued_with_the_version_of_each_token():
+    server = PatientServer()
+    made = client([server])
+
+    async def run() -> Completion:
+        future = made.generate(Request(3, 1, [7, 8], 42, SAMPLING))
+        await settled()
+        for version in (1, 2):  # interrupted after one token, and after another two
+            for _ in range(version):
+                server.step()
+            await made.interrupt()
+            assert not future.done()
+            server.version = version
+            made.resume()
+            await settled()
+        server.step()
+        return await future
+
+    whole = asyncio.run(run())
+    assert whole.token_ids.tolist() == [0, 1, 2, 3]
+    assert whole.versions.tolist() == [0, 1, 1, 2]
+    assert np.allclose(whole.log_probs, [0.0, -0.1, -0.2, -0.3])
+    assert not whole.interrupted
+    assert [request.prompt_ids for request in server.requests] == [[7, 8], [7, 8, 0], [7, 8, 0, 1, 2]]
+    assert [request.sampling.max_tokens for request in server.requests] == [4, 3, 1]
+    assert [request.begun for request in server.requests] == [0, 1, 3]
+    assert len({request.seed for request in server.requests}) == 3
+    assert made.reprefilled == 3 + 5
+
+
+def test_a_response_without_a_token_is_requested_again_as_it_was():
+    server = PatientServer()
+    made = client([server])
+
+    async def run() -> None:
+        future = made.generate(Request(0, 0, [7], 42, SAMPLING))
+        await settled()
+        await made.interrupt()
+        made.resume()
+        await settled()
+        for _ in range(4):
+            server.step()
+        await future
+
+    asyncio.run(run())
+    assert server.requests[0] == server.requests[1]
+    assert made.reprefilled == 0
+
+
+def test_a_caller_of_another_loop_is_served_in_between():
+    """As a validation is, in which training's requests wait."""
+    server = PatientServer()
+    made = client([server])
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> asyncio.Future:
+        future = made.generate(Request(0, 0, [7], 42, SAMPLING))
+        await settled()
+        server.step()
+        await made.interrupt()
+        later = made.generate(Request(1, 0, [9], 43, SAMPLING))  # a turn that an environment asks for meanwhile
+        await settled()
+        assert [request.prompt for request in server.requests] == [0]
+        return asyncio.gather(future, later)
+
+    async def validate() -> list[int]:
+        server.ready = None
+        future = made.generate(Request(0, 0, [1], 1, SAMPLING))
+        await settled()
+        for _ in range(4):
+            server.step()
+        return (await future).token_ids.tolist()
+
+    async def end(both: asyncio.Future) -> list[list[int]]:
+        server.ready = None
+        made.resume()
+        await settled()
+        for _ in range(4):
+            server.step()
+        return [one.token_ids.tolist() for one in await both]
+
+    both = loop.run_until_complete(begin())
+    assert asyncio.run(validate()) == [0, 1, 2, 3]
+    assert loop.run_until_complete(end(both)) == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    loop.close()
+
+
+def test_a_goal_holds_for_one_step_only():
+    server, goal = PatientServer(), Goal([({0}, 1)])
+    made = client([server], fixed=True)
+
+    async def run() -> None:
+        await made.interrupt()
+        made.generate(Request(0, 0, [7], 42, SAMPLING))
+        made.resume([goal])
+        await settled()
+        await made.interrupt()
+
+    asyncio.run(run())
+
+    async def other() -> None:
+        made.generate(Request(0, 0, [7], 42, SAMPLING))
+        await settled()
+
+    server.ready = None
+    asyncio.run(other())
+    assert server.goals == [goal, None]
+
+
+def test_a_server_that_dies_as_it_is_interrupted_loses_no_request():
+    server, spare = PatientServer(), PatientServer()
+    server.interrupt = lambda: server.ready.put_nowait(None)
+    made = client([server])
+
+    async def run() -> list[int]:
+        future = made.generate(Request(0, 0, [7], 42, SAMPLING))
+        await settled()
+        server.step()
+        await made.interrupt()
+        made.replace(0, spare)
+        made.resume()
+        await settled()
+        for _ in range(4):
+            spare.step()
+        return (await future).token_ids.tolist()
+
+    assert asyncio.run(run()) == [0, 1, 2, 3]
+    assert [request.begun for request in spare.requests] == [0]
