@@ -176,8 +176,7 @@ def check_episodes(
             )
     with findings.gathered():
         agent_settings(config)
-    if continues_rollouts(config):
-        _check_continued(config, findings)
+    check_continued(config, findings)
     with findings.gathered():
         rows = (data[index].columns for data in datasets.values() for index in range(len(data)))
         check_environments(settings, rows)
@@ -189,9 +188,11 @@ def check_episodes(
             kit.parser()
 
 
-def _check_continued(config: PPOConfig, findings: Findings) -> None:
+def check_continued(config: PPOConfig, findings: Findings) -> None:
     """Reject what episodes that outlive a step do not go with."""
     rollout, modes = config.actor_rollout_ref.rollout, "set trainer.v1.trainer_mode=sync and over_sample_rate=0"
+    if not continues_rollouts(config):
+        return
     if rollout.full_determinism:
         cause = f"{FULL} does not go with episodes of several turns that outlive a step: when environments respond "
         findings.error("conflict", f"{cause}decides what the engines have in a batch", f"set {FULL}=false", keys=FULL)
