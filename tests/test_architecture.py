@@ -49,6 +49,7 @@ KNOWN_TO = {
 # What is imported late, inside a function, and why.
 LATE = {
     "batch.py": "tensordict is for code that is written for it, and is not installed otherwise",
+    "config/__init__.py": "Hydra is slow to import, and wanted where a configuration is loaded only",
     "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",
     "main_eval.py": "torch, Ray and transformers come only once the configuration stands",

@@ -22,7 +22,7 @@ from hybridrl.tracking import Stopwatch
 from hybridrl.tracking.console import info, warn
 
 ARRAYS = "state.npz"
-POLL_SECONDS = 0.1
+WAIT_SECONDS = 0.02  # between looks at what is on disk
 WHOLE = "hf_model"
 
 # Without a frequency, a recovery checkpoint is due once the time since the last save is so many times what that cost:
@@ -225,7 +225,7 @@ class Saver:
     def _publish(self, step: int, state: dict[str, Any], sharded: list[str]) -> Checkpoint | None:
         """Publish a step once all of it is on disk; runs in the thread."""
         while not self.store.is_written(step, sharded):
-            if self.abandoned.wait(POLL_SECONDS):
+            if self.abandoned.wait(WAIT_SECONDS):
                 return None
         saved, note = self.store.publish(step, state), ""
         now = time.monotonic()
@@ -268,9 +268,10 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the save in progress, if there is one."""
+        self.poll()
         while self.writing or self.publishing is not None:
+            time.sleep(WAIT_SECONDS)
             self.poll()
-            time.sleep(POLL_SECONDS)
 
     def _log_failure(self, error: SaveFailed) -> None:
         self.failed = error

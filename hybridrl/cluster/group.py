@@ -115,17 +115,32 @@ class Group:
 
 
 def spawn(
-    actor: type, session: RaySession, rank: int, environment: dict[str, str], *args: Any, gpus: int = 0, **options: Any
+    actor: type,
+    session: RaySession,
+    rank: int,
+    environment: dict[str, str],
+    *args: Any,
+    gpus: int = 0,
+    settings: Any = None,
+    **options: Any,
 ) -> Actor:
-    """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device."""
+    """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device. One that an
+    earlier run has left there with equal `settings` is taken instead: its `renew` makes it what a new one would be."""
     check_ray()
+    left, made_with = session.left.pop((actor, rank), (None, None))
+    if left is not None and made_with == settings:
+        gather([left.renew.remote(*args)], f"{actor.__name__}.renew", session.timeout, key=START_LIMIT)
+        return session.keep(actor, rank, left, settings)
+    if left is not None:
+        kill(left)
     group, bundle = session.bundle(rank)
     placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     options |= {"num_cpus": 0, "num_gpus": gpus if session.device == "cuda" else 0, "scheduling_strategy": placement}
     start: dict[str, Any] = {"env_vars": environment}
     if session.forks and session.forks.serves(environment):
         start["py_executable"] = session.forks.launch
-    return ray.remote(actor).options(runtime_env=start, **options).remote(*args)
+    handle = ray.remote(actor).options(runtime_env=start, **options).remote(*args)
+    return session.keep(actor, rank, handle, settings)
 
 
 def kill(actor: Actor) -> None:

@@ -16,6 +16,8 @@ import ray._private.ray_constants
 import ray._private.state
 import ray._private.worker
 from ray._raylet import Config
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from hybridrl.config import ConfigError
@@ -27,10 +29,12 @@ from hybridrl.tracking.console import info
 CONNECT_SECONDS = 10.0
 OWN_RAY_SECONDS = 60.0  # for a Ray that was started here to reserve its devices
 POLL_SECONDS = 2.0
+READY_SECONDS = 10.0  # for the actors of an earlier run to respond
 REPORT_SECONDS = 60.0  # between reports of what is missing
 COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration
 
+Place = tuple[type, int]  # an actor's class, and its device
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +155,8 @@ class RaySession:
         self.machines, self.timeout = machines, timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
         self.groups: list[PlacementGroup] = []
+        self.kept: dict[Place, tuple[ActorHandle, Any]] | None = None  # what a later run may take over; None: nothing
+        self.left: dict[Place, tuple[ActorHandle, Any]] = {}  # what the last run has kept, until `spawn` takes it
         try:
             _start(ray_init, self.directory)
             self._reserve()
@@ -160,10 +166,29 @@ class RaySession:
 
     def renew(self) -> None:
         """End all actors on the devices, and reserve these again for another run."""
+        self.left = {}
         for group in self.groups:
             remove_placement_group(group)
         self.groups = []
         self._reserve()
+
+    def keep(self, actor: type, rank: int, handle: ActorHandle, settings: Any) -> ActorHandle:
+        """Keep the actor of a device for a later run with equal `settings`, if its class has `renew`. Returns it."""
+        if self.kept is not None and hasattr(actor, "renew"):
+            self.kept[actor, rank] = handle, settings
+        return handle
+
+    def keeps(self, handle: ActorHandle) -> bool:
+        return any(handle == kept for kept, _ in (self.kept or {}).values())
+
+    def leave(self) -> bool:
+        """Leave the kept actors to a run that will `spawn` the same ones. Returns whether there are any, and all
+        respond; otherwise `renew` has to end them."""
+        self.left, self.kept = self.kept or {}, None
+        try:
+            return bool(ray.get([one.__ray_ready__.remote() for one, _ in self.left.values()], timeout=READY_SECONDS))
+        except RayError:
+            return False
 
     def _reserve(self) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""

@@ -292,7 +292,7 @@ def plain_values(file: Path, schema: type, arguments: list[str], findings: Findi
     and wins.
     """
     known, replaced, dropped = tree(schema), [], []
-    old = {} if file.parent == CONF else leaves(cast(dict, OmegaConf.to_container(composed(file, []))))
+    old = {} if file.parent == CONF else written_in(file, state_of(file.parent))
     for key, value in old.items():
         new = current_name(key)
         entry = None if new in known else entry_of(new, value)
@@ -312,6 +312,19 @@ def plain_values(file: Path, schema: type, arguments: list[str], findings: Findi
         fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
         raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
     return plain
+
+
+@functools.lru_cache(maxsize=1)
+def written_in(file: Path, state: frozenset) -> dict[str, Any]:
+    """The values of a custom file and those it lists, by key; remembered for files in this `state`, for the next run of
+    a sweep."""
+    return leaves(cast(dict, OmegaConf.to_container(composed(file, []))))
+
+
+def state_of(directory: Path) -> frozenset[tuple[Path, int]]:
+    """The configuration files in a directory and its groups, with the times of their last changes."""
+    files = [*directory.glob("*.yaml"), *directory.glob("*/*.yaml")]
+    return frozenset((file, file.stat().st_mtime_ns) for file in files)
 
 
 def as_override(value: Any) -> str:

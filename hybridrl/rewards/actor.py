@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -62,6 +63,7 @@ def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setu
         machine * session.per_machine,
         {},
         *(log, reward_log, share, setup),
+        settings=(share, *setup[:2], *setup[3:]),  # whoever keeps it has compared the tokenizers
         max_concurrency=share + 1,  # one call per process, and `stop`
         max_restarts=_RESTARTS,
         max_task_retries=_RESTARTS,
@@ -72,7 +74,8 @@ def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setu
         with contextlib.suppress(Exception):  # it or Ray may be gone already
             gather([handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
         with contextlib.suppress(Exception):
-            kill(handle)
+            if not session.keeps(handle):
+                kill(handle)
 
     return [_RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
 
@@ -125,6 +128,10 @@ class ScoringActor:
             DecodingScorer(ScoringProcess(config, data_sources, Path(reward_log), launch), tokenizer)
             for _ in range(share)
         ]
+
+    def renew(self, *new: Any) -> None:
+        """Serve another run, with processes of its own."""
+        self.__init__(*new)
 
     def start(self, index: int) -> bool | str:
         """Start a process; return whether the reward reads token ids, or as a string why it could not be loaded."""

@@ -121,6 +121,7 @@ class RolloutClient:
         self._held += self._waiting
         self._waiting.clear()
         self._homes.clear()
+        self._dispatch_due = False  # a dispatch that is due will find itself interrupted
         for lane in self.lanes:
             lane.goal = None
 

@@ -27,6 +27,9 @@ class RolloutEngine(Protocol):
     async def connect(self) -> None:
         """Prepare to receive weights."""
 
+    async def renew(self, log_file: str) -> None:
+        """Become what `connect` made of the new engine, for another run, and write to its log."""
+
     async def generate(self, request: Request) -> Completion:
         """Sample one response; called for many requests at a time."""
 

@@ -198,6 +198,7 @@ class RolloutFleet:
         self.gone.pop(index, None)
         self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
         self._finish(index, self._start(index))
+        self.session.kept = None  # its settings may be other ones than those of the start
         if asleep:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 

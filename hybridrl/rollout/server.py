@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.rollout.engine import ENGINES
+from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, shortage
 from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.runtime.guard import begin_actor, oom_kills
@@ -27,16 +27,25 @@ class RolloutServer:
         work_in_private()  # an engine leaves its sockets behind, and its processes if this one is killed
         self._begin(Path(log_file))
 
+    def renew(self, log_file: str) -> None:
+        """Serve another run, which will `start` the same engine."""
+        begin_actor(log_file)
+        self.log, self.log_start, self.oom_kills = Path(log_file), Path(log_file).stat().st_size, oom_kills()
+
     def _begin(self, log: Path) -> None:
         self.log, self.log_start, self.oom_kills = log, log.stat().st_size, oom_kills()
         self.lacked = ""  # why the engine is short of memory: it is to be rebuilt, though it may live
+        self.engine: RolloutEngine | None = None
         self.finished: asyncio.Queue[tuple[Ticket, Completion | Exception]] = asyncio.Queue()
         self.running: set[asyncio.Task] = set()
 
     async def start(
         self, device: str, gpus: list[str], model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
     ) -> int:
-        """Build the engine, whose weights arrive later. Returns this process's id."""
+        """Build the engine, whose weights arrive later, or renew that of an earlier run. Returns this process's id."""
+        if self.engine is not None:
+            await self._renew_engine()
+            return os.getpid()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.fixed = rollout.full_determinism
@@ -47,6 +56,11 @@ class RolloutServer:
             self._raise_if_short(error)
             raise
         return os.getpid()
+
+    async def _renew_engine(self) -> None:
+        await asyncio.gather(*self.running)  # requests that the last run has abandoned
+        self.finished = asyncio.Queue()
+        await self.engine.renew(str(self.log))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine."""

@@ -1,5 +1,6 @@
 """A reinforcement learning run, put together: data and reward first, then devices, then the task."""
 
+import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -34,6 +35,7 @@ from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, samp
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.settings import (
     ppo_worker_config,
+    process_settings,
     training_sampling,
     validation_sampling,
 )
@@ -76,6 +78,10 @@ class PPOJob:
             with stage("trying the reward on a few rows"):
                 reject_failing_reward(self.config, self.tokenizer, scored, directory / "logs" / "reward.log")
         return self.resume
+
+    def processes(self, plan: ResumePlan) -> Any:
+        # The engines of a run that is resumed may need less memory than is configured.
+        return None if plan.checkpoint else process_settings(self.config, self.algorithm)
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, inputs, logs, self.stack = self.config, self.inputs, directory / "logs", stack
@@ -230,6 +236,7 @@ def start_devices(
             "weights of the trainers" if session.device == "cuda" else "engines and weights of the trainers"
         )
         building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
+        gc.collect()  # while they work
         fleet.finish_start(starting, building, workers.logs)
         if session.device == "cpu":
             fleet.sleep()

@@ -6,7 +6,7 @@ A run does so before it starts Ray, for a few seconds at most; the doctor has mo
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import as_chat
+from hybridrl.evaluation.plan import digest
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import seconds_between_calls, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.runs.resume import reward_code
 from hybridrl.tracking.console import warn
 
 ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them
@@ -47,6 +49,7 @@ WRONG = {
     GUESSES: "every digit in the format",
     WORD: "one word 500 times",
 }
+_TRIED: dict[str, Findings] = {}  # what this process has tried without an error, and what was found
 Datasets = Mapping[str, PromptDataset | Prompts]
 FAILED = ("raised", "type", "none", "nan")  # faults of the function, not of the machine
 
@@ -161,15 +164,27 @@ def reject_failing_reward(
 ) -> None:
     """Try the reward before anything heavy starts. Prints warnings; raises ConfigError if it does not load, or scores
     no row of a data source. One with a limited rate of calls is only loaded; nothing is done with one that is called in
-    the driver, where nothing ends a call."""
+    the driver, where nothing ends a call. What an earlier run has tried is not tried again."""
     if not config.reward.num_workers:
         return
-    findings, limited = Findings(), seconds_between_calls(config.reward)
-    try_reward(config, tokenizer, datasets, findings, log, 0 if limited else SECONDS)
+    limited, tried = seconds_between_calls(config.reward), _identity(config, tokenizer, datasets)
+    findings = _TRIED.get(tried)
+    if findings is None:
+        findings = Findings()
+        try_reward(config, tokenizer, datasets, findings, log, 0 if limited else SECONDS)
+        if not findings.errors:
+            _TRIED[tried] = findings
     for finding in findings.items:
         if finding.severity == "warning":
             warn(finding.text, finding.code)
     findings.close()
+
+
+def _identity(config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets) -> str:
+    """Return a hash of what decides the findings: the reward with its files, the rows, the longest response."""
+    rows = {key: (sorted(prompts.data_sources), spread_rows(prompts)) for key, prompts in datasets.items()}
+    limit = config.data.max_response_length
+    return digest(asdict(config.reward), reward_code(config.reward), rows, limit, tokenizer and tokenizer.name_or_path)
 
 
 def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:

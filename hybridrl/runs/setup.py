@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
 from transformers import PreTrainedTokenizerBase
@@ -60,8 +60,13 @@ class Job(Protocol):
     def plan(self, directory: Path) -> ResumePlan:
         """What to resume from and how many steps there are; raises ConfigError."""
 
+    def processes(self, plan: ResumePlan) -> Any:
+        """What the processes of models are started with, apart from what is a run's own: a run whose value is equal to
+        that of the last one takes over its processes. None: they are new, and end with the run."""
+
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
-        """Start every process of the run; `stack` closes those that are not the session's."""
+        """Start every process of the run; `stack` closes those that are not the session's. Collects garbage while it
+        waits for them."""
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         """The task to train, and the parts whose state a checkpoint holds, by name."""
@@ -70,27 +75,31 @@ class Job(Protocol):
 
 
 class Sessions:
-    """The Ray of one run after another: kept for the next one if that requests the same and the last did not fail.
-    `forks` is where workers come from on CPU."""
+    """The Ray of one run after another, and on CPU the processes of models: kept for the next one if that requests the
+    same and the last did not fail. `forks` is where workers come from on CPU."""
 
     def __init__(self, forks: ForkServer | None = None) -> None:
         self.forks = forks
         self._kept: RaySession | None = None
         self._request: tuple = ()
+        self._processes: Any = None
 
     @contextmanager
-    def open(self, config: Config) -> Iterator[RaySession]:
-        """Yield Ray with the devices of a run, on which no actor is left of another."""
+    def open(self, config: Config, processes: Any = None) -> Iterator[RaySession]:
+        """Yield Ray with the devices of a run, on which no actor is left of another but those that it can take over
+        (`Job.processes`)."""
         trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
         # Processes get the keys of custom code from Ray, which has them from its start.
         own = config.own if isinstance(config, PPOConfig) else {}
         request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, own)
         with stage("starting Ray"):
-            if self._kept is not None and self._request == request:
-                self._kept.renew()
-            else:
+            if self._kept is None or self._request != request:
                 self.close()
                 self._kept, self._request = start_session(trainer, ray_init, self.forks), request
+            elif processes is None or processes != self._processes or not self._kept.leave():
+                self._kept.renew()
+            self._processes = processes
+            self._kept.kept = {} if processes is not None and trainer.device == "cpu" else None
         try:
             yield self._kept
         except BaseException:
@@ -101,6 +110,7 @@ class Sessions:
         if self._kept is not None:
             self._kept.close()
         self._kept = None
+        gc.unfreeze()  # at the end of the process, libraries report what is left as leaks
 
 
 def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
@@ -155,7 +165,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         if not schedule.validate_only and check_complete(config, plan, directory):
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({saved.path})")
         save_config(config, directory / "config.yaml")
-        session = stack.enter_context(sessions.open(config))
+        session = stack.enter_context(sessions.open(config, job.processes(plan)))
         probe_run(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
@@ -172,9 +182,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         )
         earlier = read_metrics(directory) if resume else {}
         health = HealthMonitor(earlier, actions=config.trainer.on_diagnosis)
-        gc.collect()
-        gc.freeze()  # modules and data stay for the run: a full collection would look through them all, for 0.25 s
-        stack.callback(gc.unfreeze)  # at the end of the process, libraries report what is left as leaks
+        gc.freeze()  # modules and data stay for the run: a collection would look through them all, for 0.3 s
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
         if "wandb" in config.trainer.logger:  # which uploads it as it closes
             write_page(directory)

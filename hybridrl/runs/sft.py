@@ -1,5 +1,6 @@
 """Supervised fine-tuning: conversations -> rows -> updates, on the same workers and loop as reinforcement learning."""
 
+import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -49,6 +50,9 @@ class SFTJob:
         left = (trainer.total_epochs * self.rows - plan.prompts_used) // config.data.train_batch_size
         return plan if plan.steps else replace(plan, steps=plan.done + max(left, 0 if saved else 1))
 
+    def processes(self, plan: ResumePlan) -> Any:
+        return None if plan.checkpoint else sft_worker_config(self.config, Path(), 0).of_process
+
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, limit = self.config, self.config.trainer.startup_timeout
         group = start_train_workers(session, directory / "logs")
@@ -57,6 +61,7 @@ class SFTJob:
             place, *_ = gather(locating, "train worker.location", limit, group.logs, key=START_LIMIT)
             worker = sft_worker_config(config, directory, plan.steps)
             building = group.start(TrainWorker.build, worker, f"{place['address']}:{place['port']}")
+            gc.collect()  # while they work
             gather(building, "start-up", limit, group.logs, key=START_LIMIT)
         timeout = config.trainer.step_timeout
         plans = padded_plans(group, sft_policy_plan(config), None, timeout)

@@ -1,7 +1,7 @@
 """Several runs from one command: one for each combination of the values given, one after another or some at once.
 
-Each run has its own directory and is the same run as by its own command: the processes of models are new, and what is
-shared is what holds no state of a run (the driver's imports, Ray, the fork server).
+Each run has its own directory and is the same run as by its own command. Runs share the driver's imports, Ray and the
+fork server, and on CPU the processes of models, as long as these would be started with the same settings.
 """
 
 import os

@@ -73,6 +73,43 @@ def test_only_the_owner_can_reach_its_ray_and_a_lost_raylet_ends_all_waiting(ses
     del calls
 
 
+class Lasting(Worker):
+    """An actor that serves one run after another."""
+
+    def __init__(self, log_file: str, name: str) -> None:
+        super().__init__(log_file)
+        self.name = name
+
+    def renew(self, log_file: str, name: str) -> None:
+        self.__init__(log_file, name)
+
+    def report(self) -> tuple[int, str]:
+        print("reporting", flush=True)
+        return os.getpid(), self.name
+
+
+def test_an_actor_is_left_to_a_run_with_equal_settings_and_then_writes_to_its_log(session, tmp_path):
+    def run(name: str, settings: int) -> tuple[int, str]:
+        session.kept = {}
+        actor = spawn(Lasting, session, 0, {}, str(tmp_path / name), name, settings=settings)
+        (report,) = Group([actor], "actor", []).broadcast(Lasting.report, timeout=60)
+        assert session.keeps(actor)
+        return report
+
+    first, _ = run("first", 1)
+    assert session.leave()
+    second, name = run("second", 1)
+    assert (second, name) == (first, "second")
+    assert (tmp_path / "second").read_text() == (tmp_path / "first").read_text() == "reporting\n"
+    assert session.leave()
+    third, _ = run("third", 2)
+    assert third != first and not session.left
+    os.kill(third, signal.SIGKILL)
+    assert not session.leave(), "it does not respond"
+    session.renew()
+    assert run("fourth", 2)[0] not in (first, third)
+
+
 class Placed:
     def gpus(self) -> tuple[list[str], str | None]:
         return [str(gpu) for gpu in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES")

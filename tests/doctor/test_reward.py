@@ -330,6 +330,18 @@ def test_a_run_warns_of_its_reward(reject, capsys: pytest.CaptureFixture):
     assert "warning: data.train_files, mine: on 2 of 2 rows the ground truth scores no more" in capsys.readouterr().out
 
 
+def test_the_next_run_of_a_sweep_repeats_the_warnings_and_not_the_trial(
+    reject, tmp_path, capsys: pytest.CaptureFixture
+):
+    source = "print('loaded')\ndef compute_score(solution_str): return 0.5"
+    for _ in range(2):
+        reject(source, "1", "2")
+        assert "warning: data.train_files, mine: on 2 of 2 rows" in capsys.readouterr().out
+    assert (tmp_path / "log").read_text() == "loaded\n"
+    reject(f"{source}\n", "1", "2")
+    assert (tmp_path / "log").read_text() == "loaded\n" * 2, "the file has changed"
+
+
 def test_a_run_waits_a_few_seconds_for_a_slow_reward(reject, capsys: pytest.CaptureFixture, monkeypatch):
     monkeypatch.setattr(reward_trial, "SECONDS", 1.0)
     began = time.monotonic()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -327,13 +328,17 @@ def test_the_runs_of_a_sweep_are_those_of_their_own_commands(overrides, tmp_path
     base = tmp_path / "sweep"
     output = finish(start("main_ppo", ["-m", *overrides(base, steps | {rate: "1e-2,-1"})]), status=2)
     assert "lr--1: " in output and "at least 0" in output and not base.exists()
-    output = finish(start("main_ppo", ["-m", *overrides(base, steps | {rate: "1e-2,5e-3"})]))
+    samples = {"actor_rollout_ref.rollout.n": "4,2"}
+    output = finish(start("main_ppo", ["-m", *overrides(base, steps | samples | {rate: "1e-2,5e-3"})]))
     assert (base / "sweep.png").is_file()
-    assert [line.split()[0] for line in output.splitlines() if line.startswith("lr-")] == ["lr-0.01", "lr-0.005"]
+    names = ["n-4_lr-0.01", "n-4_lr-0.005", "n-2_lr-0.01", "n-2_lr-0.005"]
+    assert [line.split()[0] for line in output.splitlines() if line.startswith("n-")] == names
+    engines = [set(re.findall(r"pid=(\d+)", (base / name / "logs" / "rollout-0.log").read_text())) for name in names]
+    assert engines[0] == engines[1] != engines[2] == engines[3] and {*map(len, engines)} == {1}
     finish(start("main_ppo", overrides(tmp_path / "alone", steps | {rate: "5e-3"})))
-    of_sweep, alone = metrics(base / "lr-0.005"), metrics(tmp_path / "alone")
+    of_sweep, alone = metrics(base / "n-4_lr-0.005"), metrics(tmp_path / "alone")
     assert [*of_sweep] == [*alone]
     for step, values in alone.items():
         same = {name: value for name, value in values.items() if not MACHINE_METRICS.search(name)}
         assert {name: of_sweep[step][name] for name in same} == same
-    assert of_sweep[2]["actor/grad_norm"] != metrics(base / "lr-0.01")[2]["actor/grad_norm"]
+    assert of_sweep[2]["actor/grad_norm"] != metrics(base / "n-4_lr-0.01")[2]["actor/grad_norm"]

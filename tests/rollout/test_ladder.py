@@ -206,6 +206,7 @@ def starts(fleet, monkeypatch) -> list[int]:
         return (index, fleet.rollout.max_num_seqs)
 
     fleet.servers, fleet.startup_timeout = SimpleNamespace(actors=["old", "old"], logs=["a.log", "b.log"]), 60.0
+    fleet.session = SimpleNamespace(kept={})
     monkeypatch.setattr(fleets, "gather", gather)
     for name, method in {"_start": start, "_spawn": lambda *_: "new", "kill": lambda _: None}.items():
         monkeypatch.setattr(fleet, name, method, raising=False)
@@ -216,6 +217,7 @@ def test_engines_that_cannot_start_for_lack_of_memory_are_built_again_with_less(
     fleet.finish_start([(0, 256), (1, 256)], others=[("trainer", 0)], logs=["train.log"])
     # All at once; then the first server with ever less, and the second with what the first one started with.
     assert starts == [256, 256, 128, 64, 256, 64, 0] and fleet.servers.actors == ["new", "new"]
+    assert fleet.session.kept is None, "another run would get engines with less than it configures"
 
 
 def test_a_start_that_fails_for_another_reason_is_not_repeated(fleet, starts, monkeypatch):

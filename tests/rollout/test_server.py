@@ -37,6 +37,9 @@ class FakeEngine:
     async def wake(self, part: str) -> str:
         return f"awake: {part}"
 
+    async def renew(self, log_file: str) -> None:
+        self.events.append(f"renew {log_file}")
+
     async def generate(self, request: Request) -> int:
         self.events.append(request.seed)
         self.unfinished += 1
@@ -77,6 +80,20 @@ def test_an_engine_sees_only_the_gpus_of_its_ranks(monkeypatch, gpus, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     server = asyncio.run(started(monkeypatch, gpus))
     assert server.engine.visible == visible and server.engine.events == ["connect"]
+
+
+def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(monkeypatch, tmp_path):
+    async def renewed() -> tuple[list, list]:
+        one = await started(monkeypatch)
+        await one.submit(requests(2))
+        monkeypatch.setattr(server, "begin_actor", lambda log: Path(log).touch())
+        one.renew("next.log")
+        assert await one.start("cuda", [], None, SimpleNamespace(name="vllm", full_determinism=False), 1)
+        await one.submit(requests(1))
+        return one.engine.events, await one.take()
+
+    events, taken = asyncio.run(renewed())
+    assert events == ["connect", 0, 1, "renew next.log", 0] and taken == [(100, 0)]
 
 
 def test_calls_reach_the_engine(monkeypatch):

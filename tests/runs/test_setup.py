@@ -4,12 +4,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen2Config
 
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.data.tokenizer import TokenRows
+from hybridrl.runs import setup
 from hybridrl.runs.prepare import reject_unknown_tokens
 from hybridrl.runs.setup import open_directory, open_store, padded_plans
 from hybridrl.training.packing import MicroBatchBudget
@@ -33,6 +35,44 @@ def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_pat
     with pytest.raises(ConfigError, match="another run is using it"):
         open_store(config(2), tmp_path)
     first.close()
+
+
+class RaySession:
+    """A Ray whose actors respond to the next run, or not."""
+
+    responds = True
+
+    def __init__(self, *_: object) -> None:
+        self.events: list[str] = []
+        self.kept: dict | None = None
+
+    def renew(self) -> None:
+        self.events.append("renew")
+
+    def leave(self) -> bool:
+        self.events.append("leave")
+        return self.responds
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+def test_a_run_takes_over_processes_only_from_one_that_ended_well_and_started_equal_ones(monkeypatch, tmp_path):
+    monkeypatch.setattr(setup, "start_session", RaySession)
+    trainer = SimpleNamespace(device="cpu", nnodes=1, n_gpus_per_node=1)
+    config = SimpleNamespace(trainer=trainer, ray_kwargs=SimpleNamespace(ray_init={}))
+    sessions = setup.Sessions()
+    for processes in ("a", "a", "b", None, None):
+        with sessions.open(config, processes) as session:
+            assert session.kept == (None if processes is None else {})
+    assert session.events == ["leave", "renew", "renew", "renew"]
+    with sessions.open(config, "c"):
+        session.responds = False
+    with pytest.raises(RuntimeError), sessions.open(config, "c"):
+        raise RuntimeError("the run failed")
+    assert session.events[4:] == ["renew", "leave", "renew", "close"]
+    with sessions.open(config, "c") as following:
+        assert following is not session and not following.events
 
 
 @dataclass

@@ -65,6 +65,14 @@ class VllmEngine:
         await self._call_workers("init_weight_transfer_engine", {})
         unlink_segments()
 
+    async def renew(self, log_file: str) -> None:
+        self.sync_id, self.version = 0, -1
+        self.loop.enough = None
+        self.observer.take()
+        self.collector.sampled = 0
+        await self.loop.call(lambda engine: engine.reset_prefix_cache())
+        await self._call_workers("renew", log_file)
+
     async def generate(self, request: Request) -> Completion:
         version, parameters = self.version, sampling_params(request)
         if parameters.stop:

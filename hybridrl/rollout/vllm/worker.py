@@ -33,7 +33,7 @@ from hybridrl import device as devices
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import ADAPTER_CONFIG
 from hybridrl.rollout.vllm import repairs  # noqa: F401  repairs vLLM when it is imported
-from hybridrl.runtime.guard import end_with_parent
+from hybridrl.runtime.guard import end_with_parent, redirect_output
 from hybridrl.runtime.stacks import write_stacks_on_request
 from hybridrl.weights.buckets import Handle, Tensor, digest, open_buffer
 
@@ -127,6 +127,11 @@ class EngineProcess:
     `model_runner`."""
 
     adapter: dict[str, torch.Tensor] | None = None  # tensors of the next adapter that have arrived
+
+    def renew(self, log_file: str) -> None:
+        """Serve another run. The handles of its trainers' memory may be the same as those of the last one's."""
+        redirect_output(log_file)
+        self.weight_transfer_engine.opened = self.adapter = None
 
     def load_adapter_bucket(self, info: dict[str, Any]) -> None:
         tensors = self.weight_transfer_engine.open_bucket(BucketInfo(**info))

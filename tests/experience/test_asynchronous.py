@@ -1,0 +1,365 @@
+"""Experience that outlives a step, with engines that need virtual time for each token: who waits for whom, and for how
+long, is exact and takes no time."""
+
+import asyncio
+import contextlib
+import selectors
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.data.order import PromptOrder
+from hybridrl.data.prompts import Prompt
+from hybridrl.experience import asynchronous
+from hybridrl.experience.asynchronous import AsynchronousExperience
+from hybridrl.experience.collector import Collected, NothingToLearnFrom
+from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
+from hybridrl.experience.episodes import EpisodeRunner
+from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
+from hybridrl.rewards.score import FaultGuard, Score
+from hybridrl.rollout import Completion, Request, RolloutClient, Sampling
+from hybridrl.rollout.lanes import ServerFailure
+
+PER_TOKEN = 1.0  # virtual seconds
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """A loop that does not wait for its timers: the time of the next one comes at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(_Selector(self))
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Selector(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualTime) -> None:
+        super().__init__()
+        self.loop = loop
+
+    def select(self, timeout=None):
+        if timeout:
+            if ready := super().select(0):
+                return ready
+            self.loop.now += timeout
+        return super().select(timeout and 0)
+
+
+@dataclass
+class Lengths:
+    """The length of each response by prompt and sample; what is not given is short."""
+
+    known: dict[tuple[int, int], int] = field(default_factory=dict)
+    short: int = 2
+
+    def of(self, request: Request) -> int:
+        return self.known.get((request.prompt, request.sample), self.short)
+
+
+class Engine:
+    """Works on `slots` requests at a time, in their order, and dies as its `deaths` numbers of `take` come."""
+
+    def __init__(self, lengths: Lengths, slots: int, deaths: frozenset[int] = frozenset()) -> None:
+        self.lengths, self.slots, self.deaths = lengths, slots, deaths
+        self.version = 0
+        self.requests: list[tuple[int, Request]] = []
+        self.done: dict[int, int] = {}  # tokens by ticket
+        self.finished: list[tuple[int, Completion]] = []
+        self.wake = asyncio.Event()
+        self.takes = 0
+        self.worked = 0.0
+
+    def submit(self, requests, goal=None) -> None:
+        self._work()
+        self.requests += requests
+        self.done |= dict.fromkeys((ticket for ticket, _ in requests), 0)
+        self.wake.set()
+
+    def interrupt(self) -> None:
+        self._work()
+        for ticket, request in self.requests:
+            self.finished.append((ticket, self._completion(request, self.done.pop(ticket), interrupted=True)))
+        self.requests = []
+        self.wake.set()
+
+    async def take(self):
+        self.takes += 1
+        self._work()
+        while not self.finished:
+            left = [self.lengths.of(one) - one.begun - self.done[ticket] for ticket, one in self.requests[: self.slots]]
+            self.wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wake.wait(), PER_TOKEN * min(left) if left else None)
+            self._work()
+        if self.takes in self.deaths:
+            raise ServerFailure("dead", "the actor died")
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _work(self) -> None:
+        """Account for the time since the last call."""
+        now = asyncio.get_running_loop().time()
+        tokens, self.worked = round((now - self.worked) / PER_TOKEN), now
+        for ticket, request in self.requests[: self.slots]:
+            self.done[ticket] += tokens
+            if request.begun + self.done[ticket] >= self.lengths.of(request):
+                self.finished.append((ticket, self._completion(request, self.done.pop(ticket))))
+        self.requests = [one for one in self.requests if one[0] in self.done]
+
+    def _completion(self, request: Request, count: int, *, interrupted: bool = False) -> Completion:
+        tokens = np.arange(request.begun, request.begun + count)
+        return Completion(tokens, np.full(count, -1.0, dtype=np.float32), False, self.version, interrupted)
+
+    async def check(self) -> int:
+        raise ServerFailure("dead", "dead")
+
+    async def activity(self) -> str:
+        return ""
+
+    def kill(self) -> None: ...
+
+
+class Scorers:
+    in_one_call = False
+
+    def submit(self, requests):
+        scores = [Future() for _ in requests]
+        for future, request in zip(scores, requests, strict=True):
+            future.set_result(Score(float(len(request.response_ids) % 2), text=""))
+        return scores
+
+
+class Switch:
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+
+    def to_rollout(self, version):
+        for engine in self.engines:
+            engine.version = version
+
+    def to_training(self): ...
+
+
+def build(
+    lengths: Lengths, *, bound=2, batch=2, most=None, slots=100, samples=1, deaths=frozenset(), prompts=None, **more
+) -> AsynchronousExperience:
+    engine = Engine(lengths, slots, deaths)
+    engines = [engine]
+
+    def revive(index: int) -> Engine:
+        engines[0] = again = Engine(lengths, slots)
+        again.version = engine.version
+        return again
+
+    client = RolloutClient(engines, revive, capacity=10**6, timeout=1e9, retries=100)
+    rows = [Prompt(row, [row, 1], "?", "maths", "42", {}) for row in range(7)]
+    return AsynchronousExperience(
+        Switch(engines),
+        rows,
+        PromptOrder(len(rows), 0, False),
+        EpisodeRunner(client, Scorers(), 1),
+        FaultGuard("exclude", 1.0, 99),
+        prompts_per_step=batch,
+        samples_per_prompt=samples,
+        sampling=Sampling(max_tokens=10**6, stop_ids=(0,)),
+        bound=bound,
+        most=most or batch * (bound + 1),
+        slots=slots,
+        prompts_in_all=prompts,
+        **more,
+    )
+
+
+@pytest.fixture(autouse=True)
+def virtual_time(monkeypatch):
+    monkeypatch.setattr(asynchronous.asyncio, "new_event_loop", VirtualTime)
+
+
+def collect(experience: AsynchronousExperience, steps: int, first: int = 1) -> list[Collected]:
+    return [experience.collect(step) for step in range(first, first + steps)]
+
+
+def positions(collected: Collected) -> list[int]:
+    return sorted(set(collected.batch.position.tolist()))
+
+
+def now(experience: AsynchronousExperience) -> float:
+    return experience.thread.loop.now
+
+
+def test_a_step_does_not_wait_for_a_slow_response_which_the_next_ones_continue():
+    experience = build(Lengths({(0, 0): 7}), most=4)
+    steps = collect(experience, 3)
+    experience.close()
+    assert [positions(step) for step in steps] == [[1, 2], [3, 4], [0, 5]]
+    assert steps[2].batch.staleness[:7].tolist() == [2, 2, 1, 1, 0, 0, 0], (
+        "two tokens of each version while it was continued, three at last"
+    )
+
+
+def test_the_metrics_say_how_old_what_is_trained_on_is():
+    experience = build(Lengths({(0, 0): 7}), most=4)
+    metrics = [one.metrics for one in collect(experience, 3)]
+    experience.close()
+    assert metrics[0]["training/off_policy/trajectory_staleness_worst/max"] == 0
+    assert metrics[2]["training/off_policy/trajectory_staleness_worst/max"] == 2
+    assert metrics[2]["training/off_policy/trajectory_staleness/max"] == 0
+    assert metrics[2]["training/off_policy/trajectory_spans/max"] == 3
+    assert metrics[2]["partial/continued_share"] == 0.5
+    assert [one["partial/reprefill_tokens"] for one in metrics] == [0, 2 + 2, 2 + 4]
+
+
+def test_a_step_waits_for_a_group_that_would_be_too_old_in_the_next():
+    experience = build(Lengths({(0, 0): 100}), bound=1)
+    steps = collect(experience, 2)
+    assert positions(steps[1])[0] == 0
+    assert now(experience) == 100
+    experience.close()
+
+
+def test_with_a_bound_of_zero_a_step_has_the_prompts_of_the_synchronous_loop():
+    experience = build(Lengths({(0, 0): 9, (3, 0): 5}), bound=0)
+    steps = collect(experience, 3)
+    experience.close()
+    assert [positions(step) for step in steps] == [[0, 1], [2, 3], [4, 5]]
+    assert all(not step.batch.staleness.any() for step in steps)
+
+
+def test_only_as_many_groups_start_early_as_the_engines_can_work_on():
+    experience = build(Lengths(), bound=8, batch=4, slots=4)
+    experience.collect(1)
+    assert experience.position <= 4 + 5 + 1
+    experience.close()
+
+
+def test_the_last_steps_have_what_is_left():
+    experience = build(Lengths({(4, 0): 50}), batch=2, prompts=5)
+    seen = []
+    while not experience.finished:
+        seen += positions(experience.collect(len(seen) + 1))
+    experience.close()
+    assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+def test_groups_without_signal_are_replaced():
+    """The score is whether the length is odd: with two samples a group has a signal if one of them is."""
+    lengths = Lengths({(position, 0): 3 for position in range(0, 40, 2)})
+    experience = build(lengths, samples=2, group_filter=GroupFilter("score", 0))
+    steps = collect(experience, 3)
+    experience.close()
+    trained = [position for step in steps for position in positions(step)]
+    assert len(trained) == 6 and all(position % 2 == 0 for position in trained)
+
+
+def test_a_run_in_which_no_group_has_a_signal_ends():
+    experience = build(Lengths(), samples=2, group_filter=GroupFilter("score", 3))
+    with pytest.raises(NoSignal, match="of 6 groups of one step were equal"):
+        experience.collect(1)
+
+
+def test_an_error_ends_everything_that_is_under_way():
+    experience = build(Lengths())
+    experience.guard = FaultGuard("exclude", 1.0, 99)
+    experience.runner.scorers.submit = lambda requests: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        experience.collect(1)
+    assert not experience.thread.thread.is_alive()
+
+
+def test_a_step_in_which_nothing_could_be_scored_says_why():
+    experience = build(Lengths(), bound=0)
+
+    def submit(requests):
+        scores = [Future() for _ in requests]
+        for future in scores:
+            future.set_result(Score(None, fault="timeout", detail="no score within 60 s"))
+        return scores
+
+    experience.runner.scorers.submit = submit
+    with pytest.raises(NothingToLearnFrom, match="no score within 60 s"):
+        experience.collect(1)
+    experience.close()
+
+
+def resumed(experience: AsynchronousExperience, again: AsynchronousExperience) -> AsynchronousExperience:
+    state = experience.state_dict()
+    experience.close()
+    again.load_state_dict(state)
+    return again
+
+
+def test_a_resumed_run_continues_what_was_under_way():
+    lengths = Lengths({(0, 0): 7, (3, 1): 3}, short=2)
+    whole = build(lengths, samples=2)
+    expected = collect(whole, 4)
+    whole.close()
+    first = build(lengths, samples=2)
+    before = collect(first, 2)
+    second = resumed(first, build(lengths, samples=2))
+    after = collect(second, 2, first=3)
+    second.close()
+    for one, other in zip(expected, before + after, strict=True):
+        assert positions(one) == positions(other)
+        for name in ("response_ids", "staleness", "rewards", "rollout_log_probs"):
+            assert (vars(one.batch)[name] == vars(other.batch)[name]).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bound=st.integers(0, 3),
+    batch=st.integers(1, 4),
+    slots=st.integers(1, 12),
+    samples=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    deaths=st.frozensets(st.integers(1, 40), max_size=3),
+    stop=st.integers(1, 6),
+)
+def test_whatever_is_slow_dies_or_is_resumed_every_group_is_trained_once_and_in_time(
+    bound, batch, slots, samples, seed, deaths, stop
+):
+    lengths = np.random.default_rng(seed).geometric(0.1, size=(200, samples))
+    known = Lengths({(p, s): int(lengths[p, s]) for p in range(200) for s in range(samples)})
+    experience = build(known, bound=bound, batch=batch, slots=slots, samples=samples, deaths=deaths)
+    trained = []
+    for step in range(1, 8):
+        collected = experience.collect(step)
+        assert int(collected.batch.staleness.max()) <= bound
+        assert collected.batch.response_lengths.tolist() == [
+            lengths[p, s]
+            for p, s in zip(collected.batch.position.tolist(), collected.batch.sample.tolist(), strict=True)
+        ]
+        assert len(positions(collected)) == batch
+        trained += positions(collected)
+        if step == stop:
+            again = build(known, bound=bound, batch=batch, slots=slots, samples=samples)
+            experience = resumed(experience, again)
+    experience.close()
+    assert len(set(trained)) == len(trained)
+    assert set(trained) | experience.under_way.keys() == set(range(experience.position))
+
+
+@pytest.mark.parametrize(("sigma", "share"), [(0.5, 0.25), (0.8, 1.0), (1.2, 0.25)])
+def test_the_time_of_a_run_is_that_of_the_law(sigma, share):
+    """`slots` is a share of a step's 64 responses; the law is that of the simulation which users predict with."""
+    batch, steps, warm = 64, 24, 6
+    slots = int(batch * share)
+    lengths = np.clip(np.random.default_rng(1).lognormal(np.log(200), sigma, size=4000).astype(int), 1, 1600)
+    known = Lengths({(p, 0): int(lengths[p]) for p in range(4000)})
+    experience = build(known, bound=4, batch=batch, most=2 * batch, slots=slots)
+    times = []
+    for step in range(1, steps + 1):
+        experience.collect(step)
+        times.append(now(experience))
+    experience.close()
+    measured = (times[-1] - times[warm - 1]) / (steps - warm)
+    work = Work(batch, lengths[:, None], steps=steps, warmup=warm)
+    law = simulate(
+        work, Cluster(slots=slots, speed=((1, PER_TOKEN),)), Mode("carried over", bound=4, over_sampling=1.0)
+    )
+    assert measured == pytest.approx(law.seconds, rel=0.1)
