@@ -114,10 +114,9 @@ class AsynchronousExperience(SampledExperience):
 
     def close(self) -> None:
         """Abandon all that is under way."""
-        if self.thread is not None:
-            thread, self.thread = self.thread, None
-            thread.run(self.runner.close())
-            thread.close()
+        if self.thread is not None and self.thread.thread.is_alive():
+            self.thread.run(self.runner.close())
+            self.thread.close()
 
     def state_dict(self) -> dict[str, Any]:
         started = self.under_way

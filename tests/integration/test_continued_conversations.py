@@ -10,6 +10,7 @@ from tests.integration.test_run import driver_of, finish, metrics, start, valida
 pytestmark = pytest.mark.slow
 
 LOOP = "{{name: uneven, _target_: '{file}:Uneven', turns: 6, tokens: 12}}"
+ENGINE = "rollout_corr/", "training/rollout_"
 AGENT = "actor_rollout_ref.rollout.agent"
 
 
@@ -35,8 +36,9 @@ def arguments(overrides, tiny, tmp_path_factory):
     return build
 
 
-def test_without_a_bound_the_run_is_the_synchronous_one(arguments, tmp_path):
-    """Except for seconds, every metric of every step and validation is the same number."""
+def test_with_a_bound_of_0_the_run_is_the_synchronous_one(arguments, tmp_path):
+    """Every metric of every step and validation is the same number, except for seconds, and for the last bit of what
+    the engine says of its log-probs: that depends on which turns find their prefix in the cache."""
     finish(start("main_ppo", arguments(tmp_path / "sync")))
     continued = {"trainer__v1__trainer_mode": "colocate_async", "trainer__v1__sampler__max_off_policy_threshold": 0}
     finish(start("main_ppo", arguments(tmp_path / "continued", **continued)))
@@ -44,7 +46,7 @@ def test_without_a_bound_the_run_is_the_synchronous_one(arguments, tmp_path):
     assert sorted(expected) == sorted(found) == [0, 1, 2, 3]
     assert expected[2]["num_turns/max"] > 1 and "val-core/quickstart/addition/acc/mean@2" in expected[2]
     for step, values in expected.items():
-        same = [name for name in values if not MACHINE_METRICS.search(name)]
+        same = [name for name in values if not MACHINE_METRICS.search(name) and not name.startswith(ENGINE)]
         assert {name: found[step].get(name) for name in same} == {name: values[name] for name in same}
 
 
