@@ -72,7 +72,7 @@ class Engine:
         self.done: dict[int, int] = {}  # tokens by ticket
         self.finished: list[tuple[int, Completion]] = []
         self.wake = asyncio.Event()
-        self.takes = 0
+        self.takes, self.dead = 0, False
         self.worked = 0.0
 
     def submit(self, requests, goal=None) -> None:
@@ -98,6 +98,7 @@ class Engine:
                 await asyncio.wait_for(self.wake.wait(), PER_TOKEN * min(left) if left else None)
             self._work()
         if self.takes in self.deaths:
+            self.dead = True
             raise ServerFailure("dead", "the actor died")
         finished, self.finished = self.finished, []
         return finished
@@ -136,12 +137,15 @@ class Scorers:
 
 
 class Switch:
+    """One engine, which is replaced where it died as it was interrupted."""
+
     def __init__(self, engines: list[Engine]) -> None:
         self.engines = engines
 
     def to_rollout(self, version):
-        for engine in self.engines:
-            engine.version = version
+        if self.engines[0].dead:
+            self.client.replace(0, self.revive(0))
+        self.engines[0].version = version
 
     def to_training(self): ...
 
@@ -158,9 +162,11 @@ def build(
         return again
 
     client = RolloutClient(engines, revive, capacity=10**6, timeout=1e9, retries=100)
+    switch = Switch(engines)
+    switch.client, switch.revive = client, revive
     rows = [Prompt(row, [row, 1], "?", "maths", "42", {}) for row in range(7)]
     return AsynchronousExperience(
-        Switch(engines),
+        switch,
         rows,
         PromptOrder(len(rows), 0, False),
         EpisodeRunner(client, Scorers(), 1),
@@ -209,7 +215,8 @@ def test_the_metrics_say_how_old_what_is_trained_on_is():
     experience.close()
     assert metrics[0]["training/off_policy/trajectory_staleness_worst/max"] == 0
     assert metrics[2]["training/off_policy/trajectory_staleness_worst/max"] == 2
-    assert metrics[2]["training/off_policy/trajectory_staleness/max"] == 0
+    assert metrics[2]["training/off_policy/trajectory_staleness/max"] == 1
+    assert metrics[2]["training/off_policy/trajectory_staleness/min"] == 0
     assert metrics[2]["training/off_policy/trajectory_spans/max"] == 3
     assert metrics[2]["partial/continued_share"] == 0.5
     assert [one["partial/reprefill_tokens"] for one in metrics] == [0, 2 + 2, 2 + 4]
