@@ -19,7 +19,7 @@ from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
 from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.verl_loops import AgentLoop, trajectory
+from hybridrl.environments.verl_loops import AgentLoop, AgentLoopOutput, trajectory
 from hybridrl.environments.worker import Call, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
 from hybridrl.rollout import Completion, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
@@ -99,6 +99,15 @@ def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment
     for name in ("prompt_ids", "response_ids", "log_probs", "mask"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert (found.reward, len(found.turns), found.text) == (0.5, 3, expected.text)
+
+
+def test_tokens_of_an_agent_loop_have_the_versions_of_their_weights(tokenizer):
+    rows = [AgentLoopOutput(prompt_ids=[1], response_ids=[2, 3, 4, 5], response_mask=[1, 1, 0, 1], metrics={})]
+    rows[0].response_logprobs = [-0.5] * 4
+    found = trajectory(rows, np.array([3, 4, 5]), tokenizer)
+    assert [turn.token_versions.tolist() for turn in found.turns] == [[3, 4], [5]]
+    fewer = trajectory(rows, np.array([4, 3, 4, 5]), tokenizer)  # the loop left out some that were sampled
+    assert [turn.token_versions.tolist() for turn in fewer.turns] == [[3, 3], [3]]
 
 
 def test_rewards_by_completion_are_those_of_its_turns(run):
