@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,12 @@ from hybridrl.endpoint.sessions import Session, Sessions
 from hybridrl.environments import EpisodeFault, Message
 from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import Kit
+from hybridrl.environments.held import HeldPolicy
 from hybridrl.rollout import Completion
 
 logger = logging.getLogger(__name__)
 
+HELD_SECONDS = 7 * 86400.0  # that a request may take where the policy is held while the devices train
 CLAIM_SECONDS = 4.0  # that a request for an episode waits for one; clients may have a time limit of 5 s
 
 
@@ -88,36 +90,37 @@ class Agents:
         self.settings, self.kit = settings, kit
         self.sessions = Sessions(kit, timeout=math.inf)  # an episode has a time limit of its own
         self.policies: dict[str, OneAtATime] = {}
-        self.places = asyncio.Semaphore(settings.concurrency) if settings.concurrency else nullcontext()
+        self.concurrency = settings.concurrency
         self.waiting = Waiting() if settings.mode == ONLINE else None
         self.open = AsyncExitStack()
         self.starting: asyncio.Future[str] | None = None
 
     async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
         """Run one episode."""
-        async with self.places:
-            session, turns = self.sessions.start(messages), OneAtATime(policy)
-            self.policies[session.id] = turns
-            stop, fault, detail, clock = "", None, "", None
-            data = {**row, "messages": list(messages)}
-            try:
-                address = await self.start()
-                if self.waiting:
-                    await self.waiting.offer(session, data)
-                async with asyncio.timeout(self.kit.limits.timeout) as clock:
-                    self._take(session, await self._call(session, data, f"{address}/v1"))
-            except EpisodeFault as error:
-                fault, detail = "environment", str(error)
-            except Exception as error:  # whatever the user's function raises
-                if clock and clock.expired():
-                    stop = "timeout"
-                elif not session.stop:  # else it was the end of the conversation that it does not handle
-                    logger.exception("an agent failed")
-                    fault, detail = f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
-            finally:
-                turns.close()
-                del self.policies[session.id]
-                self.sessions.remove(session)
+        session, turns = self.sessions.start(messages), OneAtATime(policy)
+        self.policies[session.id] = turns
+        stop, fault, detail, clock = "", None, "", None
+        data = {**row, "messages": list(messages)}
+        try:
+            address = await self.start()
+            if self.waiting:
+                await self.waiting.offer(session, data)
+            async with asyncio.timeout(self.kit.limits.timeout) as clock:
+                if self.kit.limits.held:
+                    turns.policy = HeldPolicy(policy, clock)
+                self._take(session, await self._call(session, data, f"{address}/v1"))
+        except EpisodeFault as error:
+            fault, detail = "environment", str(error)
+        except Exception as error:  # whatever the user's function raises
+            if clock and clock.expired():
+                stop = "timeout"
+            elif not session.stop:  # else it was the end of the conversation that it does not handle
+                logger.exception("an agent failed")
+                fault, detail = f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
+        finally:
+            turns.close()
+            del self.policies[session.id]
+            self.sessions.remove(session)
         return self._trajectory(session, stop, fault, detail)
 
     def _trajectory(self, session: Session, stop: str, fault: str | None, detail: str) -> Trajectory:
@@ -158,7 +161,8 @@ class Agents:
     def _call(self, session: Session, data: Mapping[str, Any], base_url: str) -> Awaitable[Any]:
         if self.waiting:
             return _until_ended(session)
-        arguments = data, base_url, session.api_key, self.kit.limits.timeout
+        limits = self.kit.limits
+        arguments = data, base_url, session.api_key, HELD_SECONDS if limits.held else limits.timeout
         if self.settings.mode == "process":
             return run_in_process(self.settings, *arguments)
         return call_agent(self.agent, *arguments)

@@ -33,9 +33,9 @@ class AgentSettings:
     """What rows run in: the function `name` of the file `path`, or with mode online agents outside the run.
 
     `mode` is inline, in the process of the endpoint, process, one for each episode, or online: the endpoint is then at
-    `host` and `port` and gives sessions to who has the `admin_key`. At most `concurrency` agents run at a time in each
-    process that runs episodes (None: all). An episode that gets no reward is a fault if `needs_reward`, else the reward
-    function scores it.
+    `host` and `port` and gives sessions to who has the `admin_key`. At most `concurrency` agents of one call of the
+    driver run at a time in each process that runs episodes (None: all). An episode that gets no reward is a fault if
+    `needs_reward`, else the reward function scores it.
     """
 
     path: str = ""

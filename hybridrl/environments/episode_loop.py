@@ -19,6 +19,7 @@ from hybridrl.environments.calls import CallParser, call_parser
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step, ToolCall
 from hybridrl.environments.episode import Policy, Trajectory, Turn
+from hybridrl.environments.held import HeldPolicy
 from hybridrl.environments.user_code import finished
 from hybridrl.rewards.score import OutOfTime
 
@@ -30,7 +31,8 @@ SHORTEST_TURN = 16  # tokens that must be left for a turn
 @dataclass(frozen=True)
 class Limits:
     """What bounds an episode. Token limits count one row: `prompt` its first prompt, `response` all that follows,
-    sampled or observed, `turn` one response, `context` both together. Times are in seconds."""
+    sampled or observed, `turn` one response, `context` both together. Times are in seconds; where rollouts outlive a
+    step the policy is `held` while the devices train, and `timeout` does not count the time that it takes."""
 
     prompt: int
     response: int
@@ -41,6 +43,7 @@ class Limits:
     invalid_calls: int | None = None  # in a row
     call_timeout: float = 30.0  # of a method of the environment; tools have their own, which is shorter
     timeout: float = 1800.0
+    held: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class EpisodeRun:
         stop, fault, detail = "timeout", None, ""
         try:
             async with asyncio.timeout(self.kit.limits.timeout) as clock:
+                if self.kit.limits.held:
+                    self.policy = HeldPolicy(self.policy, clock)
                 stop = await self._turns(list(messages))
         except EpisodeFault as error:
             stop, fault, detail = "fault", "environment", str(error)

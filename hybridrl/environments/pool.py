@@ -7,10 +7,11 @@ process was when it died are tried twice, then excluded by name.
 import asyncio
 import os
 import pickle
-from collections import Counter
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, Self
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -18,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from hybridrl.cluster import Actor, Pending, RaySession, cause, gather, kill, spawn
 from hybridrl.cluster.group import START_LIMIT
 from hybridrl.environments.episode import Trajectory
-from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec, EpisodeWorker, Ticket
+from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec, EpisodeWorker, Given, Ticket
 from hybridrl.rollout import Completion, Request
 from hybridrl.tracking.console import info, warn
 
@@ -35,6 +36,7 @@ class EpisodeWorkers:
     def __init__(self, session: RaySession, settings: EpisodeSettings, count: int, logs: Sequence[str]) -> None:
         self.session, self.settings, self.logs = session, settings, logs
         self.actors = [self._spawn(index) for index in range(count)]
+        self.replacing = threading.Lock()  # calls run in event loops of several threads
         self.limit = settings.limits.call_timeout + HEARTBEAT_SECONDS + GRACE_SECONDS
 
     def __len__(self) -> int:
@@ -44,10 +46,14 @@ class EpisodeWorkers:
         calls = [actor.start.remote() for actor in self.actors]
         gather(calls, "episode worker.start", timeout, self.logs, key=START_LIMIT)
 
-    def replace(self, index: int) -> None:
-        """Start a process in place of one that died or does not respond."""
-        kill(self.actors[index])
-        self.actors[index] = self._spawn(index)
+    def replacement(self, index: int, lost: Actor) -> Actor:
+        """Return a process in place of one that died or does not respond; only the first call that lost it starts
+        one."""
+        with self.replacing:
+            if self.actors[index] is lost:
+                kill(lost)
+                self.actors[index] = self._spawn(index)
+            return self.actors[index]
 
     def __enter__(self) -> Self:
         return self
@@ -64,157 +70,219 @@ class EpisodeWorkers:
 
 
 @dataclass(eq=False)
+class Running:
+    """An episode under way, which waits for its environment unless it has `asked` for a turn."""
+
+    spec: EpisodeSpec
+    sample: Sampler
+    ended: asyncio.Future[Trajectory]
+    asked: Request | None = None
+    turn: asyncio.Future[Completion] | None = None  # once it is requested
+    deaths: int = 0
+
+
+@dataclass(eq=False)
 class Lane:
-    """One process in a run of episodes. `thinking` are the episodes that wait for their environment."""
+    """One process, and the episodes that it has; `new` and `turns` are what it is given next."""
 
     index: int
-    tickets: set[Ticket] = field(default_factory=set)
-    thinking: set[Ticket] = field(default_factory=set)
-    answers: list[tuple[Ticket, Completion]] = field(default_factory=list)
-    pump: asyncio.Task | None = None
-    begun: bool = False
-    starts: int = 0  # of the process: what an earlier one asked for is ignored
+    actor: Actor
+    episodes: dict[Ticket, Running] = field(default_factory=dict)
+    new: list[Ticket] = field(default_factory=list)
+    turns: list[tuple[Ticket, Completion]] = field(default_factory=list)
+    due: bool = False
+    pump: asyncio.Task | None = None  # serves its episodes until all have ended
+
+    def thinking(self) -> list[Ticket]:
+        """The episodes that wait for their environment."""
+        return [ticket for ticket, episode in self.episodes.items() if episode.asked is None]
 
 
 class EpisodeDispatch:
-    """One call's episodes. `sample` has a turn sampled; with `together` turns are requested once every episode that
-    runs wants one, so that engines form the same batches every time."""
+    """Runs episodes in the processes, which may be started at any time, all in one event loop, until it is closed.
+
+    With `together` turns are requested once every episode that runs wants one, so that engines form the same batches
+    every time. `held` returns whether turns wait for the devices, so that no episode may end for long.
+    """
 
     def __init__(
-        self, workers: EpisodeWorkers, specs: Sequence[EpisodeSpec], sample: Sampler, *, together: bool
+        self, workers: EpisodeWorkers, *, together: bool = False, held: Callable[[], bool] = lambda: False
     ) -> None:
-        self.workers, self.specs, self.sample, self.together = workers, specs, sample, together
-        self.lanes = [Lane(index) for index in range(len(workers))]
-        self.call = os.urandom(8).hex()  # names it, so that nothing of an earlier call is taken for its own
-        self.deaths: Counter[Ticket] = Counter()
+        self.workers, self.together, self.held = workers, together, held
+        self.call = os.urandom(8).hex()  # names it, as the processes have episodes of others too
+        self.lanes = [Lane(index, actor) for index, actor in enumerate(workers.actors)]
+        self.tickets = count()
         self.sending: set[asyncio.Task] = set()
-        self.held: list[tuple[Lane, Ticket, Request]] = []
-        self.ended: asyncio.Queue[tuple[Ticket, Trajectory] | Exception] = asyncio.Queue()
+        self.error: Exception | None = None
+        self.moved = 0.0  # when an episode ended last, or the silence was reported
 
-    async def run(self) -> AsyncIterator[list[tuple[int, Trajectory]]]:
-        """Yield episodes with their indices as they end; those that end together come in one list."""
-        for ticket in range(len(self.specs)):
-            self.lanes[ticket % len(self.lanes)].tickets.add(ticket)
-        try:
-            for lane in self.lanes:
+    def start(self, specs: Sequence[EpisodeSpec], sample: Sampler) -> list[asyncio.Future[Trajectory]]:
+        """Start episodes, whose turns `sample` has sampled; return their ends, in order."""
+        if self.error is not None:
+            raise self.error
+        loop = asyncio.get_running_loop()
+        self.moved = loop.time()
+        started = [Running(spec, sample, loop.create_future()) for spec in specs]
+        for episode in started:
+            lane = min(self.lanes, key=lambda lane: len(lane.episodes))
+            if lane.pump is None:
+                lane.actor = self.workers.actors[lane.index]  # another dispatch may have replaced it
                 lane.pump = asyncio.create_task(self._pump(lane))
-            missing = len(self.specs)
-            while missing:
-                arrived = [await self._next()]
-                while not self.ended.empty():
-                    arrived.append(self.ended.get_nowait())
-                for one in arrived:
-                    if isinstance(one, Exception):
-                        raise one
-                missing -= len(arrived)
-                yield arrived
-        finally:
-            for task in (*(lane.pump for lane in self.lanes), *self.sending):
-                task.cancel()
+            ticket = next(self.tickets)
+            lane.episodes[ticket] = episode
+            lane.new.append(ticket)
+            self._give_soon(lane)
+        return [episode.ended for episode in started]
 
-    async def _next(self) -> tuple[Ticket, Trajectory] | Exception:
+    async def run(self, specs: Sequence[EpisodeSpec], sample: Sampler) -> AsyncIterator[list[tuple[int, Trajectory]]]:
+        """Yield episodes with their indices as they end; those that end together come in one list."""
+        ended: asyncio.Queue[tuple[int, asyncio.Future[Trajectory]]] = asyncio.Queue()
+        for index, future in enumerate(self.start(specs, sample)):
+            future.add_done_callback(lambda future, index=index: ended.put_nowait((index, future)))
+        missing = len(specs)
+        while missing:
+            arrived = [await self._next(ended)]
+            while not ended.empty():
+                arrived.append(ended.get_nowait())
+            missing -= len(arrived)
+            yield [(index, future.result()) for index, future in arrived]
+
+    def close(self) -> None:
+        """Abandon what has not ended."""
+        for lane in self.lanes:
+            if lane.pump is not None:
+                lane.pump.cancel()
+            for episode in lane.episodes.values():
+                _drop_turn(episode)
+            lane.actor.end.remote(self.call)
+        for task in self.sending:
+            task.cancel()
+
+    async def _next(self, ended: asyncio.Queue) -> tuple[int, asyncio.Future[Trajectory]]:
         """Wait for what ends next, and say now and then what the others wait for."""
+        loop = asyncio.get_running_loop()
         while True:
             try:
-                return await asyncio.wait_for(self.ended.get(), SILENT_SECONDS)
+                return await asyncio.wait_for(ended.get(), max(self.moved + SILENT_SECONDS - loop.time(), 0.01))
             except TimeoutError:
-                running = sum(len(lane.tickets) for lane in self.lanes)
-                thinking = sum(len(lane.thinking) for lane in self.lanes)
+                if loop.time() < self.moved + SILENT_SECONDS:
+                    continue  # another has ended since, or it was said
+                self.moved = loop.time()
+                if self.held():
+                    continue
+                running = sum(len(lane.episodes) for lane in self.lanes)
+                thinking = sum(len(lane.thinking()) for lane in self.lanes)
                 info(
                     f"no episode has ended for {SILENT_SECONDS:g} s: of {running}, {thinking} wait for an environment "
                     "or agent, the others for the policy"
                 )
 
     async def _pump(self, lane: Lane) -> None:
-        """Start a process's episodes and serve them until all have ended."""
+        """Serve a process's episodes until all have ended; one that was just replaced has to start itself first."""
         try:
-            while lane.tickets:
+            while lane.episodes:
                 try:
-                    if not lane.begun:
-                        await self._begin(lane)
-                    content = await self._result(self.workers.actors[lane.index].take.remote(self.call))
+                    content = await self._result(lane.actor.take.remote(self.call))
                 except (RayActorError, TimeoutError) as error:
                     self._lost(lane, error)
                     continue
                 for ticket, what in pickle.loads(content):
-                    lane.thinking.discard(ticket)
                     if isinstance(what, Request):
                         self._ask(lane, ticket, what)
                     else:
-                        lane.tickets.discard(ticket)
-                        self.ended.put_nowait((ticket, what))
-                self._release()
+                        self._end(lane, ticket, what)
+                if self.together:
+                    self._request_together()
         except Exception as error:
-            self.ended.put_nowait(error)
-
-    async def _begin(self, lane: Lane) -> None:
-        """Start a process's episodes; one that was just replaced has to start itself first."""
-        lane.begun, lane.thinking, lane.answers = True, set(lane.tickets), []
-        lane.starts += 1
-        content = pickle.dumps([(one, self.specs[one]) for one in sorted(lane.tickets)], pickle.HIGHEST_PROTOCOL)
-        await self._result(self.workers.actors[lane.index].begin.remote(self.call, content))
+            self._fail(error)
+        finally:
+            lane.pump = None
 
     def _ask(self, lane: Lane, ticket: Ticket, request: Request) -> None:
-        if self.together:
-            self.held.append((lane, ticket, request))
-        else:
-            self.sample(request).add_done_callback(partial(self._answered, lane, ticket, lane.starts))
+        lane.episodes[ticket].asked = request
+        if not self.together:
+            self._request(lane, ticket)
 
-    def _release(self) -> None:
-        """Request the turns that are held once no episode is in its environment."""
-        if self.held and not any(lane.thinking for lane in self.lanes):
-            held, self.held = sorted(self.held, key=lambda item: item[1]), []
-            for lane, ticket, request in held:
-                self.sample(request).add_done_callback(partial(self._answered, lane, ticket, lane.starts))
+    def _request_together(self) -> None:
+        """Request the turns that episodes ask for once none is in its environment."""
+        if not any(lane.thinking() for lane in self.lanes):
+            waiting = ((ticket, lane) for lane in self.lanes for ticket, one in lane.episodes.items() if not one.turn)
+            for ticket, lane in sorted(waiting, key=lambda item: item[0]):
+                self._request(lane, ticket)
 
-    def _answered(self, lane: Lane, ticket: Ticket, starts: int, future: asyncio.Future[Completion]) -> None:
-        if future.cancelled() or starts != lane.starts:
+    def _request(self, lane: Lane, ticket: Ticket) -> None:
+        episode = lane.episodes[ticket]
+        episode.turn = episode.sample(episode.asked)
+        episode.turn.add_done_callback(partial(self._sampled, lane, ticket, episode))
+
+    def _sampled(self, lane: Lane, ticket: Ticket, episode: Running, turn: asyncio.Future[Completion]) -> None:
+        if turn.cancelled() or episode.turn is not turn:  # of an episode that was started again
             return
-        if error := future.exception():
-            self.ended.put_nowait(error)
+        if error := turn.exception():
+            self._fail(error)
             return
-        if not lane.answers:  # once for all turns that are sampled in this turn of the loop
-            asyncio.get_running_loop().call_soon(self._flush, lane)
-        lane.answers.append((ticket, future.result()))
-        lane.thinking.add(ticket)
+        episode.asked = episode.turn = None
+        lane.turns.append((ticket, turn.result()))
+        self._give_soon(lane)
 
-    def _flush(self, lane: Lane) -> None:
-        if answers := lane.answers:
-            lane.answers = []
-            task = asyncio.create_task(self._send(lane, answers))
-            self.sending.add(task)
-            task.add_done_callback(self.sending.discard)
+    def _give_soon(self, lane: Lane) -> None:
+        if not lane.due:  # once for all that comes in this turn of the loop
+            lane.due = True
+            asyncio.get_running_loop().call_soon(self._give, lane)
 
-    async def _send(self, lane: Lane, answers: list[tuple[Ticket, Completion]]) -> None:
-        """Give a process its turns. If it has died, or does not respond, the pump finds that out."""
+    def _give(self, lane: Lane) -> None:
+        given: Given = [(ticket, lane.episodes[ticket].spec) for ticket in lane.new], lane.turns
+        lane.new, lane.turns, lane.due = [], [], False
+        task = asyncio.create_task(self._send(lane.actor, pickle.dumps(given, pickle.HIGHEST_PROTOCOL)))
+        self.sending.add(task)
+        task.add_done_callback(self.sending.discard)
+
+    async def _send(self, actor: Actor, content: bytes) -> None:
+        """Give a process its episodes and turns. If it has died, or does not respond, the pump finds that out."""
         try:
-            content = pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
-            await self._result(self.workers.actors[lane.index].answer.remote(content))
+            await self._result(actor.give.remote(self.call, content))
         except (RayActorError, TimeoutError):
             pass
         except Exception as error:
-            self.ended.put_nowait(error)
+            self._fail(error)
+
+    def _end(self, lane: Lane, ticket: Ticket, trajectory: Trajectory) -> None:
+        self.moved = asyncio.get_running_loop().time()
+        episode = lane.episodes.pop(ticket)
+        _drop_turn(episode)
+        if not episode.ended.done():
+            episode.ended.set_result(trajectory)
 
     def _lost(self, lane: Lane, error: Exception) -> None:
         """Replace a process and start its episodes again, but for those that have ended it too often."""
         log = self.workers.logs[lane.index]
         silent = isinstance(error, TimeoutError)
         reason = f"did not respond for {self.workers.limit:g} s" if silent else f"died: {cause(error)}"
-        suspects = sorted(lane.thinking)
+        suspects = lane.thinking()
         for ticket in suspects:
-            self.deaths[ticket] += 1
-            if self.deaths[ticket] >= TRIES:
-                lane.tickets.discard(ticket)
+            lane.episodes[ticket].deaths += 1
+            if lane.episodes[ticket].deaths >= TRIES:
                 detail = f"the process of its environment {reason}; see {log}"
-                self.ended.put_nowait((ticket, Trajectory([], "fault", fault="died", detail=detail)))
-        self.held = [item for item in self.held if item[0] is not lane]
+                self._end(lane, ticket, Trajectory([], "fault", fault="died", detail=detail))
         warn(
-            f"episode worker {lane.index} {reason}; starting its {len(lane.tickets)} episodes again, of which "
+            f"episode worker {lane.index} {reason}; starting its {len(lane.episodes)} episodes again, of which "
             f"{len(suspects)} were in their environment; its log: {log}",
             "episode-worker-lost",
         )
-        self.workers.replace(lane.index)
-        lane.begun = False
+        lane.actor = self.workers.replacement(lane.index, lane.actor)
+        for episode in lane.episodes.values():
+            _drop_turn(episode)
+        lane.new, lane.turns = sorted(lane.episodes), []
+        self._give_soon(lane)
+
+    def _fail(self, error: Exception) -> None:
+        """End all episodes with the error."""
+        self.error = self.error or error
+        for lane in self.lanes:
+            for episode in lane.episodes.values():
+                if not episode.ended.done():
+                    episode.ended.set_exception(error)
+                    episode.ended.exception()  # counts as retrieved: one caller's report is enough
 
     async def _result(self, ref: Pending) -> Any:
         """Return the result of a remote call within the time limit of a process that responds."""
@@ -222,3 +290,10 @@ class EpisodeDispatch:
             return await asyncio.wait_for(ref, self.workers.limit)
         except RayTaskError as error:
             raise RuntimeError(f"an episode worker failed: {cause(error)}") from error
+
+
+def _drop_turn(episode: Running) -> None:
+    """Have the turn sampled no further that an episode waits for."""
+    turn, episode.asked, episode.turn = episode.turn, None, None
+    if turn is not None:
+        turn.cancel()

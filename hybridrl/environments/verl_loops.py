@@ -309,12 +309,15 @@ def _checked(output: Any, sampled: Sequence[TokenOutput]) -> AgentLoopOutput:
     return row
 
 
-def trajectory(outputs: Sequence[AgentLoopOutput], version: np.ndarray | int, tokenizer: Any) -> Trajectory:
-    """Return the rows of an episode as turns: what has mask 1 was sampled, with this weight version.
+def trajectory(outputs: Sequence[AgentLoopOutput], versions: np.ndarray, tokenizer: Any) -> Trajectory:
+    """Return the rows of an episode as turns: what has mask 1 was sampled. `versions` are those of all tokens that were
+    sampled, in order; if the rows have others, each token counts as sampled with the oldest.
 
     EpisodeFault if nothing was sampled, or its log-probs are unknown.
     """
     turns: list[Turn] = []
+    count = sum(map(sum, (row.response_mask for row in outputs)))
+    left = versions if len(versions) == count else np.full(count, min(versions, default=0))
     for row in outputs:
         observed, position = row.prompt_ids, 0
         for sampled, run in groupby(row.response_mask):
@@ -326,6 +329,7 @@ def trajectory(outputs: Sequence[AgentLoopOutput], version: np.ndarray | int, to
             if sampled:
                 log_probs = np.array(row.response_logprobs[position : position + length], np.float32)
                 fresh = bool(turns) and position == 0
+                version, left = left[:length], left[length:]
                 turns.append(Turn(observed, np.array(ids, np.int64), log_probs, version, "stop", fresh=fresh))
             observed, position = ids if not sampled else [], position + length
     if not turns:

@@ -1,7 +1,7 @@
 """A process that runs episodes: the Ray actor in which environments and tools live, with the chat template.
 
-It asks for turns and returns finished episodes in `take`; turns come back by `answer`. The driver has the engines, so
-this process needs neither weights nor a device.
+It asks for turns and returns finished episodes in `take`; episodes and turns come by `give`. The driver has the
+engines, so this process needs neither weights nor a device.
 """
 
 import asyncio
@@ -10,7 +10,9 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
+from hybridrl.environments.held import HeldPolicy
 from hybridrl.environments.load import environment_of, runs_function
 from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, trajectory
@@ -31,7 +34,7 @@ COALESCE_SECONDS = 0.005  # a pause in which more becomes ready: a remote call c
 HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the process responds
 
 Ticket = int  # names an episode between driver and process
-Ready = asyncio.Queue  # of tickets, each with the Request of its episode or its Trajectory
+Given = tuple[list[tuple[Ticket, "EpisodeSpec"]], list[tuple[Ticket, Completion]]]  # episodes to start, and turns
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,43 @@ class EpisodeSettings:
 
 
 class AgentRunner(Protocol):
-    """Runs episodes that have a loop of their own."""
+    """Runs episodes that have a loop of their own, at most `concurrency` of a call at a time."""
+
+    concurrency: int | None
 
     async def start(self) -> Any:
         """Prepare for episodes."""
 
     async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
         """Run one episode."""
+
+
+@dataclass(eq=False)
+class Call:
+    """The episodes of one dispatch of the driver. `ready` has tickets, each with the Request of its episode or its
+    Trajectory. `places` limits the agents that run: those of another call must not wait for them, since they may be
+    held while the other call runs."""
+
+    places: AbstractAsyncContextManager = field(default_factory=nullcontext)
+
+    tasks: dict[Ticket, asyncio.Task] = field(default_factory=dict)
+    asked: dict[Ticket, asyncio.Future[Completion]] = field(default_factory=dict)
+    ready: asyncio.Queue[tuple[Ticket, Request | Trajectory]] = field(default_factory=asyncio.Queue)
+
+    async def ask(self, ticket: Ticket, request: Request) -> Completion:
+        """Have the driver sample one turn."""
+        future = self.asked[ticket] = asyncio.get_running_loop().create_future()
+        self.ready.put_nowait((ticket, request))
+        return await future
+
+    def answer(self, ticket: Ticket, completion: Completion) -> None:
+        future = self.asked.pop(ticket, None)
+        if future is not None and not future.done():
+            future.set_result(completion)
+
+    def abandon(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
 
 
 class SingleResponse(Environment):
@@ -80,15 +113,15 @@ class SingleResponse(Environment):
 class WorkerPolicy:
     """The policy of one episode: passes each turn to the driver, with a seed of its own."""
 
-    def __init__(self, worker: "EpisodeWorker", ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
-        self.worker, self.ticket, self.spec, self.sampling = worker, ticket, spec, sampling
+    def __init__(self, kit: Kit, call: Call, ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
+        self.kit, self.call, self.ticket, self.spec, self.sampling = kit, call, ticket, spec, sampling
         self.turn = 0
-        self.version: np.ndarray | int = 0  # of the weights that the last turn was sampled with
+        self.versions: list[np.ndarray] = []  # of the weights that each token was sampled with, by turn
 
     async def generate(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Completion:
-        spec, turn, context = self.spec, self.turn, self.worker.kit.limits.context
+        spec, turn, context = self.spec, self.turn, self.kit.limits.context
         if len(prompt_ids) >= context:
             raise EpisodeFault(
                 f"turn {turn} has a prompt of {len(prompt_ids)} tokens, and the model's context has {context} "
@@ -101,13 +134,14 @@ class WorkerPolicy:
         most = most if max_tokens is None else min(most, max_tokens)
         sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *stop))
         request = Request(spec.prompt, spec.sample, list(prompt_ids), seed, sampling, turn)
-        completion = await self.worker.ask(self.ticket, request)
-        self.version = completion.versions
+        completion = await self.call.ask(self.ticket, request)
+        self.versions.append(np.broadcast_to(completion.versions, len(completion.token_ids)))
         return completion
 
 
 class EpisodeWorker:
-    """Episodes as tasks of one event loop; plain functions of environments run in threads."""
+    """Episodes as tasks of one event loop; plain functions of environments run in threads. Episodes of several calls
+    run at the same time, and those that a call has left are abandoned when it ends."""
 
     def __init__(self, log: str, settings: EpisodeSettings) -> None:
         begin_actor(log)
@@ -118,9 +152,8 @@ class EpisodeWorker:
         self.kit = Kit.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
         self.environments, self.configuration = settings.environments, settings.configuration
         self.agents = settings.agents and settings.agents(self.kit)
-        self.tasks: dict[Ticket, asyncio.Task] = {}
-        self.asked: dict[Ticket, asyncio.Future[Completion]] = {}
-        self.call, self.ready = "", Ready()
+        self.calls: dict[str, Call] = {}
+        self.over: set[str] = set()  # calls that have ended: what arrives late is not started
         gc.freeze()  # the many objects of the libraries need not be visited by every full collection
 
     async def start(self) -> bool:
@@ -129,19 +162,21 @@ class EpisodeWorker:
             await self.agents.start()
         return True
 
-    async def begin(self, call: str, content: bytes) -> None:
-        """Start episodes of a call of the driver, pickled pairs of ticket and EpisodeSpec; those of an earlier call
-        that have not ended are abandoned."""
-        if call != self.call:
-            self._abandon()
-            self.call, self.ready = call, Ready()
-        for ticket, spec in pickle.loads(content):
-            self.tasks[ticket] = asyncio.create_task(self._run(ticket, spec))
+    async def give(self, name: str, content: bytes) -> None:
+        """Start episodes of a call of the driver, and give sampled turns to those that asked for them; a pickled
+        Given."""
+        if name in self.over:
+            return
+        call, (specs, turns) = self._call(name), pickle.loads(content)
+        for ticket, completion in turns:
+            call.answer(ticket, completion)
+        for ticket, spec in specs:
+            call.tasks[ticket] = asyncio.create_task(self._run(call, ticket, spec))
 
-    async def take(self, call: str) -> bytes:
+    async def take(self, name: str) -> bytes:
         """Return what episodes of this call ask for, and those that ended, as pickled pairs of ticket and Request or
         Trajectory; nothing after some seconds without any."""
-        queue, ready = self.ready if call == self.call else Ready(), []
+        queue, ready = self._call(name).ready, []
         with contextlib.suppress(TimeoutError):
             ready.append(await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS))
             await asyncio.sleep(COALESCE_SECONDS)
@@ -149,47 +184,44 @@ class EpisodeWorker:
             ready.append(queue.get_nowait())
         return pickle.dumps(ready, pickle.HIGHEST_PROTOCOL)
 
-    async def answer(self, content: bytes) -> None:
-        """Give sampled turns to their episodes: pickled pairs of ticket and Completion."""
-        for ticket, completion in pickle.loads(content):
-            future = self.asked.pop(ticket, None)
-            if future is not None and not future.done():
-                future.set_result(completion)
+    async def end(self, name: str) -> None:
+        """Abandon what is left of a call."""
+        self.over.add(name)
+        if call := self.calls.pop(name, None):
+            call.abandon()
 
-    def _abandon(self) -> None:
-        for task in self.tasks.values():
-            task.cancel()
-        self.tasks, self.asked = {}, {}
+    def _call(self, name: str) -> Call:
+        if name in self.calls:
+            return self.calls[name]
+        limit = self.agents.concurrency if self.agents else None
+        call = Call(asyncio.Semaphore(limit) if limit else nullcontext())
+        if name not in self.over:
+            self.calls[name] = call
+        return call
 
-    async def ask(self, ticket: Ticket, request: Request) -> Completion:
-        """Have the driver sample one turn."""
-        future = self.asked[ticket] = asyncio.get_running_loop().create_future()
-        self.ready.put_nowait((ticket, request))
-        return await future
-
-    async def _run(self, ticket: Ticket, spec: EpisodeSpec) -> None:
+    async def _run(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> None:
         try:
-            trajectory = await self._episode(ticket, spec)
+            trajectory = await self._episode(call, ticket, spec)
         except EpisodeFault as error:
             trajectory = Trajectory([], "fault", text="", fault="environment", detail=str(error))
         except (Exception, SystemExit) as error:  # an environment that cannot be made, or an agent
             logger.exception("an episode failed")
             name, detail = type(error).__name__, f"{type(error).__name__}: {error}"
             trajectory = Trajectory([], "fault", text="", fault=f"raised:{name}", detail=detail)
-        self.tasks.pop(ticket, None)
-        self.ready.put_nowait((ticket, trajectory))
+        call.tasks.pop(ticket, None)
+        call.ready.put_nowait((ticket, trajectory))
 
-    async def _episode(self, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
+    async def _episode(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
+        policy = partial(WorkerPolicy, self.kit, call, ticket, spec)
         if self.agents and runs_function(spec.row, self.environments):
-            policy = WorkerPolicy(self, ticket, spec, self._with_stops(spec.sampling))
-            return await self.agents.run(policy, spec.messages, spec.row)
+            async with call.places:
+                return await self.agents.run(policy(self._with_stops(spec.sampling)), spec.messages, spec.row)
         make = environment_of(spec.row, self.environments)
         if isinstance(make, AgentLoop):
-            return await self._verl_loop(make, WorkerPolicy(self, ticket, spec, spec.sampling), spec)
+            return await self._verl_loop(make, policy(spec.sampling), spec)
         environment = SingleResponse({}, spec.row) if make is None else make()
         sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
-        policy = WorkerPolicy(self, ticket, spec, sampling)
-        return await EpisodeRun(self.kit, policy, environment).run(spec.messages)
+        return await EpisodeRun(self.kit, policy(sampling), environment).run(spec.messages)
 
     async def _verl_loop(self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec) -> Trajectory:
         """Run an agent loop of verl, which returns the rows of its episode."""
@@ -198,14 +230,15 @@ class EpisodeWorker:
         limit = self.kit.limits.timeout
         try:
             async with asyncio.timeout(limit) as clock:
+                asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
                 outputs = await loop.run(
-                    policy, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
+                    asked, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
                 )
         except TimeoutError as error:
             if not clock.expired():
                 raise
             raise EpisodeFault(f"the agent loop took more than {limit:g} s ({MULTI_TURN}.episode_timeout)") from error
-        return trajectory(outputs, policy.version, tokenizer)
+        return trajectory(outputs, np.concatenate(policy.versions or [[]]), tokenizer)
 
     def _with_stops(self, sampling: Sampling) -> Sampling:
         """Return the sampling of episodes with tools, which further tokens end."""

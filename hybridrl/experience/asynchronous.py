@@ -113,7 +113,8 @@ class AsynchronousExperience(SampledExperience):
 
     def close(self) -> None:
         """Abandon all that is under way."""
-        if self.thread is not None:
+        if self.thread is not None and self.thread.thread.is_alive():
+            self.thread.run(self.runner.close())
             self.thread.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -115,14 +116,14 @@ class Conversations:
     are used again, and the others are added to it."""
 
     client: RolloutClient
-    workers: EpisodeWorkers
+    dispatch: AbstractContextManager[EpisodeDispatch]
     specs: Sequence[EpisodeSpec]
     spool: Spool | None
 
     async def ended(self) -> AsyncIterator[list[Ended]]:
-        dispatch = EpisodeDispatch(self.workers, self.specs, self._sample, together=self.client.fixed)
-        async for some in dispatch.run():
-            yield [(ticket, trajectory, None) for ticket, trajectory in some]
+        with self.dispatch as dispatch:
+            async for some in dispatch.run(self.specs, self._sample):
+                yield [(index, trajectory, None) for index, trajectory in some]
 
     def scoring(self, index: int, score: Future[Score]) -> None: ...
 
@@ -135,8 +136,12 @@ class Conversations:
             future.set_result(found.completion)
             return future
         future = self.client.generate(request, found and found.completion)
-        future.add_done_callback(lambda done: done.exception() or self.spool.add(request, done.result()))
+        future.add_done_callback(partial(self._keep, request))
         return future
+
+    def _keep(self, request: Request, done: asyncio.Future[Completion]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self.spool.add(request, done.result())
 
 
 class EpisodeRunner:
@@ -160,6 +165,7 @@ class EpisodeRunner:
         self.client, self.scorers, self.seed, self.shaping = client, scorers, seed, shaping or Shaping()
         self.workers, self.function_scores = workers, function_scores
         self.add_environment_reward = add_environment_reward
+        self.dispatch: EpisodeDispatch | None = None  # of groups, which outlive one another
 
     def run(
         self,
@@ -193,11 +199,20 @@ class EpisodeRunner:
         self, prompt: Prompt, position: int, count: int, sampling: Sampling, kept: Spool | None = None
     ) -> list[Episode]:
         """Return `count` scored episodes of one prompt, while others run in the same event loop."""
+        if self.workers is not None and self.dispatch is None:
+            self.dispatch = EpisodeDispatch(self.workers, held=lambda: bool(self.client.held()))
         places = [Place(prompt, position, position, sample, position, sampling) for sample in range(count)]
-        episodes, _ = await self._run(self._source(places, kept), places, shown=False)
+        episodes, _ = await self._run(self._source(places, kept, self.dispatch), places, shown=False)
         return episodes
 
-    def _source(self, places: Sequence[Place], spool: Spool | None) -> Source:
+    async def close(self) -> None:
+        """Abandon the groups that have not ended, in their event loop."""
+        if self.dispatch is not None:
+            self.dispatch.close()
+            self.dispatch = None
+
+    def _source(self, places: Sequence[Place], spool: Spool | None, dispatch: EpisodeDispatch | None = None) -> Source:
+        """Return where the episodes come from; without a `dispatch` conversations have one of their own."""
         if self.workers is None:
             requests = [
                 Request(
@@ -219,7 +234,10 @@ class EpisodeRunner:
             )
             for one in places
         ]
-        return Conversations(self.client, self.workers, specs, spool)
+        if dispatch is not None:
+            return Conversations(self.client, nullcontext(dispatch), specs, spool)
+        own = EpisodeDispatch(self.workers, together=self.client.fixed)
+        return Conversations(self.client, closing(own), specs, spool)
 
     async def _run(
         self,

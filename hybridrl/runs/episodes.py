@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.checks.asynchronous import continues_rollouts
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.files import resolve_model
@@ -33,6 +34,7 @@ from hybridrl.rewards.load import uses_built_in
 from hybridrl.tracking.console import info
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
+FULL = "actor_rollout_ref.rollout.full_determinism"
 ADMIN_KEY = "HYBRIDRL_ADMIN_KEY"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
 
@@ -70,6 +72,7 @@ def episode_limits(config: PPOConfig) -> Limits:
         invalid_calls=multi_turn.max_consecutive_invalid_tool_calls,
         call_timeout=multi_turn.tool_timeout,
         timeout=multi_turn.episode_timeout,
+        held=continues_rollouts(config),
     )
 
 
@@ -173,6 +176,7 @@ def check_episodes(
             )
     with findings.gathered():
         agent_settings(config)
+    check_continued(config, findings)
     with findings.gathered():
         rows = (data[index].columns for data in datasets.values() for index in range(len(data)))
         check_environments(settings, rows)
@@ -182,6 +186,21 @@ def check_episodes(
     if not findings.errors and (uses_tools or multi_turn.format != "auto"):
         with findings.gathered():
             kit.parser()
+
+
+def check_continued(config: PPOConfig, findings: Findings) -> None:
+    """Reject what episodes that outlive a step do not go with."""
+    rollout, modes = config.actor_rollout_ref.rollout, "set trainer.v1.trainer_mode=sync and over_sample_rate=0"
+    if not continues_rollouts(config):
+        return
+    if rollout.full_determinism:
+        cause = f"{FULL} does not go with episodes of several turns that outlive a step: when environments respond "
+        findings.error("conflict", f"{cause}decides what the engines have in a batch", f"set {FULL}=false", keys=FULL)
+    if rollout.agent.mode == ONLINE:
+        cause = (
+            f"{AGENT}.mode=online: agents outside the run would wait for an episode that outlives a step, and those "
+        )
+        findings.error("conflict", f"{cause}of the validation for them", modes, keys=f"{AGENT}.mode")
 
 
 def _check_lengths(

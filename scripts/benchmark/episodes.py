@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -68,8 +69,9 @@ def open_workers(
 
 async def run(workers: EpisodeWorkers, specs: Sequence[EpisodeSpec], sample: Sampler) -> list[Trajectory]:
     found = {}
-    async for some in EpisodeDispatch(workers, specs, sample, together=False).run():
-        found |= dict(some)
+    with closing(EpisodeDispatch(workers)) as dispatch:
+        async for some in dispatch.run(specs, sample):
+            found |= dict(some)
     return [found[index] for index in range(len(specs))]
 
 

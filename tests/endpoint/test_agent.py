@@ -19,8 +19,8 @@ from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
 from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.verl_loops import AgentLoop, trajectory
-from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
+from hybridrl.environments.verl_loops import AgentLoop, AgentLoopOutput, trajectory
+from hybridrl.environments.worker import Call, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
 from hybridrl.rollout import Completion, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
 from tests.integration.agents import Echo, EchoLoop, echo
@@ -94,11 +94,20 @@ def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment
     expected = asyncio.run(EpisodeRun(kit, Counting(tokenizer), Echo({}, row)).run(MESSAGES))
     sections = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 64, "max_response_length": 64}}
     loop = AgentLoop(EchoLoop, {}, row).run(Counting(tokenizer), MESSAGES, tokenizer, sections, {}, kit.dialogue)
-    found = trajectory(asyncio.run(loop), 3, tokenizer)
+    found = trajectory(asyncio.run(loop), np.array([3]), tokenizer)
     ((one,), (other,)) = expected.rows(), found.rows()
     for name in ("prompt_ids", "response_ids", "log_probs", "mask"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert (found.reward, len(found.turns), found.text) == (0.5, 3, expected.text)
+
+
+def test_tokens_of_an_agent_loop_have_the_versions_of_their_weights(tokenizer):
+    rows = [AgentLoopOutput(prompt_ids=[1], response_ids=[2, 3, 4, 5], response_mask=[1, 1, 0, 1], metrics={})]
+    rows[0].response_logprobs = [-0.5] * 4
+    found = trajectory(rows, np.array([3, 4, 5]), tokenizer)
+    assert [turn.token_versions.tolist() for turn in found.turns] == [[3, 4], [5]]
+    fewer = trajectory(rows, np.array([4, 3, 4, 5]), tokenizer)  # the loop left out some that were sampled
+    assert [turn.token_versions.tolist() for turn in fewer.turns] == [[3, 3], [3]]
 
 
 def test_rewards_by_completion_are_those_of_its_turns(run):
@@ -161,6 +170,13 @@ def test_an_agent_is_stopped_at_the_time_limit_of_an_episode(run, tokenizer):
     assert (found.fault, time.monotonic() - began < 10) == ("no turns", True)
 
 
+@pytest.mark.parametrize(("mode", "seconds"), [("inline", 0.5), ("process", 3)])
+def test_the_time_limit_of_an_agent_does_not_count_how_long_the_policy_is_held(run, tokenizer, mode, seconds):
+    limits, policy = {"timeout": seconds, "held": True}, Counting(tokenizer, delay=seconds + 0.3)
+    (found,) = run(LOOP, {"turns": 1, "reward": 1.0}, policy=policy, limits=limits, mode=mode)
+    assert (found.fault, found.stop, found.reward) == (None, "completed", 1.0)
+
+
 def test_plain_functions_and_classes_are_agents(run):
     plain = """
         def run(data, *, base_url, api_key, http_client):
@@ -175,21 +191,6 @@ def test_plain_functions_and_classes_are_agents(run):
                 return 2.0
     """
     assert [run(plain, {})[0].reward, run(kind, {}, name="Solver")[0].reward] == [1.0, 2.0]
-
-
-def test_no_more_agents_run_at_a_time_than_are_allowed(run, tokenizer):
-    code = """
-        running = most = 0
-        async def run(data, **endpoint):
-            global running, most
-            running += 1
-            most = max(most, running)
-            await ask(messages=data["messages"], **endpoint)
-            running -= 1
-            return most
-    """
-    found = run(code, *[{}] * 6, policy=Counting(tokenizer, delay=0.05), concurrency=2)
-    assert max(one.reward for one in found) == 2.0
 
 
 def test_requests_of_one_agent_at_the_same_time_are_sampled_one_after_another(run, tokenizer):
@@ -277,10 +278,10 @@ def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_
 
 @pytest.fixture
 def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
-    """What runs episodes in a process, with an agent for rows that name nothing else."""
+    """What runs episodes in a process, with an agent for rows that name nothing else; two run at a time."""
     (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(LOOP))
     path, limits, ends = str(tmp_path / "agent.py"), kit_of().limits, (tokenizer.eos_token_id,)
-    agents = partial(Agents, AgentSettings(path))
+    agents = partial(Agents, AgentSettings(path, concurrency=2))
     settings = EpisodeSettings(lambda: tokenizer, EnvironmentSettings(agent_path=path), limits, ends, agents=agents)
     worker = object.__new__(EpisodeWorker)  # without what its process needs
     worker._begin(settings)
@@ -294,17 +295,41 @@ def test_rows_that_name_nothing_else_run_in_the_agent(worker, tokenizer, columns
     seeds = []
 
     async def drive() -> Trajectory:
-        await worker.begin("1", pickle.dumps([(7, spec)]))
+        await worker.give("1", pickle.dumps(([(7, spec)], [])))
         while True:
             for ticket, what in pickle.loads(await worker.take("1")):
                 if isinstance(what, Trajectory):
                     return what
                 seeds.append(what.seed)
-                await worker.answer(pickle.dumps([(ticket, completion_of(tokenizer, "yes"))]))
+                await worker.give("1", pickle.dumps(([], [(ticket, completion_of(tokenizer, "yes"))])))
 
     found = asyncio.run(drive())
     assert len(found.turns) == turns and found.fault is None
     assert seeds == [request_seed(1, "key", 0, *([turn] if turn else [])) for turn in range(turns)]
+
+
+def test_no_more_agents_of_a_call_run_at_a_time_than_are_allowed(worker, tokenizer):
+    sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,))
+    specs = [EpisodeSpec(0, sample, MESSAGES, {"turns": 1}, sampling, 1, "key") for sample in range(4)]
+
+    async def asking(name: str) -> list[int]:
+        return [ticket for ticket, _ in pickle.loads(await worker.take(name))]
+
+    async def drive() -> None:
+        await worker.give("held", pickle.dumps((list(enumerate(specs)), [])))
+        asked = await asking("held")
+        asked += await asking("held") if len(asked) < 2 else []
+        assert len(asked) == 2
+        await worker.give("other", pickle.dumps(([(0, specs[0])], [])))  # does not wait for those that are held
+        assert await asking("other") == [0]
+        await worker.give("held", pickle.dumps(([], [(asked[0], completion_of(tokenizer, "yes"))])))
+        (ended, *more), seen = await asking("held"), set(asked)
+        seen |= {*more, *([] if more else await asking("held"))}
+        assert ended == asked[0] and len(seen) == 3
+        await worker.end("held")
+        await worker.end("other")
+
+    asyncio.run(drive())
 
 
 def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worker, tokenizer, monkeypatch):
@@ -314,8 +339,9 @@ def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worke
         asked.append(request.sampling)
         return completion_of(tokenizer, "yes")
 
-    monkeypatch.setattr(worker, "ask", ask)
+    call = Call()
+    monkeypatch.setattr(call, "ask", ask)
     sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,), stop=("</search>",))
-    policy = WorkerPolicy(worker, 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
+    policy = WorkerPolicy(worker.kit, call, 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
     asyncio.run(policy.generate([1, 2], max_tokens=9, stop=("</answer>",)))
     assert [(one.stop, one.max_tokens) for one in asked] == [(("</search>", "</answer>"), 9)]

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.config.findings import Findings
 from hybridrl.endpoint.functions import AgentSettings
-from hybridrl.runs.episodes import agent_settings, episode_processes, invitation, runs_episodes
+from hybridrl.runs.episodes import (
+    agent_settings,
+    check_continued,
+    episode_limits,
+    episode_processes,
+    invitation,
+    runs_episodes,
+)
 
 AGENT = "actor_rollout_ref.rollout.agent"
 
@@ -76,3 +84,18 @@ def test_what_does_not_go_with_agents_outside_the_run_is_rejected(config_of, age
             agent_settings(config_of(f"{AGENT}.mode=online", *wrong))
     for said in ("agents are outside the run", "there is one endpoint", "the order of requests", "cannot be used"):
         assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "mode", ["trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.over_sample_rate=0.5"]
+)
+def test_what_does_not_go_with_episodes_that_outlive_a_step_is_rejected(config_of, mode):
+    def errors(*more: str) -> list[str]:
+        findings = Findings()
+        check_continued(config_of(*more), findings)
+        return [finding.cause for finding in findings.errors]
+
+    full, online = "actor_rollout_ref.rollout.full_determinism=true", f"{AGENT}.mode=online"
+    assert errors(full, online) == errors(mode) == []
+    assert [cause.split()[0] for cause in errors(mode, full, online)] == [full.split("=")[0], f"{online}:"]
+    assert (episode_limits(config_of()).held, episode_limits(config_of(mode)).held) == (False, True)

@@ -245,6 +245,27 @@ def test_an_episode_that_takes_too_long_keeps_what_it_has(tokenizer):
     assert trajectory.reward == len([turn for turn in trajectory.turns if turn.reward is not None]) > 0
 
 
+@pytest.mark.parametrize(("held", "stop"), [(False, "timeout"), (True, "completed")])
+def test_the_time_limit_does_not_count_how_long_a_policy_is_held(tokenizer, held, stop):
+    class Late(Policy):
+        async def generate(self, *arguments: Any, **options: Any) -> Completion:
+            await asyncio.sleep(0.3)
+            return await super().generate(*arguments, **options)
+
+    episode = EpisodeRun(kit(tokenizer, timeout=0.5, held=held), Late(tokenizer, ["7", "stop"]), Echo({}, {}))
+    assert asyncio.run(episode.run(QUESTION)).stop == stop
+
+
+def test_the_time_limit_continues_after_the_policy_was_held(tokenizer):
+    class Slow(Echo):
+        async def step(self, response: Response) -> Step:
+            await asyncio.sleep(0.2)
+            return super().step(response)
+
+    trajectory, _ = run(tokenizer, ["7"] * 50, Slow({}, {}), timeout=0.5, held=True, response=5000, context=6000)
+    assert (trajectory.stop, len(trajectory.turns)) == ("timeout", 3)
+
+
 def test_first_messages_beyond_the_prompt_limit_are_a_fault_with_the_key(tokenizer):
     trajectory, _ = run(tokenizer, ["7"], messages=[{"role": "user", "content": "long " * 100}])
     assert trajectory.fault == "environment"

@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import Limits
 from hybridrl.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec
+from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(0,))
@@ -42,6 +43,8 @@ class Game(Environment):
         return Step([{"role": "user", "content": "more"}])
 
     def close(self):
+        if mark := self.row.get("mark"):
+            Path(mark).touch()
         return {"turns": self.row["turns"]}
 '''
 
@@ -90,8 +93,9 @@ def specs(*rows: dict, count: int = 2) -> list[EpisodeSpec]:
 def run(workers: EpisodeWorkers, wanted: Sequence[EpisodeSpec], sampler: Sampler, **options) -> list[Trajectory]:
     async def collect() -> list[Trajectory]:
         ended = {}
-        async for some in EpisodeDispatch(workers, wanted, sampler, **{"together": False, **options}).run():
-            ended |= dict(some)
+        with closing(EpisodeDispatch(workers, **options)) as dispatch:
+            async for some in dispatch.run(wanted, sampler):
+                ended |= dict(some)
         return [ended[index] for index in range(len(wanted))]
 
     return asyncio.run(collect())
@@ -144,3 +148,91 @@ def test_an_error_of_the_engines_ends_the_call(workers, tokenizer):
     with pytest.raises(RuntimeError, match="no engine is left"):
         run(workers, specs({"turns": 1}), fail)
     assert len(run(workers, specs({"turns": 1}), Sampler(tokenizer))) == 2
+
+
+class Gate(Sampler):
+    """Holds every turn after the first until it is opened."""
+
+    def __init__(self, tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.opened = asyncio.Event()
+
+    async def _complete(self, request: Request) -> Completion:
+        if request.turn:
+            await self.opened.wait()
+        return await super()._complete(request)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_call_in_another_thread_does_not_disturb_episodes_that_are_held(workers, tokenizer):
+    gate = Gate(tokenizer)
+
+    async def drive() -> list[Trajectory]:
+        with closing(EpisodeDispatch(workers)) as dispatch:
+            held = dispatch.start(specs({"turns": 2}, {"turns": 3}), gate)
+            await until(lambda: len(gate.requests) == 8)
+            other = await asyncio.to_thread(run, workers, specs({"turns": 2}), Sampler(tokenizer))
+            assert [len(one.turns) for one in other] == [2, 2] and not any(future.done() for future in held)
+            gate.opened.set()
+            return await asyncio.gather(*held)
+
+    assert [len(one.turns) for one in asyncio.run(drive())] == [2, 2, 3, 3]
+
+
+def test_episodes_are_started_while_others_run(workers, tokenizer):
+    gate = Gate(tokenizer)
+
+    async def drive() -> None:
+        with closing(EpisodeDispatch(workers)) as dispatch:
+            first = dispatch.start(specs({"turns": 2}), gate)
+            await until(lambda: len(gate.requests) == 4)
+            began = time.monotonic()
+            (later,) = dispatch.start(specs({"turns": 1}, count=1), gate)
+            assert len((await later).turns) == 1 and not any(future.done() for future in first)
+            assert time.monotonic() - began < HEARTBEAT_SECONDS / 2  # no call that waits for a process is waited for
+            gate.opened.set()
+            await asyncio.gather(*first)
+            assert not any(lane.episodes or lane.pump for lane in dispatch.lanes)
+            (last,) = dispatch.start(specs({"turns": 1}, count=1), gate)
+            assert len((await last).turns) == 1
+
+    asyncio.run(drive())
+
+
+def test_episodes_are_abandoned_when_their_dispatch_is_closed(workers, tokenizer, tmp_path):
+    gate = Gate(tokenizer)
+
+    async def drive() -> None:
+        with closing(EpisodeDispatch(workers)) as dispatch:
+            dispatch.start(specs({"turns": 2, "mark": str(tmp_path / "closed")}, count=1), gate)
+            await until(lambda: len(gate.requests) == 2)
+        await until((tmp_path / "closed").exists)
+
+    asyncio.run(drive())
+
+
+def test_a_process_that_two_dispatches_lose_is_replaced_once(workers, tokenizer):
+    place = Path(workers.settings.environments.environment_kwargs["place"])
+    (place / "died").unlink(missing_ok=True)
+    gate, before = Gate(tokenizer), list(workers.actors)
+
+    async def drive() -> list[Trajectory]:
+        with closing(EpisodeDispatch(workers)) as dispatch:
+            held = dispatch.start(specs({"turns": 2}), gate)
+            await until(lambda: len(gate.requests) == 4)
+            run_other = partial(run, workers, specs({"turns": 1, "kind": "dies once"}, count=1), Sampler(tokenizer))
+            (other,) = await asyncio.to_thread(run_other)
+            assert other.fault is None
+            await until(lambda: len(gate.requests) == 6)  # of the episode in that process, again
+            after = list(workers.actors)
+            gate.opened.set()
+            trajectories = await asyncio.gather(*held)
+            assert workers.actors == after and after[0] is not before[0] and after[1] is before[1]
+            return trajectories
+
+    assert [(one.fault, len(one.turns)) for one in asyncio.run(drive())] == [(None, 2)] * 2

@@ -62,9 +62,9 @@ class Counter(AgentLoopBase):
         super().__init__(*args, **kwargs)
         self.turns, self.tokens = turns, tokens
 
-    async def run(self, sampling_params, **_):
+    async def run(self, sampling_params, **row):
         prompt, context, mask = [5, 6, 7], [5, 6, 7], []
-        for number in range(self.turns):
+        for number in range(self.turns_of(row)):
             if number:
                 context, mask = [*context, 10 + number, 20 + number], [*mask, 0, 0]
             short = {**sampling_params, "max_tokens": self.tokens}
@@ -72,3 +72,13 @@ class Counter(AgentLoopBase):
             context, mask = context + turn.token_ids, mask + [1] * len(turn.token_ids)
         ids = context[len(prompt) :]
         return AgentLoopOutput(prompt_ids=prompt, response_ids=ids, response_mask=mask, reward_score=1.0, metrics={})
+
+    def turns_of(self, row):
+        return self.turns
+
+
+class Uneven(Counter):
+    """From one to so many turns, by the row's place in the data."""
+
+    def turns_of(self, row):
+        return 1 + row["index"] % self.turns
