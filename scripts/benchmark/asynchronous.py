@@ -28,7 +28,7 @@ from hybridrl.runs.eval_engines import serving
 from hybridrl.runs.setup import start_session
 
 WARM = 2  # steps that are not counted: the first of an asynchronous run fills the engines
-TOKENS = 128  # of each response by which the speed is measured
+TOKENS = 64  # of each response by which the speed is measured
 MODES = {"synchronous": [], "continued": ["trainer.v1.trainer_mode=colocate_async"]}
 
 
@@ -41,9 +41,12 @@ def case_of(name: str, directory: Path) -> tuple[Case, list[str]]:
     return case, [f"+{context}", "actor_rollout_ref.rollout.max_num_seqs=16"]
 
 
-def measured_speed(config: PPOConfig, directory: Path) -> list[tuple[int, float]]:
-    """Return pairs of running responses and seconds per token, all engines at work."""
-    speeds = []
+def measured_speed(case: Case, config: PPOConfig, directory: Path) -> list[tuple[int, float]]:
+    """Return pairs of running responses and seconds per token, all engines at work, with the context that a token of
+    the case has on average."""
+    lengths, speeds = np.array(case.responses.lengths), []
+    context = [*range(20, 20 + int((lengths**2).sum() / (2 * lengths.sum())) - TOKENS // 2)]
+    prompt_ids = [20 + token % 250 for token in context]
     os.environ["IMPOSED"] = "none"
     with ExitStack() as stack:
         session = start_session(config.trainer, config.ray_kwargs.ray_init)
@@ -51,15 +54,16 @@ def measured_speed(config: PPOConfig, directory: Path) -> list[tuple[int, float]
         model = replace(config.actor_rollout_ref.model, external_lib=[])
         config = replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
         client = stack.enter_context(serving(config, session, directory))
-        sampling = Sampling(TOKENS, (), ignore_eos=True)
+
+        def seconds(running: int, tokens: int) -> float:
+            prompts, sampling = range(running * len(client.lanes)), Sampling(tokens, (), ignore_eos=True)
+            began = time.monotonic()
+            client.generate_all([Request(p, 0, [20 + p, *prompt_ids], p, sampling) for p in prompts])
+            return time.monotonic() - began
+
         for running in sorted({1, 2, 4, 8, min(config.actor_rollout_ref.rollout.max_num_seqs, 16)}):
-            seconds = []
-            for _ in range(3):
-                prompts = range(running * len(client.lanes))
-                began = time.monotonic()
-                client.generate_all([Request(p, 0, [20 + p, 21, 22], p, sampling) for p in prompts])
-                seconds.append(time.monotonic() - began)
-            speeds.append((running, min(seconds) / TOKENS))
+            whole, prefill = (min(seconds(running, tokens) for _ in range(3)) for tokens in (TOKENS, 1))
+            speeds.append((running, (whole - prefill) / (TOKENS - 1)))
     return speeds
 
 
@@ -107,7 +111,7 @@ def main() -> None:
         directory = Path(place)
         case, more = case_of(options.case, directory)
         config = configuration(case, directory, options.slots, [*more, *options.overrides])
-        speed = measured_speed(config, directory)
+        speed = measured_speed(case, config, directory)
         os.environ["IMPOSED"] = options.case
         metrics = run_modes(case, directory, options, more)
     step, rollout = (

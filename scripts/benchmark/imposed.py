@@ -45,7 +45,7 @@ class Responses:
 RESPONSES = {
     "25m": Responses(16, 8, 90.0, 0.95, 512),
     "quickstart": Responses(32, 8, 28.0, 0.35, 64),
-    "tail": Responses(32, 8, 150.0, 1.2, 2048),
+    "tail": Responses(32, 8, 60.0, 1.2, 2048),
 }
 
 

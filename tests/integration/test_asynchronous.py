@@ -89,7 +89,11 @@ def test_a_run_trains_and_validates_with_responses_under_way_and_says_how_old_th
     found = metrics(tmp_path)
     assert found[1]["partial/open_at_switch"] > 0
     assert found[4]["partial/reprefill_tokens"] > 0
-    assert 0 < max(one["training/off_policy/trajectory_staleness_worst/max"] for one in found.values() if len(one) > 60) <= 8
+    assert (
+        0
+        < max(one["training/off_policy/trajectory_staleness_worst/max"] for one in found.values() if len(one) > 60)
+        <= 8
+    )
     assert any(name.startswith("val-core/") for name in found[2])
     lines = (tmp_path / "rollouts" / "4.jsonl").read_text().splitlines()
     assert len(lines) == 32 and all(json.loads(line)["episode"]["trained"] for line in lines)

@@ -54,7 +54,6 @@ def test_conversations_continue_in_later_steps_and_after_a_kill(arguments, tmp_p
     keys = arguments(
         tmp_path,
         trainer__v1__trainer_mode="colocate_async",
-        trainer__v1__colocate_async__num_warmup_batches=2,
         trainer__v1__sampler__max_off_policy_threshold=2,
         trainer__total_training_steps=5,
         trainer__save_freq=1,
