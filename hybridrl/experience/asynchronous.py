@@ -56,8 +56,8 @@ class AsynchronousExperience(SampledExperience):
     `bound` steps old. A step takes the groups that are complete, and does not wait for the slowest responses.
 
     At most `most` groups are under way, and as many as keep the engines as full as a synchronous step would: they work
-    on `slots` responses at a time. With `shares` the
-    groups are divided among so many servers, each of which interrupts itself, so that the same happens every time.
+    on `slots` responses at a time. With `shares` the groups are divided among so many servers, each of which interrupts
+    itself, so that the same happens every time.
     """
 
     def __init__(self, *args: Any, bound: int, most: int, slots: int, shares: int = 0, **settings: Any) -> None:

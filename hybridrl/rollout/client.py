@@ -81,13 +81,14 @@ class RolloutClient:
     def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
         """Sample one response, or the rest of one that is `begun`; `await` the result, in the event loop of the other
         requests in flight."""
+        held = self._interrupted is not None and self._interrupted is asyncio.get_running_loop()
+        if not held and not self.available:
+            raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
         loop = asyncio.get_running_loop()
         job = Job(next(self._tickets), request, loop.create_future(), begun)
-        if loop is self._interrupted:
+        if held:
             self._held.append(job)
             return job.future
-        if not self.available:
-            raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
         self._enter(loop)
         self._waiting.append(job)
         self._dispatch_soon(loop)

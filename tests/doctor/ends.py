@@ -136,7 +136,9 @@ def stale(store: Store, config: PPOConfig) -> None:
 
 def disagreeing(store: Store, config: PPOConfig) -> None:
     log_probs, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
-    batch = SimpleNamespace(old_log_probs=log_probs, rollout_log_probs=log_probs - 1, response_mask=mask)
+    batch = SimpleNamespace(
+        old_log_probs=log_probs, rollout_log_probs=log_probs - 1, response_mask=mask, staleness=None
+    )
     Agreement(0.1, "float32").check(batch)
 
 
