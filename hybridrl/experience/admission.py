@@ -47,7 +47,7 @@ class Admission:
         Those that are due first are chosen first. It waits until there are enough, and what is left over can be trained
         in time: of the groups due at version u, those that do not fit into the steps after this one up to u.
         """
-        if not all(sum(one in some for one in complete) >= count for some, count in self._needs(version)):
+        if not Goal(self._needs(version)).reached(complete):
             return None
         wanted = min(self.batch, len(self.started))
         by_due = sorted(complete, key=lambda position: (self.started[position], position))

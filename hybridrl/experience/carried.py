@@ -16,17 +16,12 @@ import numpy as np
 from hybridrl.experience.spool import Spooled
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Request
+from hybridrl.rollout.types import Key
 
 NAME = "carried"
 # Of each response in a checkpoint: its place, the check of its prompt, its tokens, and two booleans.
 COLUMNS = ("prompt", "sample", "turn", "check", "tokens", "truncated", "interrupted")
 TOKENS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
-
-Place = tuple[int, int, int]
-
-
-def place_of(request: Request) -> Place:
-    return request.prompt, request.sample, request.turn
 
 
 def check_of(request: Request) -> int:
@@ -46,20 +41,20 @@ class Carried:
     """Responses by their place; `drop` forgets those of groups that were trained."""
 
     def __init__(self) -> None:
-        self.kept: dict[Place, Kept] = {}
-        self.scores: dict[Place, Score] = {}  # of an earlier process
+        self.kept: dict[Key, Kept] = {}
+        self.scores: dict[Key, Score] = {}  # of an earlier process
 
     def find(self, requests: Sequence[Request]) -> dict[int, Spooled]:
         """Return what there is of these requests, by their indices; interrupted responses as well."""
         found = {}
         for index, request in enumerate(requests):
-            kept = self.kept.get(place := place_of(request))
+            kept = self.kept.get(request.key)
             if kept is not None and kept.check == check_of(request):
-                found[index] = Spooled(kept.completion, self.scores.get(place))
+                found[index] = Spooled(kept.completion, self.scores.get(request.key))
         return found
 
     def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None:
-        self.kept[place_of(request)] = Kept(check_of(request), completion, score)
+        self.kept[request.key] = Kept(check_of(request), completion, score)
 
     def drop(self, positions: Iterable[int]) -> None:
         gone = set(positions)
@@ -69,7 +64,7 @@ class Carried:
     def state_dict(self, unfinished: Sequence[tuple[Request, Completion]]) -> dict[str, Any]:
         """Return all responses, with those that are interrupted, as arrays and plain values."""
         kept = dict(self.kept)
-        kept |= {place_of(request): Kept(check_of(request), part, None) for request, part in unfinished}
+        kept |= {request.key: Kept(check_of(request), part, None) for request, part in unfinished}
         rows = [
             (*place, one.check, len(one.completion.token_ids), one.completion.truncated, one.completion.interrupted)
             for place, one in kept.items()

@@ -19,8 +19,8 @@ from itertools import count
 from types import MappingProxyType
 
 from hybridrl.cluster.watchdog import SILENT_SECONDS
-from hybridrl.rollout.lanes import Job, Key, Lane, Server, ServerFailure
-from hybridrl.rollout.types import Completion, Goal, Request
+from hybridrl.rollout.lanes import Job, Lane, Server, ServerFailure
+from hybridrl.rollout.types import Completion, Goal, Key, Request
 from hybridrl.tracking.console import warn
 
 logger = logging.getLogger(__name__)
@@ -138,13 +138,13 @@ class RolloutClient:
         held, self._held = self._held, []
         for lane, goal in zip(self.lanes, goals or [None] * len(self.lanes), strict=True):
             lane.goal = goal
-        self._waiting.extend(sorted((job for job in held if not job.future.done()), key=lambda job: job.key))
+        self._waiting.extend(sorted((job for job in held if not job.future.done()), key=lambda job: job.request.key))
         self.reprefilled += sum(len(rest.prompt_ids) for rest in (job.rest() for job in self._waiting) if rest.begun)
         self._dispatch_soon(loop)
 
     def held(self) -> dict[Key, Job]:
         """Return the requests that wait for `resume`."""
-        return {job.key: job for job in self._held if not job.future.done()}
+        return {job.request.key: job for job in self._held if not job.future.done()}
 
     async def stream(
         self, requests: Sequence[Request], begun: Mapping[int, Completion] = MappingProxyType({})

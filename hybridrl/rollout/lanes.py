@@ -36,10 +36,6 @@ class Job:
     begun: Completion | None = None
     attempts: int = 0
 
-    @property
-    def key(self) -> "Key":
-        return self.request.prompt, self.request.sample, self.request.turn
-
     def rest(self) -> Request:
         """Return the request for what is missing."""
         return self.request if self.begun is None else continuation(self.request, self.begun)
@@ -47,9 +43,6 @@ class Job:
     def add(self, part: Completion) -> Completion:
         """Return the response as far as it is sampled, with a further part."""
         return part if self.begun is None else self.begun.then(part)
-
-
-Key = tuple[int, int, int]  # of a request: prompt, sample, turn
 
 
 @dataclass(eq=False)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+Key = tuple[int, int, int]  # of a request: prompt, sample, turn
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -36,6 +38,10 @@ class Request:
     sampling: Sampling
     turn: int = 0
     begun: int = 0
+
+    @property
+    def key(self) -> "Key":
+        return self.prompt, self.sample, self.turn
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which groups are under way and which a step takes: the bound holds whatever is slow, and nothing waits for ever."""
+"""Which groups are under way and which a step takes: the bound holds, and no step waits indefinitely."""
 
 import random
 

@@ -126,3 +126,33 @@ def test_the_log_probs_of_a_scored_prompt_are_its_own_tokens_and_not_the_likelie
     output = EngineCoreOutput("a-1", [7], new_prompt_logprobs_tensors=rows, finish_reason=FinishReason.LENGTH)
     (response,) = collector.process_outputs([output]).request_outputs
     assert response.prompt_log_probs == [-4.0, -5.0]
+
+
+def test_a_text_that_begins_before_an_interruption_ends_the_response_that_continues(tokenizer):
+    ended = {}
+    for begun in (2, 0):  # of the prompt's last two tokens: those of the response
+        collector = Collector()
+        collector.tokenizer = tokenizer
+        made = request("x", "bc")
+        made.prompt_token_ids = [1, 2, 3, BYTES["a"], BYTES["b"]]
+        collector.begun = {"x": begun} if begun else {}
+        collector.add_request(made)
+        ended[begun] = collector.process_outputs([sampled("x", BYTES["c"], -0.5)])
+    assert [response.token_ids for response in ended[2].request_outputs] == [[BYTES["c"]]]
+    assert ended[2].reqs_to_abort == ["x-1"]
+    assert ended[0].request_outputs == []
+
+
+def test_interrupted_responses_have_what_was_sampled_and_are_forgotten(tokenizer):
+    collector = Collector()
+    for name in "xy":
+        collector.add_request(request(name))
+    collector.process_outputs([sampled("x", 7, -0.5)])
+    interrupted = collector.interrupt()
+    assert [(name, one.token_ids, one.log_probs.tolist()) for name, one in interrupted.items()] == [
+        ("x-1", [7], [-0.5]),
+        ("y-1", [], []),
+    ]
+    assert all(one.interrupted for one in interrupted.values())
+    assert not collector.has_unfinished_requests()
+    assert collector.tokens() == 1

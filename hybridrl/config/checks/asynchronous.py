@@ -33,7 +33,7 @@ def resolve_asynchronous(config: PPOConfig, check: Checker) -> None:
         correction.rollout_is = "token" if off_policy and not correction.bypass_mode else None
     if v1.trainer_mode == "separate_async":
         cause = "separate devices for rollout are not supported yet"
-        check.error(MODE, cause, "set colocate_async, which gains as much on shared devices")
+        check.error(MODE, cause, "set colocate_async, which continues rollouts on shared devices")
     if not continues_rollouts(config):
         return
     _check_continued(config, check)
