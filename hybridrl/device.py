@@ -5,6 +5,7 @@ import socket
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -58,6 +59,37 @@ def join_group(
         torch.cuda.set_device(0)
     store, timeout = open_store(address, listener, world_size, timeout_seconds), timedelta(seconds=timeout_seconds)
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def broadcast_group(
+    device: str, address: str, listener: socket.socket | None, rank: int, size: int, seconds: float
+) -> Any:
+    """Return a group of processes of several programs, apart from the group of all training ranks; the first one passes
+    a socket that listens at the address. A process that leaves it ends the calls of the others on CPU."""
+    store, timeout = open_store(address, listener, size, seconds), timedelta(seconds=seconds)
+    if device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))], timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _own_address(address: str) -> str:
+    """Return the address of this machine on the way to another one."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing
+        way.connect((host, int(port)))
+        return str(way.getsockname()[0])
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> None:
+    """Send a tensor from the first process of a group to all others, which receive it in place; returns once the tensor
+    may be changed or read."""
+    group.broadcast(tensor, 0).wait()
+    synchronize(tensor.device.type)
 
 
 def collective_timeout() -> timedelta:

@@ -1,10 +1,12 @@
-"""Time-shares the devices between rollout and training: every device is in one of two modes.
+"""Gives the devices to rollout or to training, and brings the trainers' weights to the engines.
+
+`HybridEngine` time-shares the devices: every one is in one of two modes.
 
     to_rollout     critic to the host, wake the engines' weights, publish, policy to the host, wake the cache, verify
     to_training    engines sleep, policy to the devices (the critic when it is used, moments while the optimizer steps)
 
 Weights before cache, so that the trainer's parameters and the cache never have to fit together. On CPU the same calls
-are made in the same order; there they free nothing.
+are made in the same order; there they free nothing. `SeparateEngine` has devices of its own for each.
 """
 
 import logging
@@ -121,7 +123,7 @@ class HybridEngine:
         self.fleet.rebuild(index, asleep=asleep)
         self.client.capacity = self.fleet.rollout.max_num_seqs  # less, if an engine ran out of memory
 
-    def _revive(self, index: int) -> RemoteServer:
+    def _revive(self, index: int) -> RemoteServer | None:
         """Rebuild a server that was lost while generating, with the same weights. The others keep generating."""
         with self.rebuilding:
             self._rebuild(index)
@@ -139,6 +141,72 @@ class HybridEngine:
         if "perf/weights_gb" in metrics:
             metrics["perf/weights_gb_per_s"] = metrics["perf/weights_gb"] / metrics["timing_s/update_weights"]
         return metrics
+
+
+class SeparateEngine(HybridEngine):
+    """Training ranks and rollout servers on devices of their own, where the engines never sleep.
+
+    In training mode they continue with the weights of the last sync. In rollout mode the trainers do nothing, and still
+    have the weights of the engines: a server that is lost then gets them again at once, otherwise with the next sync.
+    `pause` interrupts what is generated before the weights change.
+    """
+
+    def __init__(self, trainers: Group, fleet: RolloutFleet, sync: WeightSync, *, timeout: float) -> None:
+        super().__init__(trainers, fleet, sync, timeout=timeout)
+        self.pause: Callable[[], None] = lambda: None
+        self.returning: set[int] = set()  # servers that were rebuilt and have no weights
+        self.idle = threading.Lock()  # held while weights are restored, or training begins
+
+    def to_rollout(self, version: int) -> None:
+        """Give the engines the trainer's weights; the trainers wait. What was under way is paused: its owner resumes
+        it."""
+        self.pause()
+        if self.version == version and not self.returning:
+            self._enter(Mode.ROLLOUT)
+        else:
+            super().to_rollout(version)
+        for index in self.returning:
+            self.client.replace(index, self.fleet.handle(index))
+        self.returning.clear()
+
+    def _switch(self, version: int) -> None:
+        with self.watch("update_weights"):
+            self.sync.publish(version)
+            self.sync.verify()
+
+    def to_training(self) -> None:
+        """Let the trainers compute; the engines continue."""
+        if self.mode is Mode.ROLLOUT:
+            with self.idle:
+                self._enter(Mode.TRAINING)
+            self._return_devices()
+
+    def _return_devices(self) -> None:
+        self._move_trainers(to_host=False)
+
+    def _move_trainers(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> None:
+        if not to_host:  # for its record of memory: nothing has to leave the devices
+            super()._move_trainers(to_host=False)
+
+    def _enter(self, mode: Mode) -> None:
+        super()._enter(mode)
+        self.client.available = True
+
+    def _rebuild(self, index: int, *, asleep: bool = False) -> None:
+        self.returning.discard(index)
+        super()._rebuild(index)
+
+    def _revive(self, index: int) -> RemoteServer | None:
+        """Rebuild a server that was lost while generating; None if it has to wait for weights."""
+        with self.rebuilding:
+            self._rebuild(index)
+        with self.idle:
+            if self.mode is Mode.TRAINING:
+                self.returning.add(index)
+                return None
+            self.sync.restore(index)
+            self.sync.verify(index)
+        return self.fleet.handle(index)
 
 
 class TrainingModeGroup(Group):

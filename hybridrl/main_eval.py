@@ -22,7 +22,7 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], int]]:
     """Yield what runs evaluations, one after another on the Ray of the `first`, which starts only if responses are
     missing. Invalid input is rejected before Ray starts."""
     samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
-    server = fork_server(first.trainer, first.ray_kwargs.ray_init, engine=True) if samples else nullcontext()
+    server = fork_server(first, engine=True) if samples else nullcontext()
     with server as forks, closing(PrivateDirectory()) as merged:
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration
             from hybridrl.doctor.start import check_evaluation_start

@@ -15,7 +15,7 @@ from hybridrl.tracking.console import stage
 def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
     """Yield what runs trainings, from data to saved model, one after another on the Ray of the `first`.
     Invalid input is rejected before Ray starts."""
-    with fork_server(first.trainer, first.ray_kwargs.ray_init, engine=True) as forks:
+    with fork_server(first, engine=True) as forks:
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration
             from hybridrl.doctor.start import check_run_start
             from hybridrl.runs.ppo import PPOJob

@@ -15,7 +15,7 @@ from hybridrl.tracking.console import stage
 def opened(first: SFTConfig) -> Iterator[Callable[[SFTConfig], None]]:
     """Yield what runs fine-tunings, from conversations to saved model, one after another on the Ray of the `first`.
     Invalid input is rejected before Ray starts."""
-    with fork_server(first.trainer, first.ray_kwargs.ray_init, engine=False) as forks:
+    with fork_server(first, engine=False) as forks:
         # torch and Ray are imported only for a valid configuration
         with stage("loading torch, transformers and Ray"):
             from hybridrl.doctor.start import check_run_start

@@ -1,4 +1,4 @@
-"""The GPUs of a session where no trainer uses them: one small actor each, so that Ray counts them as in use."""
+"""The GPUs of engines where no trainer uses them: one small actor each, so that Ray counts them as in use."""
 
 import ray
 
@@ -14,10 +14,10 @@ class DeviceHolder:
 
 
 def hold_devices(session: RaySession, timeout: float) -> tuple[list[Actor], list[list[str]]]:
-    """Return the actors that hold all devices as long as they are referenced, and the GPUs of each device: none on
-    CPU, where nothing is held."""
-    count = len(session.groups) * session.per_machine
+    """Return the actors that hold the devices for rollout as long as they are referenced, and the GPUs of each device:
+    none on CPU, where nothing is held."""
+    pool = session.rollout
     if session.device != "cuda":
-        return [], [[] for _ in range(count)]
-    holders = [spawn(DeviceHolder, session, rank, {}, gpus=1) for rank in range(count)]
+        return [], [[] for _ in range(pool.devices)]
+    holders = [spawn(DeviceHolder, session, pool.first + index, {}, gpus=1) for index in range(pool.devices)]
     return holders, gather([one.gpus.remote() for one in holders], "device holder.gpus", timeout, key=START_LIMIT)

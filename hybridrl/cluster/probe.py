@@ -14,7 +14,6 @@ import ray
 import torch
 import torch.distributed as dist
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridrl import device as devices
@@ -83,7 +82,7 @@ class Probe:
 
 def probe_run(session: RaySession, directory: Path, values: Mapping[str, Any]) -> None:
     """Try the machines of a run that has several. Raises ConfigError, after printing a table, if they cannot run it."""
-    if len(session.groups) == 1:
+    if len(session.machines) == 1:
         return
     findings = probe_session(session, directory, shared_paths(values))
     for finding in findings.items:
@@ -98,10 +97,10 @@ def probe_session(session: RaySession, directory: Path, paths: Mapping[str, str]
     """Try the machines of a run. `paths` are what every machine reads, by key; `directory` is the run's."""
     nodes = {machine.node_id: machine.name for machine in read_machines()}
     names, actors = [], []
-    for number, group in enumerate(session.groups):
-        names.append(f"machine {number} ({nodes[placement_group_table(group)['bundles_to_node_id'][0]]})")
-        environment = worker_environment(session.device, session.per_machine)
-        actors.append(spawn(Probe, session, number * session.per_machine, environment, gpus=1))
+    for number, device in enumerate(session.machines):
+        names.append(f"machine {number} ({nodes[session.node(device)]})")
+        environment = worker_environment(session.device, session.sharing(device))
+        actors.append(spawn(Probe, session, device, environment, gpus=1))
     return _probe(actors, names, session.device, session.device, directory, paths)
 
 

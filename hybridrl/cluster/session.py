@@ -6,9 +6,11 @@ import signal
 import socket
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import ray
@@ -138,8 +140,25 @@ def lost_component() -> str | None:
     return next((component for component in COMPONENTS if component in ended), None)
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Devices that are used alike, as many on each of its machines; `first` is the number of the first one among all
+    devices of the run."""
+
+    machines: int
+    per_machine: int
+    first: int = 0
+
+    @property
+    def devices(self) -> int:
+        return self.machines * self.per_machine
+
+
 class RaySession:
-    """Ray for the time of a run, and the devices of the run: one bundle per device, machine by machine."""
+    """Ray for the time of a run, and the devices of the run: one bundle per device, machine by machine.
+
+    `training` and `rollout` are the same devices, unless `rollout` is given: machines, and devices on each.
+    """
 
     def __init__(
         self,
@@ -149,12 +168,16 @@ class RaySession:
         ray_init: dict[str, Any],
         timeout: float,
         forks: ForkServer | None = None,
+        rollout: tuple[int, int] | None = None,
     ) -> None:
-        self.joined, self.forks = joins(ray_init), forks
-        self.device, self.per_machine = device, devices_per_machine
-        self.machines, self.timeout = machines, timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
+        self.joined, self.forks, self.device = joins(ray_init), forks, device
+        self.training = Pool(machines, devices_per_machine)
+        self.rollout = Pool(*rollout, first=self.training.devices) if rollout else self.training
+        self.pools = [self.training, self.rollout] if rollout else [self.training]
+        self.timeout = timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
-        self.groups: list[PlacementGroup] = []
+        self.groups: list[PlacementGroup] = []  # one for each machine of a pool
+        self.nodes: list[str] = []  # of the groups
         self.kept: dict[Place, tuple[ActorHandle, Any]] | None = None  # what a later run may take over; None: nothing
         self.left: dict[Place, tuple[ActorHandle, Any]] = {}  # what the last run has kept, until `spawn` takes it
         try:
@@ -192,41 +215,89 @@ class RaySession:
 
     def _reserve(self) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
-        machines, timeout = self.machines, self.timeout
-        bundles = [bundle_of(self.device) for _ in range(self.per_machine)]
-        request = request_of(self.device, self.per_machine)
-        began, reported, ready = time.monotonic(), float("-inf"), []
+        sizes = [pool.per_machine for pool in self.pools for _ in range(pool.machines)]
+        began, reported, ready, timeout = time.monotonic(), float("-inf"), [], self.timeout
         while True:
-            targets: list[str | None] = [None] * machines
-            if self.joined and self.device == "cpu":  # virtual devices fit anywhere: Ray would use a single machine
-                targets = [machine.node_id for machine in read_machines() if machine.has(request)]
-            for target in targets[len(self.groups) : machines]:
+            for size, target in list(zip(sizes, self._targets(sizes), strict=False))[len(self.groups) :]:
                 name = f"hybridrl: process {os.getpid()} on {socket.gethostname()}, machine {len(self.groups)}"
+                bundles = [bundle_of(self.device)] * size
                 group = placement_group(bundles, "STRICT_PACK", name, _soft_target_node_id=target)
                 self.groups.append(group)
                 ready.append(group.ready())
             done = ray.wait(ready, num_returns=len(ready), timeout=POLL_SECONDS)[0] if ready else []
-            if len(done) == machines:
+            if len(done) == len(sizes):
+                tables = [placement_group_table(group) for group in self.groups]
+                self.nodes = [table["bundles_to_node_id"][0] for table in tables]
                 return
-            here = read_machines()
-            room = [f"{len(done)} of {machines} machine(s) reserved, {len(here)} in Ray:"]
-            room += [*describe_room(here, request), *missing_machines(here, request, machines)]
-            room += [f"to add a machine: {join_command()}"] * self.joined
-            state = "\n  ".join(room)
-            now = time.monotonic()
+            state, now = self._room(len(done)), time.monotonic()
             if now - began >= timeout:
-                cause = f"Ray had no room within {timeout:g} s for trainer.nnodes={machines} x trainer.n_gpus_per_node="
-                fix = "lower them, or wait until other jobs end (ray status)"
-                raise ConfigError(f"{cause}{self.per_machine} on {self.device}", fix=f"{fix}: {state}")
+                fix = f"lower them, or wait until other jobs end (ray status): {state}"
+                raise ConfigError(f"Ray had no room within {timeout:g} s for {self._request}", fix=fix)
             if now - reported >= REPORT_SECONDS:
                 info(f"waiting for Ray, up to trainer.startup_timeout={timeout:g} s: {state}")
                 reported = now
-            if len(self.groups) < machines:
+            if len(self.groups) < len(sizes):
                 time.sleep(POLL_SECONDS)
 
-    def bundle(self, rank: int) -> tuple[PlacementGroup, int]:
-        """Return the placement group and bundle of a device, counted over all machines."""
-        return self.groups[rank // self.per_machine], rank % self.per_machine
+    def _targets(self, sizes: Sequence[int]) -> list[str | None]:
+        """Return the machine for each group, for as many as there are machines; None leaves it to Ray."""
+        if not self.joined or self.device != "cpu":
+            return [None] * len(sizes)
+        # Virtual devices fit anywhere: Ray would use a single machine. Rollout has machines of its own if there are any.
+        wanted = max(pool.machines for pool in self.pools)
+        request = request_of(self.device, max(sizes))
+        fitting = [machine.node_id for machine in read_machines() if machine.has(request)]
+        return [*islice(cycle(fitting), len(sizes))] if len(fitting) >= wanted else list(fitting)
+
+    @property
+    def _request(self) -> str:
+        """What is reserved, by keys and values."""
+        keys = ("trainer", "actor_rollout_ref.rollout")
+        parts = [
+            f"{key}.nnodes={pool.machines} x {key}.n_gpus_per_node={pool.per_machine}"
+            for key, pool in zip(keys, self.pools, strict=False)
+        ]
+        return f"{' and '.join(parts)} on {self.device}"
+
+    def _room(self, done: int) -> str:
+        """Return what is reserved and what is missing, in lines."""
+        here, lines = read_machines(), []
+        for pool in self.pools:
+            request = request_of(self.device, pool.per_machine)
+            lines += [*describe_room(here, request), *missing_machines(here, request, pool.machines)]
+        lines += [f"to add a machine: {join_command()}"] * self.joined
+        head = f"{done} of {sum(pool.machines for pool in self.pools)} machine(s) reserved, {len(here)} in Ray:"
+        return "\n  ".join([head, *dict.fromkeys(lines)])
+
+    def bundle(self, device: int) -> tuple[PlacementGroup, int]:
+        """Return the placement group and bundle of a device, counted over all machines of all pools."""
+        group = self._group(device)
+        return self.groups[group], device - self._firsts[group]
+
+    @property
+    def _firsts(self) -> list[int]:
+        """The first device of each group."""
+        return [pool.first + index * pool.per_machine for pool in self.pools for index in range(pool.machines)]
+
+    def _group(self, device: int) -> int:
+        return bisect_right(self._firsts, device) - 1
+
+    @property
+    def machines(self) -> list[int]:
+        """The first device of each machine; machines that both pools use are counted once."""
+        firsts: dict[str, int] = {}
+        for node, first in zip(self.nodes, self._firsts, strict=True):
+            firsts.setdefault(node, first)
+        return list(firsts.values())
+
+    def sharing(self, device: int) -> int:
+        """Return how many devices of the run share the cores of this one's machine."""
+        sizes = (pool.per_machine for pool in self.pools for _ in range(pool.machines))
+        return sum(size for node, size in zip(self.nodes, sizes, strict=True) if node == self.node(device))
+
+    def node(self, device: int) -> str:
+        """Return Ray's number of the machine of a device."""
+        return self.nodes[self._group(device)]
 
     def close(self) -> None:
         """Release the devices, ending all actors on them, and stop the Ray that was started here."""

@@ -270,6 +270,22 @@ class PPOConfig(Section):
     ray_kwargs: RayConfig
     own: dict[str, Any]
 
+    @property
+    def separate(self) -> bool:
+        """Whether rollout has devices of its own."""
+        return self.trainer.v1.trainer_mode == "separate_async"
+
+    @property
+    def rollout_pool(self) -> tuple[int, int]:
+        """The machines that rollout uses, and its devices on each of them."""
+        pool = self.actor_rollout_ref.rollout if self.separate else self.trainer
+        return pool.nnodes, pool.n_gpus_per_node or 1
+
+    @property
+    def devices_per_machine(self) -> int:
+        """The most devices that the run uses of a machine, if training and rollout share machines."""
+        return (self.trainer.n_gpus_per_node or 1) + self.separate * self.rollout_pool[1]
+
 
 class SFTDataConfig(RowsConfig):
     messages_key: str
@@ -297,3 +313,7 @@ class SFTConfig(Section):
     checkpoint: CheckpointConfig
     trainer: SFTTrainerConfig
     ray_kwargs: RayConfig
+
+    @property
+    def devices_per_machine(self) -> int:
+        return self.trainer.n_gpus_per_node or 1

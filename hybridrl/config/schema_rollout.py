@@ -77,6 +77,8 @@ class RolloutConfig(Section):
     response_length: values.Positive
     dtype: values.DType | None
     tensor_model_parallel_size: values.Positive
+    nnodes: values.Natural
+    n_gpus_per_node: values.Positive | None
     gpu_memory_utilization: values.ShareAboveZero
     max_model_len: values.Positive | None
     max_num_seqs: values.Positive

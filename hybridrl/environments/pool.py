@@ -63,10 +63,10 @@ class EpisodeWorkers:
             kill(actor)
 
     def _spawn(self, index: int) -> Actor:
-        machines, per_machine = len(self.session.groups), self.session.per_machine
-        rank = index % machines * per_machine
-        options = {"max_concurrency": 1000}
-        return spawn(EpisodeWorker, self.session, rank, {}, self.logs[index], self.settings, **options)
+        machines, options = self.session.machines, {"max_concurrency": 1000}
+        return spawn(
+            EpisodeWorker, self.session, machines[index % len(machines)], {}, self.logs[index], self.settings, **options
+        )
 
 
 @dataclass(eq=False)

@@ -25,13 +25,14 @@ class Admission:
     most: int
     started: dict[int, int] = field(default_factory=dict)  # the version by position, of groups that are not trained yet
 
-    def capacity(self) -> int:
-        """Return how many groups may be started now.
+    def capacity(self, *, training: bool = False) -> int:
+        """Return how many groups may be started now; `training`: while a step trains on the groups that it has.
 
         With the bound n a step finds at most (n + 1) * batch groups under way, which the n + 1 steps until the newest
-        of them is due can train.
+        of them is due can train. One that has chosen its groups leaves n steps.
         """
-        return min((self.bound + 1) * self.batch, self.most) - len(self.started)
+        steps = self.bound if training else self.bound + 1
+        return min(steps * self.batch, self.most - training * self.batch) - len(self.started)
 
     def start(self, positions: Iterable[int], version: int) -> None:
         self.started |= dict.fromkeys(positions, version)

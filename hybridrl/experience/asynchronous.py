@@ -1,13 +1,15 @@
 """Experience whose episodes outlive a step: what is under way when a step has enough is continued in the next one.
 
 The episodes run in an event loop of a thread of their own, one task for each group, and environments continue while the
-devices train. Only requests to the engines wait: the client holds them between `interrupt` and `resume`.
+devices train. Only requests to the engines wait: the client holds them between `interrupt` and `resume`. Where rollout
+has devices of its own, that is only during a weight sync.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from hybridrl.algorithms.batch_metrics import off_policy_metrics
@@ -57,12 +59,21 @@ class AsynchronousExperience(SampledExperience):
 
     At most `most` groups are under way, and as many as keep the engines as full as a synchronous step would: they work
     on `slots` responses at a time. With `shares` the groups are divided among so many servers, each of which interrupts
-    itself, so that the same happens every time.
+    itself, so that the same happens every time. Otherwise `overlaps` has the engines continue while a step trains.
     """
 
-    def __init__(self, *args: Any, bound: int, most: int, slots: int, shares: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        bound: int,
+        most: int,
+        slots: int,
+        shares: int = 0,
+        overlaps: bool = False,
+        **settings: Any,
+    ) -> None:
         super().__init__(*args, **settings)
-        batch, self.fixed = self.prompts_per_step, shares > 0
+        batch, self.fixed, self.overlaps = self.prompts_per_step, shares > 0, overlaps
         self.full = min(slots, batch * self.samples_per_prompt) * (1 + QUEUED)
         count = max(shares, 1)
         self.shares = [Admission(bound, batch // count, most // count) for _ in range(count)]
@@ -72,6 +83,8 @@ class AsynchronousExperience(SampledExperience):
         self.restored: dict[int, int] = {}  # groups of an earlier process by position, with the version of their start
         self.tasks: dict[int, asyncio.Task[list[Episode]]] = {}
         self.thread: LoopThread | None = None
+        self.continuing: asyncio.Task[None] | None = None  # starts groups while a step trains
+        self.paused_at = 0.0
 
     @property
     def finished(self) -> bool:
@@ -84,32 +97,29 @@ class AsynchronousExperience(SampledExperience):
     @property
     def under_way(self) -> dict[int, int]:
         """The groups that are started and not trained on, with the version of the weights then."""
-        return {position: version for share in self.shares for position, version in share.started.items()}
+        started = [dict(share.started) for share in self.shares]  # copied at once: the thread may start more
+        return {position: version for some in started for position, version in some.items()}
 
     def collect(self, step: int) -> Collected:
         """Return the groups to train on after `step - 1` steps; the others stay under way."""
         version = step - 1
-        self.engine.to_rollout(version)
-        self.thread = self.thread or LoopThread()
-        began = time.monotonic()
         try:
-            positions, metrics = self.thread.run(self._sample(version))
+            self.engine.to_rollout(version)
+            self.thread, began = self.thread or LoopThread(), time.monotonic()
+            episodes, dropped, metrics = self.thread.run(self._sample(version))
         except BaseException:
             self.close()
             raise
         metrics["timing_s/gen"] = time.monotonic() - began
         self.engine.to_training()
-        episodes = [episode for position in positions for episode in self.complete.pop(position)]
-        groups = group_by_prompt(episodes)
-        episodes += self.dropped
-        self.dropped = []
-        self.carried.drop(positions)
-        for share in self.shares:
-            share.end(share.started.keys() & set(positions))
+        groups, episodes = group_by_prompt(episodes), episodes + dropped
         batch, reported = self._batch(groups, episodes, [episode.score for episode in episodes], version=version)
-        metrics |= reported | off_policy_metrics(batch)
-        metrics["training/epoch"] = (self.position - len(self.under_way) - 1) // self.order.size
-        return Collected(batch, episodes, metrics)
+        return Collected(batch, episodes, metrics | reported | off_policy_metrics(batch))
+
+    def pause(self) -> None:
+        """Interrupt all requests until the next `collect`."""
+        if self.continuing is not None and self.thread is not None:
+            self.thread.run(self._pause())
 
     def close(self) -> None:
         """Abandon all that is under way."""
@@ -118,6 +128,7 @@ class AsynchronousExperience(SampledExperience):
             self.thread.close()
 
     def state_dict(self) -> dict[str, Any]:
+        self.pause()  # a weight sync follows: nothing is lost but the time until then
         started = self.under_way
         held = [(job.request, job.begun) for job in self.runner.client.held().values() if job.begun is not None]
         state = {"prompts": self.position - len(started), "fault_steps": self.guard.steps_above}
@@ -132,23 +143,37 @@ class AsynchronousExperience(SampledExperience):
 
     # In the thread's event loop.
 
-    async def _sample(self, version: int) -> tuple[list[int], dict[str, float]]:
-        """Sample until the step has its groups, and interrupt the rest. Returns positions and metrics."""
-        client = self.runner.client
+    async def _sample(self, version: int) -> tuple[list[Episode], list[Episode], dict[str, float]]:
+        """Sample until the step has its groups. Returns their episodes, those of groups without signal, and metrics."""
+        client, metrics = self.runner.client, {}
         self.changed = asyncio.Event()
         client.on_finished = self.changed.set
         reprefilled = client.reprefilled
+        if self.paused_at:
+            metrics["timing_s/rollout_paused"] = time.monotonic() - self.paused_at
+        metrics["partial/open_at_switch"] = len(client.held())
         for position in self.restored:
             self._run(position)
         self.restored = {}
-        sample = self._sample_fixed if self.fixed else self._sample_freely
-        positions = await sample(version)
-        open_requests = len(client.held())
-        return positions, {
-            "partial/open_at_switch": open_requests,
-            "partial/reprefill_tokens": client.reprefilled - reprefilled,
-            "off_policy/capacity": sum(share.capacity() for share in self.shares),
-        }
+        positions = await (self._sample_fixed if self.fixed else self._sample_freely)(version)
+        if not self.overlaps:
+            metrics["partial/open_at_switch"] = len(client.held())
+        metrics["partial/reprefill_tokens"] = client.reprefilled - reprefilled
+        metrics["off_policy/capacity"] = sum(share.capacity() for share in self.shares)
+        episodes, dropped = self._take(positions)
+        metrics["training/epoch"] = (self.position - len(self.under_way) - 1) // self.order.size
+        if self.overlaps:
+            self.continuing = asyncio.create_task(self._continue(version))
+        return episodes, dropped, metrics
+
+    def _take(self, positions: Sequence[int]) -> tuple[list[Episode], list[Episode]]:
+        """Remove groups that are trained now. Returns their episodes, and those dropped since the last step."""
+        episodes = [episode for position in positions for episode in self.complete.pop(position)]
+        dropped, self.dropped = self.dropped, []
+        self.carried.drop(positions)
+        for share in self.shares:
+            share.end(share.started.keys() & set(positions))
+        return episodes, dropped
 
     async def _sample_freely(self, version: int) -> list[int]:
         client, (share,) = self.runner.client, self.shares
@@ -160,10 +185,28 @@ class AsynchronousExperience(SampledExperience):
             self._admit(version)
             positions = share.choose(version, self.complete)
             if positions is not None:
-                await client.interrupt()
+                if not self.overlaps:
+                    await client.interrupt()
                 return positions
             Activity.is_now(f"groups {min(len(self.complete), share.batch)}/{share.batch}")
             await self.changed.wait()
+
+    async def _continue(self, version: int) -> None:
+        """Start groups while a step trains, as others end."""
+        while True:
+            self.changed.clear()
+            self._gather()
+            self._admit(version, training=True)
+            await self.changed.wait()
+
+    async def _pause(self) -> None:
+        """Interrupt all requests, and raise what went wrong while the step trained."""
+        continuing, self.continuing, self.paused_at = self.continuing, None, time.monotonic()
+        assert continuing is not None
+        continuing.cancel()
+        with suppress(asyncio.CancelledError):
+            await continuing
+        await self.runner.client.interrupt()
 
     async def _sample_fixed(self, version: int) -> list[int]:
         """As above, but each server gets all its requests at once, and stops by itself."""
@@ -190,13 +233,13 @@ class AsynchronousExperience(SampledExperience):
         await asyncio.gather(*(task for position, task in self.tasks.items() if position not in unfinished))
         self._gather()
 
-    def _admit(self, version: int) -> None:
+    def _admit(self, version: int, *, training: bool = False) -> None:
         """Start as many groups as may be under way and the engines can work on."""
         load = self.runner.client.load
         while self.position < self.prompts_in_all:
             share = self._share_of(self.position)
-            needed = len(share.started) < share.batch
-            if share.capacity() <= 0 or not (needed or self.fixed or load < self.full):
+            needed = len(share.started) < share.batch and not training
+            if share.capacity(training=training) <= 0 or not (needed or self.fixed or load < self.full):
                 return
             share.start([self.position], version)
             self._run(self.position)

@@ -5,7 +5,8 @@ streamed back in coalesced calls, dead servers are rebuilt, retries are bounded.
 neither the server nor the order in which responses finish changes a result.
 
 A server that died raises; one that is slow merely takes longer: it counts as hung once it has sampled no token for
-`timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried.
+`timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried; if
+that returns None, the other servers do all the work until `replace`.
 
 Between `interrupt` and `resume` the devices can be used otherwise: whoever awaits a response waits longer, and gets it
 with the version of the weights that sampled each of its tokens.
@@ -53,7 +54,7 @@ class RolloutClient:
     def __init__(
         self,
         servers: Sequence[Server],
-        revive: Callable[[int], Server],
+        revive: Callable[[int], Server | None],
         *,
         capacity: int,
         timeout: float,
@@ -172,7 +173,7 @@ class RolloutClient:
         return asyncio.run(gather())
 
     def replace(self, index: int, server: Server) -> None:
-        """Replace a server that was lost while nothing was generated."""
+        """Replace a server that was lost while nothing was generated, or that `revive` did not return."""
         self.restarts += 1
         self.lanes[index] = Lane(server)
 
@@ -188,7 +189,7 @@ class RolloutClient:
             lane = self.lanes[index]
             # What continues an episode is queued by the engine: waiting here, it would hold up what others can start.
             full = len(lane.running) >= self.capacity and not (self.fixed or first.turn)
-            if lane.rebuilding or full:
+            if lane.rebuilding or lane.lost or full:
                 break
             self._homes[first.prompt] = lane
             while self._waiting and self._waiting[0].request.prompt == first.prompt:
@@ -206,14 +207,19 @@ class RolloutClient:
             self._watch_task = asyncio.create_task(self._watch())
 
     def _server_of(self, request: Request) -> int:
-        """Return the server with the fewest requests, one that is being rebuilt only if all are; for a later turn, the
-        one that had the turn before."""
+        """Return the server with the fewest requests, one that is lost only if all are; for a later turn, the one that
+        had the turn before."""
         if self.fixed:
             return request.prompt % len(self.lanes)
         home = self._homes.get(request.prompt)
-        if request.turn and home in self.lanes and not home.rebuilding:
+        if request.turn and home in self.lanes and not (home.rebuilding or home.lost):
             return self.lanes.index(home)
-        return min(range(len(self.lanes)), key=lambda i: (self.lanes[i].rebuilding, len(self.lanes[i].running)))
+
+        def load(index: int) -> tuple[bool, int]:
+            lane = self.lanes[index]
+            return lane.rebuilding or lane.lost, len(lane.running)
+
+        return min(range(len(self.lanes)), key=load)
 
     async def _pump(self, lane: Lane) -> None:
         """Fetch a server's responses as they finish until none is missing; a failure ends all requests in flight."""
@@ -270,7 +276,6 @@ class RolloutClient:
             len(lost),
             extra={"code": "server-lost"},
         )
-        self.restarts += 1
         self.retried += len(lost)
         self._held = [job for job in self._held if job not in lost]  # interrupted before its server was lost
         lane.running, lane.given, lane.rebuilding = {}, [], True
@@ -279,7 +284,11 @@ class RolloutClient:
 
         def revive() -> None:  # completes also if all requests finish elsewhere first and this task is cancelled
             try:
-                lane.server = self.revive(index)
+                server = self.revive(index)
+                if server is None:
+                    lane.lost = True
+                else:
+                    lane.server, self.restarts = server, self.restarts + 1
             finally:
                 lane.rebuilding = False
 

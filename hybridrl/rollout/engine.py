@@ -54,9 +54,16 @@ class RolloutEngine(Protocol):
     async def begin_weights(self) -> None:
         """Prepare for the buckets of the whole model."""
 
-    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int], adapter: bool) -> None:
-        """Load one bucket of the model, or of its adapter, from the trainers' memory; one handle and one digest per
-        device of this engine. RuntimeError if the bytes differ from those that were sent."""
+    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
+        """Form a group with the training rank that will send buckets, which listens at the address; `first_rank` is
+        that of this engine's first device."""
+
+    async def load_bucket(
+        self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
+    ) -> None:
+        """Load one bucket of the model, or of its adapter, from the trainers' memory, or as it is sent to the group if
+        there is no handle; one handle and one digest per device of this engine. RuntimeError if the bytes differ from
+        those that were sent."""
 
     async def finish_weights(self) -> None:
         """Finish loading the whole model, also if buckets are missing."""

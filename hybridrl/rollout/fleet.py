@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl.cluster import Actor, Group, Pending, RaySession, RemoteFailure, cause, gather, kill, spawn
 from hybridrl.cluster.group import START_LIMIT, check_ray
+from hybridrl.cluster.holder import hold_devices
 from hybridrl.cluster.watchdog import explain
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.client import RolloutClient
@@ -69,8 +70,8 @@ class RemoteServer:
 
 
 class RolloutFleet:
-    """The servers on `devices` devices, one per tensor-parallel group. The constructor starts their processes, `start`
-    their engines."""
+    """The servers on the devices for rollout, one per tensor-parallel group. The constructor starts their processes,
+    `start` their engines."""
 
     def __init__(
         self,
@@ -78,7 +79,6 @@ class RolloutFleet:
         model: ModelConfig,
         rollout: RolloutConfig,
         *,
-        devices: int,
         logs: Path,
         startup_timeout: float,
         timeout: float,
@@ -89,7 +89,9 @@ class RolloutFleet:
         self.ladder = MemoryLadder(rollout, session.device)
         self.built_with: dict[int, Settings] = {}
         self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned
-        names = [str(logs / f"rollout-{index}.log") for index in range(devices // self.tp_size)]
+        count = session.rollout.devices // self.tp_size
+        names = [str(logs / f"rollout-{index}.log") for index in range(count)]
+        self.holders: list[Actor] = []  # of devices that are the servers' own
         self.gone: dict[int, str] = {}  # servers that have to be rebuilt, with the reason
         self.servers = EngineGroup(
             [self._spawn(index, log) for index, log in enumerate(names)], "rollout server", names
@@ -113,8 +115,11 @@ class RolloutFleet:
     def handle(self, index: int) -> RemoteServer:
         return RemoteServer(self.servers.actors[index], self.servers.logs[index], partial(self._failure, index))
 
-    def start(self, gpus: list[list[str]]) -> list[Pending]:
-        """Start building every server's engine; `gpus` are those of each device. Returns the pending calls."""
+    def start(self, gpus: list[list[str]] | None = None) -> list[Pending]:
+        """Start building every server's engine; `gpus` are those of each device, if trainers have them as well. Returns
+        the pending calls."""
+        if gpus is None:
+            self.holders, gpus = hold_devices(self.session, self.startup_timeout)
         self.gpus = gpus
         return [self._start(index) for index in range(len(self))]
 
@@ -204,16 +209,17 @@ class RolloutFleet:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
     def _spawn(self, index: int, log: str) -> Actor:
-        environment = worker_environment(self.session.device, self.session.per_machine)
+        device = self.session.rollout.first + index * self.tp_size
+        environment = worker_environment(self.session.device, self.session.sharing(device))
         self.oom_kills[index] = oom_kills()
         environment |= ENGINES[self.rollout.name].environment(self.rollout)
         # Control calls must get through while requests run: an asynchronous actor accepts as many as come.
-        return spawn(RolloutServer, self.session, index * self.tp_size, environment, log, max_concurrency=1000)
+        return spawn(RolloutServer, self.session, device, environment, log, max_concurrency=1000)
 
     def _start(self, index: int) -> Pending:
         ranks = range(index * self.tp_size, (index + 1) * self.tp_size)
         gpus = [str(gpu) for rank in ranks for gpu in self.gpus[rank]]
-        engines = self.session.per_machine // self.tp_size
+        engines = self.session.rollout.per_machine // self.tp_size
         self.built_with[index] = self.ladder.settings
         return self.servers.actors[index].start.remote(self.session.device, gpus, self.model, self.rollout, engines)
 

@@ -50,7 +50,7 @@ class Lane:
     """One server and its work; `given` is everything that it was given since it was last idle.
 
     `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
-    Its silence is not reported before the loop time `due`.
+    Its silence is not reported before the loop time `due`. A `lost` server is replaced before the next weight sync.
     """
 
     server: Server
@@ -59,6 +59,7 @@ class Lane:
     pump: asyncio.Task | None = None  # fetches responses as long as any is running
     goal: Goal | None = None
     rebuilding: bool = False
+    lost: bool = False
     tokens: int = 0
     checked: float = 0.0
     moved: float = 0.0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hybridrl.cluster import RaySession
 from hybridrl.cluster.group import control_limit
-from hybridrl.cluster.holder import hold_devices
 from hybridrl.config import PPOConfig
 from hybridrl.rollout import RolloutClient
 from hybridrl.rollout.fleet import RolloutFleet
@@ -19,12 +18,10 @@ def serving(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[Roll
     """Start an engine per tensor-parallel group of devices and yield the client of all; one that is lost loads its
     weights again."""
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
-    holders, gpus = hold_devices(session, limit)
     fleet = RolloutFleet(
         session,
         section.model,
         section.rollout,
-        devices=len(gpus),
         logs=logs,
         startup_timeout=limit,
         timeout=control_limit(config.trainer.step_timeout),
@@ -37,9 +34,8 @@ def serving(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[Roll
         return fleet.handle(index)
 
     with stage(f"starting {len(fleet)} engine{'s' * (len(fleet) > 1)}"):
-        fleet.finish_start(fleet.start(gpus))
+        fleet.finish_start(fleet.start())
     client = fleet.client(revive)
     client.capacity = fleet.rollout.max_num_seqs
     yield client
     fleet.kill(range(len(fleet)))
-    del holders

@@ -24,7 +24,7 @@ from hybridrl.experience.dynamic_sampling import GroupFilter
 from hybridrl.experience.episodes import EpisodeRunner
 from hybridrl.experience.sample_log import SampleLog
 from hybridrl.experience.spool import Spool
-from hybridrl.hybrid_engine import HybridEngine
+from hybridrl.hybrid_engine import HybridEngine, SeparateEngine
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
@@ -46,6 +46,7 @@ from hybridrl.tracking.sink import Activity
 from hybridrl.trainer import RLTask, Schedule, Task
 from hybridrl.training.worker import TrainWorker, WorkerConfig
 from hybridrl.training.worker_group import TrainWorkers
+from hybridrl.weights.broadcast import BroadcastSync
 from hybridrl.weights.sync import ColocatedSync
 
 PROBE_LENGTH = 24
@@ -179,8 +180,11 @@ class PPOJob:
             most=most_under_way(config),
             slots=engines * rollout.max_num_seqs,
             shares=engines if rollout.full_determinism else 0,
+            overlaps=config.separate and not rollout.full_determinism,
             **settings,
         )
+        if isinstance(self.engine, SeparateEngine):
+            self.engine.pause = experience.pause
         self.stack.callback(experience.close)
         return experience
 
@@ -209,15 +213,7 @@ def start_devices(
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
     timeout = control_limit(config.trainer.step_timeout)
     workers = start_train_workers(session, logs)
-    fleet = RolloutFleet(
-        session,
-        section.model,
-        section.rollout,
-        devices=len(workers),
-        logs=logs,
-        startup_timeout=limit,
-        timeout=timeout,
-    )
+    fleet = RolloutFleet(session, section.model, section.rollout, logs=logs, startup_timeout=limit, timeout=timeout)
     info(f"logs of all processes: {logs}")
     ranks, servers = len(workers), len(fleet.servers)
     parts = f"{ranks} training rank{'s' * (ranks > 1)} and {servers} rollout server{'s' * (servers > 1)}"
@@ -227,22 +223,23 @@ def start_devices(
         places = gather(located, "train worker.location", limit, workers.logs, key=START_LIMIT)
         fleet.load_state_dict(saved)
         Activity.is_now("engines")
-        starting = fleet.start([place["gpus"] for place in places])
-        if session.device == "cuda":  # an engine measures how much memory is free, so nothing else may use it meanwhile
+        starting = fleet.start(None if config.separate else [place["gpus"] for place in places])
+        # An engine measures how much memory is free, so nothing else may use the device meanwhile.
+        first = session.device == "cuda" and not config.separate
+        if first:
             fleet.finish_start(starting)
             starting = []
             fleet.sleep()
-        Activity.is_now(
-            "weights of the trainers" if session.device == "cuda" else "engines and weights of the trainers"
-        )
+        Activity.is_now("weights of the trainers" if first else "engines and weights of the trainers")
         building = workers.start(TrainWorker.build, worker, f"{places[0]['address']}:{places[0]['port']}")
         gc.collect()  # while they work
         fleet.finish_start(starting, building, workers.logs)
-        if session.device == "cpu":
+        if session.device == "cpu" and not config.separate:
             fleet.sleep()
+    kind, engine_kind = (BroadcastSync, SeparateEngine) if config.separate else (ColocatedSync, HybridEngine)
     dtype = section.actor.fsdp_config.dtype or "float32"
-    sync = ColocatedSync(workers, fleet.servers, section.rollout, probe=probe, train_dtype=dtype, timeout=timeout)
-    engine = HybridEngine(workers, fleet, sync, timeout=timeout)
+    sync = kind(workers, fleet.servers, section.rollout, probe=probe, train_dtype=dtype, timeout=timeout)
+    engine = engine_kind(workers, fleet, sync, timeout=timeout)
     return engine.trainers, engine
 
 

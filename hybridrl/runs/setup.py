@@ -91,11 +91,12 @@ class Sessions:
         trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
         # Processes get the keys of custom code from Ray, which has them from its start.
         own = config.own if isinstance(config, PPOConfig) else {}
-        request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, own)
+        rollout = config.rollout_pool if isinstance(config, PPOConfig) and config.separate else None
+        request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, own, rollout)
         with stage("starting Ray"):
             if self._kept is None or self._request != request:
                 self.close()
-                self._kept, self._request = start_session(trainer, ray_init, self.forks), request
+                self._kept, self._request = start_session(trainer, ray_init, self.forks, rollout), request
             elif processes is None or processes != self._processes or not self._kept.leave():
                 self._kept.renew()
             self._processes = processes
@@ -244,22 +245,30 @@ def open_tracker(
     return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume, hyperparameters(config), more)
 
 
-def start_session(trainer: SFTTrainerConfig, ray_init: dict, forks: ForkServer | None = None) -> RaySession:
+def start_session(
+    trainer: SFTTrainerConfig,
+    ray_init: dict,
+    forks: ForkServer | None = None,
+    rollout: tuple[int, int] | None = None,
+) -> RaySession:
+    """Start or join Ray, and reserve the devices; `rollout` is its machines and devices on each, if it has its own."""
     assert trainer.n_gpus_per_node is not None
     if trainer.device == "cuda":
         for name in without_expandable_segments():
             cause = "workers run without expandable_segments, as engines could not open the trainer's memory"
             warn(f"{name}: {cause}", "allocator")
-    return RaySession(trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, trainer.startup_timeout, forks)
+    devices, timeout = (trainer.nnodes, trainer.n_gpus_per_node), trainer.startup_timeout
+    return RaySession(trainer.device, *devices, ray_init, timeout, forks, rollout)
 
 
 def start_train_workers(session: RaySession, logs: Path) -> Group:
     """One training rank per device, whose models are yet to be built."""
-    ranks = len(session.groups) * session.per_machine
-    environment = worker_environment(session.device, session.per_machine)
+    ranks = session.training.devices
+    environments = [worker_environment(session.device, session.sharing(rank)) for rank in range(ranks)]
     files = [str(logs / f"train-{rank}.log") for rank in range(ranks)]
     actors = [
-        spawn(TrainWorker, session, rank, environment, rank, ranks, file, gpus=1) for rank, file in enumerate(files)
+        spawn(TrainWorker, session, rank, environments[rank], rank, ranks, file, gpus=1)
+        for rank, file in enumerate(files)
     ]
     return Group(actors, "train worker", files)
 

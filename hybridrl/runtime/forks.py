@@ -12,9 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
-from hybridrl.config.schema import SFTTrainerConfig
+from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.runtime import forkserver
 from hybridrl.runtime.environment import joins, worker_environment
 from hybridrl.runtime.keeper import PrivateDirectory
@@ -62,12 +61,12 @@ class ForkServer:
 
 
 @contextmanager
-def fork_server(trainer: SFTTrainerConfig, ray_init: dict[str, Any], *, engine: bool) -> Iterator[ForkServer | None]:
+def fork_server(config: PPOConfig | SFTConfig, *, engine: bool) -> Iterator[ForkServer | None]:
     """The fork server of a run on this machine's CPU, for the time of the block; None for any other."""
-    if trainer.device != "cpu" or joins(ray_init) or sys.platform != "linux":
+    if config.trainer.device != "cpu" or joins(config.ray_kwargs.ray_init) or sys.platform != "linux":
         yield None
         return
-    environment = worker_environment("cpu", trainer.n_gpus_per_node or 1)
+    environment = worker_environment("cpu", config.devices_per_machine)
     server = ForkServer(environment, TRAINING + ENGINE * (engine and environment["OMP_NUM_THREADS"] == "1"))
     try:
         yield server

@@ -1,5 +1,5 @@
-"""One rank's side of weight sync: weights are gathered bucket by bucket into memory that the rollout engine on the same
-device opens by handle."""
+"""One rank's side of weight sync: weights are gathered bucket by bucket into memory that a rollout engine on the same
+device opens by handle, or that is sent to engines on others."""
 
 from functools import partial
 
@@ -30,8 +30,9 @@ class Sender:
         self.buffer: SharedBuffer | None = None
 
     @torch.no_grad()
-    def fill(self, bucket: Bucket) -> tuple[Handle, int]:
-        """Gather one bucket's weights; collective. Returns the buffer's handle and the digest of the bytes."""
+    def fill(self, bucket: Bucket, *, shared: bool) -> tuple[Handle | None, int]:
+        """Gather one bucket's weights; collective. Returns the buffer's handle if it is to be `shared`, and the digest
+        of the bytes."""
         # One buffer for this bucket and those sent with it: for an adapter it is smaller than for the base.
         size = buffer_bytes(self.plan.adapter if bucket in self.plan.adapter else self.plan.model)
         if self.buffer is None or len(self.buffer.tensor) < size:
@@ -47,7 +48,12 @@ class Sender:
             for name, value in full_tensors(self.model.model, here, self.merged):
                 tensors[name].view(target).copy_(value)
         devices.synchronize(self.device.type)
-        return self.buffer.handle, digest(target)
+        return self.buffer.handle if shared else None, digest(target)
+
+    def bytes_of(self, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket that was filled."""
+        assert self.buffer is not None
+        return bucket.view(self.buffer.tensor)
 
     def release(self, *, reader_died: bool = False) -> None:
         """Free device memory; host memory is kept, as touching new pages costs more than it saves."""

@@ -270,12 +270,27 @@ class TrainWorker:
         self.sender = Sender(self.policy.model, self.device, getattr(torch, dtype), limit, merge)
         return self.sender.plan
 
-    def fill_bucket(self, bucket: Bucket) -> tuple[Handle, int]:
-        """Gather a bucket's weights into memory that the engine can open; collective. Returns handle and digest."""
-        return self.sender.fill(bucket)
+    def fill_bucket(self, bucket: Bucket, shared: bool) -> tuple[Handle | None, int]:
+        """Gather a bucket's weights; collective. Returns the memory's handle, if an engine is to open it, and the
+        digest."""
+        return self.sender.fill(bucket, shared=shared)
 
     def release_buckets(self, reader_died: bool = False) -> None:
         self.sender.release(reader_died=reader_died)
+
+    def listen(self) -> str:
+        """Listen for engines that are to form a group with this rank; return the address."""
+        address = ray.util.get_node_ip_address()
+        self.listener = devices.listen(address)
+        return f"{address}:{self.listener.getsockname()[1]}"
+
+    def join_engines(self, address: str, size: int, seconds: float) -> None:
+        """Form a group with engines on other devices, as its first rank."""
+        self.engines = devices.broadcast_group(self.config.device, address, self.listener, 0, size, seconds)
+
+    def send_bucket(self, bucket: Bucket) -> None:
+        """Send a bucket that was filled to all engines of the group."""
+        devices.broadcast(self.engines, self.sender.bytes_of(bucket))
 
     def offload(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> dict[str, float]:
         """Move to host memory what may leave the device, or only the policy back: the critic returns when it is used.

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -111,20 +112,27 @@ class SharedBuffer:
     """A uint8 buffer on this process's device that other processes can open by `handle`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        self.descriptor: int | None = None
         if device.type == "cuda":
             self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
-            _, *shared = self.tensor.untyped_storage()._share_cuda_()
-            self.handle: Handle = dict(zip(CUDA_STORAGE, shared, strict=True)) | {"size": size}
         else:
-            descriptor = os.memfd_create("hybridrl-weights", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, size)
-            self.tensor = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-            self.handle = {"pid": os.getpid(), "descriptor": descriptor, "size": size}
+            self.descriptor = os.memfd_create("hybridrl-weights", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, size)
+            self.tensor = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+
+    @cached_property
+    def handle(self) -> Handle:
+        """What opens the memory. On CUDA torch frees memory only once it was opened, if it has a handle."""
+        size = len(self.tensor)
+        if self.descriptor is not None:
+            return {"pid": os.getpid(), "descriptor": self.descriptor, "size": size}
+        _, *shared = self.tensor.untyped_storage()._share_cuda_()
+        return dict(zip(CUDA_STORAGE, shared, strict=True)) | {"size": size}
 
     def close(self, *, reader_died: bool = False) -> None:
         """Free the memory. On CUDA torch keeps it until its reader has closed it, which a dead reader cannot do."""
-        if "descriptor" in self.handle:
-            return os.close(self.handle["descriptor"])
+        if self.descriptor is not None:
+            return os.close(self.descriptor)
         held = devices.allocated_bytes()
         del self.tensor
         if reader_died and devices.allocated_bytes() == held:  # closed a second time, it would be kept as well

@@ -1,5 +1,9 @@
-"""Weight sync: its interface, what it expects of the two sides, and the sync between training ranks and rollout servers
-on the same devices: buckets of weights in the ranks' memory, which the engines open by handle and read in place."""
+"""Weight sync: its interface, what it expects of the two sides, and what is common to all: weights are gathered bucket by
+bucket, whose digests are compared, and a probe proves that the engines compute with them.
+
+`ColocatedSync` is for rollout servers on the devices of the training ranks: they open the ranks' memory by handle and
+read it in place. For devices of their own see broadcast.py.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -18,6 +22,10 @@ from hybridrl.weights.buckets import Bucket, Handle, SyncPlan
 # where a policy has collapsed.
 TYPICAL = 10.0
 TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (0.02, 0.5), "bfloat16": (0.1, 2.0)}
+
+
+# A bucket in a rank's memory: the handle, if an engine on its device will open it, and the digest of the bytes.
+Filled = tuple[Handle | None, int]
 
 
 class StaleWeights(RuntimeError):
@@ -54,7 +62,7 @@ class WeightSource(Protocol):
     """A training rank, as it is called here; the calls are collective."""
 
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan: ...
-    def fill_bucket(self, bucket: Bucket) -> tuple[Handle, int]: ...
+    def fill_bucket(self, bucket: Bucket, shared: bool) -> Filled: ...
     def release_buckets(self, reader_died: bool = False) -> None: ...
     def log_probs(self, batch: Batch, micro_batches: list[list[int]], temperature: float) -> list[Any]: ...
 
@@ -63,7 +71,9 @@ class WeightTarget(Protocol):
     """A rollout server, as it is called here: see rollout.engine.RolloutEngine."""
 
     async def begin_weights(self) -> None: ...
-    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int], adapter: bool) -> None: ...
+    async def load_bucket(
+        self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
+    ) -> None: ...
     async def finish_weights(self) -> None: ...
     async def finish_sync(self, sync_id: int, version: int) -> None: ...
     async def held_sync(self) -> int: ...
@@ -86,10 +96,12 @@ class Workers(Protocol):
     def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]: ...
 
 
-class ColocatedSync:
-    """Implements WeightSync; create it once trainers and servers are built. Rank r shares its device with server r //
-    tensor_model_parallel_size. `probe` is a fixed sequence of token ids whose log-probs prove each sync. `train_dtype`
-    is the type that the trainers compute in."""
+class BucketSync:
+    """What implementations of WeightSync have in common; create one once trainers and servers are built. `probe` is a
+    fixed sequence of token ids whose log-probs prove each sync. `train_dtype` is the type that the trainers compute
+    in."""
+
+    shared = False  # whether engines open the ranks' memory
 
     def __init__(
         self,
@@ -152,19 +164,28 @@ class ColocatedSync:
         for number, bucket in enumerate(buckets, start=1):
             names = [tensor.name for tensor in bucket.tensors]
             about = f" (bucket {number} of {len(buckets)}: {' ... '.join([*names[:1], *names[-1:]])})"
-            filling = self.trainers.start_each(WeightSource.fill_bucket, [(bucket,)] * len(self.trainers))
+            filling = self.trainers.start_each(WeightSource.fill_bucket, [(bucket, self.shared)] * len(self.trainers))
+            servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
             filled = self.trainers.finish(filling, WeightSource.fill_bucket, timeout=self.timeout, about=about)
             self.sent += bucket.bytes
             self.digests[adapter].append(filled[0][1])  # the same on every rank
-            shares = [filled[index * self.tp_size : (index + 1) * self.tp_size] for index in indices]
-            parts = [(bucket, *map(list, zip(*share, strict=True)), adapter) for share in shares]
-            servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
+            parts = [
+                (bucket, *map(list, zip(*self._read_by(index, filled), strict=True)), adapter) for index in indices
+            ]
             reading, read = servers.start_each(WeightTarget.load_bucket, parts), about
+            self._give(bucket)
         servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
+
+    def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
+        """Return what each device of a server reads of a bucket that all ranks have filled."""
+        raise NotImplementedError
+
+    def _give(self, bucket: Bucket) -> None:
+        """Give a bucket to servers that cannot reach it."""
 
     def abort(self, dead: Sequence[int]) -> None:
         self.servers.failures(WeightTarget.finish_weights, timeout=self.timeout)  # the others wait for more buckets
-        read_by_dead = [(rank // self.tp_size in dead,) for rank in range(len(self.trainers))]
+        read_by_dead = [(self.shared and rank // self.tp_size in dead,) for rank in range(len(self.trainers))]
         self.trainers.scatter(WeightSource.release_buckets, read_by_dead, timeout=self.timeout)
 
     def verify(self, index: int | None = None) -> None:
@@ -199,3 +220,12 @@ class ColocatedSync:
         gaps, self.gaps, sent, self.sent = self.gaps, [], self.sent, 0
         published = {"perf/weights_gb": sent / 1e9} if sent else {}
         return published | ({"training/probe_log_prob_diff": max(gaps)} if gaps else {})
+
+
+class ColocatedSync(BucketSync):
+    """Rank r shares its device with server r // tensor_model_parallel_size, which opens the rank's memory."""
+
+    shared = True
+
+    def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
+        return filled[index * self.tp_size : (index + 1) * self.tp_size]

@@ -70,7 +70,7 @@ def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None =
 def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine | None) -> None:
     trainer = config.trainer
     with check.findings.gathered("conflict"):
-        training.resolve_devices(trainer, config.ray_kwargs.ray_init, check, machine)
+        training.resolve_devices(config, check, machine)
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         fix = "set trainer.resume_from_path=.../global_step_N"
         check.error("trainer.resume_mode trainer.resume_from_path", "no checkpoint is named", fix)
@@ -85,18 +85,21 @@ def _resolve_rollout(config: PPOConfig, check: Checker) -> None:
     if trainer.device == "cpu":
         resolve_recurrence(ROLLOUT, config.actor_rollout_ref.model, rollout, check)
     rollout.dtype = training.resolve_dtype(rollout.dtype, trainer.device)
-    width, devices = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node or 1
-    keys = f".tensor_model_parallel_size {DEVICES}"
-    if width > devices and width % devices == 0 and width // devices <= trainer.nnodes:
+    width, (machines, devices) = rollout.tensor_model_parallel_size, config.rollout_pool
+    key = ".n_gpus_per_node" if config.separate else DEVICES
+    keys = f".tensor_model_parallel_size {key}"
+    if width > devices and width % devices == 0 and width // devices <= machines:
         check.warn(keys, f"an engine spans the devices of one machine; {devices} is used")
         width = rollout.tensor_model_parallel_size = devices
     if devices % width:
         fitting = [size for size in range(1, devices + 1) if devices % size == 0]
         fitting = [1, devices] if trainer.device == "cpu" else fitting
-        check.error(keys, f"must divide {DEVICES}={devices}", f"set {' or '.join(map(str, dict.fromkeys(fitting)))}")
+        check.error(
+            keys, f"must divide {key.lstrip('.')}={devices}", f"set {' or '.join(map(str, dict.fromkeys(fitting)))}"
+        )
     elif trainer.device == "cpu" and 1 < width < devices:
-        cause = f"with {DEVICES}={devices} on CPU only a single engine can span several devices"
-        check.error(keys, cause, f"set {DEVICES}={width}")
+        cause = f"with {key.lstrip('.')}={devices} on CPU only a single engine can span several devices"
+        check.error(keys, cause, f"set {key.lstrip('.')}={width}")
     need = config.data.max_prompt_length + rollout.response_length
     rollout.max_model_len = rollout.max_model_len or need
     if rollout.max_model_len < need:

@@ -13,7 +13,7 @@ MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshol
 def continues_rollouts(config: PPOConfig) -> bool:
     """Whether a step leaves responses unfinished that later steps continue."""
     mode, rollout = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout
-    return mode == "colocate_async" or rollout.over_sample_rate > 0
+    return mode != "sync" or rollout.over_sample_rate > 0
 
 
 def most_under_way(config: PPOConfig) -> int:
@@ -31,9 +31,9 @@ def resolve_asynchronous(config: PPOConfig, check: Checker) -> None:
     chosen = correction.rollout_is
     if chosen == "auto":
         correction.rollout_is = "token" if off_policy and not correction.bypass_mode else None
-    if v1.trainer_mode == "separate_async":
-        cause = "separate devices for rollout are not supported yet"
-        check.error(MODE, cause, "set colocate_async, which continues rollouts on shared devices")
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.nnodes and not config.separate:
+        check.idle(f"{ROLLOUT}.nnodes {MODE}", f"without {MODE}=separate_async")
     if not continues_rollouts(config):
         return
     _check_continued(config, check)
@@ -45,7 +45,7 @@ def resolve_asynchronous(config: PPOConfig, check: Checker) -> None:
 
 def _check_continued(config: PPOConfig, check: Checker) -> None:
     v1, rollout = config.trainer.v1, config.actor_rollout_ref.rollout
-    key = MODE if v1.trainer_mode == "colocate_async" else OVER
+    key = OVER if v1.trainer_mode == "sync" else MODE
     if v1.sampler.max_off_policy_strategy == "drop":
         name = f"{V1}.sampler.max_off_policy_strategy"
         cause = "dropping what is old removes long responses more often than short ones"
@@ -63,7 +63,8 @@ def _check_continued(config: PPOConfig, check: Checker) -> None:
 
 def _check_deterministic(config: PPOConfig, key: str, check: Checker) -> None:
     rollout, name = config.actor_rollout_ref.rollout, f"{ROLLOUT}.full_determinism"
-    engines, batch = config.trainer.devices // rollout.tensor_model_parallel_size, config.data.train_batch_size
+    machines, devices = config.rollout_pool
+    engines, batch = machines * devices // rollout.tensor_model_parallel_size, config.data.train_batch_size
     if batch % engines:
         cause = f"with {name}=true each of the {engines} engines has its share of the prompts"
         check.error(f"data.train_batch_size {name} {key}", cause, f"set a multiple of {engines}")

@@ -12,10 +12,19 @@ import pynvml
 from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.checks.model import absolute, check_model, model_settings, resolve_lora
 from hybridrl.config.findings import Checker, ConfigError, show
-from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, PPOConfig, SFTTrainerConfig
+from hybridrl.config.schema import (
+    FSDPConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPOConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTTrainerConfig,
+)
 
 CPU_SLOT_BYTES = 3 << 29  # measured for the smallest models: a CPU device costs processes and memory, not cores
 ACTOR, DEVICES = "actor_rollout_ref.actor", "trainer.n_gpus_per_node"
+ROLLOUT = "actor_rollout_ref.rollout"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LOWER = "lower data.max_prompt_length or data.max_response_length"
 SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% measured)
@@ -54,38 +63,55 @@ def this_machine(*, count_gpus: bool = True) -> Machine:
     return Machine(gpus, len(os.sched_getaffinity(0)), psutil.virtual_memory().available, no_gpu=why)
 
 
-def resolve_devices(
-    trainer: SFTTrainerConfig, ray_init: dict[str, Any], check: Checker, machine: Machine | None
-) -> None:
+def resolve_devices(config: PPOConfig | SFTConfig, check: Checker, machine: Machine | None) -> None:
     """Fill in `device` and `n_gpus_per_node`; check them, and the directories of the run, against the machine."""
+    trainer = config.trainer
     # A run on CPU does not need a working GPU driver.
     machine = machine or this_machine(count_gpus=trainer.device != "cpu")
     if trainer.device == "auto":
         trainer.device = "cuda" if machine.gpus else "cpu"
-    if trainer.n_gpus_per_node is None:
-        trainer.n_gpus_per_node = max(machine.gpus if trainer.device == "cuda" else min(machine.cores, 2), 1)
-    if machine.here and not (os.environ.get("RAY_ADDRESS") or ray_init.get("address")):
+    joined = bool(os.environ.get("RAY_ADDRESS") or config.ray_kwargs.ray_init.get("address"))
+    whole = max(machine.gpus if trainer.device == "cuda" else min(machine.cores, 2), 1)
+    keys, machines = DEVICES, {"trainer.nnodes": trainer.nnodes}
+    if isinstance(config, PPOConfig) and config.separate:
+        rollout = config.actor_rollout_ref.rollout
+        keys, machines[f"{ROLLOUT}.nnodes"] = f"{DEVICES} {ROLLOUT}.n_gpus_per_node", rollout.nnodes
+        _divide_devices(trainer, rollout, whole, joined=joined)
+    trainer.n_gpus_per_node = trainer.n_gpus_per_node or whole
+    wanted = config.devices_per_machine
+    if machine.here and not joined:
         if trainer.device == "cuda" and machine.gpus == 0:
             why, fix = machine.no_gpu
             cause = f"this machine has no usable GPU{f': {why}' if why else ''}"
             check.error("trainer.device", cause, f"{fix}{', or ' if fix else ''}set trainer.device=cpu")
-        elif trainer.device == "cuda" and trainer.n_gpus_per_node > machine.gpus:
-            check.error(DEVICES, f"this machine has {machine.gpus} GPUs", f"set {DEVICES}={machine.gpus}")
-        if trainer.nnodes > 1:
+        elif trainer.device == "cuda" and wanted > machine.gpus:
+            fix = f"set {DEVICES}={machine.gpus}" if keys == DEVICES else "lower them, or set colocate_async"
+            check.error(keys, f"this machine has {machine.gpus} GPUs", fix)
+        for key in (key for key, count in machines.items() if count > 1):
             cause = "without a Ray cluster to join there is only this machine"
-            fix = "run ray start on each machine and set RAY_ADDRESS, or leave trainer.nnodes at 1"
-            check.error("trainer.nnodes", cause, fix)
+            fix = f"run ray start on each machine and set RAY_ADDRESS, or leave {key} at its default"
+            check.error(key, cause, fix)
     home = Path(trainer.default_local_dir).absolute()
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         directory = Path(vars(trainer).get(name) or home).absolute()
         if machine.here and (name == "default_local_dir" or home not in (directory, *directory.parents)):
             _check_writable(f"trainer.{name}", directory, check)
-    if machine.here and trainer.device == "cpu" and trainer.n_gpus_per_node > machine.cores:
-        cause = f"more devices than this machine's {machine.cores} cores, which they share: each has two processes"
-        check.warn(DEVICES, cause, f"set {DEVICES}={machine.cores}")
+    fix = "set {0}={1}" if keys == DEVICES else "lower them"
+    if machine.here and not joined and trainer.device == "cpu" and wanted > machine.cores:
+        cause = f"more devices than this machine's {machine.cores} cores, which they share: each has its own processes"
+        check.warn(keys, cause, fix.format(DEVICES, machine.cores))
     most = max(machine.memory_bytes // CPU_SLOT_BYTES, 1)
-    if trainer.device == "cpu" and trainer.n_gpus_per_node > most:
-        check.error(DEVICES, f"free memory is enough for {most} CPU devices", f"set {DEVICES}={most}")
+    if trainer.device == "cpu" and wanted > most:
+        check.error(keys, f"free memory is enough for {most} CPU devices", fix.format(DEVICES, most))
+
+
+def _divide_devices(trainer: SFTTrainerConfig, rollout: RolloutConfig, whole: int, *, joined: bool) -> None:
+    """Fill in the devices of training and of rollout, `whole` on this machine: half for each by default."""
+    rollout.nnodes = rollout.nnodes or trainer.nnodes
+    if trainer.n_gpus_per_node is None:
+        trainer.n_gpus_per_node = max(whole - rollout.n_gpus_per_node if rollout.n_gpus_per_node else whole // 2, 1)
+    rest = trainer.n_gpus_per_node if joined else max(whole - trainer.n_gpus_per_node, 1)
+    rollout.n_gpus_per_node = rollout.n_gpus_per_node or rest
 
 
 def _check_writable(key: str, directory: Path, check: Checker) -> None:

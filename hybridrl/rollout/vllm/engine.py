@@ -143,7 +143,12 @@ class VllmEngine:
     async def begin_weights(self) -> None:
         await self._call_workers("start_weight_update")
 
-    async def load_bucket(self, bucket: Bucket, handles: list[Handle], digests: list[int], adapter: bool) -> None:
+    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
+        await self._call_workers("join_trainer", address, first_rank, size, seconds)
+
+    async def load_bucket(
+        self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
+    ) -> None:
         tensors = [asdict(tensor) for tensor in bucket.tensors]
         info = {"tensors": tensors, "start": bucket.start, "size": bucket.bytes, "handles": handles, "digests": digests}
         method = "load_adapter_bucket" if adapter else "update_weights"

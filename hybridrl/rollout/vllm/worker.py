@@ -1,5 +1,6 @@
 """The part of the vLLM engine that runs in vLLM's processes, next to the model: weights and adapters are loaded out of
-memory that a trainer on the same device shares, by one path for CUDA and CPU.
+memory that a trainer on the same device shares, or received from the first training rank if that is on another device,
+by one path for CUDA and CPU.
 
 vLLM imports this module in each engine process before the model is built, and calls it through its weight-transfer
 interface. An adapter's id in the engine is that of the weight sync and part of every request: an engine that has not
@@ -52,17 +53,18 @@ class NoInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """A bucket in the trainers' memory: its tensors' layout, and one handle and one digest per device."""
+    """A bucket in the trainers' memory: its tensors' layout, and one handle and one digest per device. Without a handle it
+    is received from the first rank of the group."""
 
     tensors: list[dict[str, Any]] = field(default_factory=list)
     start: int = 0
     size: int = 0
-    handles: list[Handle] = field(default_factory=list)
+    handles: list[Handle | None] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
 
 
-class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
-    """Loads weights out of the trainers' memory."""
+class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
+    """Loads weights out of the trainers' memory, or receives them from it."""
 
     init_info_cls = NoInitInfo
     update_info_cls = BucketInfo
@@ -70,6 +72,8 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         end_with_parent(os.getppid(), signal.SIGKILL)
         self.opened: tuple[Handle, torch.Tensor] | None = None
+        self.group: Any = None  # with the rank that sends
+        self.received = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.adapted: list[AdaptedLayer] = []  # out of the model while its base is loaded
 
     def start_weight_update(self) -> None:
@@ -86,17 +90,30 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         devices.synchronize(self.device.type)  # copies may still read this bucket, which the trainer overwrites next
 
     def open_bucket(self, update_info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors as views of the trainer's memory, to be read before the next bucket but one is filled.
-        RuntimeError if the bytes are not those that were sent."""
+        """Return the tensors as views of memory that is the trainer's, to be read before the next bucket but one is
+        filled, or was received. RuntimeError if the bytes are not those that were sent."""
         rank = get_tensor_model_parallel_rank()
         handle = update_info.handles[rank]
-        if self.opened is None or self.opened[0] != handle:
-            self.opened = (handle, open_buffer(handle, self.device))
-        buffer = self.opened[1][update_info.start : update_info.start + update_info.size]
+        buffer = self.receive(update_info.size) if handle is None else self.open(handle, update_info)
         if digest(buffer) != update_info.digests[rank]:
             raise RuntimeError("the weights that arrived are not those that were sent: the bucket's digests differ")
         tensors = [Tensor(**item) for item in update_info.tensors]
         return [(tensor.name, tensor.view(buffer)) for tensor in tensors]
+
+    def open(self, handle: Handle, update_info: BucketInfo) -> torch.Tensor:
+        if self.opened is None or self.opened[0] != handle:
+            self.opened = (handle, open_buffer(handle, self.device))
+        return self.opened[1][update_info.start : update_info.start + update_info.size]
+
+    def receive(self, size: int) -> torch.Tensor:
+        if len(self.received) < size:
+            self.received = torch.empty(size, dtype=torch.uint8, device=self.device)
+        try:
+            devices.broadcast(self.group, self.received[:size])
+        except RuntimeError:
+            self.group = None  # another one died: the others, who may wait for this one, notice it
+            raise
+        return self.received[:size]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -111,10 +128,10 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def close_bucket(self) -> None:
         """Release the trainer's memory on CUDA, where the trainer frees it; on CPU both keep it for the next sync."""
         if self.device.type != "cpu":
-            self.opened = None
+            self.opened, self.received = None, self.received[:0].clone()
 
     def shutdown(self) -> None:
-        self.opened = None
+        self.opened = self.group = None
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -131,7 +148,14 @@ class EngineProcess:
     def renew(self, log_file: str) -> None:
         """Serve another run. The handles of its trainers' memory may be the same as those of the last one's."""
         redirect_output(log_file)
-        self.weight_transfer_engine.opened = self.adapter = None
+        self.weight_transfer_engine.shutdown()
+        self.adapter = None
+
+    def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
+        """Form a group with the training rank that sends weights, and with all other engines."""
+        transfer, rank = self.weight_transfer_engine, first_rank + get_tensor_model_parallel_rank()
+        transfer.group = None
+        transfer.group = devices.broadcast_group(transfer.device.type, address, None, rank, size, seconds)
 
     def load_adapter_bucket(self, info: dict[str, Any]) -> None:
         tensors = self.weight_transfer_engine.open_bucket(BucketInfo(**info))
@@ -214,6 +238,6 @@ def load_adapter(manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor], s
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)
 import_libraries(json.loads(os.environ.get(LIBRARIES, "[]")))
 write_stacks_on_request()
