@@ -243,7 +243,7 @@ class RaySession:
         """Return the machine for each group, for as many as there are machines; None leaves it to Ray."""
         if not self.joined or self.device != "cpu":
             return [None] * len(sizes)
-        # Virtual devices fit anywhere: Ray would use a single machine. Rollout has machines of its own if there are any.
+        # Virtual devices fit anywhere: Ray would use a single machine. Rollout gets its own machines if there are any.
         wanted = max(pool.machines for pool in self.pools)
         request = request_of(self.device, max(sizes))
         fitting = [machine.node_id for machine in read_machines() if machine.has(request)]

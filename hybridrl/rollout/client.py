@@ -5,8 +5,8 @@ streamed back in coalesced calls, dead servers are rebuilt, retries are bounded.
 neither the server nor the order in which responses finish changes a result.
 
 A server that died raises; one that is slow merely takes longer: it counts as hung once it has sampled no token for
-`timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried; if
-that returns None, the other servers do all the work until `replace`.
+`timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried;
+if that returns None, the other servers do all the work until `replace`.
 
 Between `interrupt` and `resume` the devices can be used otherwise: whoever awaits a response waits longer, and gets it
 with the version of the weights that sampled each of its tokens.

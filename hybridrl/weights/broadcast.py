@@ -1,5 +1,5 @@
-"""Weight sync to rollout servers on devices of their own: the first training rank sends each bucket to all of them at once,
-by NCCL on CUDA and by Gloo on CPU, in a process group that has only it and the engines."""
+"""Weight sync to rollout servers on devices of their own: the first training rank sends each bucket to all at once, by
+NCCL on CUDA and by Gloo on CPU, in a process group that has only it and the engines."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -1,5 +1,5 @@
-"""Weight sync: its interface, what it expects of the two sides, and what is common to all: weights are gathered bucket by
-bucket, whose digests are compared, and a probe proves that the engines compute with them.
+"""Weight sync: its interface, what it expects of the two sides, and what all kinds have in common: weights are gathered
+bucket by bucket, whose digests are compared, and a probe proves that the engines compute with them.
 
 `ColocatedSync` is for rollout servers on the devices of the training ranks: they open the ranks' memory by handle and
 read it in place. For devices of their own see broadcast.py.

@@ -4,7 +4,6 @@ critic, reference and checkpoints."""
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pynvml

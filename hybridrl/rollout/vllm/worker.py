@@ -53,8 +53,8 @@ class NoInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """A bucket in the trainers' memory: its tensors' layout, and one handle and one digest per device. Without a handle it
-    is received from the first rank of the group."""
+    """A bucket in the trainers' memory: its tensors' layout, and one handle and one digest per device. Without a handle
+    it is received from the first rank of the group."""
 
     tensors: list[dict[str, Any]] = field(default_factory=list)
     start: int = 0
