@@ -9,6 +9,9 @@ from hybridrl.cluster.session import RaySession
 class DeviceHolder:
     """What Ray counts as the user of a device, whose GPU an engine gets by its number."""
 
+    def renew(self) -> None:
+        """Hold it for the engine of another run, too."""
+
     def gpus(self) -> list[str]:
         return [str(number) for number in ray.get_gpu_ids()]
 

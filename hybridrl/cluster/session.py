@@ -176,7 +176,7 @@ class RaySession:
         self.pools = [self.training, self.rollout] if rollout else [self.training]
         self.timeout = timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
-        self.groups: list[PlacementGroup] = []  # one for each machine of a pool
+        self.groups: dict[int, PlacementGroup] = {}  # one for each machine of a pool, in their order
         self.nodes: list[str] = []  # of the groups
         self.kept: dict[Place, tuple[ActorHandle, Any]] | None = None  # what a later run may take over; None: nothing
         self.left: dict[Place, tuple[ActorHandle, Any]] = {}  # what the last run has kept, until `spawn` takes it
@@ -190,10 +190,23 @@ class RaySession:
     def renew(self) -> None:
         """End all actors on the devices, and reserve these again for another run."""
         self.left = {}
-        for group in self.groups:
-            remove_placement_group(group)
-        self.groups = []
+        self._release(list(self.groups))
         self._reserve()
+
+    def renew_training(self) -> bool:
+        """End all actors on the devices for training, which are not those for rollout, and reserve these again. Returns
+        whether what is kept on the others responds: it is left to the next run."""
+        self.kept = {place: kept for place, kept in (self.kept or {}).items() if place[1] >= self.rollout.first}
+        try:
+            self._release(list(range(self.training.machines)))
+            self._reserve()
+            return self.leave()
+        except (RayError, ConfigError):  # Ray is gone, or has no other machine for one that is
+            return False
+
+    def _release(self, groups: Sequence[int]) -> None:
+        for group in groups:
+            remove_placement_group(self.groups.pop(group))
 
     def keep(self, actor: type, rank: int, handle: ActorHandle, settings: Any) -> ActorHandle:
         """Keep the actor of a device for a later run with equal `settings`, if its class has `renew`. Returns it."""
@@ -217,19 +230,21 @@ class RaySession:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
         sizes = [pool.per_machine for pool in self.pools for _ in range(pool.machines)]
         began, reported, ready, timeout = time.monotonic(), float("-inf"), [], self.timeout
+        there = len(self.groups)
         while True:
-            for size, target in list(zip(sizes, self._targets(sizes), strict=False))[len(self.groups) :]:
-                name = f"hybridrl: process {os.getpid()} on {socket.gethostname()}, machine {len(self.groups)}"
-                bundles = [bundle_of(self.device)] * size
-                group = placement_group(bundles, "STRICT_PACK", name, _soft_target_node_id=target)
-                self.groups.append(group)
-                ready.append(group.ready())
-            done = ray.wait(ready, num_returns=len(ready), timeout=POLL_SECONDS)[0] if ready else []
-            if len(done) == len(sizes):
-                tables = [placement_group_table(group) for group in self.groups]
+            for index, (size, target) in enumerate(zip(sizes, self._targets(sizes), strict=False)):
+                if index not in self.groups:
+                    name = f"hybridrl: process {os.getpid()} on {socket.gethostname()}, machine {index}"
+                    bundles = [bundle_of(self.device)] * size
+                    group = placement_group(bundles, "STRICT_PACK", name, _soft_target_node_id=target)
+                    self.groups[index] = group
+                    ready.append(group.ready())
+            done = len(ray.wait(ready, num_returns=len(ready), timeout=POLL_SECONDS)[0]) if ready else 0
+            if there + done == len(sizes):
+                tables = [placement_group_table(self.groups[index]) for index in range(len(sizes))]
                 self.nodes = [table["bundles_to_node_id"][0] for table in tables]
                 return
-            state, now = self._room(len(done)), time.monotonic()
+            state, now = self._room(there + done), time.monotonic()
             if now - began >= timeout:
                 fix = f"lower them, or wait until other jobs end (ray status): {state}"
                 raise ConfigError(f"Ray had no room within {timeout:g} s for {self._request}", fix=fix)
@@ -302,8 +317,7 @@ class RaySession:
     def close(self) -> None:
         """Release the devices, ending all actors on them, and stop the Ray that was started here."""
         if self.joined:
-            for group in self.groups:
-                remove_placement_group(group)
+            self._release(list(self.groups))
         ray.shutdown()
         if self.directory:
             self.directory.close()

@@ -120,7 +120,7 @@ class RolloutFleet:
         the pending calls."""
         if gpus is None:
             self.holders, gpus = hold_devices(self.session, self.startup_timeout)
-        self.gpus = gpus
+        self.gpus, self.started_with = gpus, self.ladder.settings
         return [self._start(index) for index in range(len(self))]
 
     def finish_start(
@@ -204,7 +204,8 @@ class RolloutFleet:
         self.gone.pop(index, None)
         self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
         self._finish(index, self._start(index))
-        self.session.kept = None  # its settings may be other ones than those of the start
+        if self.ladder.settings != self.started_with:
+            self.session.kept = None  # a later run would not start with these
         if asleep:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 

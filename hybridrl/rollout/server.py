@@ -58,7 +58,8 @@ class RolloutServer:
         return os.getpid()
 
     async def _renew_engine(self) -> None:
-        await asyncio.gather(*self.running)  # requests that the last run has abandoned
+        await self.engine.interrupt()  # what the last run has abandoned
+        await asyncio.gather(*self.running)
         self.finished = asyncio.Queue()
         await self.engine.renew(str(self.log))
 

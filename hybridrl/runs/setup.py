@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl import device as devices
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder
-from hybridrl.cluster import Group, RaySession, spawn
+from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.cluster.metrics import RayMetricsSink
 from hybridrl.cluster.probe import probe_run
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
@@ -76,13 +76,15 @@ class Job(Protocol):
 
 class Sessions:
     """The Ray of one run after another, and on CPU the processes of models: kept for the next one if that requests the
-    same and the last did not fail. `forks` is where workers come from on CPU."""
+    same and the last did not fail. Of one whose worker died, rollout servers on devices of their own are kept. `forks`
+    is where workers come from on CPU."""
 
     def __init__(self, forks: ForkServer | None = None) -> None:
         self.forks = forks
         self._kept: RaySession | None = None
         self._request: tuple = ()
         self._processes: Any = None
+        self._servers_left = False  # by a run whose worker died
 
     @contextmanager
     def open(self, config: Config, processes: Any = None) -> Iterator[RaySession]:
@@ -97,15 +99,32 @@ class Sessions:
             if self._kept is None or self._request != request:
                 self.close()
                 self._kept, self._request = start_session(trainer, ray_init, self.forks, rollout), request
-            elif processes is None or processes != self._processes or not self._kept.leave():
+            elif not self._servers_left and not self._take_over(processes):
                 self._kept.renew()
-            self._processes = processes
-            self._kept.kept = {} if processes is not None and trainer.device == "cpu" else None
+            self._processes, self._servers_left = processes, False
+            on_cpu = processes is not None and trainer.device == "cpu"
+            self._kept.kept = {} if rollout or on_cpu else None
         try:
             yield self._kept
+        except WorkerDied:
+            self._servers_left = bool(rollout) and self._keep_servers()
+            raise
         except BaseException:
             self.close()
             raise
+
+    def _take_over(self, processes: Any) -> bool:
+        """Whether the next run gets the processes of the last one."""
+        assert self._kept is not None
+        return processes is not None and processes == self._processes and self._kept.leave()
+
+    def _keep_servers(self) -> bool:
+        """End what trains, and keep the servers, if they respond; else end all."""
+        assert self._kept is not None
+        if self._kept.renew_training():
+            return True
+        self.close()
+        return False
 
     def close(self) -> None:
         if self._kept is not None:
