@@ -12,6 +12,7 @@ from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import Report, ResolvedConfig, resolve_config, resolve_values
 from hybridrl.config.schema import PPOConfig
 from hybridrl.config.schema_eval import PRESETS
+from hybridrl.config.schema_rollout import SHIPPED_SHARE, WHOLE_SHARE
 from hybridrl.config.values import MISSING, Plain, value_of
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -41,7 +42,6 @@ VERL_NAMES = {
     "data.data_source_key": "data.reward_fn_key",
     "data.reward_model_key": "eval.reward_model_key",
 }
-GPU_SHARE, SHIPPED_SHARE = 0.9, 0.5  # of a GPU's memory: no trainer needs the rest
 
 
 def load_eval_config(
@@ -83,7 +83,7 @@ def with_model(config: PPOConfig, path: str, key: str = f"{MODEL}.path") -> PPOC
     rollout.free_cache_engine = False
     rollout.engine_kwargs.vllm["load_format"] = "auto"  # of weights: by default they come from a trainer
     if loaded.trainer.device == "cuda" and rollout.gpu_memory_utilization == SHIPPED_SHARE:
-        rollout.gpu_memory_utilization = GPU_SHARE
+        rollout.gpu_memory_utilization = WHOLE_SHARE
     return loaded
 
 
@@ -115,6 +115,7 @@ def _implied(config: PPOConfig, plain: Plain) -> list[str]:
     temperature = settings.temperature if settings.temperature is not None else preset.get("temperature")
     temperature = config.actor_rollout_ref.rollout.val_kwargs.temperature if temperature is None else temperature
     arguments.append(f"{ROLLOUT}.val_kwargs.do_sample={str(temperature > 0).lower()}")
+    arguments.append("trainer.v1.trainer_mode=sync")  # all devices are for the engines
     arguments.append(f"{MODEL}.lora_rank=0")  # an adapter is merged before it is served
     if settings.models == [] and (adapter := value_of(plain.values, f"{MODEL}.lora_adapter_path")):
         arguments += [f"eval.models=['{adapter}']"]

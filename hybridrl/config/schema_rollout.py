@@ -5,6 +5,8 @@ from typing import Any, Literal
 from hybridrl.config import values
 from hybridrl.config.values import Section
 
+SHIPPED_SHARE, WHOLE_SHARE = 0.5, 0.9  # of a GPU's memory for an engine: by default, and if no trainer needs the rest
+
 
 class ValidationSamplingConfig(Section):
     n: values.Positive

@@ -44,7 +44,7 @@ def check_gpus(
     if config.trainer.device != "cuda" or joins(config.ray_kwargs.ray_init):
         return
     utilization = 0.0 if isinstance(config, SFTConfig) else config.actor_rollout_ref.rollout.gpu_memory_utilization
-    gpus = (query or visible_gpus)()[: config.trainer.n_gpus_per_node]
+    gpus = (query or visible_gpus)()[: config.devices_per_machine]
     _check_build(gpus, findings, *(build or torch_build()))
     for gpu in gpus:
         summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"

@@ -188,7 +188,7 @@ def check_machine(config: PPOConfig | SFTConfig, findings: Findings, facts: Fact
     seen, free, shared, files, memory, cores = facts
     findings.info("machine.found", f"{seen} cores, {free / GIB:.1f} GiB of memory free, open files {files}")
     if memory is not None and memory < free:
-        devices = (config.trainer.n_gpus_per_node or 1) if config.trainer.device == "cpu" else 1
+        devices = config.devices_per_machine if config.trainer.device == "cpu" else 1
         needed = devices * CPU_SLOT_BYTES
         cause = f"the container may use {memory / GIB:.1f} GiB more, of the machine's {free / GIB:.1f} GiB free"
         if memory >= needed:
@@ -246,13 +246,16 @@ def check_devices(
     """
     trainer, width = config.trainer, config.actor_rollout_ref.rollout.tensor_model_parallel_size
     device, machines, per_machine = trainer.device, trainer.nnodes, trainer.n_gpus_per_node or 1
-    ranks, kind = machines * per_machine, "GPU" if device == "cuda" else "CPU device"
-    engines, each = ranks // width, f" over {width} of them" if width > 1 else ""
-    findings.info(
-        "devices.plan",
-        f"{ranks} {kind}{'s' * (ranks > 1)} on {machines} machine{'s' * (machines > 1)}: "
-        f"{ranks} training rank{'s' * (ranks > 1)}, {engines} rollout engine{'s' * (engines > 1)}{each}",
-    )
+    count, (of_rollout, each_has) = machines * per_machine, config.rollout_pool
+    engines, each = of_rollout * each_has // width, f" over {width} of them" if width > 1 else ""
+    ranks = f"{count} training rank{'s' * (count > 1)}"
+    served = f"{engines} rollout engine{'s' * (engines > 1)}{each}"
+    found = f"{_devices(device, machines, per_machine)}: {ranks}, {served}"
+    if config.separate:
+        found = (
+            f"{_devices(device, machines, per_machine)}: {ranks}; {_devices(device, of_rollout, each_has)}: {served}"
+        )
+    findings.info("devices.plan", found)
     if not joins(config.ray_kwargs.ray_init):
         return
     with findings.gathered("devices.ray"):
@@ -272,3 +275,8 @@ def check_devices(
             findings.warn("devices.ray", cause, fix, keys=DEVICE_KEYS)
         else:
             findings.info("devices.ray", f"joins the existing Ray cluster, which has: {has}")
+
+
+def _devices(device: str, machines: int, per_machine: int) -> str:
+    count, kind = machines * per_machine, "GPU" if device == "cuda" else "CPU device"
+    return f"{count} {kind}{'s' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"

@@ -91,6 +91,8 @@ class Run:
         config, models, rollout = self.config, self.models, self.config.actor_rollout_ref.rollout
         worker = ppo_worker_config(config, build_algorithm(config), Path(), steps=1)
         self.devices, self.on_cpu = config.trainer.n_gpus_per_node or 1, config.trainer.device == "cpu"
+        self.engine_devices = config.rollout_pool[1]  # of a machine, as are those of the trainers
+        self.apart = config.separate
         self.longest, itemsize = rollout.max_model_len or 0, ITEMSIZE[rollout.dtype or "float32"]
         self.learners: list[Trained] = []
         actor, policy_plan = config.actor_rollout_ref.actor, build_policy_plan(config)
@@ -119,7 +121,7 @@ class Run:
         self.weights = models.policy.engine_weights(itemsize, on_cpu=self.on_cpu) / width
         self.cache = max(rollout.gpu_memory_utilization * self.gpu - self.weights, 0)
         if self.on_cpu:
-            self.cache = cpu_cache_bytes(models.policy.row_cache(1, itemsize), rollout, self.devices // width)
+            self.cache = cpu_cache_bytes(models.policy.row_cache(1, itemsize), rollout, self.engine_devices // width)
 
     def micro_batch(self, budget: MicroBatchBudget, prompts: int) -> int:
         """Tokens per device in the largest micro-batch when `prompts` are spread over all devices, and all rows of a
@@ -142,9 +144,10 @@ class Run:
 
 @dataclass
 class Held:
-    """Bytes of one device, and of its share of the machine's host memory."""
+    """Bytes of one device, of its share of the machine's host memory, and of a device that has only an engine."""
 
     device: Bytes = field(default_factory=Counter)
+    engine: Bytes = field(default_factory=Counter)
     host: Bytes = field(default_factory=Counter)
 
     def add(self, kind: str, size: float, *, host: bool, device: bool) -> None:
@@ -172,15 +175,16 @@ def phase_memory(run: Run, phase: str) -> Held:
         held.add("reference", run.reference.parameters, host=offloaded, device=not offloaded or starting)
     held.device.update(_working(run, phase))
     # A sleeping engine frees most of its memory on CUDA. On CPU it keeps it, and the trainer keeps its buckets.
-    if run.on_cpu or syncing or phase == "rollout":
-        held.device["rollout weights"] += run.weights
-    if run.on_cpu or phase == "rollout":
-        held.device["KV cache"] += run.cache
+    engine = held.engine if run.apart else held.device
+    if run.on_cpu or run.apart or syncing or phase == "rollout":
+        engine["rollout weights"] += run.weights
+    if run.on_cpu or run.apart or phase == "rollout":
+        engine["KV cache"] += run.cache
     if syncing or (run.on_cpu and not starting):
         held.device["sync buckets"] += run.models.bucket
     if cuda:
-        held.device["CUDA contexts"] = PROCESSES_PER_GPU * CONTEXT_BYTES
-        if not syncing and phase != "rollout":
+        held.device["CUDA contexts"] = (1 if run.apart else PROCESSES_PER_GPU) * CONTEXT_BYTES
+        if not run.apart and not syncing and phase != "rollout":
             held.device["sleeping engine"] = ASLEEP_BYTES
     if not starting and save_times(run.config.trainer).ever:  # the host copies that are written; they are kept
         for trained in run.learners:
@@ -195,7 +199,9 @@ def machine_memory(run: Run, phase: str) -> Bytes:
     held = phase_memory(run, phase)
     one = held.host + held.device if run.on_cpu else held.host
     memory = Counter({kind: run.devices * size for kind, size in one.items()})
-    memory["processes"] = MACHINE_BYTES + run.devices * DEVICE_BYTES
+    memory.update({kind: run.engine_devices * size for kind, size in held.engine.items() if run.on_cpu})
+    devices = (run.devices + run.engine_devices) / 2  # each has half of a device's processes if the two are apart
+    memory["processes"] = MACHINE_BYTES + devices * DEVICE_BYTES
     return memory
 
 
@@ -259,7 +265,7 @@ def memory_plan(config: PPOConfig, findings: Findings) -> None:
     """Report the estimate, with an error if what is counted exactly does not fit by itself, else with a warning."""
     gpu = 0  # of the smallest GPU that would be used; GPUs of other machines are not known
     if config.trainer.device == "cuda" and not joins(config.ray_kwargs.ray_init):
-        gpu = min((gpu.total for gpu in visible_gpus()[: config.trainer.n_gpus_per_node]), default=0)
+        gpu = min((gpu.total for gpu in visible_gpus()[: config.devices_per_machine]), default=0)
     try:
         run = Run(config, read_models(config), gpu)
         plans = make_plans(run)
@@ -287,7 +293,7 @@ def memory_plan(config: PPOConfig, findings: Findings) -> None:
             findings.info("memory.cache", cause)
         else:
             fix = f"raise {UTILIZATION}={rollout.gpu_memory_utilization:g}"
-            widths = (width for width in range(2, run.devices + 1) if run.devices % width == 0)
+            widths = (width for width in range(2, run.engine_devices + 1) if run.engine_devices % width == 0)
             whole, share = run.weights * rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization * run.gpu
             if wide := next((width for width in widths if run.gpu and whole / width < share), None):
                 fix += f", or set {ROLLOUT}.tensor_model_parallel_size={wide}"

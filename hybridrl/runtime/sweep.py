@@ -201,7 +201,7 @@ class Part:
 def parts_of_machine(config: Config, at_once: int) -> Iterator[Part]:
     """Divide the machine's cores, and its GPUs if the runs use them. Raises ConfigError if there are too few."""
     cores, trainer = sorted(os.sched_getaffinity(0)), config.trainer
-    size, gpus = len(cores) // at_once, trainer.n_gpus_per_node or 1
+    size, gpus = len(cores) // at_once, config.devices_per_machine
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if not size:
         raise ConfigError(f"--at-once={at_once}: this machine has {len(cores)} cores", fix=f"--at-once={len(cores)}")
@@ -209,7 +209,7 @@ def parts_of_machine(config: Config, at_once: int) -> Iterator[Part]:
         visible = [str(number) for number in range(this_machine().gpus)]
     if trainer.device == "cuda" and at_once * gpus > len(visible):
         most = max(len(visible) // gpus, 1)
-        cause = f"--at-once={at_once}: {at_once} runs of trainer.n_gpus_per_node={gpus} need {at_once * gpus} GPUs, "
+        cause = f"--at-once={at_once}: {at_once} runs on {gpus} GPUs each need {at_once * gpus} GPUs, "
         raise ConfigError(f"{cause}and this machine has {len(visible)}", fix=f"--at-once={most}")
     for number in range(at_once):
         own = visible[number * gpus : (number + 1) * gpus]

@@ -25,7 +25,7 @@ UNKNOWN = {
     "model.path=x": "unknown key model.path; nearest: actor_rollout_ref.model.path, actor_rollout_ref.ref.model.path, "
     "critic.model.path",
     "critic.lr=1": "unknown key critic.lr; nearest: critic.optim.lr, actor_rollout_ref.actor.optim.lr",
-    "n_gpus=1": "unknown key n_gpus; nearest: trainer.n_gpus_per_node",
+    "n_gpus=1": "unknown key n_gpus; nearest: actor_rollout_ref.rollout.n_gpus_per_node, trainer.n_gpus_per_node",
     "mine.thing=1": "unknown key mine.thing; --help all lists all keys",
 }
 UNREADABLE = {

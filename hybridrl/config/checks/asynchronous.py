@@ -5,6 +5,7 @@ from math import ceil
 from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.findings import Checker
 from hybridrl.config.schema import PPOConfig
+from hybridrl.config.schema_rollout import SHIPPED_SHARE, WHOLE_SHARE
 
 V1, ROLLOUT = "trainer.v1", "actor_rollout_ref.rollout"
 MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
@@ -32,6 +33,8 @@ def resolve_asynchronous(config: PPOConfig, check: Checker) -> None:
     if chosen == "auto":
         correction.rollout_is = "token" if off_policy and not correction.bypass_mode else None
     rollout = config.actor_rollout_ref.rollout
+    if config.separate and rollout.gpu_memory_utilization == SHIPPED_SHARE:
+        rollout.gpu_memory_utilization = WHOLE_SHARE
     if rollout.nnodes and not config.separate:
         check.idle(f"{ROLLOUT}.nnodes {MODE}", f"without {MODE}=separate_async")
     if not continues_rollouts(config):
