@@ -27,6 +27,10 @@ def configuration() -> str:
             ("name there", "name in hybridrl"),
             [(f"`{old}`", f"`{new}`") for old, new in sorted(table.moved.items()) if old != new],
         ),
+        "\n## Keys that count together\n\n`ceil` divides and rounds up. What a command sets by its name here stays.\n",
+        _rows(
+            ("key there", "sets in hybridrl", "no effect at"), [_translated(entry) for entry in _of_kind("combined")]
+        ),
         "\n## Keys that set others\n",
         _rows(
             ("key there", "sets in hybridrl", "no effect at"), [_translated(entry) for entry in _of_kind("translated")]
@@ -66,6 +70,8 @@ def _keys(entry: Entry) -> str:
 
 def _silent(entry: Entry) -> str:
     limited = f" (applies to values like `{_cell(entry.when)}`)" if entry.when else ""
+    limited += "".join(f" (applies with `{key}={show(value)}`)" for key, value in entry.only.items())
+    limited += f" (accepted at `{entry.follows}`)" if "{" in (entry.follows or "") else ""
     return " ".join(f"`{show(value)}`" for value in ("null", *entry.silent)) + limited
 
 

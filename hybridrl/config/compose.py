@@ -6,6 +6,7 @@ that decide which key is meant.
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -18,8 +19,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from hybridrl.config.combined import Written
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
-from hybridrl.config.keys import Entry, current_name, entry_of, hints, holds, nearest_keys, tree
+from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, hints, holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.values import MISSING, Plain, leaves, value_of
 
@@ -66,6 +68,10 @@ def as_section(values: dict[str, Any]) -> DictConfig:
 def shipped(config_name: str) -> Plain:
     """The values of a shipped configuration without any override; "???" where one must be set."""
     return resolved(composed(CONF / f"{config_name}.yaml", []))
+
+
+def usual_value(schema: type, key: str) -> Any:
+    return value_of(shipped(SHIPPED[schema]).values, key)
 
 
 def composed(file: Path, arguments: list[str]) -> DictConfig:
@@ -143,12 +149,18 @@ def resolved(node: DictConfig, place: str = "", around: Plain | None = None) -> 
 
 @dataclass
 class Overrides:
-    """Hydra's overrides, and for each key that they set the argument it came from."""
+    """Hydra's overrides, and for each key that they set the argument it came from.
+
+    `values` and `texts`: the values and arguments by the current names of their keys; `own`: keys with this name.
+    """
 
     known: dict[str, Any]
     findings: Findings
     arguments: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
 
     def set(self, key: str, value: str, text: str) -> None:
         # "++" sets what exists and adds what does not; a whole section is chosen by the name of its file.
@@ -169,6 +181,8 @@ class Overrides:
         if key.startswith(_MANAGER_KWARGS) and key not in self.known and "overlong_buffer_cfg" not in key:
             key = key.replace(_MANAGER_KWARGS, _FUNCTION_KWARGS)
         entry, known = None if key in self.known else entry_of(key, override.value()), holds(self.known, key)
+        self.values[key], self.texts[key] = override.value(), text.lstrip("+")
+        self.own = self.own | {key} if key == written else self.own - {key}
         if key.startswith("hydra."):
             self.findings.warn("ignored-key", f"{key} has no effect: Hydra only reads the configuration here", keys=key)
             return True
@@ -210,11 +224,13 @@ class Overrides:
         """Translate a key of another system that hybridrl does not have, or pass it on to be checked by its value."""
         if entry.named and override.value() not in (None, ""):
             return self.unsupported(text, key, entry.why)
-        if entry.kind != "translated":
+        if entry.kind not in TRANSLATED:
             self.arguments.append(f"++{key}={value}")
             return None
         if not entry.concerns(override.value()):
             return self.unsupported(text, key, entry.why)
+        if entry.kind == "combined":
+            return None  # translated once all arguments are known
         replacement = entry.value_of(value)
         if replacement is not None or not entry.is_silent(override.value()):
             value = show(value if replacement is None else replacement)
@@ -225,9 +241,31 @@ class Overrides:
                 self.set(name, item, text)
         return None
 
+    def combine(self, around: Mapping[str, Any], schema: type) -> None:
+        """Translate the keys that count together. `around`: what a custom file sets."""
+        written = Written(self.values, self.own, around, self.known, lambda key: usual_value(schema, key))
+        for made in written.combinations():
+            keys = [*made.keys, *made.reads]
+            text = " ".join(self.texts[key] for key in keys)
+            # The first by the name that it is written with, with which the message begins.
+            keys = [text.partition("=")[0], *keys]
+            for target, numbers in made.failed.items():
+                fix = f"set {target} to {made.entry.sets[target]}"
+                self.findings.error("unsupported", f"{text}: {numbers} is not computed", fix, keys=keys)
+            if made.sets:
+                cause = " ".join(f"{name}={show(value)}" for name, value in made.sets.items())
+                self.findings.warn("old-name", f"{text} is now {cause}", keys=(*keys, *made.sets))
+            replaced = {f"++{key}" for key in made.reads}
+            replaced |= {f"++{key}" for key, value in made.entry.drops.items() if self.values.get(key) == value}
+            self.arguments = [argument for argument in self.arguments if argument.partition("=")[0] not in replaced]
+            for name, value in made.sets.items():
+                self.set(name, as_override(value), text)
 
-def parse_overrides(overrides: list[str], schema: type, findings: Findings) -> Overrides:
-    """Sort the arguments of a command line; unknown keys are errors."""
+
+def parse_overrides(
+    overrides: list[str], schema: type, findings: Findings, around: Mapping[str, Any] | None = None
+) -> Overrides:
+    """Sort the arguments of a command line; unknown keys are errors. `around`: what a custom file sets, by key."""
     parsed = Overrides(tree(schema), findings)
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -262,6 +300,7 @@ def parse_overrides(overrides: list[str], schema: type, findings: Findings) -> O
                     else nearest_keys(name, schema)
                 )
                 findings.error("unknown-key", f"unknown key {name}", fix, keys=name)
+    parsed.combine({current_name(key): value for key, value in (around or {}).items()}, schema)
     return parsed
 
 
@@ -292,18 +331,18 @@ def plain_values(file: Path, schema: type, arguments: list[str], findings: Findi
     and wins.
     """
     known, replaced, dropped = tree(schema), [], []
-    old = {} if file.parent == CONF else written_in(file, state_of(file.parent))
+    old = custom_values(file)
     for key, value in old.items():
         new = current_name(key)
         entry = None if new in known else entry_of(new, value)
-        moved = (entry and entry.kind == "translated") or (new != key and holds(known, new))
+        moved = (entry and entry.kind in TRANSLATED) or (new != key and holds(known, new))
         if moved and "${" in str(value) and new in str(value):
             continue  # it follows what it would set
         idle = entry and new == key and holds(known, key) and entry.concerns(value)
         if value != MISSING and (moved or idle):
             replaced.append(f"++{key}={as_override(value)}")
             dropped += [key] * bool(idle)
-    first = parse_overrides(replaced, schema, findings).arguments
+    first = parse_overrides(replaced, schema, findings, old).arguments
     plain = resolved(composed(file, [*first, *arguments]))
     for key in dropped:  # of a mapping that takes any name; Hydra cannot delete what is null
         section, _, name = key.rpartition(".")
@@ -312,6 +351,11 @@ def plain_values(file: Path, schema: type, arguments: list[str], findings: Findi
         fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
         raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
     return plain
+
+
+def custom_values(file: Path) -> dict[str, Any]:
+    """The values of a custom file and those it lists, by key; none of a shipped file. Raises ConfigError."""
+    return {} if file.parent == CONF else written_in(file, state_of(file.parent))
 
 
 @functools.lru_cache(maxsize=1)

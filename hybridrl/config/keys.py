@@ -14,8 +14,9 @@ from typing import Any, Literal
 import yaml
 
 SYSTEMS = {"verl": "verl_keys.yaml", "SkyRL": "skyrl_keys.yaml", "AReaL": "areal_keys.yaml"}
-Kind = Literal["rejected", "translated", "ignored"]
-KINDS: tuple[Kind, ...] = ("rejected", "translated", "ignored")  # in the order in which they are consulted
+Kind = Literal["rejected", "combined", "translated", "ignored"]
+KINDS: tuple[Kind, ...] = typing.get_args(Kind)  # in the order in which they are consulted
+TRANSLATED = ("combined", "translated")  # whose keys set others
 OTHERWISE = "otherwise"  # rejected if no other entry names the key
 
 
@@ -93,7 +94,8 @@ class Entry:
 
     `values` maps patterns of a value to what replaces it; `when` limits the entry to values that match it; a `named`
     entry rejects its keys wherever a command line names them, whatever their value; a `last` entry counts only if no
-    other names the key.
+    other names the key; an entry is silent unless the keys of `only` have these values. `usual` and `drops` belong to
+    combined entries: values of keys that are not set, and values that count as not set.
     """
 
     kind: Kind
@@ -104,6 +106,9 @@ class Entry:
     sets: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     when: str = ""
+    only: dict[str, Any] = field(default_factory=dict)
+    usual: dict[str, Any] = field(default_factory=dict)
+    drops: dict[str, Any] = field(default_factory=dict)
     named: bool = False
     last: bool = False
     pattern: re.Pattern[str] = re.compile("")
@@ -140,7 +145,7 @@ def verl_keys() -> VerlKeys:
     tables = {
         name: yaml.load((folder / file).read_text(encoding="utf-8"), yaml.CSafeLoader) for name, file in SYSTEMS.items()
     }
-    entries = [_entry(kind, **values) for kind in KINDS for table in tables.values() for values in table[kind]]
+    entries = [_entry(kind, **values) for kind in KINDS for table in tables.values() for values in table.get(kind, [])]
     last = [values for table in tables.values() for values in table.get(OTHERWISE, [])]
     entries += [_entry("rejected", last=True, **values) for values in last]
     moved = {old: new for table in tables.values() for old, new in table["moved"].items()}

@@ -197,7 +197,6 @@ class CriticConfig(Section):
 
 
 class ActorRolloutRefConfig(Section):
-    hybrid_engine: Literal[True]
     nccl_timeout: values.Positive
     model: ModelConfig
     actor: ActorConfig

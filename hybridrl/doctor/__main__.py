@@ -19,7 +19,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, shipped
 from hybridrl.config.findings import show as as_text
 from hybridrl.config.help import batch_arithmetic, key_meanings
-from hybridrl.config.keys import Entry, current_name, entry_of, nearest_keys, tree, value_keys, verl_keys
+from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, nearest_keys, tree, value_keys, verl_keys
 from hybridrl.config.load import ResolvedConfig, resolve_config
 from hybridrl.config.values import EXPECTED, MISSING, Range, value_of
 from hybridrl.doctor import add_run_arguments, show
@@ -42,7 +42,7 @@ UNITS = {
     ("_freq", "total_training_steps", "critic_warmup", "fault_steps", "lr_warmup_steps"): "steps",
     ("epochs",): "passes over the data",
 }
-KINDS = {"rejected": "is rejected", "ignored": "has no effect", "translated": "is translated"}
+KINDS = {"rejected": "is rejected", "ignored": "has no effect"} | dict.fromkeys(TRANSLATED, "is translated")
 
 
 def check(argv: list[str]) -> int:

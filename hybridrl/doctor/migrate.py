@@ -45,6 +45,14 @@ PROGRAMS = (
     (r"(recipe|verl)[./][\w./]*(?!.*(generation|eval))main\w*|[\w./]*_main", "verl", PPOConfig, True),
     (r"(examples|integrations|skyrl\w*)[./][\w./]*main_(?!sft|generate)\w+", "SkyRL", PPOConfig, True),
 )
+# Parts of a program's name -> what its settings file has by default.
+OF_PROGRAM = {
+    "main_dapo": "reward.reward_manager.name=dapo",
+    "one_step_off": "actor_rollout_ref.hybrid_engine=false",
+    "fully_async_main": "async_training.staleness_threshold=0.1",
+    "main_async": "trainer.v1.sampler.max_off_policy_threshold=1",
+}
+ASYNC_FILES = ("fully_async_ppo_trainer", "one_step_off_ppo_trainer")  # what they set is in OF_PROGRAM and the tables
 SHIPPED_FILES = ("ppo_trainer", "sft_trainer", "dapo_trainer", "sft_trainer_engine")  # verl's, which set nothing more
 OPTIONS = {"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"}
 OPTIONS |= {"--config-name": "name", "-cn": "name", "--config": "file"}
@@ -234,8 +242,7 @@ def _launch(words: list[str]) -> Launch | None:
             option, equals, value = word.partition("=")
             if option in PER_NODE and (count := value if equals else following).isdecimal():
                 launch.overrides.append(f"trainer.n_gpus_per_node={count}")
-    if "main_dapo" in launch.program:
-        launch.overrides.append("reward.reward_manager.name=dapo")  # the default of DAPO's settings file
+    launch.overrides += [default for part, default in OF_PROGRAM.items() if part in launch.program]
     for word in rest:
         option, equals, value = word.partition("=")
         if option in OPTIONS:
@@ -255,6 +262,8 @@ def _read_file(launch: Launch, script: Path) -> None:
     names = (name, Path(name).with_name(f"{Path(name).name}.yaml"), Path("verl/trainer/config", f"{name}.yaml"))
     places = (directory / path for directory in (Path.cwd(), *script.resolve().parents) for path in names)
     file = next(filter(Path.is_file, places), None)
+    if file is None and Path(name).stem in ASYNC_FILES:
+        return
     if file is None:
         cause = f"{name}: this settings file was not found, so none of its values are in the command below"
         launch.findings.error("config-file", cause, f"run migrate in the directory from which {script.name} is started")

@@ -65,7 +65,6 @@ OUT_OF_RANGE = {
     f"{ACTOR}.optim.betas=[0.9, 1]": "must be at least 0 and less than 1",
     "trainer.device=gpu": "choose auto | cuda | cpu",
     f"{ROLLOUT}.dtype=int8": "choose bf16 | fp16 | fp32 | bfloat16 | float16 | float32 | null",
-    "actor_rollout_ref.hybrid_engine=false": "choose true",
     "actor_rollout_ref.actor.policy_loss.loss_mode=ppo": "choose vanilla | gspo | cispo | sapo | geo_mean | gmpo | "
     "gpg | clip_cov | kl_cov | dppo_tv | dppo_kl | dro | path/to/file.py:function",
 }

@@ -79,6 +79,14 @@ def test_a_verl_key_that_hybridrl_does_not_have_is_explained(doctor: Doctor) -> 
     assert output.startswith("trainer.balance_batch has no effect (except for true): rows are always balanced")
 
 
+def test_a_key_that_counts_together_with_others_is_explained(doctor: Doctor) -> None:
+    status, output = doctor("explain", "actor_rollout_ref.hybrid_engine")
+    assert status == 0
+    assert output.startswith(
+        "actor_rollout_ref.hybrid_engine is translated (except for true): trainer.v1.trainer_mode=separate_async "
+    )
+
+
 def test_an_unknown_key_is_a_usage_error_with_the_nearest_ones(doctor: Doctor) -> None:
     status, output = doctor("explain", "data.train_btch")
     assert status == 2

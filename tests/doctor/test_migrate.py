@@ -255,7 +255,7 @@ def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(doctor: Doctor, script
     script.write_text(
         "uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base data.train_data=\"['$HOME/a.parquet']\" "
         "trainer.policy.model.path=Qwen/Qwen3-8B trainer.algorithm.use_kl_loss=false generator.max_turns=3 "
-        "generator.n_samples_per_prompt=8 trainer.logger=wandb trainer.fully_async.enabled=true\n"
+        "generator.n_samples_per_prompt=8 trainer.logger=wandb trainer.fully_async.simulate_training=true\n"
     )
     status, output = doctor("migrate", str(script))
     words = printed(output)
@@ -270,7 +270,7 @@ AREAL = """
 experiment_name: gsm8k
 trial_name: trial0
 total_train_epochs: 10
-allocation_mode: sglang:d4p1t2+d4p1t1
+allocation_mode: sglang:d2p1t2+d4p1t1
 cluster: {n_gpus_per_node: 8, name_resolve: {type: nfs}}
 gconfig: {n_samples: 4, max_new_tokens: 1024}
 actor:
@@ -297,6 +297,9 @@ def test_areal_s_yaml_is_read_with_and_without_its_script(doctor: Doctor, script
         "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B",
         "actor_rollout_ref.ref.model.path=Qwen/Qwen3-0.6B",
         "actor_rollout_ref.rollout.n=4",
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.n_gpus_per_node=4",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
         "algorithm.adv_estimator=grpo",
@@ -305,3 +308,34 @@ def test_areal_s_yaml_is_read_with_and_without_its_script(doctor: Doctor, script
     assert "# warning [program] examples/gsm8k_rl.py has code of its own (rewards, rollouts)" in output
     alone = printed(doctor("migrate", str(tmp_path / "grpo.yaml"))[1])
     assert [word.replace("8B", "0.6B") for word in alone] == words
+
+
+@pytest.mark.parametrize(
+    ("command", "set_here"),
+    [
+        (
+            "verl.experimental.fully_async_policy.fully_async_main --config-path=config "
+            f"--config-name=fully_async_ppo_trainer.yaml {MODEL} data.train_batch_size=0 "
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            {"trainer.v1.sampler.max_off_policy_threshold=1", "data.train_batch_size=32"},
+        ),
+        (
+            f"verl.experimental.one_step_off_policy.main_ppo {MODEL} data.train_batch_size=512",
+            {"trainer.v1.sampler.max_off_policy_threshold=1", "data.train_batch_size=512"},
+        ),
+        (
+            "examples.train.async.main_async data.train_data=a.parquet trainer.policy.model.path=m "
+            "trainer.placement.colocate_all=false",
+            {"trainer.v1.sampler.max_off_policy_threshold=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"},
+        ),
+    ],
+)
+def test_an_asynchronous_program_has_devices_of_its_own_for_rollout(
+    doctor: Doctor, script: Path, command: str, set_here: set[str]
+) -> None:
+    script.write_text(f"python3 -m {command}\n")
+    status, output = doctor("migrate", str(script))
+    words = printed(output)
+    assert status == 0
+    assert {"trainer.v1.trainer_mode=separate_async", *set_here} <= {*words}
+    assert len({word.partition("=")[0] for word in words}) == len(words)

@@ -51,8 +51,9 @@ def _check_continued(config: PPOConfig, check: Checker) -> None:
     key = OVER if v1.trainer_mode == "sync" else MODE
     if v1.sampler.max_off_policy_strategy == "drop":
         name = f"{V1}.sampler.max_off_policy_strategy"
-        cause = "dropping what is old removes long responses more often than short ones"
-        check.error(f"{name} {key}", cause, f"set {name}=wait: fewer prompts are started, and all are trained on")
+        cause = f"wait is used for {name}=drop, which removes long responses more often than short ones: fewer prompts "
+        check.warn(f"{name} {key}", f"{cause}are started, and all are trained on", valued=False)
+        v1.sampler.max_off_policy_strategy = "wait"
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     if estimator is not None and "greedy_rewards" in estimator.reads:
         cause = f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with a greedy response of the same "

@@ -1,0 +1,305 @@
+"""The asynchronous keys of other systems, of which several count together."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import PPOConfig
+from hybridrl.config.combined import computed
+from hybridrl.config.load import ResolvedConfig, resolve_config
+
+from .conftest import Load
+from .test_verl_keys import SHARED, at_hand, command_lines, errors_of
+
+NEEDED = ("data.train_files=x.jsonl", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=8")
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+FULLY_ASYNC = (
+    "data.train_batch_size=0",
+    "data.gen_batch_size=1",
+    "actor_rollout_ref.hybrid_engine=False",
+    f"{MINI}=32",
+    "rollout.nnodes=2",
+    "rollout.n_gpus_per_node=8",
+    "rollout.total_rollout_steps=2000",
+    "async_training.staleness_threshold=1.5",
+    "async_training.trigger_parameter_sync_step=4",
+    "async_training.require_batches=2",
+    "async_training.partial_rollout=True",
+)
+
+
+def resolved(*overrides: str) -> ResolvedConfig[PPOConfig]:
+    return resolve_config(PPOConfig, [*NEEDED, *GRPO, *overrides], "ppo_trainer", offline=True)
+
+
+def accepted(*overrides: str) -> PPOConfig:
+    result = resolved(*overrides)
+    assert not result.findings.errors
+    assert result.config is not None
+    return result.config
+
+
+def mode(config: PPOConfig) -> tuple[str, int]:
+    return config.trainer.v1.trainer_mode, config.trainer.v1.sampler.max_off_policy_threshold
+
+
+def notes(*overrides: str) -> list[str]:
+    """What is reported of commands, but for simple renames."""
+    texts = [finding.text for finding in resolved(*overrides).findings.items if finding.code != "not-here"]
+    return [text for text in texts if "=" in text.partition(" is now ")[0] or " is now " not in text]
+
+
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        ("{three} * {two} * 4", 24),
+        ("7 // {two} // {three}", 1),
+        ("7 ceil {two}", 4),
+        ("{half} ceil 1", 1),
+        ("12 min 8", 8),
+        ("1 - {half} _ 1 + {half}", "0.5_1.5"),
+        ("1 / {three}", 0.333333),
+        ("{half}", 0.5),
+        ("{name}", "text of words"),
+        ("{half}_{two}", "0.5_2"),
+        (True, True),
+    ],
+)
+def test_a_form_is_computed_from_left_to_right(form: object, value: object) -> None:
+    names = {"two": 2, "three": 3, "half": 0.5, "name": "text of words"}
+    found = computed(form, names.__getitem__)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("form", ["4 * {name}", "4 / 0", "4 times 3", "4 * 3 *"])
+def test_a_form_without_its_numbers_is_an_error(form: str) -> None:
+    with pytest.raises(ValueError, match="4 "):
+        computed(form, lambda name: "${x}")
+
+
+def test_fully_async_becomes_separate_async_with_the_batch_between_two_syncs() -> None:
+    config = accepted(*FULLY_ASYNC)
+    assert mode(config) == ("separate_async", 2)
+    assert config.actor_rollout_ref.rollout.over_sample_rate == 1.5
+    assert (config.data.train_batch_size, config.data.gen_batch_size) == (4 * 2 * 32, None)
+    assert config.trainer.total_training_steps == 7  # of 2000 / 256
+    assert config.rollout_pool == (2, 8)
+    assert config.algorithm.rollout_correction.bypass_mode
+
+
+def test_keys_that_count_together_are_reported_in_one_line() -> None:
+    assert notes(*FULLY_ASYNC) == [
+        "actor_rollout_ref.hybrid_engine=False is now trainer.v1.trainer_mode=separate_async "
+        "algorithm.rollout_correction.bypass_mode=true",
+        "async_training.staleness_threshold=1.5 async_training.trigger_parameter_sync_step=4 "
+        "async_training.require_batches=2 is now data.train_batch_size=256 "
+        "trainer.v1.sampler.max_off_policy_threshold=2 actor_rollout_ref.rollout.over_sample_rate=1.5",
+        "rollout.total_rollout_steps=2000 is now trainer.total_training_steps=7",
+    ]
+
+
+def test_a_threshold_of_0_is_a_bound_of_0() -> None:
+    config = accepted(*FULLY_ASYNC, "async_training.staleness_threshold=0")
+    assert mode(config) == ("separate_async", 0)
+    assert config.actor_rollout_ref.rollout.over_sample_rate == 0
+
+
+def test_what_fully_async_s_command_leaves_out_is_as_in_its_settings_file() -> None:
+    config = accepted("actor_rollout_ref.hybrid_engine=False", "async_training.trigger_parameter_sync_step=2")
+    assert mode(config) == ("separate_async", 1)
+    assert config.actor_rollout_ref.rollout.over_sample_rate == 0.1
+    assert config.data.train_batch_size == 2 * config.actor_rollout_ref.actor.ppo_mini_batch_size
+
+
+def test_one_step_off_is_a_bound_of_1_on_devices_of_its_own() -> None:
+    config = accepted("data.train_batch_size=512", "actor_rollout_ref.hybrid_engine=False", "rollout.n_gpus_per_node=4")
+    assert mode(config) == ("separate_async", 1)
+    assert (config.data.train_batch_size, config.rollout_pool) == (512, (1, 4))
+
+
+def test_the_usual_engine_says_nothing() -> None:
+    assert mode(accepted("actor_rollout_ref.hybrid_engine=True")) == ("sync", 8)
+    assert notes("actor_rollout_ref.hybrid_engine=True") == []
+
+
+def test_partial_rollouts_alone_are_those_on_shared_devices() -> None:
+    assert mode(accepted("+async_training.partial_rollout=True"))[0] == "colocate_async"
+
+
+def test_waiting_for_open_responses_is_said_to_have_no_effect() -> None:
+    (note,) = notes("async_training.partial_rollout=False")
+    assert note.startswith(
+        "async_training.partial_rollout has no effect: responses that are open when weights are sent"
+    )
+
+
+def test_what_the_command_sets_by_its_name_here_stays() -> None:
+    kept = ("trainer.v1.sampler.max_off_policy_threshold=4", "algorithm.rollout_correction.bypass_mode=False")
+    config = accepted(*kept, *FULLY_ASYNC)
+    assert mode(config) == ("separate_async", 4)
+    assert not config.algorithm.rollout_correction.bypass_mode
+
+
+def test_a_number_that_is_not_known_yet_is_an_error_with_the_form() -> None:
+    found = resolved("async_training.require_batches=2", f"{MINI}='${{oc.env:SIZE}}'").findings.errors
+    text = next(finding.text for finding in found if finding.code == "unsupported")
+    assert text.startswith("async_training.require_batches=2: 4 * 2 * ${oc.env:SIZE} is not computed; ")
+    assert "set data.train_batch_size to {async_training.trigger_parameter_sync_step} * " in text
+
+
+def test_a_file_s_values_count_with_those_of_the_command(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\n"
+        "data: {train_batch_size: 0, gen_batch_size: 1}\n"
+        "async_training: {trigger_parameter_sync_step: 4, require_batches: 1}\n"
+        "actor_rollout_ref: {hybrid_engine: false, actor: {ppo_mini_batch_size: 16}}\n"
+    )
+    device = "trainer.device=cpu"
+    assert load(*GRPO, device, config_dir=tmp_path, config_name="mine").config.data.train_batch_size == 64
+    more = "async_training.require_batches=2"
+    config = load(*GRPO, device, more, config_dir=tmp_path, config_name="mine").config
+    assert config.data.train_batch_size == 4 * 2 * 16
+    assert config.trainer.v1.trainer_mode == "separate_async"
+
+
+SEPARATE = ("trainer.v1.trainer_mode=separate_async", "data.train_batch_size=64", f"{MINI}=16")
+STEP = "trainer.v1.separate_async.parameter_sync_step"
+
+
+def test_verl_s_sync_step_is_that_of_the_batch_or_an_error_with_the_batch(load: Load) -> None:
+    assert notes(*SEPARATE, f"{STEP}=4") == []
+    assert errors_of(load, *GRPO, *SEPARATE, "trainer.device=cpu", f"{STEP}=8") == [
+        f"{STEP}=8: weights are sent once per step, after data.train_batch_size / ppo_mini_batch_size updates; "
+        "set data.train_batch_size=128"
+    ]
+    assert notes(f"{STEP}=8") == []  # verl reads it in this mode only
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.v1.separate_async.num_warmup_batches=1", ""),
+        ("trainer.v1.colocate_async.num_warmup_batches=1", ""),
+        ("trainer.v1.separate_async.num_warmup_batches=9", "the engines are filled from the first step on"),
+        ("trainer.v1.separate_async.hybrid_rollout.enable_switch=False", ""),
+        ("trainer.v1.separate_async.hybrid_rollout.enable_switch=True", "devices of training do not help with rollout"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl", ""),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl", "weights go to devices of their own by NCCL"),
+        ("trainer.v1.sampler.max_off_policy_strategy=drop", "wait is used for "),
+    ],
+)
+def test_a_key_of_verl_s_modes_is_accepted_with_a_line_at_most(override: str, said: str) -> None:
+    found = notes(*SEPARATE, override)
+    assert len(found) == bool(said)
+    assert not found or said in found[0]
+
+
+def test_the_older_places_of_rollout_log_probs_choose_bypass_mode() -> None:
+    used = accepted("actor_rollout_ref.actor.use_rollout_log_probs=True").algorithm.rollout_correction
+    again = accepted(*FULLY_ASYNC, "async_training.compute_prox_log_prob=True").algorithm.rollout_correction
+    assert (used.bypass_mode, again.bypass_mode) == (True, False)
+
+
+SKYRL = (
+    "trainer.placement.colocate_all=false",
+    "trainer.placement.policy_num_gpus_per_node=4",
+    "trainer.placement.policy_num_nodes=2",
+    "generator.inference_engine.num_engines=6",
+    "generator.inference_engine.tensor_parallel_size=2",
+)
+
+
+def test_skyrl_s_separate_devices_are_as_synchronous_as_there() -> None:
+    config = accepted(*SKYRL)
+    assert mode(config) == ("separate_async", 0)
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 4)
+    assert config.rollout_pool == (2, 6)
+
+
+def test_skyrl_s_fully_async_has_its_bound() -> None:
+    fully = "trainer.fully_async.enabled=true"
+    assert mode(accepted(*SKYRL, fully)) == ("separate_async", 4)
+    assert mode(accepted(*SKYRL, "trainer.fully_async.max_staleness_steps=2", fully)) == ("separate_async", 2)
+    assert mode(accepted("trainer.fully_async.enabled=false")) == ("sync", 8)
+    workers = "trainer.fully_async.num_parallel_generation_workers"
+    assert notes(*SKYRL, fully, f"{workers}=9")[-1].startswith(f"{workers} has no effect: at most (max_off_policy")
+
+
+def test_engines_are_not_counted_on_shared_devices() -> None:
+    (note,) = notes("generator.num_engines=6")
+    assert note.startswith("generator.num_engines has no effect")
+
+
+def test_skyrl_s_loss_by_rollout_probabilities_and_its_mask_are_translated() -> None:
+    place = "trainer.algorithm.off_policy_correction"
+    config = accepted(
+        "trainer.algorithm.policy_loss_type=rollout_is",
+        "trainer.algorithm.eps_clip_high=0.28",
+        f"{place}.sequence_mask_metric=product",
+        f"{place}.product_mask_low=0.25",
+    )
+    correction = config.algorithm.rollout_correction
+    assert (correction.bypass_mode, correction.loss_type) == (True, "reinforce")
+    assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", "0.8_1.28")
+    assert (correction.rollout_rs, correction.rollout_rs_threshold) == (["seq_sum_k1"], ["0.5_4"])
+
+
+@pytest.mark.parametrize(
+    ("allocation", "training", "rollout", "engine"),
+    [
+        ("sglang:d4+fsdp:d4", (1, 4), (1, 4), 1),
+        ("vllm:d4+fsdp:d4", (1, 4), (1, 4), 1),
+        ("sglang:d2t2p1+fsdp:d4", (1, 4), (1, 4), 2),
+        ("vllm.d4p1t2+d8p1t1", (1, 8), (1, 8), 2),
+        ("d6+d2", (1, 2), (1, 6), 1),
+        ("sglang[rollout]:d16t2+fsdp[actor]:d4t2c2", (2, 8), (4, 8), 2),
+    ],
+)
+def test_areal_s_allocation_divides_the_devices(
+    allocation: str, training: tuple[int, int], rollout: tuple[int, int], engine: int
+) -> None:
+    config = accepted(
+        f'allocation_mode="{allocation}"', "cluster.n_gpus_per_node=8", "rollout.max_head_offpolicyness=3"
+    )
+    assert mode(config) == ("separate_async", 3)
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == training
+    assert config.rollout_pool == rollout
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == engine
+
+
+def test_areal_s_backends_divide_the_devices_likewise() -> None:
+    backends = ('rollout.backend="sglang:d2t2"', 'actor.backend="fsdp:d2"', "cluster.n_gpus_per_node=8")
+    config = accepted(*backends)
+    assert mode(config) == ("separate_async", 0)
+    assert (config.trainer.n_gpus_per_node, config.rollout_pool) == (2, (1, 4))
+    assert mode(accepted(*backends, "rollout.scheduling_strategy.type=colocation"))[0] == "colocate_async"
+
+
+@pytest.mark.parametrize(("allocation", "engine"), [("vllm:d4t2|fsdp:d8", 2), ("fsdp:d8", 1), ("d8", 1)])
+def test_areal_s_allocation_of_one_part_is_on_shared_devices(allocation: str, engine: int) -> None:
+    config = accepted(f'allocation_mode="{allocation}"')
+    assert mode(config)[0] == "sync"
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == engine
+
+
+def test_areal_s_bound_alone_continues_rollouts_on_shared_devices() -> None:
+    assert mode(accepted("rollout.max_head_offpolicyness=4")) == ("colocate_async", 4)
+    assert mode(accepted("rollout.max_head_offpolicyness=0"))[0] == "sync"
+    (note,) = notes("rollout.max_concurrent_rollouts=256")
+    assert note.startswith("rollout.max_concurrent_rollouts has no effect: at most (max_off_policy_threshold + 1)")
+
+
+@at_hand
+def test_real_asynchronous_commands_of_verl_and_skyrl_are_accepted() -> None:
+    """Others would generate or serve only, simulate training, score by a reward model, or run another project."""
+    words = ("async_training", "trainer_mode", "hybrid_engine=False", "fully_async", "colocate_all=false", "one_step")
+    other = ("simulate", "reward_model.enable", "arctic_rl", "harbor_trial_config", "trainer.logger", "train_files")
+    lines = [line for file in sorted(SHARED.glob("*cmdlines*.jsonl")) for line in command_lines(file.name)]
+    lines = [line for line in lines if any(word in json.dumps(line) for word in words)]
+    for line in lines:
+        found = resolve_config(PPOConfig, line["overrides"], "ppo_trainer", offline=True).findings
+        texts = [finding.text for finding in found.errors]
+        assert not texts or any(word in text for text in texts for word in other), (line["script"], texts)
+    assert lines
