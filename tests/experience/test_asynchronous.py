@@ -1,190 +1,21 @@
-"""Experience that outlives a step, with engines that need virtual time for each token: who waits for whom, and for how
-long, is exact and takes no time."""
+"""Experience that outlives a step: what it trains on and waits for, in virtual time."""
 
-import asyncio
-import contextlib
-import selectors
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.order import PromptOrder
-from hybridrl.data.prompts import Prompt
-from hybridrl.experience import asynchronous
 from hybridrl.experience.asynchronous import AsynchronousExperience
 from hybridrl.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
-from hybridrl.experience.episodes import EpisodeRunner
 from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
 from hybridrl.rewards.score import FaultGuard, Score
-from hybridrl.rollout import Completion, Request, RolloutClient, Sampling
-from hybridrl.rollout.lanes import ServerFailure
+from tests.experience import virtual
+from tests.experience.virtual import PER_TOKEN, Lengths, build
 
-PER_TOKEN = 1.0  # virtual seconds
-
-
-class VirtualTime(asyncio.SelectorEventLoop):
-    """A loop that does not wait for its timers: the time of the next one comes at once."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        super().__init__(_Selector(self))
-
-    def time(self) -> float:
-        return self.now
-
-
-class _Selector(selectors.DefaultSelector):
-    def __init__(self, loop: VirtualTime) -> None:
-        super().__init__()
-        self.loop = loop
-
-    def select(self, timeout=None):
-        if timeout:
-            if ready := super().select(0):
-                return ready
-            self.loop.now += timeout
-        return super().select(timeout and 0)
-
-
-@dataclass
-class Lengths:
-    """The length of each response by prompt and sample; what is not given is short."""
-
-    known: dict[tuple[int, int], int] = field(default_factory=dict)
-    short: int = 2
-
-    def of(self, request: Request) -> int:
-        return self.known.get((request.prompt, request.sample), self.short)
-
-
-class Engine:
-    """Works on `slots` requests at a time, in their order, and dies as its `deaths` numbers of `take` come."""
-
-    def __init__(self, lengths: Lengths, slots: int, deaths: frozenset[int] = frozenset()) -> None:
-        self.lengths, self.slots, self.deaths = lengths, slots, deaths
-        self.version = 0
-        self.requests: list[tuple[int, Request]] = []
-        self.done: dict[int, int] = {}  # tokens by ticket
-        self.finished: list[tuple[int, Completion]] = []
-        self.wake = asyncio.Event()
-        self.takes, self.dead = 0, False
-        self.worked = 0.0
-
-    def submit(self, requests, goal=None) -> None:
-        self._work()
-        self.requests += requests
-        self.done |= dict.fromkeys((ticket for ticket, _ in requests), 0)
-        self.wake.set()
-
-    def interrupt(self) -> None:
-        self._work()
-        for ticket, request in self.requests:
-            self.finished.append((ticket, self._completion(request, self.done.pop(ticket), interrupted=True)))
-        self.requests = []
-        self.wake.set()
-
-    async def take(self):
-        self.takes += 1
-        self._work()
-        while not self.finished:
-            left = [self.lengths.of(one) - one.begun - self.done[ticket] for ticket, one in self.requests[: self.slots]]
-            self.wake.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.wake.wait(), PER_TOKEN * min(left) if left else None)
-            self._work()
-        if self.takes in self.deaths:
-            self.dead = True
-            raise ServerFailure("dead", "the actor died")
-        finished, self.finished = self.finished, []
-        return finished
-
-    def _work(self) -> None:
-        """Account for the time since the last call."""
-        now = asyncio.get_running_loop().time()
-        tokens, self.worked = round((now - self.worked) / PER_TOKEN), now
-        for ticket, request in self.requests[: self.slots]:
-            self.done[ticket] += tokens
-            if request.begun + self.done[ticket] >= self.lengths.of(request):
-                self.finished.append((ticket, self._completion(request, self.done.pop(ticket))))
-        self.requests = [one for one in self.requests if one[0] in self.done]
-
-    def _completion(self, request: Request, count: int, *, interrupted: bool = False) -> Completion:
-        tokens = np.arange(request.begun, request.begun + count)
-        return Completion(tokens, np.full(count, -1.0, dtype=np.float32), False, self.version, interrupted)
-
-    async def check(self) -> int:
-        raise ServerFailure("dead", "dead")
-
-    async def activity(self) -> str:
-        return ""
-
-    def kill(self) -> None: ...
-
-
-class Scorers:
-    in_one_call = False
-
-    def submit(self, requests):
-        scores = [Future() for _ in requests]
-        for future, request in zip(scores, requests, strict=True):
-            future.set_result(Score(float(len(request.response_ids) % 2), text=""))
-        return scores
-
-
-class Switch:
-    """One engine, which is replaced where it died as it was interrupted."""
-
-    def __init__(self, engines: list[Engine]) -> None:
-        self.engines = engines
-
-    def to_rollout(self, version):
-        if self.engines[0].dead:
-            self.client.replace(0, self.revive(0))
-        self.engines[0].version = version
-
-    def to_training(self): ...
-
-
-def build(
-    lengths: Lengths, *, bound=2, batch=2, most=None, slots=100, samples=1, deaths=frozenset(), prompts=None, **more
-) -> AsynchronousExperience:
-    engine = Engine(lengths, slots, deaths)
-    engines = [engine]
-
-    def revive(index: int) -> Engine:
-        engines[0] = again = Engine(lengths, slots)
-        again.version = engine.version
-        return again
-
-    client = RolloutClient(engines, revive, capacity=10**6, timeout=1e9, retries=100)
-    switch = Switch(engines)
-    switch.client, switch.revive = client, revive
-    rows = [Prompt(row, [row, 1], "?", "maths", "42", {}) for row in range(7)]
-    return AsynchronousExperience(
-        switch,
-        rows,
-        PromptOrder(len(rows), 0, False),
-        EpisodeRunner(client, Scorers(), 1),
-        FaultGuard("exclude", 1.0, 99),
-        prompts_per_step=batch,
-        samples_per_prompt=samples,
-        sampling=Sampling(max_tokens=10**6, stop_ids=(0,)),
-        bound=bound,
-        most=most or batch * (bound + 1),
-        slots=slots,
-        prompts_in_all=prompts,
-        **more,
-    )
-
-
-@pytest.fixture(autouse=True)
-def virtual_time(monkeypatch):
-    monkeypatch.setattr(asynchronous.asyncio, "new_event_loop", VirtualTime)
+virtual_time = virtual.virtual_time
 
 
 def collect(experience: AsynchronousExperience, steps: int, first: int = 1) -> list[Collected]:
