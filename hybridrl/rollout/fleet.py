@@ -88,6 +88,7 @@ class RolloutFleet:
         self.tp_size = rollout.tensor_model_parallel_size
         self.ladder = MemoryLadder(rollout, session.device)
         self.built_with: dict[int, Settings] = {}
+        self.started_with = self.ladder.settings
         self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned
         count = session.rollout.devices // self.tp_size
         names = [str(logs / f"rollout-{index}.log") for index in range(count)]

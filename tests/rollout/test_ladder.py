@@ -145,7 +145,7 @@ def fleet(monkeypatch) -> RolloutFleet:
     fleet = RolloutFleet.__new__(RolloutFleet)
     fleet.rollout = Section()
     fleet.ladder = MemoryLadder(fleet.rollout, "cuda")
-    fleet.gone = {}
+    fleet.gone, fleet.started_with = {}, fleet.ladder.settings
     fleet.built_with, fleet.oom_kills, fleet.kills = dict.fromkeys((0, 1), fleet.ladder.settings), {0: 3, 1: 3}, 3
     monkeypatch.setattr(fleets, "oom_kills", lambda: fleet.kills)
     return fleet

@@ -88,7 +88,8 @@ def resolve_devices(config: PPOConfig | SFTConfig, check: Checker, machine: Mach
             check.error(keys, f"this machine has {machine.gpus} GPUs", fix)
         for key in (key for key, count in machines.items() if count > 1):
             cause = "without a Ray cluster to join there is only this machine"
-            fix = f"run ray start on each machine and set RAY_ADDRESS, or leave {key} at its default"
+            least = 1 if key == "trainer.nnodes" else 0
+            fix = f"run ray start on each machine and set RAY_ADDRESS, or leave {key} at {least}"
             check.error(key, cause, fix)
     home = Path(trainer.default_local_dir).absolute()
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
