@@ -37,6 +37,9 @@ class FakeEngine:
     async def wake(self, part: str) -> str:
         return f"awake: {part}"
 
+    async def interrupt(self) -> None:
+        self.events.append("interrupt")
+
     async def renew(self, log_file: str) -> None:
         self.events.append(f"renew {log_file}")
 
@@ -93,7 +96,7 @@ def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(mo
         return one.engine.events, await one.take()
 
     events, taken = asyncio.run(renewed())
-    assert events == ["connect", 0, 1, "renew next.log", 0] and taken == [(100, 0)]
+    assert events == ["connect", "interrupt", 0, 1, "renew next.log", 0] and taken == [(100, 0)]
 
 
 def test_calls_reach_the_engine(monkeypatch):

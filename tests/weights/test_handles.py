@@ -61,7 +61,8 @@ def test_memory_held_by_a_dead_reader_is_released_once(monkeypatch, freed, expec
     monkeypatch.setattr("hybridrl.device.allocated_bytes", lambda: next(memory))
     monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: released.append(counter))
     shared = SharedBuffer.__new__(SharedBuffer)
-    shared.tensor, shared.handle = torch.empty(SIZE), {"counter": "file", "counter_offset": 3}
+    shared.descriptor, shared.tensor = None, torch.empty(SIZE)
+    shared.handle = {"counter": "file", "counter_offset": 3}
     shared.close(reader_died=True)
     assert released == expected
 

@@ -2,13 +2,15 @@
 
 from copy import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hybridrl.batch import token_rows
+from hybridrl.weights.broadcast import BroadcastSync
 from hybridrl.weights.buckets import Bucket, SyncPlan, Tensor
-from hybridrl.weights.sync import ColocatedSync, StaleWeights
+from hybridrl.weights.sync import BucketSync, ColocatedSync, StaleWeights
 
 MODEL, ADAPTER = [Bucket([], 64), Bucket([], 128, start=64)], [Bucket([], 8)]
 WHOLE_MODEL = SyncPlan(MODEL, [])
@@ -59,10 +61,19 @@ class Ranks(Workers):
     def log_probs(self, rank, row, micro_batches, temperature):
         return [LOG_PROBS]
 
-    def fill_bucket(self, rank, bucket):
-        return (f"memory of {rank}", bucket.bytes + self.updates)
+    def fill_bucket(self, rank, bucket, shared):
+        return (f"memory of {rank}" if shared else None, bucket.bytes + self.updates)
 
     def release_buckets(self, rank, reader_died=False):
+        return None
+
+    def listen(self, rank):
+        return f"{rank}:1"
+
+    def join_engines(self, rank, address, size, seconds):
+        return None
+
+    def send_bucket(self, rank, bucket):
         return None
 
 
@@ -85,11 +96,14 @@ class Servers(Workers):
 
     finish_weights = begin_weights
 
+    def join_trainer(self, server, address, first_rank, size, seconds):
+        return None
+
     def load_bucket(self, server, bucket, handles, digests, adapter):
         return None
 
 
-def built(plan: SyncPlan = WHOLE_MODEL, tp_size: int = 1) -> tuple[ColocatedSync, list]:
+def built(plan: SyncPlan = WHOLE_MODEL, tp_size: int = 1, kind: type[BucketSync] = ColocatedSync) -> tuple[Any, list]:
     calls: list = []
     rollout = SimpleNamespace(
         tensor_model_parallel_size=tp_size,
@@ -98,7 +112,7 @@ def built(plan: SyncPlan = WHOLE_MODEL, tp_size: int = 1) -> tuple[ColocatedSync
     )
     ranks, servers = Ranks(calls, ["r0", "r1"]), Servers(calls, ["s0", "s1"][: 2 // tp_size])
     ranks.plan, servers.held = plan, {}
-    sync = ColocatedSync(ranks, servers, rollout, probe=PROBE, train_dtype="float32", timeout=1.0)
+    sync = kind(ranks, servers, rollout, probe=PROBE, train_dtype="float32", timeout=1.0)
     calls.clear()
     return sync, calls
 
@@ -266,3 +280,31 @@ def test_after_a_failure_servers_stop_waiting_and_ranks_free_also_what_dead_serv
 def test_the_probe_is_a_prompt_of_one_token_and_its_response():
     row = token_rows([PROBE])
     assert (row.prompt_ids.tolist(), row.response_ids.tolist()) == ([5], [6, 7])
+
+
+def test_servers_on_devices_of_their_own_get_every_bucket_from_the_first_rank():
+    sync, calls = built(kind=BroadcastSync)
+    sync.publish(4)
+    assert [call for call in calls if call[1].startswith("join")] == [
+        ("s0", "join_trainer", ("r0:1", 1, 3, 1.0)),
+        ("s1", "join_trainer", ("r0:1", 2, 3, 1.0)),
+        ("r0", "join_engines", ("r0:1", 3, 1.0)),
+    ]
+    loads = [(actor, part) for actor, method, part in calls if method == "load_bucket"]
+    assert loads[:2] == [("s0", (MODEL[0], [None], [64], False)), ("s1", (MODEL[0], [None], [64], False))]
+    assert [(actor, part) for actor, method, part in calls if method == "send_bucket"] == [
+        ("r0", (bucket,)) for bucket in MODEL
+    ]
+
+
+def test_the_group_is_formed_again_only_for_other_servers():
+    sync, calls = built(kind=BroadcastSync)
+    sync.publish(0)
+    calls.clear()
+    sync.publish(1)
+    assert not of(calls, "join_trainer")
+    sync.restore(1)
+    assert of(calls, "join_trainer") == [("s1", "join_trainer")]
+    calls.clear()
+    sync.publish(2)
+    assert of(calls, "join_trainer") == [("s0", "join_trainer"), ("s1", "join_trainer")]
