@@ -279,10 +279,11 @@ class RaySession:
         here, lines = read_machines(), []
         for pool in self.pools:
             request = request_of(self.device, pool.per_machine)
-            lines += [*describe_room(here, request), *missing_machines(here, request, pool.machines)]
+            found = [*describe_room(here, request), *missing_machines(here, request, pool.machines)]
+            lines += found if pool is self.training else [line for line in found if line not in lines]
         lines += [f"to add a machine: {join_command()}"] * self.joined
         head = f"{done} of {sum(pool.machines for pool in self.pools)} machine(s) reserved, {len(here)} in Ray:"
-        return "\n  ".join([head, *dict.fromkeys(lines)])
+        return "\n  ".join([head, *lines])
 
     def bundle(self, device: int) -> tuple[PlacementGroup, int]:
         """Return the placement group and bundle of a device, counted over all machines of all pools."""

@@ -113,7 +113,7 @@ def test_a_run_waits_for_its_machines_says_what_it_waits_for_and_releases_them(c
     assert said.count("  CPUs: 0.04 requested, 2 in total, 1.96 free\n") == 2
     assert f"  machine 3 of 3 is missing\n  to add a machine: ray start --address={cluster.address}" in said
     session = RaySession("cpu", 2, 3, {}, 60)
-    groups = [ray.util.placement_group_table(group) for group in session.groups]
+    groups = [ray.util.placement_group_table(group) for group in session.groups.values()]
     nodes = [set(group["bundles_to_node_id"].values()) for group in groups]
     assert [len(of_group) for of_group in nodes] == [1, 1] and nodes[0] != nodes[1]
     session.close()

@@ -8,11 +8,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.runtime.forks import ForkServer, fork_server
 
 WORKER = """
@@ -154,7 +154,7 @@ def test_a_worker_is_forked_only_if_its_libraries_would_read_the_same_environmen
 @pytest.mark.parametrize(("device", "address"), [("cuda", ""), ("cpu", "10.0.0.1:6379")])
 def test_on_cuda_and_in_a_joined_ray_workers_start_by_themselves(monkeypatch, device, address):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    trainer = SFTTrainerConfig.__new__(SFTTrainerConfig)
-    trainer.device, trainer.n_gpus_per_node = device, 1
-    with fork_server(trainer, {"address": address}, engine=True) as forks:
+    ray_init = SimpleNamespace(ray_init={"address": address})
+    config = SimpleNamespace(trainer=SimpleNamespace(device=device), ray_kwargs=ray_init)
+    with fork_server(config, engine=True) as forks:
         assert forks is None
