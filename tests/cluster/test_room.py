@@ -47,6 +47,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
         "ray": SimpleNamespace(wait=made.wait, shutdown=made.shutdown),
         "placement_group": made.placement_group,
         "remove_placement_group": made.removed.append,
+        "placement_group_table": lambda group: {"bundles_to_node_id": {0: group.node_id}},
         "read_machines": lambda: machines,
         "join_command": lambda: "ray start --address=a:6379",
         "_start": lambda *_: None,
