@@ -82,7 +82,7 @@ class Probe:
 
 def probe_run(session: RaySession, directory: Path, values: Mapping[str, Any]) -> None:
     """Try the machines of a run that has several. Raises ConfigError, after printing a table, if they cannot run it."""
-    if len(session.machines) == 1:
+    if len(session.first_devices) == 1:
         return
     findings = probe_session(session, directory, shared_paths(values))
     for finding in findings.items:
@@ -97,7 +97,7 @@ def probe_session(session: RaySession, directory: Path, paths: Mapping[str, str]
     """Try the machines of a run. `paths` are what every machine reads, by key; `directory` is the run's."""
     nodes = {machine.node_id: machine.name for machine in read_machines()}
     names, actors = [], []
-    for number, device in enumerate(session.machines):
+    for number, device in enumerate(session.first_devices):
         names.append(f"machine {number} ({nodes[session.node(device)]})")
         environment = worker_environment(session.device, session.sharing(device))
         actors.append(spawn(Probe, session, device, environment, gpus=1))

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from typing import Any
 
 import ray
@@ -228,7 +228,7 @@ class RaySession:
 
     def _reserve(self) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
-        sizes = [pool.per_machine for pool in self.pools for _ in range(pool.machines)]
+        sizes = self._sizes
         began, reported, ready, timeout = time.monotonic(), float("-inf"), [], self.timeout
         there = len(self.groups)
         while True:
@@ -291,16 +291,21 @@ class RaySession:
         return self.groups[group], device - self._firsts[group]
 
     @property
+    def _sizes(self) -> list[int]:
+        """The number of devices of each group."""
+        return [pool.per_machine for pool in self.pools for _ in range(pool.machines)]
+
+    @property
     def _firsts(self) -> list[int]:
         """The first device of each group."""
-        return [pool.first + index * pool.per_machine for pool in self.pools for index in range(pool.machines)]
+        return [*accumulate(self._sizes, initial=0)][:-1]
 
     def _group(self, device: int) -> int:
         return bisect_right(self._firsts, device) - 1
 
     @property
-    def machines(self) -> list[int]:
-        """The first device of each machine; machines that both pools use are counted once."""
+    def first_devices(self) -> list[int]:
+        """The first device of each machine, of which several groups may be on one."""
         firsts: dict[str, int] = {}
         for node, first in zip(self.nodes, self._firsts, strict=True):
             firsts.setdefault(node, first)
@@ -308,8 +313,8 @@ class RaySession:
 
     def sharing(self, device: int) -> int:
         """Return how many devices of the run share the cores of this one's machine."""
-        sizes = (pool.per_machine for pool in self.pools for _ in range(pool.machines))
-        return sum(size for node, size in zip(self.nodes, sizes, strict=True) if node == self.node(device))
+        here = self.node(device)
+        return sum(size for node, size in zip(self.nodes, self._sizes, strict=True) if node == here)
 
     def node(self, device: int) -> str:
         """Return Ray's number of the machine of a device."""

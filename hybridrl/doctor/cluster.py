@@ -50,15 +50,19 @@ def main(argv: list[str]) -> int:
 
 def _examine(config: PPOConfig, findings: Findings) -> None:
     trainer, device = config.trainer, config.trainer.device
-    request = request_of(device, trainer.n_gpus_per_node or 1)
+    pools = {"trainer": (trainer.nnodes, trainer.n_gpus_per_node or 1)}
+    if config.separate:
+        pools["actor_rollout_ref.rollout"] = config.rollout_pool
     with findings.gathered("cluster.ray"), joined(config.ray_kwargs.ray_init):
         machines = read_machines()
-        lines = [f"{len(machines)} machine(s)", *describe_room(machines, request), *describe_reservations()]
+        room = [line for _, size in pools.values() for line in describe_room(machines, request_of(device, size))]
+        lines = [f"{len(machines)} machine(s)", *room, *describe_reservations()]
         lines += [f"dashboard: {dashboard()}"] if dashboard() else []
         findings.info("cluster.ray", "\n".join([*lines, f"to add a machine: {join_command()}"]))
-        for missing in missing_machines(machines, request, trainer.nnodes):
-            fix = f"run `{join_command()}` there, or lower trainer.nnodes or trainer.n_gpus_per_node"
-            findings.error("cluster.ray", missing, fix, keys="trainer.nnodes", value=trainer.nnodes)
+        for section, (count, size) in pools.items():
+            for missing in missing_machines(machines, request_of(device, size), count):
+                fix = f"run `{join_command()}` there, or lower {section}.nnodes or {section}.n_gpus_per_node"
+                findings.error("cluster.ray", missing, fix, keys=f"{section}.nnodes", value=count)
         path = Path(trainer.default_local_dir).expanduser().absolute()
         directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
         findings.add(*probe_machines(machines, device, directory, shared_paths(as_dict(config))).items)

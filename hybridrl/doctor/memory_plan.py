@@ -200,7 +200,9 @@ def machine_memory(run: Run, phase: str) -> Bytes:
     one = held.host + held.device if run.on_cpu else held.host
     memory = Counter({kind: run.devices * size for kind, size in one.items()})
     memory.update({kind: run.engine_devices * size for kind, size in held.engine.items() if run.on_cpu})
-    devices = (run.devices + run.engine_devices) / 2  # each has half of a device's processes if the two are apart
+    devices = (
+        run.devices + run.engine_devices
+    ) / 2  # assumed: each has half of a device's processes if the two are apart
     memory["processes"] = MACHINE_BYTES + devices * DEVICE_BYTES
     return memory
 

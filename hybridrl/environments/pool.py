@@ -63,7 +63,7 @@ class EpisodeWorkers:
             kill(actor)
 
     def _spawn(self, index: int) -> Actor:
-        machines, options = self.session.machines, {"max_concurrency": 1000}
+        machines, options = self.session.first_devices, {"max_concurrency": 1000}
         return spawn(
             EpisodeWorker, self.session, machines[index % len(machines)], {}, self.logs[index], self.settings, **options
         )

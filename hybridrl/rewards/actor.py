@@ -45,7 +45,7 @@ def open_scorer_pool(
     """
     if config.num_workers == 0:
         return ScorerPool(config, scorers=[DecodingScorer(CallerScorer(config, data_sources), load_tokenizer())])
-    total, machines = processes(config), len(session.machines)
+    total, machines = processes(config), len(session.first_devices)
     shares = [total // machines + (machine < total % machines) for machine in range(machines)]
     setup = config, frozenset(data_sources), load_tokenizer, Launch.here(), socket.gethostname()
     scorers: list[Scorer] = []
@@ -60,7 +60,7 @@ def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setu
     handle = spawn(
         ScoringActor,
         session,
-        session.machines[machine],
+        session.first_devices[machine],
         {},
         *(log, reward_log, share, setup),
         settings=(share, *setup[:2], *setup[3:]),  # whoever keeps it has compared the tokenizers

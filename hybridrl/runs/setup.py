@@ -84,7 +84,7 @@ class Sessions:
         self._kept: RaySession | None = None
         self._request: tuple = ()
         self._processes: Any = None
-        self._servers_left = False  # by a run whose worker died
+        self._failed: Config | None = None  # the run whose worker died, and whose servers are left to its next attempt
 
     @contextmanager
     def open(self, config: Config, processes: Any = None) -> Iterator[RaySession]:
@@ -96,35 +96,23 @@ class Sessions:
         rollout = config.rollout_pool if isinstance(config, PPOConfig) and config.separate else None
         request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, own, rollout)
         with stage("starting Ray"):
-            if self._kept is None or self._request != request:
+            again, self._failed = config is self._failed, None
+            if self._kept is None or self._request != request or (again and not self._kept.renew_training()):
                 self.close()
                 self._kept, self._request = start_session(trainer, ray_init, self.forks, rollout), request
-            elif not self._servers_left and not self._take_over(processes):
+            elif not again and not (processes is not None and processes == self._processes and self._kept.leave()):
                 self._kept.renew()
-            self._processes, self._servers_left = processes, False
+            self._processes = processes
             on_cpu = processes is not None and trainer.device == "cpu"
             self._kept.kept = {} if rollout or on_cpu else None
         try:
             yield self._kept
-        except WorkerDied:
-            self._servers_left = bool(rollout) and self._keep_servers()
+        except BaseException as error:
+            if rollout and isinstance(error, WorkerDied):
+                self._failed = config
+            else:
+                self.close()
             raise
-        except BaseException:
-            self.close()
-            raise
-
-    def _take_over(self, processes: Any) -> bool:
-        """Whether the next run gets the processes of the last one."""
-        assert self._kept is not None
-        return processes is not None and processes == self._processes and self._kept.leave()
-
-    def _keep_servers(self) -> bool:
-        """End what trains, and keep the servers, if they respond; else end all."""
-        assert self._kept is not None
-        if self._kept.renew_training():
-            return True
-        self.close()
-        return False
 
     def close(self) -> None:
         if self._kept is not None:

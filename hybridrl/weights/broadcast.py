@@ -55,9 +55,11 @@ class BroadcastSync(BucketSync):
     def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
         return [filled[0]] * self.tp_size
 
-    def _give(self, bucket: Bucket) -> None:
-        self._finish_sending()
+    def _start_load(self, servers: Workers, parts: Sequence[tuple]) -> list[Any]:
+        self._finish_sending()  # of the bucket before
+        loading, bucket = super()._start_load(servers, parts), parts[0][0]
         self.sending = self.sender.start_each(BroadcastSource.send_bucket, [(bucket,)])
+        return loading
 
     def _finish_sending(self) -> None:
         sending, self.sending = self.sending, []

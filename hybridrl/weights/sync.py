@@ -5,6 +5,7 @@ bucket by bucket, whose digests are compared, and a probe proves that the engine
 read it in place. For devices of their own see broadcast.py.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -96,7 +97,7 @@ class Workers(Protocol):
     def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]: ...
 
 
-class BucketSync:
+class BucketSync(ABC):
     """What implementations of WeightSync have in common; create one once trainers and servers are built. `probe` is a
     fixed sequence of token ids whose log-probs prove each sync. `train_dtype` is the type that the trainers compute
     in."""
@@ -172,16 +173,15 @@ class BucketSync:
             parts = [
                 (bucket, *map(list, zip(*self._read_by(index, filled), strict=True)), adapter) for index in indices
             ]
-            reading, read = servers.start_each(WeightTarget.load_bucket, parts), about
-            self._give(bucket)
+            reading, read = self._start_load(servers, parts), about
         servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
 
+    @abstractmethod
     def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
         """Return what each device of a server reads of a bucket that all ranks have filled."""
-        raise NotImplementedError
 
-    def _give(self, bucket: Bucket) -> None:
-        """Give a bucket to servers that cannot reach it."""
+    def _start_load(self, servers: Workers, parts: Sequence[tuple]) -> list[Any]:
+        return servers.start_each(WeightTarget.load_bucket, parts)
 
     def abort(self, dead: Sequence[int]) -> None:
         self.servers.failures(WeightTarget.finish_weights, timeout=self.timeout)  # the others wait for more buckets

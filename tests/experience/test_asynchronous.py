@@ -13,7 +13,7 @@ from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
 from hybridrl.rewards.score import FaultGuard, Score
 from tests.experience import virtual
-from tests.experience.virtual import PER_TOKEN, Lengths, build
+from tests.experience.virtual import PER_TOKEN, Lengths, build, train
 
 virtual_time = virtual.virtual_time
 
@@ -177,6 +177,70 @@ def test_whatever_is_slow_dies_or_is_resumed_every_group_is_trained_once_and_in_
         if step == stop:
             again = build(known, bound=bound, batch=batch, slots=slots, samples=samples)
             experience = resumed(experience, again)
+    experience.close()
+    assert len(set(trained)) == len(trained)
+    assert set(trained) | experience.under_way.keys() == set(range(experience.position))
+
+
+def test_engines_of_their_own_continue_while_a_step_trains_and_their_tokens_keep_their_version():
+    experience = build(Lengths({(0, 0): 9, (1, 0): 9, (2, 0): 9}), bound=1, batch=1, overlaps=True)
+    first = experience.collect(1)
+    assert (positions(first), now(experience)) == ([0], 9), "the next group began with it, and ended too"
+    train(experience, 4)
+    assert positions(experience.collect(2)) == [1]
+    assert now(experience) == 13, "a step whose groups are complete waits for nothing"
+    train(experience, 3)
+    third = experience.collect(3)
+    assert positions(third) == [2] and now(experience) == 13 + 9
+    assert third.batch.staleness.tolist() == [1] * 3 + [0] * 6, "it began with the second step, which took 3 s"
+    experience.close()
+
+
+def test_with_a_bound_of_zero_nothing_starts_while_a_step_trains():
+    experience = build(Lengths(short=3), bound=0, batch=2, overlaps=True)
+    experience.collect(1)
+    train(experience, 10)
+    assert experience.under_way == {}
+    assert not experience.collect(2).batch.staleness.any() and now(experience) == 16
+    experience.close()
+
+
+def test_what_fails_while_a_step_trains_is_raised_by_the_next_one():
+    experience = build(Lengths({(1, 0): 8}), bound=1, batch=1, overlaps=True)
+    experience.collect(1)
+    experience.runner.scorers.submit = lambda requests: 1 / 0
+    train(experience, 10)
+    with pytest.raises(ZeroDivisionError):
+        experience.collect(2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    bound=st.integers(0, 3),
+    batch=st.integers(1, 4),
+    slots=st.integers(1, 12),
+    samples=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    deaths=st.frozensets(st.integers(1, 40), max_size=3),
+    stop=st.integers(1, 6),
+    training=st.integers(1, 30),
+)
+def test_while_steps_train_too_every_group_is_trained_once_and_in_time(
+    bound, batch, slots, samples, seed, deaths, stop, training
+):
+    lengths = np.random.default_rng(seed).geometric(0.1, size=(200, samples))
+    known = Lengths({(p, s): int(lengths[p, s]) for p in range(200) for s in range(samples)})
+    options = {"bound": bound, "batch": batch, "slots": slots, "samples": samples, "overlaps": True}
+    experience, trained = build(known, deaths=deaths, **options), []
+    for step in range(1, 8):
+        collected = experience.collect(step)
+        assert int(collected.batch.staleness.max()) <= bound
+        assert len(positions(collected)) == batch
+        trained += positions(collected)
+        train(experience, training)
+        if step == stop:
+            experience = resumed(experience, build(known, **options))
+    experience.pause()
     experience.close()
     assert len(set(trained)) == len(trained)
     assert set(trained) | experience.under_way.keys() == set(range(experience.position))

@@ -25,10 +25,10 @@ PER_TOKEN = 1.0  # virtual seconds
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
-    """A loop that does not wait for its timers: the time of the next one comes at once."""
+    """A loop that does not wait for its timers: the time of the next one comes at once, unless it `stands`."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.stands = 0.0, False
         super().__init__(_Selector(self))
 
     def time(self) -> float:
@@ -44,6 +44,8 @@ class _Selector(selectors.DefaultSelector):
         if timeout:
             if ready := super().select(0):
                 return ready
+            if self.loop.stands:
+                return super().select(None)
             self.loop.now += timeout
         return super().select(timeout and 0)
 
@@ -149,17 +151,39 @@ class Scorers:
 
 
 class Switch:
-    """One engine, which is replaced where it died as it was interrupted."""
+    """One engine, which is replaced where it died as it was interrupted, or on a device of its own during training."""
 
     def __init__(self, engines: list[Engine]) -> None:
-        self.engines = engines
+        self.engines, self.training, self.pause = engines, False, lambda: None
 
     def to_rollout(self, version):
+        self.pause()
+        self.training = False
         if self.engines[0].dead:
             self.client.replace(0, self.revive(0))
         self.engines[0].version = version
 
-    def to_training(self): ...
+    def to_training(self):
+        self.training = True
+
+
+class PacedThread(asynchronous.LoopThread):
+    """Time passes only while the driver waits for a coroutine: what overlaps with training takes as long as `train`."""
+
+    def run(self, coroutine):
+        async def paced():
+            self.loop.stands = False
+            try:
+                return await coroutine
+            finally:
+                self.loop.stands = True
+
+        return super().run(paced())
+
+
+def train(experience: AsynchronousExperience, seconds: float) -> None:
+    """Let time pass as a step trains."""
+    experience.thread.run(asyncio.sleep(seconds))
 
 
 def build(
@@ -179,7 +203,9 @@ def build(
     engine = Engine(lengths, slots, deaths)
     engines = [engine]
 
-    def revive(index: int) -> Engine:
+    def revive(index: int) -> Engine | None:
+        if switch.training and more.get("overlaps"):
+            return None
         engines[0] = again = Engine(lengths, slots)
         again.version = engine.version
         return again
@@ -188,7 +214,7 @@ def build(
     switch = Switch(engines)
     switch.client, switch.revive = client, revive
     rows = [Prompt(row, [row, 1], "?", "maths", "42", {}) for row in range(7)]
-    return kind(
+    made = kind(
         switch,
         rows,
         PromptOrder(len(rows), 0, False),
@@ -203,3 +229,6 @@ def build(
         prompts_in_all=prompts,
         **more,
     )
+    if made.overlaps:
+        switch.pause, made.thread = made.pause, PacedThread()
+    return made

@@ -246,6 +246,17 @@ def test_a_server_replaced_between_rounds_counts_as_a_restart():
     assert made.restarts == 1 and new.given == [(1, 0), (1, 1)]
 
 
+def test_a_server_that_is_not_revived_gets_nothing_until_it_is_replaced():
+    healthy, wanted = FakeServer(), requests(4)
+    made, new = client([FakeServer(dies=0), healthy], lambda index: None), FakeServer()
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert sorted(healthy.given) == [(request.prompt, request.sample) for request in wanted]
+    assert made.restarts == 0 and made.lanes[0].lost
+    made.replace(0, new)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert made.restarts == 1 and new.given
+
+
 # Silence.
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import Qwen2Config
 
-from hybridrl.config import ConfigError, load_sft_config
+from hybridrl.cluster import WorkerDied
+from hybridrl.config import ConfigError, PPOConfig, load_sft_config
+from hybridrl.config.load import resolve_config
 from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs import setup
 from hybridrl.runs.prepare import reject_unknown_tokens
@@ -37,6 +40,12 @@ def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_pat
     first.close()
 
 
+SEPARATE = [
+    *("trainer.v1.trainer_mode=separate_async", "trainer.device=cpu", "data.train_files=rows.jsonl"),
+    *("actor_rollout_ref.model.path=some/model", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"),
+]
+
+
 class RaySession:
     """A Ray whose actors respond to the next run, or not."""
 
@@ -51,6 +60,10 @@ class RaySession:
 
     def leave(self) -> bool:
         self.events.append("leave")
+        return self.responds
+
+    def renew_training(self) -> bool:
+        self.events.append("renew training")
         return self.responds
 
     def close(self) -> None:
@@ -73,6 +86,27 @@ def test_a_run_takes_over_processes_only_from_one_that_ended_well_and_started_eq
     assert session.events[4:] == ["renew", "leave", "renew", "close"]
     with sessions.open(config, "c") as following:
         assert following is not session and not following.events
+
+
+def test_servers_on_devices_of_their_own_are_left_to_the_next_attempt_of_a_run_whose_worker_died(monkeypatch):
+    monkeypatch.setattr(setup, "start_session", RaySession)
+    found = resolve_config(PPOConfig, SEPARATE, "ppo_trainer", offline=True)
+    assert found.config is not None
+    config, other = found.config, deepcopy(found.config)
+    sessions = setup.Sessions()
+
+    def attempt(of: PPOConfig) -> RaySession:
+        with pytest.raises(WorkerDied), sessions.open(of) as session:
+            assert session.kept == {}
+            raise WorkerDied("train worker 0 died")
+        return session
+
+    session = attempt(config)
+    assert session.events == []
+    assert attempt(config) is session and session.events == ["renew training"]
+    assert attempt(other) is session and session.events[1:] == ["renew"], "another run gets none"
+    session.responds = False
+    assert attempt(other) is not session and session.events[2:] == ["renew training", "close"]
 
 
 @dataclass
