@@ -5,20 +5,16 @@ The machines of this Ray are all on this one.
 
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 import ray
-from ray._raylet import Config
 from ray.cluster_utils import Cluster
 
 from hybridrl.cluster import RaySession, metrics
@@ -26,8 +22,7 @@ from hybridrl.cluster.probe import probe_run, probe_session
 from hybridrl.cluster.session import Machine, describe_reservations, describe_room, joined, missing_machines, request_of
 from hybridrl.config import ConfigError
 from hybridrl.doctor.__main__ import main
-
-TOP = str(Path(__file__).parents[2])
+from tests.cluster.machines import TOP, two_machines
 
 KILLED = """
 import os, signal, ray
@@ -85,21 +80,8 @@ def test_without_a_cluster_the_doctor_says_how_to_start_one(capsys, monkeypatch)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two machines with two CPUs each, which RAY_ADDRESS names."""
-    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
-    options = {"num_cpus": 2, "include_dashboard": False, "temp_dir": directory}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # these machines have no token, which the session would send
-        patch.setenv("PYTHONPATH", TOP)
-        Config.initialize("")
-        cluster = Cluster(initialize_head=True, head_node_args=options)
-        try:
-            cluster.add_node(num_cpus=2)
-            patch.setenv("RAY_ADDRESS", cluster.address)
-            yield cluster
-        finally:
-            cluster.shutdown()
-            shutil.rmtree(directory, ignore_errors=True)
+    with two_machines() as cluster:
+        yield cluster
 
 
 @pytest.mark.drill
@@ -117,6 +99,18 @@ def test_a_run_waits_for_its_machines_says_what_it_waits_for_and_releases_them(c
     nodes = [set(group["bundles_to_node_id"].values()) for group in groups]
     assert [len(of_group) for of_group in nodes] == [1, 1] and nodes[0] != nodes[1]
     session.close()
+    assert_free(4)
+
+
+@pytest.mark.drill
+def test_rollout_gets_machines_of_its_own_if_there_are_any_and_shares_the_cores_of_the_others(cluster):
+    for wide, machines in ((1, [0, 1]), (2, [0, 1])):
+        session = RaySession("cpu", 1, 1, {}, 60, rollout=(wide, 2))
+        assert session.first_devices == machines and len(session.nodes) == 1 + wide
+        assert session.nodes[0] != session.nodes[1], "training is on the first machine, rollout begins on the other"
+        assert session.sharing(0) == (1 if wide == 1 else 3) and session.sharing(1) == 2
+        assert [session.bundle(device)[1] for device in range(1 + 2 * wide)] == [0, *[0, 1] * wide]
+        session.close()
     assert_free(4)
 
 

@@ -1,13 +1,13 @@
 """Rollout on devices of its own, in whole runs: what a bound of zero equals, and what is left when a process dies."""
 
 import json
-import os
 import random
 from collections import Counter
 
 import psutil
 import pytest
 
+from tests.cluster.machines import two_machines
 from tests.integration.test_resume import compared_metrics, kill_in_step, victim
 from tests.integration.test_run import assert_gone, finish, metrics, start, wait_for_step
 
@@ -20,20 +20,12 @@ SEPARATE = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def one_core():
-    """As many threads for a training rank as it has where another device shares the machine."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)
-
-
-def test_with_a_threshold_of_zero_a_run_is_the_one_on_shared_devices(overrides, tmp_path, one_core):
+def test_with_a_threshold_of_zero_a_run_on_two_machines_is_the_one_on_shared_devices(overrides, tmp_path):
     steps = {"trainer.total_training_steps": 3}
     finish(start("main_ppo", overrides(tmp_path / "shared", steps | {"trainer.n_gpus_per_node": 1})))
     bound = {"trainer.v1.sampler.max_off_policy_threshold": 0}
-    finish(start("main_ppo", overrides(tmp_path / "separate", steps | SEPARATE | bound)))
+    with two_machines(node_ip_address="127.0.0.2"):  # each device has the cores for itself, as the shared one has
+        finish(start("main_ppo", overrides(tmp_path / "separate", steps | SEPARATE | bound)))
     expected, measured = compared_metrics(tmp_path / "shared"), compared_metrics(tmp_path / "separate")
     for step, values in expected.items():
         both = values.keys() & measured[step].keys()
