@@ -273,7 +273,8 @@ class TrainWorker:
     def fill_bucket(self, bucket: Bucket, shared: bool) -> tuple[Handle | None, int]:
         """Gather a bucket's weights; collective. Returns the memory's handle, if an engine is to open it, and the
         digest."""
-        return self.sender.fill(bucket, shared=shared)
+        digest = self.sender.fill(bucket)
+        return self.sender.handle if shared else None, digest
 
     def release_buckets(self, reader_died: bool = False) -> None:
         self.sender.release(reader_died=reader_died)

@@ -36,8 +36,9 @@ def tokenizer_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[RaySession]:
-    """Two groups of devices on this machine, which count as two machines."""
+    """Two groups of devices on this machine, as if they were on two."""
     session = RaySession("cpu", 2, 1, {}, 60)
+    session.nodes = ["one", "another"]
     yield session
     session.close()
 

@@ -111,7 +111,7 @@ def test_names_need_no_quotes(combination: dict[str, str], name: str) -> None:
 
 
 def gpu_runs(each: int) -> SimpleNamespace:
-    return SimpleNamespace(trainer=SimpleNamespace(device="cuda", n_gpus_per_node=each))
+    return SimpleNamespace(trainer=SimpleNamespace(device="cuda"), devices_per_machine=each)
 
 
 def test_gpus_are_divided_among_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
