@@ -216,7 +216,7 @@ UNRULY = """
 import os, socket, sys, threading, time
 
 def connection():
-    return next(fd for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")
+    return next(fd for fd in range(3, 4096) if os.path.exists(f"/proc/self/fd/{fd}")
                 and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"))
 
 def compute_score(solution_str, ground_truth):
