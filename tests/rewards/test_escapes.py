@@ -150,9 +150,9 @@ TEST = f"assert f(1) == {UNGUESSABLE}"
         "import gc\ndef f(x):\n    text = 'assert' + ' f(1) =='\n"
         "    found = [o for k in gc.get_objects() for o in gc.get_referents(k) if isinstance(o, str) and text in o]\n"
         "    return int(found[0].split()[-1])",
-        'import os\nfor fd in range(3, 4096):\n    try: os.write(fd, b\'null\\n{"dict": [["value", null]]}\\n\' * 9)\n'
+        'import os\nfor fd in range(3, 999):\n    try: os.write(fd, b\'null\\n{"dict": [["value", null]]}\\n\' * 9)\n'
         "    except OSError: pass\nos._exit(0)",
-        "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, b'[' * 100000 + b'\\n')\n    except OSError: pass\n"
+        "import os\nfor fd in range(3, 999):\n    try: os.write(fd, b'[' * 100000 + b'\\n')\n    except OSError: pass\n"
         "os._exit(0)",
         "import os, time\ndef f(x): print(''); time.sleep(60)",
         "def f(x): return [1] * 10**8",
