@@ -49,12 +49,13 @@ class Algorithm:
         """Whether advantages depend on a forward pass of the policy, which is then computed before the update."""
         if self.needs_reference_kl:
             return True
-        reads = self.kl_in_reward is not None or self.correction is not None or self.entry.reads_probabilities
+        corrects = self.correction is not None and not self.correction.fits_update
+        reads = self.kl_in_reward is not None or corrects or self.entry.reads_probabilities
         return reads and not self.bypass
 
     def advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Fill token rewards, advantages and returns; metrics of the KL penalty, the correction and the
-        estimator, if any.
+        estimator, if any. Without old log-probs the update corrects.
 
         An episode counts once, whatever the number of its rows: the estimator sees its tokens as one row.
         """
@@ -70,7 +71,7 @@ class Algorithm:
             batch = replace(batch, token_rewards=token_rewards)
             metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": weight}
         corrected = batch
-        if self.correction is not None and not self.bypass:
+        if self.correction is not None and not self.bypass and batch.old_log_probs is not None:
             corrected, correction_metrics = self.correction.apply(batch)
             metrics |= correction_metrics
         # A rejected token is not trained on; its reward and its value still belong to the tokens before it.

@@ -139,6 +139,11 @@ class RolloutCorrection:
         return corrected, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
     @property
+    def fits_update(self) -> bool:
+        """Whether an update can compute the weights from its own log-probs: nothing is to be known of other rows."""
+        return not self.rejections and not self.batch_normalize
+
+    @property
     def by_token(self) -> bool:
         """Whether weight and rejection of a token depend on its own ratio only."""
         return self.level in (None, "token") and not self.rejections

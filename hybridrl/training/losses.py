@@ -33,7 +33,8 @@ class LossConfig:
     entropy_coeff: float = 0.0
     kl_coef: float = 0.0
     kl_form: str | None = None  # of the KL to the reference; None: there is none
-    # In bypass mode, weights of the current log-probs against the rollout's; rejections come before each update.
+    # Weights of the current log-probs against the rollout's, in bypass mode and where the current are the old ones. The
+    # rejections of bypass mode come before each update.
     correction: RolloutCorrection | None = None
     own_old_log_probs: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
     log_entropy: bool = False  # if no forward pass before the update computed it

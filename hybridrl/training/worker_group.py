@@ -17,6 +17,7 @@ from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.batch_metrics import Agreement
 from hybridrl.algorithms.lookup import bind, find_policy_loss, imported
 from hybridrl.algorithms.objective import Totals
+from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group, OutOfMemory, Pending
@@ -76,6 +77,7 @@ class PolicyPlan:
     with_sum_pi_squared: bool = False
     disturbed: bool = False  # the forward pass of an update drops activations at random
     first_update: int = 1  # before this step only the critic is trained
+    correction: RolloutCorrection | None = None  # weights tokens in an update whose own log-probs are the old ones
     agreement: Agreement | None = None  # of engine and trainer about sampled tokens; None: their settings differ
 
 
@@ -201,6 +203,8 @@ class TrainWorkers:
         with self.watch("update_actor"):
             own = batch.old_log_probs is None
             loss = replace(self.policy.loss, own_old_log_probs=own, log_entropy=not own and batch.entropies is None)
+            if own and self.policy.correction is not None:
+                loss = replace(loss, correction=self.policy.correction)
             mini_batches = self.policy.updates.mini_batches(batch.group, step)
             if self._token_selector is not None:
                 # The tokens that the loss treats differently, selected within each mini-batch of the first epoch.
@@ -214,6 +218,9 @@ class TrainWorkers:
             metrics, outputs = self.update_mini_batches(batch, mini_batches, loss, step)
             if own:
                 batch = _with_outputs(batch, outputs)
+            if own and self.policy.correction is not None:
+                batch, of_correction = self.policy.correction.apply(batch)
+                metrics |= of_correction
         kl_weight = {} if loss.kl_form is None else {"actor/kl_coef": loss.kl_coef}
         return batch, metrics | kl_weight | self.watch.take()
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -122,10 +124,25 @@ def correction(level="token"):
 def test_importance_weights_come_from_the_difference_to_the_rollout(scored):
     scored.rollout_log_probs = torch.tensor([-1.0, -2.5, -1.5])
     algorithm = Algorithm(centred, correction=correction())
-    assert algorithm.needs_old_log_probs
     batch, metrics = algorithm.advantages(scored)
     assert batch.importance_weights.tolist() == pytest.approx([1.0, 1.64872, 1.64872], abs=1e-5)
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.64872, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        (RolloutCorrection("sequence", None, 2.0, False, ()), False),
+        (RolloutCorrection("token", None, 2.0, True, ()), True),  # the mean over all rows divides the weights
+        (RolloutCorrection(None, None, 2.0, False, parse_rejections("token_k2", 0.5)), True),  # the rest is counted
+    ],
+)
+def test_weights_that_need_no_other_row_are_left_to_an_update_whose_log_probs_are_the_old_ones(scored, kind, needed):
+    algorithm = Algorithm(centred, correction=kind)
+    assert algorithm.needs_old_log_probs is needed
+    if not needed:
+        batch, metrics = algorithm.advantages(replace(scored, old_log_probs=None))
+        assert batch.importance_weights is None and metrics == {}
 
 
 def test_in_bypass_mode_the_correction_is_left_to_the_loss(scored):

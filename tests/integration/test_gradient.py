@@ -330,3 +330,23 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
         workers.stop_if_broken(2, store)
     for file in (logs / "skipped_updates").iterdir():
         file.unlink()
+
+
+@pytest.mark.parametrize("level", ["token", "geometric"])
+def test_an_update_weights_its_tokens_by_itself_as_after_a_forward_pass(groups, config, level):
+    correction = RolloutCorrection(level, None, 2.0, False, ())
+    workers = TrainWorkers(
+        groups[1], replace(build_policy_plan(config), loss=LOSS, correction=correction), None, "float32", 120
+    )
+    batch = replace(ragged_batch(), old_log_probs=None, importance_weights=None)
+    expected, metrics = correction.apply(workers.forward_log_probs(batch))
+    assert expected.importance_weights.std() > 0.1, "otherwise there would be nothing to weight"
+    own = replace(LOSS, own_old_log_probs=True, correction=correction)
+    by_update, by_pass = (
+        gradient(groups[1], MicroBatchBudget(30), loss, rows) for loss, rows in ((own, batch), (LOSS, expected))
+    )
+    for name, value in by_pass.items():
+        torch.testing.assert_close(by_update[name], value, rtol=1e-4, atol=1e-7)
+    updated, of_update = workers.update_policy(batch, step=1)
+    torch.testing.assert_close(updated.importance_weights, expected.importance_weights)
+    assert {name: of_update[name] for name in metrics} == pytest.approx(metrics, rel=1e-4)
