@@ -9,24 +9,22 @@ import argparse
 import json
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import yaml
 
 from hybridrl.config import ConfigError
+from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.simulate import Cluster, Mode, Prediction, Work, best_split, log_normal_lengths, simulate
-from hybridrl.tracking import read_metrics
-from hybridrl.tracking.records import read_records, records_of
+from hybridrl.report.prediction import recorded_lengths, resample, run_seconds, run_sizes, training_share
 
 DEFAULTS = {"groups": 1024, "n": 1, "engines": 16, "slots": 16, "prompt_tokens": 0.0}
 DEFAULTS |= {"train_share": 0.25, "sync_seconds": 0.0, "switch_seconds": 0.0}
-TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # of timing_s
 DEVICES = (64, 256, 1024, 4096)
 HEADS = ("mode", "s/step", "samples/s", "gain", "slots busy", "training busy", "staleness", "max", "re-prefilled")
 
@@ -73,7 +71,12 @@ def parser() -> argparse.ArgumentParser:
     add("--pause-seconds", type=float, default=0.0, help="per weight sync between separate pools")
     add("--bound", type=int, nargs="+", default=[1, 4, 8], help="bounds of the staleness")
     add("--over-sampling", type=float, default=0.25, help="limit of groups started early, as a share of a batch")
-    add("--max-concurrent", type=int, help="open groups of the asynchronous modes")
+    add(
+        "--queued",
+        type=float,
+        default=QUEUED,
+        help="responses that wait, as a share of those that a synchronous step runs",
+    )
     add("--steps", type=int, default=60)
     add("--warmup", type=int, default=12, help="steps that are left out of the means")
     add("--seed", type=int, default=0)
@@ -95,7 +98,7 @@ def speed_table(text: str) -> tuple[tuple[int, float], ...]:
 
 def check(options: argparse.Namespace) -> None:
     """Reject numbers that no run has."""
-    positive = ("mean", "cap", "groups", "n", "engines", "slots", "prefill_rate", "steps", "max_concurrent")
+    positive = ("mean", "cap", "groups", "n", "engines", "slots", "prefill_rate", "steps")
     positive += ("devices_per_engine", "bytes_per_token")
     for name, value in vars(options).items():
         option = f"--{name.replace('_', '-')}"
@@ -112,86 +115,60 @@ def check(options: argparse.Namespace) -> None:
 
 def assumed(options: argparse.Namespace) -> tuple[Work, Cluster]:
     """What is simulated: given values, else the run's, else the defaults."""
-    groups_of_run = recorded_lengths(options.lengths) if options.lengths else []
-    known = run_values(options.lengths) if options.lengths else {}
+    known = recorded(options.lengths) if options.lengths else {}
     given = {name: value for name, value in vars(options).items() if value is not None}
     values = DEFAULTS | known | given
     count = values["groups"] * (options.steps + max(options.bound) + 1)
     if options.lengths:
-        lengths = resample(groups_of_run, count, values["n"], options.seed)
+        lengths = resample(lengths_of(options.lengths), count, values["n"], options.seed)
     else:
         lengths = log_normal_lengths(count * values["n"], options.mean, options.sigma, options.cap, options.seed)
     lengths = lengths.reshape(count, values["n"])
     work = Work(values["groups"], lengths, values["prompt_tokens"], options.steps, options.warmup)
     cluster = Cluster(values["engines"], values["slots"], values.get("speed", Cluster.speed))
     cluster = replace(cluster, prefill_rate=options.prefill_rate or math.inf, pause=options.pause_seconds)
-    generation = simulate(work, cluster, Mode("sync")).seconds
-    if "speed" not in given and "generation" in known:  # so that synchronous generation takes what it took
-        cluster = replace(cluster, speed=((1, Cluster.speed[0][1] * known["generation"] / generation),))
-        generation = simulate(work, cluster, Mode("sync")).seconds
-    measured = known.get("train") if "train_share" not in given else None
-    train = given.get("train_seconds", values["train_share"] * generation if measured is None else measured)
+    if "train_seconds" in given or ("train_seconds" in known and "train_share" not in given):
+        train = values["train_seconds"]
+    else:
+        train = values["train_share"] * simulate(work, cluster, Mode("sync")).seconds
     return work, replace(cluster, train=train, sync=values["sync_seconds"], switch=values["switch_seconds"])
 
 
-def recorded_lengths(run: Path) -> list[np.ndarray]:
-    """Read the lengths of a run's samples by group."""
-    groups: dict[Any, list[float]] = defaultdict(list)
-    for path in records_of(run, "rollouts").values():
-        for record in read_records(path):
-            if (tokens := record.episode.get("sampled_tokens", 0)) > 0:
-                groups[record.group].append(tokens)
-    if not groups:
+def lengths_of(run: Path) -> list[np.ndarray]:
+    """Return the lengths of the run's responses by group; ConfigError if there are none."""
+    if not (groups := recorded_lengths(run)):
         fix = "a directory with rollouts/<step>.jsonl of hybridrl, or --mean, --sigma and --cap instead"
         raise ConfigError(f"--lengths={run}: no samples with sampled_tokens", fix=fix)
-    return [np.array(lengths, dtype=float) for lengths in groups.values()]
+    return groups
 
 
-def resample(groups: list[np.ndarray], count: int, n: int, seed: int) -> np.ndarray:
-    """Draw groups, and n responses from each: those of a group have similar lengths."""
-    random = np.random.default_rng(seed)
-    chosen = random.integers(len(groups), size=count).tolist()
-    return np.stack([random.choice(groups[index], n, replace=len(groups[index]) < n) for index in chosen])
-
-
-def run_values(run: Path) -> dict[str, Any]:
-    """Read the sizes of a run from its config.yaml and its seconds from metrics.jsonl, as far as they are there."""
-    values: dict[str, Any] = {}
-    try:
+def recorded(run: Path) -> dict[str, Any]:
+    """Read the run's sizes and seconds, as far as they are there."""
+    values = run_seconds(run)
+    with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        rollout, trainer = config["actor_rollout_ref"]["rollout"], config["trainer"]
-        devices = trainer["n_gpus_per_node"] * trainer["nnodes"]
-        values = {"groups": config["data"]["train_batch_size"], "n": rollout["n"], "slots": rollout["max_num_seqs"]}
-        values["engines"] = devices // rollout["tensor_model_parallel_size"]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        pass
-    values = {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
-    steps = [line for line in read_metrics(run).values() if "timing_s/gen" in line]
-    steps = steps[1:] or steps  # the first one warms up
-    if steps:
-        seconds = {name: fmean(line.get(f"timing_s/{name}", 0.0) for line in steps) for name in (*TRAINING, "gen")}
-        values |= {"generation": seconds.pop("gen"), "train": sum(seconds.values())}
-        for name, timer in (("sync_seconds", "update_weights"), ("switch_seconds", "switch")):
-            values[name] = fmean(line.get(f"timing_s/{timer}", 0.0) for line in steps)
-        values["prompt_tokens"] = fmean(line.get("prompt_length/mean", 0.0) for line in steps)
+        values |= run_sizes(config)
+        values["train_seconds"] *= training_share(config)  # the simulation wants those on all devices
     return values
 
 
 def predict(work: Work, cluster: Cluster, options: argparse.Namespace) -> list[Prediction]:
-    widest, limit = max(options.bound), options.max_concurrent
+    widest, queued = max(options.bound), options.queued
     modes = [Mode("sync")]
-    modes += [Mode(f"carried over, bound {bound}", bound, None, 0, limit) for bound in options.bound]
+    modes += [Mode(f"carried over, bound {bound}", bound, None, 0, queued) for bound in options.bound]
     further = f"at most {options.over_sampling:g} further"
     over = [bound for bound in options.bound if bound > options.over_sampling]
-    modes += [Mode(f"carried over, bound {bound}, {further}", bound, options.over_sampling, 0, limit) for bound in over]
-    modes.append(Mode(f"carried over, no bound, {further}", None, options.over_sampling, 0, limit))
+    modes += [
+        Mode(f"carried over, bound {bound}, {further}", bound, options.over_sampling, 0, queued) for bound in over
+    ]
+    modes.append(Mode(f"carried over, no bound, {further}", None, options.over_sampling, 0, queued))
     if cluster.engines > 1:
         half = cluster.engines // 2
         name = f"separate, half for training, bound {widest}"
-        modes.append(Mode(name, widest, training_engines=half, max_concurrent=limit))
+        modes.append(Mode(name, widest, training_engines=half, queued=queued))
     predictions = [simulate(work, cluster, mode) for mode in modes]
     if cluster.engines > 1 and cluster.train > 0:
-        best = best_split(work, cluster, widest, limit)
+        best = best_split(work, cluster, widest, queued)
         name = f"separate, {best.mode.training_engines} of {cluster.engines} for training, bound {widest}"
         predictions.append(replace(best, mode=replace(best.mode, name=name)))
     return predictions

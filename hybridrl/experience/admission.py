@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from hybridrl.rollout import Goal
 
+QUEUED = 0.25  # requests that wait in the engines, as a share of those that run, and replace one that ends at once
+
 
 @dataclass
 class Admission:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from hybridrl.algorithms.batch_metrics import off_policy_metrics
-from hybridrl.experience.admission import Admission
+from hybridrl.experience.admission import QUEUED, Admission
 from hybridrl.experience.batching import PromptGroup, group_by_prompt
 from hybridrl.experience.carried import Carried
 from hybridrl.experience.collector import UNDER_WAY, Collected, SampledExperience
@@ -23,7 +23,6 @@ from hybridrl.rollout import Goal
 from hybridrl.tracking.sink import Activity
 
 T = TypeVar("T")
-QUEUED = 0.25  # requests that wait in the engines, as a share of those that run, and replace one that ends at once
 
 
 class LoopThread:

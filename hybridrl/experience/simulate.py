@@ -56,7 +56,7 @@ class Mode:
     bound: int | None = 0
     over_sampling: float | None = None
     training_engines: int = 0
-    max_concurrent: int | None = None  # open groups
+    queued: float | None = None  # a group is started if fewer wait, as a share of what a synchronous step would run
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def simulate(work: Work, cluster: Cluster, mode: Mode) -> Prediction:
     return _Run(work, cluster, mode).predict()
 
 
-def best_split(work: Work, cluster: Cluster, bound: int, max_concurrent: int | None = None) -> Prediction:
+def best_split(work: Work, cluster: Cluster, bound: int, queued: float | None = None) -> Prediction:
     """Return the fastest separate pools: both sides busy is estimated, and simulated with its two neighbours."""
     assert cluster.engines > 1, "one engine cannot be split"
     tokens = work.groups * work.lengths.shape[1] * work.lengths.mean()
@@ -94,7 +94,7 @@ def best_split(work: Work, cluster: Cluster, bound: int, max_concurrent: int | N
     share = cluster.train / (cluster.train + generate)
     middle = min(max(round(share * cluster.engines), 1), cluster.engines - 1)
     splits = [count for count in (middle - 1, middle, middle + 1) if 0 < count < cluster.engines]
-    modes = [Mode("separate", bound, None, count, max_concurrent) for count in splits]
+    modes = [Mode("separate", bound, None, count, queued) for count in splits]
     return min((simulate(work, cluster, mode) for mode in modes), key=lambda prediction: prediction.seconds)
 
 
@@ -172,6 +172,8 @@ class _Run:
         self.loads = np.zeros(count, dtype=int)
         self.completions = np.full(count, math.inf)  # time of the next one, per engine
         self.size = work.lengths.shape[1]
+        at_once = min(count * cluster.slots, work.groups * self.size)
+        self.full = None if mode.queued is None else at_once * (1 + mode.queued)  # open responses
         self.prefill = work.prompt_tokens / cluster.prefill_rate  # seconds
         ahead = min(limit for limit in (mode.bound, mode.over_sampling) if limit is not None)
         self.limit = math.ceil((1 + ahead) * work.groups)
@@ -226,10 +228,11 @@ class _Run:
 
     def start_groups(self) -> None:
         """Admit the groups that may start, and fill free slots from the queue."""
-        running = len(self.groups)
-        capacity = self.version * self.work.groups + self.limit - (self.accepted + running)
-        if self.mode.max_concurrent is not None:
-            capacity = min(capacity, self.mode.max_concurrent - running)
+        capacity = self.version * self.work.groups + self.limit - self.admitted
+        if self.full is not None:
+            load = int(self.loads.sum()) + len(self.queue)
+            needed = (self.version + 1) * self.work.groups - self.admitted
+            capacity = min(capacity, max(needed, math.ceil((self.full - load) / self.size)))
         for _ in range(capacity):
             self.groups[self.admitted] = _Group(self.size)
             lengths = self.work.lengths[self.admitted % len(self.work.lengths)].tolist()

@@ -27,6 +27,7 @@ from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.report import write_report
+from hybridrl.report.prediction import predict_steps
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runtime.environment import without_expandable_segments, worker_environment
@@ -156,6 +157,15 @@ def write_page(directory: Path) -> None:
         warn(f"{directory}/report.html could not be written: {error!r}", "report-lost")
 
 
+def print_prediction(config: PPOConfig, directory: Path) -> None:
+    """Print what the run's steps took against a simulation. Whatever goes wrong there costs the line, not the run."""
+    try:
+        if steps := predict_steps(as_dict(config), directory):
+            info(f"\n{steps}")
+    except Exception as error:
+        warn(f"the seconds of a step could not be predicted: {error!r}", "prediction-lost")
+
+
 def host_memory() -> dict[str, int | None]:
     """Bytes that the driver holds and that processes may still allocate, and the kernel's count of kills."""
     return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
@@ -196,6 +206,8 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
             write_page(directory)
     draw_curves(directory)
     info(summary(directory))
+    if isinstance(config, PPOConfig):
+        print_prediction(config, directory)
     for advice in advise(read_metrics(directory), config):
         info(f"\nadvice: {advice}")
 

@@ -78,9 +78,10 @@ def test_separate_pools_overlap_training_with_generation():
     assert predicted.max_staleness == 1
 
 
-def test_at_most_so_many_groups_are_open():
-    lengths = work(1, 1, 1, 1, groups=4, steps=1)
-    assert simulate(lengths, Cluster(slots=4, speed=SECOND), Mode("sync", max_concurrent=2)).seconds == 2
+@pytest.mark.parametrize(("queued", "at_once"), [(0, 1), (1, 2), (None, 4)])
+def test_engines_are_kept_as_full_as_a_synchronous_step_makes_them_and_so_many_wait(queued, at_once):
+    predicted = simulate(work(4, 4, 4, 4, steps=24), Cluster(slots=8, speed=SECOND), Mode("carried", 3, queued=queued))
+    assert predicted.seconds == pytest.approx(4 / at_once, rel=0.2)
 
 
 def test_over_sampling_leaves_the_slow_groups_for_a_later_step():
@@ -160,14 +161,14 @@ def test_bound_zero_and_no_over_sampling_are_synchronous(groups, n, engines, slo
     bound=st.integers(0, 5),
     over_sampling=st.none() | st.floats(0, 2),
     training_engines=st.integers(0, 1),
-    max_concurrent=st.none() | st.integers(1, 5),
+    queued=st.none() | st.floats(0, 3),
     train=st.floats(0, 50),
 )
 def test_no_episode_is_older_than_the_bound_and_no_run_waits_for_nothing(
-    groups, n, engines, slots, seed, bound, over_sampling, training_engines, max_concurrent, train
+    groups, n, engines, slots, seed, bound, over_sampling, training_engines, queued, train
 ):
     cluster = Cluster(engines, slots, SECOND, prefill_rate=100, train=train, pause=1.0)
-    mode = Mode("any", bound, over_sampling, training_engines, max_concurrent)
+    mode = Mode("any", bound, over_sampling, training_engines, queued)
     predicted = simulate(random_work(groups, n, seed), cluster, mode)
     assert predicted.staleness <= predicted.max_staleness <= bound
     assert 0 < predicted.rollout_busy <= 1 + 1e-9 and predicted.training_busy <= 1

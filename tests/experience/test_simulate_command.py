@@ -51,15 +51,17 @@ def test_sizes_and_seconds_are_the_runs_unless_they_are_given(run, capsys):
     config = {"data": {"train_batch_size": 2}, "actor_rollout_ref": {"rollout": rollout}}
     config["trainer"] = {"n_gpus_per_node": 4, "nnodes": 1}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    first, second = {"timing_s/gen": 99.0}, {"timing_s/gen": 6.0, "timing_s/update_actor": 2.5, "timing_s/adv": 0.5}
-    second |= {"timing_s/update_weights": 1.0, "prompt_length/mean": 7.0}
+    first, second = {"timing_s/step": 99.0}, {"timing_s/step": 10.0, "timing_s/gen": 6.0}
+    second |= {"timing_s/update_weights": 1.0, "prompt_length/mean": 7.0, "rollout/seconds_per_token/alone": 1.0}
     lines = [{"step": step} | metrics for step, metrics in enumerate((first, second), start=1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     of_run = predicted(capsys, "--lengths", run)
     inputs = of_run["inputs"]
     assert [inputs[name] for name in ("groups", "n", "engines", "slots", "prompt_tokens")] == [2, 2, 2, 8, 7]
-    assert of_run["modes"][0]["seconds"] == pytest.approx(6 + 2.5 + 0.5 + 1)
-    assert predicted(capsys, "--lengths", run, "--train-share", 0)["modes"][0]["seconds"] == pytest.approx(6 + 1)
+    longest = 0.75 * 5 + 0.25 * 3  # of two groups, of which one in two has 5
+    assert of_run["modes"][0]["seconds"] == pytest.approx(longest + 3 + 1, rel=0.05)
+    without = predicted(capsys, "--lengths", run, "--train-share", 0)["modes"][0]["seconds"]
+    assert of_run["modes"][0]["seconds"] - without == pytest.approx(3)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def report(
             kv_cache_usage=cache,
             prefix_cache_stats=prefix,
         ),
-        SimpleNamespace(num_preempted_reqs=more.get("preempted", 0)),
+        SimpleNamespace(num_preempted_reqs=more.get("preempted", 0), num_generation_tokens=more.get("tokens", 0)),
     )
 
 
@@ -44,12 +44,11 @@ def test_a_rollout_is_described_by_its_running_and_waiting_requests_its_cache_an
     engine = Observer()
     engine.submitted()
     report(engine, clock, 1.0, running=8, waiting=4, cache=0.5, queries=100, hits=30)
-    report(engine, clock, 2.0, running=8, cache=0.9, preempted=2)
-    report(engine, clock, 3.0, running=3, cache=0.3)  # 8 ran in it, of which 5 finished
-    report(engine, clock, 1.0, running=1, cache=0.1)
-    report(engine, clock, 3.0, running=0)
+    report(engine, clock, 2.0, running=8, cache=0.9, preempted=2, tokens=8)
+    report(engine, clock, 3.0, running=3, cache=0.3, tokens=8)  # 8 ran in it, of which 5 finished
+    report(engine, clock, 1.0, running=1, cache=0.1, tokens=3)
+    report(engine, clock, 3.0, running=0, tokens=1)
     stats = engine.take()
-    stats.tokens = 500
     assert stats.seconds == {8: 6.0, 3: 1.0, 1: 3.0}
     assert engine_metrics([stats], 8) == pytest.approx(
         {
@@ -61,7 +60,11 @@ def test_a_rollout_is_described_by_its_running_and_waiting_requests_its_cache_an
             "rollout/busy_share": 5.4 / 8,
             "rollout/waiting_requests/max": 4,
             "rollout/prefix_cache_hit_share": 0.3,
-            "rollout/tokens_per_s": 50,
+            "rollout/tokens_per_s": 2,
+            # 3 s with 8 running (twice 8 tokens in 6 s), 1 s with 3, 3 s with 1, in 2, 1 and 1 iterations: a mean of
+            # 2.5 s at 5, from which the points are 3, -2 and -4 away with weights of 2, 1 and 1.
+            "rollout/seconds_per_token/further_request": (2 * 3 * 0.5 + 2 * 1.5 - 4 * 0.5) / (18 + 4 + 16),
+            "rollout/seconds_per_token/alone": 2.5 - 4 * 4 / 38,
             "rollout/tail_share": 0.4,
             "rollout/last_request_share": 0.3,
         }
@@ -83,13 +86,16 @@ def test_the_time_between_two_rollouts_and_the_probe_of_a_sync_is_not_counted(cl
 
 
 def test_counts_of_engines_add_up_and_the_longest_tail_counts():
-    one = EngineStats({4: 2.0}, cache_seconds=2.0, cache_peak=1.0, waiting_peak=3, preemptions=1, tokens=100)
-    other = EngineStats({4: 3.0, 1: 3.0}, cache_seconds=1.0, cache_peak=0.2, preemptions=2, tokens=60)
+    one = EngineStats({4: 2.0}, cache_seconds=2.0, cache_peak=1.0, waiting_peak=3, preemptions=1, tokens={4: 100})
+    other = EngineStats({4: 3.0, 1: 3.0}, cache_seconds=1.0, cache_peak=0.2, preemptions=2, tokens={4: 50, 1: 10})
     metrics = engine_metrics([one, other, EngineStats()], 4)
     assert metrics["rollout/preemptions"] == 3 and metrics["rollout/waiting_requests/max"] == 3
     assert metrics["rollout/kv_cache_usage/max"] == 1.0
     assert metrics["rollout/kv_cache_usage/mean"] == pytest.approx(3 / 8)
     assert metrics["rollout/tokens_per_s"] == pytest.approx(50 + 10)
+    # 5 s for 37.5 iterations of 4, 3 s for 10 of 1: more requests are never faster
+    assert metrics["rollout/seconds_per_token/alone"] == pytest.approx(8 / 47.5)
+    assert metrics["rollout/seconds_per_token/further_request"] == 0
     assert metrics["rollout/tail_share"] == metrics["rollout/last_request_share"] == 0.5
 
 

@@ -98,6 +98,7 @@ class Collector:
             if iteration_stats is not None:
                 events = [event.type for event in output.events or ()]
                 iteration_stats.num_preempted_reqs += events.count(EngineCoreEventType.PREEMPTED)
+                iteration_stats.num_generation_tokens += len(output.new_token_ids)
         return OutputProcessorOutput(finished, ended)
 
     def tokens(self) -> int:

@@ -82,7 +82,6 @@ class VllmEngine:
         if request.begun and parameters.stop:
             self.collector.begun[name] = request.begun
         response = await self._respond(name, request.prompt_ids, parameters)
-        self.observer.stats.tokens += len(response.token_ids)
         token_ids = np.asarray(response.token_ids, dtype=np.int64)
         return Completion(token_ids, response.log_probs, response.truncated, version, response.interrupted)
 

@@ -48,7 +48,8 @@ class Observer(StatLoggerBase):
         if self.since is not None:  # otherwise it is the probe of a weight sync
             # Requests that finished in this iteration ran in it, and so did those that were admitted.
             in_iteration = max(running, self.running)
-            self.stats.observe(now - self.since, in_iteration, waiting, scheduler_stats.kv_cache_usage)
+            tokens = iteration_stats.num_generation_tokens if iteration_stats is not None else 0
+            self.stats.observe(now - self.since, in_iteration, waiting, scheduler_stats.kv_cache_usage, tokens)
         self.running, self.since = running, now if running or waiting else None
 
     def log_engine_initialized(self) -> None:

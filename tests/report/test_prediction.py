@@ -1,0 +1,82 @@
+"""What a run says of the seconds of its steps: predictions worked out by hand."""
+
+import json
+import re
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from hybridrl.report.prediction import predict_steps
+from hybridrl.tracking.records import write_records
+
+CONFIG = {
+    "data": {"train_batch_size": 4},
+    "algorithm": {"filter_groups": {"enable": False}},
+    "actor_rollout_ref": {
+        "rollout": {
+            "n": 1,
+            "max_num_seqs": 2,
+            "tensor_model_parallel_size": 1,
+            "over_sample_rate": 0.0,
+            "nnodes": 0,
+            "n_gpus_per_node": None,
+        }
+    },
+    "trainer": {
+        "nnodes": 1,
+        "n_gpus_per_node": 1,
+        "deterministic": False,
+        "v1": {"trainer_mode": "sync", "sampler": {"max_off_policy_threshold": 8}},
+    },
+}
+# Of 5 s a step, 2 s are not rollout; a token takes 0.1 s alone, and twice that with a second request beside it.
+STEP = {"timing_s/step": 5.0, "timing_s/gen": 3.0, "timing_s/update_weights": 0.5, "prompt_length/mean": 4.0}
+STEP |= {"rollout/seconds_per_token/alone": 0.1, "rollout/seconds_per_token/further_request": 0.1}
+
+
+def sentence(run: Path, lengths: list[int], *, more: dict[str, float] | None = None, **mode: object) -> str | None:
+    """What a run of six steps says whose responses have these lengths; `mode` is of trainer.v1."""
+    for step in range(1, 7):
+        records = [
+            {"input": "?", "output": "!", "step": step, "episode": {"position": position, "sampled_tokens": length}}
+            for position, length in enumerate(lengths)
+        ]
+        write_records(run / "rollouts" / f"{step}.jsonl", records)
+    lines = [{"step": step} | STEP | (more or {}) for step in range(1, 7)]
+    lines[0] |= {"timing_s/step": 99.0, "rollout/seconds_per_token/alone": 99.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = deepcopy(CONFIG)
+    config["trainer"]["v1"] |= mode
+    if mode.get("trainer_mode") == "separate_async":
+        config["actor_rollout_ref"]["rollout"] |= {"nnodes": 1, "n_gpus_per_node": 1}
+    return predict_steps(config, run)
+
+
+def seconds(text: str | None) -> list[float]:
+    assert text is not None
+    return [float(number) for number in re.findall(r"(\d+\.\d+) s", text)]
+
+
+def test_an_asynchronous_run_compares_its_steps_with_simulated_ones(tmp_path):
+    text = sentence(tmp_path, [10] * 4, trainer_mode="colocate_async")
+    # Four responses of 10 tokens, two at a time: 2 x 10 x 0.2 s of rollout, and 2 s.
+    assert seconds(text) == pytest.approx([5.0, 6.0], abs=0.1)
+
+
+def test_on_devices_of_its_own_rollout_takes_as_long_as_training_or_longer(tmp_path):
+    # 4 s of rollout beside 1.5 s of training, then 0.5 s of weight sync.
+    assert seconds(sentence(tmp_path, [10] * 4, trainer_mode="separate_async")) == pytest.approx([5.0, 4.5], abs=0.1)
+
+
+def test_a_synchronous_run_names_the_gain_of_rollouts_that_are_continued_where_there_is_one(tmp_path):
+    assert sentence(tmp_path, [10] * 4) is None
+    # The engine is twice as fast with two requests, and has one for most of a synchronous step.
+    text = sentence(tmp_path, [2, 2, 2, 40], more={"rollout/seconds_per_token/further_request": 0.0})
+    _, synchronous, continued = seconds(text)
+    assert "trainer.v1.trainer_mode=colocate_async" in text and synchronous > 1.15 * continued
+
+
+def test_what_the_simulation_does_not_know_is_not_predicted(tmp_path):
+    assert sentence(tmp_path, [2, 2, 2, 40], more={"num_turns/mean": 2.0}) is None
+    assert sentence(tmp_path, [2, 2, 2, 40], more={"rollout/seconds_per_token/alone": 0.0}) is None
