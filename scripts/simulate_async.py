@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     driver = driver_rows(work, cluster, predictions, options)
     if options.json:
         means = [asdict(prediction) for prediction in predictions]
-        inputs = asdict(cluster) | {"prefill_rate": options.prefill_rate} | inputs_of(work)
+        rate = None if math.isinf(cluster.prefill_rate) else cluster.prefill_rate
+        inputs = asdict(cluster) | {"prefill_rate": rate} | inputs_of(work)
         print(json.dumps({"inputs": inputs, "modes": means, "driver": driver}, indent=2))
         return 0
     print(summary(work, cluster), table(HEADS, mode_rows(predictions)), sep="\n\n")
@@ -126,7 +127,7 @@ def assumed(options: argparse.Namespace) -> tuple[Work, Cluster]:
     lengths = lengths.reshape(count, values["n"])
     work = Work(values["groups"], lengths, values["prompt_tokens"], options.steps, options.warmup)
     cluster = Cluster(values["engines"], values["slots"], values.get("speed", Cluster.speed))
-    cluster = replace(cluster, prefill_rate=options.prefill_rate or math.inf, pause=options.pause_seconds)
+    cluster = replace(cluster, prefill_rate=values.get("prefill_rate", math.inf), pause=options.pause_seconds)
     if "train_seconds" in given or ("train_seconds" in known and "train_share" not in given):
         train = values["train_seconds"]
     else:

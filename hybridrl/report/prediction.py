@@ -4,6 +4,7 @@ lengths of its responses, its sizes, the speed of its engines, and the seconds o
 So a run shows whether its steps take what they should, and what those of another mode of rollout would take.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
+from hybridrl.rollout.statistics import ITERATION
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.records import read_records, records_of
 from hybridrl.tracking.sink import STEP_SECONDS
@@ -22,8 +24,7 @@ WARM_UP = 2  # steps: libraries compile in the first one, and the engines of an 
 LEAST_STEPS = 3  # to predict from
 STEPS, RESPONSES = (16, 40), 100_000  # the fewest and most steps that are simulated, and responses for fewer than most
 WORTH = 1.15  # a gain that is named
-SPEED = "rollout/seconds_per_token/"
-FAR = 1025  # running requests
+FAR = 1024  # running requests
 SYNC = Mode("sync")
 
 
@@ -65,8 +66,8 @@ def training_share(config: Mapping[str, Any]) -> float:
 
 
 def run_seconds(run: Path) -> dict[str, Any]:
-    """Read from metrics.jsonl the mean seconds of a step and its parts, the engines' seconds per token, and the tokens
-    of a prompt. All but rollout, weight sync and switch counts as training."""
+    """Read from metrics.jsonl the mean seconds of a step and its parts, the engines' speed, and the tokens of a
+    prompt. All but rollout, weight sync and switch counts as training."""
     steps = [line for step, line in sorted(read_metrics(run).items()) if step > 0 and STEP_SECONDS in line]
     steps = steps[WARM_UP:] if len(steps) >= WARM_UP + LEAST_STEPS else steps[1:] or steps
     if not steps:
@@ -76,12 +77,16 @@ def run_seconds(run: Path) -> dict[str, Any]:
         return fmean(line.get(name, 0.0) for line in steps)
 
     seconds = {"step_seconds": mean(STEP_SECONDS), "sync_seconds": mean("timing_s/update_weights")}
-    seconds |= {"switch_seconds": mean("timing_s/switch"), "prompt_tokens": mean("prompt_length/mean")}
+    prompt_tokens = mean("prompt_length/mean") * (1 - mean("rollout/prefix_cache_hit_share"))  # that are computed
+    seconds |= {"switch_seconds": mean("timing_s/switch"), "prompt_tokens": prompt_tokens}
     besides = mean("timing_s/gen") + seconds["sync_seconds"] + seconds["switch_seconds"]
     seconds["has_turns"] = any("num_turns/mean" in line for line in steps)
     seconds["train_seconds"] = max(seconds["step_seconds"] - besides, 0.0)
-    speed = mean(f"{SPEED}alone"), mean(f"{SPEED}further_request")
-    return seconds | ({"speed": ((1, speed[0]), (FAR, speed[0] + (FAR - 1) * speed[1]))} if speed[0] else {})
+    fixed, running, prefilled = (mean(f"rollout/iteration_s/{part}") for part in ITERATION)
+    if fixed or running:
+        seconds["speed"] = ((0, fixed), (FAR, fixed + FAR * running))
+        seconds["prefill_rate"] = 1 / prefilled if prefilled else math.inf
+    return seconds
 
 
 def predict_steps(config: Mapping[str, Any], run: Path) -> str | None:
@@ -97,7 +102,7 @@ def predict_steps(config: Mapping[str, Any], run: Path) -> str | None:
     per_step = sizes["groups"] * sizes["n"]
     steps = min(max(RESPONSES // per_step, STEPS[0]), STEPS[1])
     lengths = resample(lengths, sizes["groups"] * steps, sizes["n"], seed=0)
-    work = Work(sizes["groups"], lengths, steps=steps, warmup=steps // 4)
+    work = Work(sizes["groups"], lengths, seconds["prompt_tokens"], steps, warmup=steps // 4)
     cluster, mode = _cluster(config, sizes, seconds), _mode(config, sizes)
     predicted = simulate(work, cluster, mode).seconds
     text = (
@@ -128,6 +133,5 @@ def _cluster(config: Mapping[str, Any], sizes: Mapping[str, Any], seconds: Mappi
     """Return the run's; the simulation wants the seconds that training takes on all devices."""
     sync, switch = seconds["sync_seconds"], seconds["switch_seconds"]
     train = seconds["train_seconds"] * training_share(config)
-    return Cluster(
-        sizes["engines"], sizes["slots"], seconds["speed"], train=train, sync=sync, switch=switch, pause=sync
-    )
+    engines = sizes["engines"], sizes["slots"], seconds["speed"], seconds["prefill_rate"]
+    return Cluster(*engines, train=train, sync=sync, switch=switch, pause=sync)

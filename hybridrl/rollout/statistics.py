@@ -1,30 +1,38 @@
 """What engines did since they were last asked, and its metrics: preemptions, cache, queue, speed, the tail."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+ITERATION = ("fixed", "running_request", "prefilled_token")  # what takes an iteration's time
+
 
 @dataclass
 class EngineStats:
-    """Counts of one engine. Seconds are those in which it had requests, with their tokens: both by the number of
-    running requests."""
+    """Counts of one engine. Seconds are those in which it had requests: `seconds` by the number of running requests.
+
+    `products` and `moments` are of the normal equations of ITERATION: sums over iterations of what they had, multiplied
+    with each other and with their seconds.
+    """
 
     seconds: dict[int, float] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
+    products: np.ndarray = field(default_factory=lambda: np.zeros((len(ITERATION), len(ITERATION))))
+    moments: np.ndarray = field(default_factory=lambda: np.zeros(len(ITERATION)))
     cache_seconds: float = 0.0  # the share of the cache in use, over time
     cache_peak: float = 0.0
     waiting_peak: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens that were looked up in the prefix cache
     prefix_hits: int = 0
+    tokens: int = 0  # sampled
 
-    def observe(self, seconds: float, running: int, waiting: int, cache: float, tokens: int) -> None:
-        """Add the time until now and its tokens; the other figures are those of its end."""
+    def observe(self, seconds: float, running: int, waiting: int, cache: float, prefilled: int) -> None:
+        """Add an iteration until now, which prefilled so many tokens; the other figures are those of its end."""
         self.seconds[running] = self.seconds.get(running, 0.0) + seconds
-        self.tokens[running] = self.tokens.get(running, 0) + tokens
+        had = np.array([1, running, prefilled])
+        self.products += np.outer(had, had)
+        self.moments += had * seconds
         self.cache_seconds += seconds * cache
         self.cache_peak = max(self.cache_peak, cache)
         self.waiting_peak = max(self.waiting_peak, waiting)
@@ -56,7 +64,7 @@ def engine_metrics(engines: Sequence[EngineStats], slots: int) -> dict[str, floa
         "rollout/busy_share": requests / seconds / slots,
         "rollout/waiting_requests/max": max(one.waiting_peak for one in busy),
         "rollout/prefix_cache_hit_share": sum(one.prefix_hits for one in busy) / queries if queries else 0.0,
-        "rollout/tokens_per_s": sum(sum(one.tokens.values()) / one.busy for one in busy),
+        "rollout/tokens_per_s": sum(one.tokens / one.busy for one in busy),
         "rollout/tail_share": max(one.tail / one.busy for one in busy),
         "rollout/last_request_share": max(_alone(one) / one.busy for one in busy),
     } | _speed(busy)
@@ -67,23 +75,14 @@ def _alone(engine: EngineStats) -> float:
 
 
 def _speed(engines: Sequence[EngineStats]) -> dict[str, float]:
-    """Return a line through the seconds per token of each running request, by the number of those that run.
-
-    Every point weighs as much as its iterations, of which each gives every running request a token: so the line keeps
-    the seconds of all.
-    """
-    seconds = sum((Counter(one.seconds) for one in engines), Counter())
-    tokens = sum((Counter(one.tokens) for one in engines), Counter())
-    running = np.array([count for count in sorted(tokens) if count and tokens[count]])
-    if not running.size:
-        return {}
-    iterations = np.array([tokens[count] / count for count in running])
-    each = np.array([seconds[count] for count in running]) / iterations
-    middle, mean = np.average(running, weights=iterations), np.average(each, weights=iterations)
-    spread = float(np.sum(iterations * (running - middle) ** 2))
-    slope = float(np.sum(iterations * (running - middle) * (each - mean))) / spread if spread else 0.0
-    slope = min(max(slope, 0.0), mean / middle)  # neither faster with more requests nor, with none, below zero
-    return {
-        "rollout/seconds_per_token/alone": float(mean - slope * (middle - 1)),
-        "rollout/seconds_per_token/further_request": slope,
-    }
+    """Return the seconds of an iteration as a linear function of its running requests and of the tokens it prefills,
+    fitted by least squares; what would have negative seconds takes no time."""
+    products, seconds = sum(one.products for one in engines), sum(one.moments for one in engines)
+    used = list(range(len(ITERATION)))
+    while True:
+        fitted = np.linalg.lstsq(products[np.ix_(used, used)], seconds[used], rcond=None)[0]
+        if (fitted >= 0).all():
+            break
+        del used[int(fitted.argmin())]
+    parts = dict(zip(used, fitted.tolist(), strict=True))
+    return {f"rollout/iteration_s/{name}": parts.get(part, 0.0) for part, name in enumerate(ITERATION)}

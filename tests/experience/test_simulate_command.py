@@ -52,7 +52,7 @@ def test_sizes_and_seconds_are_the_runs_unless_they_are_given(run, capsys):
     config["trainer"] = {"n_gpus_per_node": 4, "nnodes": 1}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     first, second = {"timing_s/step": 99.0}, {"timing_s/step": 10.0, "timing_s/gen": 6.0}
-    second |= {"timing_s/update_weights": 1.0, "prompt_length/mean": 7.0, "rollout/seconds_per_token/alone": 1.0}
+    second |= {"timing_s/update_weights": 1.0, "prompt_length/mean": 7.0, "rollout/iteration_s/fixed": 1.0}
     lines = [{"step": step} | metrics for step, metrics in enumerate((first, second), start=1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     of_run = predicted(capsys, "--lengths", run)

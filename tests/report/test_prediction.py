@@ -30,9 +30,10 @@ CONFIG = {
         "v1": {"trainer_mode": "sync", "sampler": {"max_off_policy_threshold": 8}},
     },
 }
-# Of 5 s a step, 2 s are not rollout; a token takes 0.1 s alone, and twice that with a second request beside it.
+# Of 5 s a step, 2 s are not rollout; a token takes 0.1 s alone, and 0.2 s with a second request on the engine.
 STEP = {"timing_s/step": 5.0, "timing_s/gen": 3.0, "timing_s/update_weights": 0.5, "prompt_length/mean": 4.0}
-STEP |= {"rollout/seconds_per_token/alone": 0.1, "rollout/seconds_per_token/further_request": 0.1}
+STEP |= {"rollout/iteration_s/running_request": 0.1}
+AT_ONCE = {"rollout/iteration_s/fixed": 0.1, "rollout/iteration_s/running_request": 0.0}
 
 
 def sentence(run: Path, lengths: list[int], *, more: dict[str, float] | None = None, **mode: object) -> str | None:
@@ -44,7 +45,7 @@ def sentence(run: Path, lengths: list[int], *, more: dict[str, float] | None = N
         ]
         write_records(run / "rollouts" / f"{step}.jsonl", records)
     lines = [{"step": step} | STEP | (more or {}) for step in range(1, 7)]
-    lines[0] |= {"timing_s/step": 99.0, "rollout/seconds_per_token/alone": 99.0}
+    lines[0] |= {"timing_s/step": 99.0, "rollout/iteration_s/fixed": 99.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = deepcopy(CONFIG)
     config["trainer"]["v1"] |= mode
@@ -72,11 +73,18 @@ def test_on_devices_of_its_own_rollout_takes_as_long_as_training_or_longer(tmp_p
 def test_a_synchronous_run_names_the_gain_of_rollouts_that_are_continued_where_there_is_one(tmp_path):
     assert sentence(tmp_path, [10] * 4) is None
     # The engine is twice as fast with two requests, and has one for most of a synchronous step.
-    text = sentence(tmp_path, [2, 2, 2, 40], more={"rollout/seconds_per_token/further_request": 0.0})
+    text = sentence(tmp_path, [2, 2, 2, 40], more=AT_ONCE)
     _, synchronous, continued = seconds(text)
     assert "trainer.v1.trainer_mode=colocate_async" in text and synchronous > 1.15 * continued
 
 
+def test_interrupted_responses_are_computed_again_which_the_prefill_costs(tmp_path):
+    fast = seconds(sentence(tmp_path, [2, 2, 2, 40], more=AT_ONCE, trainer_mode="colocate_async"))
+    slow = AT_ONCE | {"rollout/iteration_s/prefilled_token": 0.01}
+    slow = seconds(sentence(tmp_path, [2, 2, 2, 40], more=slow, trainer_mode="colocate_async"))
+    assert slow[1] > fast[1] + 4 * 4 * 0.01, "more than the four prompts of four tokens"
+
+
 def test_what_the_simulation_does_not_know_is_not_predicted(tmp_path):
     assert sentence(tmp_path, [2, 2, 2, 40], more={"num_turns/mean": 2.0}) is None
-    assert sentence(tmp_path, [2, 2, 2, 40], more={"rollout/seconds_per_token/alone": 0.0}) is None
+    assert sentence(tmp_path, [2, 2, 2, 40], more={"rollout/iteration_s/running_request": 0.0}) is None

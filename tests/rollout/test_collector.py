@@ -7,7 +7,7 @@ from tokenizers import pre_tokenizers
 from transformers import Qwen2Tokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
@@ -74,7 +74,7 @@ def of_collector(tokenizer, requests, rounds) -> dict[str, tuple[list[int], list
         collector.add_request(one, None, None, 0)
     for outputs in rounds:
         outputs = [output for output in outputs if output.request_id in collector.responses]
-        for response in collector.process_outputs(outputs, iteration_stats=None).request_outputs:
+        for response in collector.process_outputs(outputs).request_outputs:
             ended[response.name] = response.token_ids, response.log_probs.tolist(), response.truncated
     assert not collector.has_unfinished_requests()
     assert collector.tokens() == sum(len(ids) for ids, _, _ in ended.values())
@@ -156,3 +156,16 @@ def test_interrupted_responses_have_what_was_sampled_and_are_forgotten(tokenizer
     assert all(one.interrupted for one in interrupted.values())
     assert not collector.has_unfinished_requests()
     assert collector.tokens() == 1
+
+
+def test_prompts_count_with_their_first_token_and_each_token_and_preemption_as_it_comes():
+    collector = Collector()
+    for name in "xy":
+        collector.add_request(request(name))
+    prompt = len(request("x").prompt_token_ids)
+    counts = []
+    for outputs in ([sampled("x", 7, -0.5)], [sampled("x", 8, -0.5), sampled("y", 9, -0.5)]):
+        outputs[0].events = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED)]
+        collector.process_outputs(outputs)
+        counts.append((collector.observer.prefilled, collector.observer.sampled, collector.observer.stats.preemptions))
+    assert counts == [(prompt, 1, 1), (2 * prompt, 3, 2)]

@@ -28,6 +28,7 @@ def report(
     """One iteration of `seconds`, after which so many requests run and wait."""
     clock[0] += seconds
     prefix = SimpleNamespace(queries=more.get("queries", 0), hits=more.get("hits", 0))
+    engine.sampled, engine.prefilled = more.get("tokens", 0), more.get("prompts", 0)
     engine.record(
         SimpleNamespace(
             num_running_reqs=running,
@@ -36,7 +37,6 @@ def report(
             kv_cache_usage=cache,
             prefix_cache_stats=prefix,
         ),
-        SimpleNamespace(num_preempted_reqs=more.get("preempted", 0), num_generation_tokens=more.get("tokens", 0)),
     )
 
 
@@ -44,15 +44,16 @@ def test_a_rollout_is_described_by_its_running_and_waiting_requests_its_cache_an
     engine = Observer()
     engine.submitted()
     report(engine, clock, 1.0, running=8, waiting=4, cache=0.5, queries=100, hits=30)
-    report(engine, clock, 2.0, running=8, cache=0.9, preempted=2, tokens=8)
+    report(engine, clock, 2.0, running=8, cache=0.9, tokens=8)
     report(engine, clock, 3.0, running=3, cache=0.3, tokens=8)  # 8 ran in it, of which 5 finished
     report(engine, clock, 1.0, running=1, cache=0.1, tokens=3)
     report(engine, clock, 3.0, running=0, tokens=1)
     stats = engine.take()
     assert stats.seconds == {8: 6.0, 3: 1.0, 1: 3.0}
-    assert engine_metrics([stats], 8) == pytest.approx(
+    metrics = engine_metrics([stats], 8)
+    assert {name: value for name, value in metrics.items() if "iteration_s" not in name} == pytest.approx(
         {
-            "rollout/preemptions": 2,
+            "rollout/preemptions": 0,
             "rollout/kv_cache_usage/max": 0.9,
             "rollout/kv_cache_usage/mean": (0.5 + 1.8 + 0.9 + 0.1) / 10,
             "rollout/running_requests/max": 8,
@@ -61,14 +62,34 @@ def test_a_rollout_is_described_by_its_running_and_waiting_requests_its_cache_an
             "rollout/waiting_requests/max": 4,
             "rollout/prefix_cache_hit_share": 0.3,
             "rollout/tokens_per_s": 2,
-            # 3 s with 8 running (twice 8 tokens in 6 s), 1 s with 3, 3 s with 1, in 2, 1 and 1 iterations: a mean of
-            # 2.5 s at 5, from which the points are 3, -2 and -4 away with weights of 2, 1 and 1.
-            "rollout/seconds_per_token/further_request": (2 * 3 * 0.5 + 2 * 1.5 - 4 * 0.5) / (18 + 4 + 16),
-            "rollout/seconds_per_token/alone": 2.5 - 4 * 4 / 38,
             "rollout/tail_share": 0.4,
             "rollout/last_request_share": 0.3,
         }
     )
+
+
+def speed(iterations: list[tuple[int, int, float]], clock: list[float]) -> list[float]:
+    """What is fitted to iterations by their running requests, prefilled tokens and seconds, split over two engines."""
+    engines = Observer(), Observer()
+    for number, (running, prefilled, seconds) in enumerate(iterations):
+        engine = engines[number % 2]
+        engine.running, engine.since = 0, clock[0]
+        report(engine, clock, seconds, running, prompts=prefilled + 100, hits=100)
+    metrics = engine_metrics([engine.take() for engine in engines], 8)
+    return [metrics[f"rollout/iteration_s/{part}"] for part in ("fixed", "running_request", "prefilled_token")]
+
+
+def test_an_iteration_takes_a_time_for_itself_for_each_running_request_and_for_each_token_it_prefills(clock):
+    had = [(1, 0), (8, 0), (8, 200), (3, 50), (5, 0), (2, 0)]
+    iterations = [(running, prefilled, 0.5 + 0.1 * running + 0.01 * prefilled) for running, prefilled in had]
+    assert speed(iterations, clock) == pytest.approx([0.5, 0.1, 0.01])
+    fixed, running, prefilled = speed([(4, 0, 2.0)] * 3, clock)
+    assert (fixed + 4 * running, prefilled) == (pytest.approx(2), 0), "what the iterations cannot distinguish"
+
+
+def test_nothing_makes_an_iteration_faster(clock):
+    """The fit without bounds has -0.1 s for each request; without them the mean is left."""
+    assert speed([(1, 0, 1.0), (3, 0, 0.8), (1, 0, 1.0), (3, 0, 0.8)], clock) == pytest.approx([0.9, 0, 0])
 
 
 def test_the_time_between_two_rollouts_and_the_probe_of_a_sync_is_not_counted(clock):
@@ -86,16 +107,13 @@ def test_the_time_between_two_rollouts_and_the_probe_of_a_sync_is_not_counted(cl
 
 
 def test_counts_of_engines_add_up_and_the_longest_tail_counts():
-    one = EngineStats({4: 2.0}, cache_seconds=2.0, cache_peak=1.0, waiting_peak=3, preemptions=1, tokens={4: 100})
-    other = EngineStats({4: 3.0, 1: 3.0}, cache_seconds=1.0, cache_peak=0.2, preemptions=2, tokens={4: 50, 1: 10})
+    one = EngineStats({4: 2.0}, cache_seconds=2.0, cache_peak=1.0, waiting_peak=3, preemptions=1, tokens=100)
+    other = EngineStats({4: 3.0, 1: 3.0}, cache_seconds=1.0, cache_peak=0.2, preemptions=2, tokens=60)
     metrics = engine_metrics([one, other, EngineStats()], 4)
     assert metrics["rollout/preemptions"] == 3 and metrics["rollout/waiting_requests/max"] == 3
     assert metrics["rollout/kv_cache_usage/max"] == 1.0
     assert metrics["rollout/kv_cache_usage/mean"] == pytest.approx(3 / 8)
     assert metrics["rollout/tokens_per_s"] == pytest.approx(50 + 10)
-    # 5 s for 37.5 iterations of 4, 3 s for 10 of 1: more requests are never faster
-    assert metrics["rollout/seconds_per_token/alone"] == pytest.approx(8 / 47.5)
-    assert metrics["rollout/seconds_per_token/further_request"] == 0
     assert metrics["rollout/tail_share"] == metrics["rollout/last_request_share"] == 0.5
 
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessorOutput
-from vllm.v1.metrics.stats import IterationStats
+
+from hybridrl.rollout.vllm.observer import Observer
 
 
 @dataclass(eq=False)
@@ -25,6 +26,7 @@ class Response:
     texts: IncrementalDetokenizer | None  # of a request that texts end
     token_ids: list[int] = field(default_factory=list)
     parts: list[np.ndarray] = field(default_factory=list)  # log-probs of the tokens, by iteration
+    prompt_tokens: int = 0
     prompt_log_probs: list[float] = field(default_factory=list)
     truncated: bool = False
     interrupted: bool = False
@@ -52,7 +54,8 @@ class Response:
 class Collector:
     """The unfinished responses of an engine, with the methods of vLLM's OutputProcessor that LLMEngine calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer | None = None) -> None:
+        self.observer = observer or Observer()
         self.tokenizer: PreTrainedTokenizerBase | None = None  # needed where texts end responses
         self.responses: dict[str, Response] = {}
         self.begun: dict[str, int] = {}  # by name, of requests that continue a response: its tokens in their prompt
@@ -61,7 +64,8 @@ class Collector:
     def add_request(self, request: EngineCoreRequest, *_: Any) -> None:
         begun = self.begun.pop(request.external_req_id, 0)
         texts = self._texts(request, begun) if request.sampling_params.stop else None
-        self.responses[request.request_id] = Response(request.external_req_id, texts)
+        tokens = len(request.prompt_token_ids)
+        self.responses[request.request_id] = Response(request.external_req_id, texts, prompt_tokens=tokens)
 
     def _texts(self, request: EngineCoreRequest, begun: int) -> IncrementalDetokenizer:
         """Return what looks for the texts that end a response, also for one that begins before an interruption."""
@@ -82,23 +86,21 @@ class Collector:
             self.sampled += len(response.token_ids)
         return interrupted
 
-    def process_outputs(
-        self, outputs: Sequence[EngineCoreOutput], *, iteration_stats: IterationStats | None = None, **_: Any
-    ) -> OutputProcessorOutput:
+    def process_outputs(self, outputs: Sequence[EngineCoreOutput], **_: Any) -> OutputProcessorOutput:
         """Add the outputs of an iteration; returns the responses that are finished, and what the engine must end."""
         finished, ended = [], []
         for output in outputs:
             response = self.responses[output.request_id]
+            self.observer.prefilled += 0 if response.token_ids else response.prompt_tokens
+            self.observer.sampled += len(output.new_token_ids)
             by_text = response.add(output)
             if by_text and not output.finished:
                 ended.append(output.request_id)
             if by_text or output.finished:
                 finished.append(self.responses.pop(output.request_id))
                 self.sampled += len(response.token_ids)
-            if iteration_stats is not None:
-                events = [event.type for event in output.events or ()]
-                iteration_stats.num_preempted_reqs += events.count(EngineCoreEventType.PREEMPTED)
-                iteration_stats.num_generation_tokens += len(output.new_token_ids)
+            for event in output.events or ():
+                self.observer.stats.preemptions += event.type == EngineCoreEventType.PREEMPTED
         return OutputProcessorOutput(finished, ended)
 
     def tokens(self) -> int:

@@ -51,7 +51,8 @@ class VllmEngine:
         self.sync_id = 0
         self.version = -1
         self.asleep: frozenset[str] = frozenset()
-        self.observer, self.collector = Observer(), Collector()
+        self.observer = Observer()
+        self.collector = Collector(self.observer)
         arguments = engine_arguments(device, model, rollout, engines_per_machine)
         self.loop = EngineLoop(partial(self._build, EngineArgs(**arguments)))
 

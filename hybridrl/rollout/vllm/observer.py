@@ -3,7 +3,7 @@
 import time
 
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.stats import SchedulerStats
 
 from hybridrl.rollout.statistics import EngineStats
 
@@ -13,7 +13,7 @@ class Observer(StatLoggerBase):
 
     def __init__(self) -> None:
         self.stats = EngineStats()
-        self.running = 0
+        self.running = self.sampled = self.prefilled = 0
         self.since: float | None = None  # the end of the last iteration, or the first request after a pause
 
     def submitted(self) -> None:
@@ -30,26 +30,21 @@ class Observer(StatLoggerBase):
         taken, self.stats = self.stats, EngineStats()
         return taken
 
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: object = None,
-        engine_idx: int = 0,
-    ) -> None:
-        if iteration_stats is not None:
-            self.stats.preemptions += iteration_stats.num_preempted_reqs
+    def record(self, scheduler_stats: SchedulerStats | None, *_: object, **__: object) -> None:
+        """Add an iteration; `sampled` and `prefilled` have its tokens by then."""
+        sampled, self.sampled, prefilled, self.prefilled = self.sampled, 0, self.prefilled, 0
         if scheduler_stats is None:
             return
         now, running = time.monotonic(), scheduler_stats.num_running_reqs
         waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        hits = scheduler_stats.prefix_cache_stats.hits
         self.stats.prefix_queries += scheduler_stats.prefix_cache_stats.queries
-        self.stats.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        self.stats.prefix_hits += hits
         if self.since is not None:  # otherwise it is the probe of a weight sync
             # Requests that finished in this iteration ran in it, and so did those that were admitted.
-            in_iteration = max(running, self.running)
-            tokens = iteration_stats.num_generation_tokens if iteration_stats is not None else 0
-            self.stats.observe(now - self.since, in_iteration, waiting, scheduler_stats.kv_cache_usage, tokens)
+            in_iteration, computed = max(running, self.running), max(prefilled - hits, 0)
+            self.stats.observe(now - self.since, in_iteration, waiting, scheduler_stats.kv_cache_usage, computed)
+            self.stats.tokens += sampled
         self.running, self.since = running, now if running or waiting else None
 
     def log_engine_initialized(self) -> None:
