@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.asynchronous import AsynchronousExperience
 from hybridrl.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
@@ -246,22 +247,25 @@ def test_while_steps_train_too_every_group_is_trained_once_and_in_time(
     assert set(trained) | experience.under_way.keys() == set(range(experience.position))
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(("sigma", "share"), [(0.5, 0.25), (0.8, 1.0), (1.2, 0.25)])
-def test_the_time_of_a_run_is_that_of_the_law(sigma, share):
-    """`slots` is a share of a step's 64 responses; the law is that of the simulation which users predict with."""
+def test_the_time_of_a_run_is_that_of_the_law(sigma, share, overlaps):
+    """`slots` is a share of a step's 64 responses; the law is that of the simulation which users predict with. With
+    devices of its own the rollout continues while a step trains for 600 s, on as many others."""
     batch, steps, warm = 64, 24, 6
     slots = int(batch * share)
     lengths = np.clip(np.random.default_rng(1).lognormal(np.log(200), sigma, size=4000).astype(int), 1, 1600)
     known = Lengths({(p, 0): int(lengths[p]) for p in range(4000)})
-    experience = build(known, bound=4, batch=batch, most=2 * batch, slots=slots)
+    experience = build(known, bound=4, batch=batch, most=2 * batch, slots=slots, overlaps=overlaps)
+    training = 600 if overlaps else 0
     times = []
     for step in range(1, steps + 1):
         experience.collect(step)
+        train(experience, training)
         times.append(now(experience))
     experience.close()
     measured = (times[-1] - times[warm - 1]) / (steps - warm)
     work = Work(batch, lengths[:, None], steps=steps, warmup=warm)
-    law = simulate(
-        work, Cluster(slots=slots, speed=((1, PER_TOKEN),)), Mode("carried over", bound=4, over_sampling=1.0)
-    )
+    cluster = Cluster(1 + overlaps, slots, ((1, PER_TOKEN),), train=training / 2)  # the seconds on all devices
+    law = simulate(work, cluster, Mode("law", 4, over_sampling=1.0, training_engines=int(overlaps), queued=QUEUED))
     assert measured == pytest.approx(law.seconds, rel=0.1)
