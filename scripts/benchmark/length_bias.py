@@ -5,7 +5,7 @@ and of rollouts that are continued over steps. Afterwards the policy samples res
 length is compared. If long responses were lost, continued rollouts would teach shorter ones.
 """
 
-import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +16,17 @@ import yaml
 from side_by_side import Row, arguments, report
 from warm_start import TOP, warm_start
 
+from hybridrl.tracking import read_metrics
+
+VALIDATION = re.compile(r"val-core/.*/mean@\d+")
 SEEDS, MODES = (0, 1, 2), ("sync", "colocate_async")
 REWARD = "def compute_score(solution_str, **_):\n    return len(solution_str) / 100\n"
 SETTINGS = [
     "actor_rollout_ref.rollout.max_num_seqs=16",
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
+    "actor_rollout_ref.actor.optim.lr=3e-5",  # a higher one reaches the longest response before the end
     "trainer.n_gpus_per_node=2",
     "trainer.test_freq=-1",
     "trainer.save_freq=-1",
@@ -57,10 +62,10 @@ def main() -> None:
         first, old = [], []
         for file in sorted(directory.glob("runs/*/config.yaml")):
             mode = yaml.safe_load(file.read_text())["trainer"]["v1"]["trainer_mode"]
-            lines = [json.loads(line) for line in (file.parent / "metrics.jsonl").read_text().splitlines()]
-            (score,) = (value for name, value in lines[-1].items() if name.startswith("val-core/"))
-            lengths[mode].append(100 * score)
-            first.append(100 * lines[1]["critic/score/mean"])
+            lines = [line for _, line in sorted(read_metrics(file.parent).items())]
+            scores = [value for line in lines for name, value in line.items() if VALIDATION.fullmatch(name)]
+            first.append(100 * scores[0])
+            lengths[mode].append(100 * scores[-1])
             old += [line["partial/continued_share"] for line in lines if "partial/continued_share" in line]
     sync, continued = lengths["sync"], lengths["colocate_async"]
     error = ((stdev(sync) ** 2 + stdev(continued) ** 2) / len(SEEDS)) ** 0.5
