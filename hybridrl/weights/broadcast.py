@@ -2,6 +2,7 @@
 NCCL on CUDA and by Gloo on CPU, in a process group that has only it and the engines."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from hybridrl.weights.buckets import Bucket
@@ -66,5 +67,7 @@ class BroadcastSync(BucketSync):
         self.sender.finish(sending, BroadcastSource.send_bucket, timeout=self.timeout)
 
     def abort(self, dead: Sequence[int]) -> None:
-        self.members, self.sending = [], []
+        self.members = []
+        with suppress(RuntimeError):  # the sender failed with the server that was lost
+            self._finish_sending()
         super().abort(dead)
