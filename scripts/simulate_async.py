@@ -21,10 +21,11 @@ import yaml
 from hybridrl.config import ConfigError
 from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.simulate import Cluster, Mode, Prediction, Work, best_split, log_normal_lengths, simulate
-from hybridrl.report.prediction import recorded_lengths, resample, run_seconds, run_sizes, training_share
+from hybridrl.report.prediction import Times, recorded_lengths, resample, run_sizes, run_times
+from hybridrl.tracking import read_metrics
 
 DEFAULTS = {"groups": 1024, "n": 1, "engines": 16, "slots": 16, "prompt_tokens": 0.0}
-DEFAULTS |= {"train_share": 0.25, "sync_seconds": 0.0, "switch_seconds": 0.0}
+DEFAULTS |= {"train_share": 0.25, "sync_seconds": 0.0, "switch_seconds": 0.0, "pause_seconds": 0.0}
 DEVICES = (64, 256, 1024, 4096)
 HEADS = ("mode", "s/step", "samples/s", "gain", "slots busy", "training busy", "staleness", "max", "re-prefilled")
 
@@ -69,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add("--train-seconds", type=float, help="seconds of training per step, instead")
     add("--sync-seconds", type=float, help="per weight sync on shared devices")
     add("--switch-seconds", type=float, help="per step, from rollout to training and back")
-    add("--pause-seconds", type=float, default=0.0, help="per weight sync between separate pools")
+    add("--pause-seconds", type=float, help="per weight sync between separate pools")
     add("--bound", type=int, nargs="+", default=[1, 4, 8], help="bounds of the staleness")
     add("--over-sampling", type=float, default=0.25, help="limit of groups started early, as a share of a batch")
     add(
@@ -116,7 +117,7 @@ def check(options: argparse.Namespace) -> None:
 
 def assumed(options: argparse.Namespace) -> tuple[Work, Cluster]:
     """What is simulated: given values, else the run's, else the defaults."""
-    known = recorded(options.lengths) if options.lengths else {}
+    known, times = recorded(options.lengths, options.speed) if options.lengths else ({}, None)
     given = {name: value for name, value in vars(options).items() if value is not None}
     values = DEFAULTS | known | given
     count = values["groups"] * (options.steps + max(options.bound) + 1)
@@ -126,13 +127,14 @@ def assumed(options: argparse.Namespace) -> tuple[Work, Cluster]:
         lengths = log_normal_lengths(count * values["n"], options.mean, options.sigma, options.cap, options.seed)
     lengths = lengths.reshape(count, values["n"])
     work = Work(values["groups"], lengths, values["prompt_tokens"], options.steps, options.warmup)
-    cluster = Cluster(values["engines"], values["slots"], values.get("speed", Cluster.speed))
-    cluster = replace(cluster, prefill_rate=values.get("prefill_rate", math.inf), pause=options.pause_seconds)
+    speed = options.speed or (times.speed(values["slots"]) if times else Cluster.speed)
+    cluster = Cluster(values["engines"], values["slots"], speed, values.get("prefill_rate", math.inf))
     if "train_seconds" in given or ("train_seconds" in known and "train_share" not in given):
         train = values["train_seconds"]
     else:
         train = values["train_share"] * simulate(work, cluster, Mode("sync")).seconds
-    return work, replace(cluster, train=train, sync=values["sync_seconds"], switch=values["switch_seconds"])
+    seconds = {name: values[f"{name}_seconds"] for name in ("sync", "switch", "pause")}
+    return work, replace(cluster, train=train, **seconds)
 
 
 def lengths_of(run: Path) -> list[np.ndarray]:
@@ -143,14 +145,22 @@ def lengths_of(run: Path) -> list[np.ndarray]:
     return groups
 
 
-def recorded(run: Path) -> dict[str, Any]:
-    """Read the run's sizes and seconds, as far as they are there."""
-    values = run_seconds(run)
+def recorded(run: Path, speed: object) -> tuple[dict[str, Any], Times | None]:
+    """Read the run's sizes from its config.yaml and its seconds from metrics.jsonl, each where it is there; ConfigError
+    for seconds without the engines' speed, if none is given."""
+    values: dict[str, Any] = {}
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        values |= run_sizes(config)
-        values["train_seconds"] *= training_share(config)  # the simulation wants those on all devices
-    return values
+        values = asdict(run_sizes(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))))
+    times = run_times(run)
+    if times is not None:
+        share = (values["training_engines"] or values["engines"]) / values["engines"] if values else 1.0
+        values |= {"train_seconds": times.train * share, "sync_seconds": times.sync, "switch_seconds": times.switch}
+        values |= {"pause_seconds": times.sync, "prompt_tokens": times.prompt_tokens}
+        values |= {"prefill_rate": times.prefill_rate}
+    elif speed is None and read_metrics(run):
+        cause = f"--lengths={run}: metrics.jsonl has too few steps, or no rollout/iteration_s: how fast engines were"
+        raise ConfigError(cause, fix="give --speed, and --train-seconds or --train-share")
+    return values, times
 
 
 def predict(work: Work, cluster: Cluster, options: argparse.Namespace) -> list[Prediction]:

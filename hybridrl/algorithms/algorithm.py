@@ -55,7 +55,7 @@ class Algorithm:
 
     def advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Fill token rewards, advantages and returns; metrics of the KL penalty, the correction and the
-        estimator, if any. Without old log-probs the update corrects.
+        estimator, if any. Without old log-probs the update computes the importance weights.
 
         An episode counts once, whatever the number of its rows: the estimator sees its tokens as one row.
         """

@@ -140,7 +140,8 @@ class RolloutCorrection:
 
     @property
     def fits_update(self) -> bool:
-        """Whether an update can compute the weights from its own log-probs: nothing is to be known of other rows."""
+        """Whether an update can correct by its own log-probs: what is rejected must be known before tokens are counted,
+        and the mean of all weights before the first one is used."""
         return not self.rejections and not self.batch_normalize
 
     @property

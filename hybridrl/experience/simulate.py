@@ -56,7 +56,9 @@ class Mode:
     bound: int | None = 0
     over_sampling: float | None = None
     training_engines: int = 0
-    queued: float | None = None  # a group is started if fewer wait, as a share of what a synchronous step would run
+    # Beyond what a step needs, a group is started while fewer responses are open than `1 + queued` times those that a
+    # synchronous step runs at once; None: however many are open.
+    queued: float | None = None
 
 
 @dataclass(frozen=True)
@@ -302,15 +304,9 @@ class _Run:
         self.max_staleness = max(self.max_staleness, self.version - batch[0][0])
 
     def train_instead(self) -> None:
-        """Train on the devices of the engines: open responses are interrupted, and prefilled again afterwards."""
+        """Train on the devices of the engines."""
         seconds = self.cluster.train + self.cluster.sync + self.cluster.switch
-        for index, engine in enumerate(self.engines):
-            engine.advance(self.now)
-            tokens = engine.open_tokens() + len(engine.running) * self.work.prompt_tokens
-            self.reprefilled += tokens
-            engine.restart_clock()
-            engine.ready = self.now + seconds + tokens / self.cluster.prefill_rate
-            self.completions[index] = engine.next_completion()
+        self.interrupt(seconds)
         self.now += seconds
         self.training += self.cluster.train
 
@@ -324,10 +320,16 @@ class _Run:
             self.start_groups()
         self.now = began + seconds
         self.training += seconds
-        for index, engine in enumerate(self.engines):
-            engine.advance(self.now)
-            engine.wait(self.now, self.cluster.pause)
-            engine.restart_clock()
-            self.completions[index] = engine.next_completion()
+        self.interrupt(self.cluster.pause)
         self.now += self.cluster.pause
         self.generating += self.now - began
+
+    def interrupt(self, seconds: float) -> None:
+        """Stop the engines for so long; afterwards open responses are prefilled again, with the new weights."""
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.now)
+            tokens = engine.open_tokens() + len(engine.running) * self.work.prompt_tokens
+            self.reprefilled += tokens
+            engine.restart_clock()
+            engine.ready = self.now + seconds + tokens / self.cluster.prefill_rate
+            self.completions[index] = engine.next_completion()

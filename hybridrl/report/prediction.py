@@ -1,5 +1,5 @@
 """The seconds of a run's steps by simulation (hybridrl/experience/simulate.py), from what the run has recorded: the
-lengths of its responses, its sizes, the speed of its engines, and the seconds of all else.
+lengths of its responses, the speed of its engines, and the seconds of all else.
 
 So a run shows whether its steps take what they should, and what those of another mode of rollout would take.
 """
@@ -7,12 +7,14 @@ So a run shows whether its steps take what they should, and what those of anothe
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
 from hybridrl.rollout.statistics import ITERATION
@@ -21,20 +23,64 @@ from hybridrl.tracking.records import read_records, records_of
 from hybridrl.tracking.sink import STEP_SECONDS
 
 WARM_UP = 2  # steps: libraries compile in the first one, and the engines of an asynchronous run fill
-LEAST_STEPS = 3  # to predict from
-STEPS, RESPONSES = (16, 40), 100_000  # the fewest and most steps that are simulated, and responses for fewer than most
+LEAST_STEPS, LAST_STEPS = 3, 40  # to predict from: at least so many after the warm-up, and of all the last ones
+FEWEST_SIMULATED, MOST_SIMULATED = 16, 40  # steps: as many as RESPONSES are enough for
+RESPONSES = 100_000
 WORTH = 1.15  # a gain that is named
-FAR = 1024  # running requests
 SYNC = Mode("sync")
 
 
-def recorded_lengths(run: Path, steps: int = 0) -> list[np.ndarray]:
-    """Read the lengths of a run's responses by group, of its last steps only if `steps` is given."""
+@dataclass(frozen=True)
+class Sizes:
+    """Groups per step, responses per group, engines on as many equal parts of the devices, the requests that each runs
+    at a time, and how many of these parts train alone (0: all train, and generate)."""
+
+    groups: int
+    n: int
+    engines: int
+    slots: int
+    training_engines: int
+
+
+@dataclass(frozen=True)
+class Times:
+    """Means over the last steps of a run, in seconds: of a step and its parts, and of an engine's iteration by what it
+    has. All that is neither rollout, weight sync nor switch counts as training."""
+
+    step: float
+    train: float
+    sync: float
+    switch: float
+    prompt_tokens: float  # that are computed, not found in the prefix cache
+    has_turns: bool
+    fixed: float
+    running_request: float
+    prefilled_token: float
+
+    @property
+    def prefill_rate(self) -> float:
+        return 1 / self.prefilled_token if self.prefilled_token else math.inf
+
+    def speed(self, slots: int) -> tuple[tuple[int, float], ...]:
+        """Return the seconds per token of each running request, as the simulation wants them."""
+        return tuple((count, self.fixed + count * self.running_request) for count in (1, slots + 1))
+
+    def cluster(self, engines: int, slots: int, training_engines: int = 0) -> Cluster:
+        """Return the run's; training took its seconds on `training_engines`, and is wanted on all devices."""
+        train = self.train * (training_engines or engines) / engines
+        rest = {"train": train, "sync": self.sync, "switch": self.switch, "pause": self.sync}
+        return Cluster(engines, slots, self.speed(slots), self.prefill_rate, **rest)
+
+
+def recorded_lengths(run: Path, enough: float = math.inf) -> list[np.ndarray]:
+    """Read the lengths of a run's responses by group, from its last step on until there are enough."""
     groups: dict[Any, list[float]] = defaultdict(list)
-    for _, path in sorted(records_of(run, "rollouts").items())[-steps:]:
+    for _, path in sorted(records_of(run, "rollouts").items(), reverse=True):
         for record in read_records(path):
             if (tokens := record.episode.get("sampled_tokens", 0)) > 0:
                 groups[record.group].append(tokens)
+        if sum(map(len, groups.values())) >= enough:
+            break
     return [np.array(lengths, dtype=float) for lengths in groups.values()]
 
 
@@ -45,70 +91,60 @@ def resample(groups: list[np.ndarray], count: int, n: int, seed: int) -> np.ndar
     return np.stack([random.choice(groups[index], n, replace=len(groups[index]) < n) for index in chosen])
 
 
-def run_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's groups per step, responses per group, engines and their slots; ValueError for what is no run's."""
+def run_sizes(config: Mapping[str, Any]) -> Sizes:
+    """Return the sizes that a run's configuration has; KeyError, TypeError or ValueError if it is not that of a run."""
     rollout, trainer = config["actor_rollout_ref"]["rollout"], config["trainer"]
-    devices = round(trainer["n_gpus_per_node"] * trainer["nnodes"] / training_share(config))
-    sizes = {"groups": config["data"]["train_batch_size"], "n": rollout["n"], "slots": rollout["max_num_seqs"]}
-    sizes |= {"engines": devices // rollout["tensor_model_parallel_size"]}
-    if any(not isinstance(value, int) or value < 1 for value in sizes.values()):
-        raise ValueError(f"sizes of no run: {sizes}")
+    width, devices, training = rollout["tensor_model_parallel_size"], trainer["n_gpus_per_node"] * trainer["nnodes"], 0
+    engines = devices // width
+    if trainer.get("v1", {}).get("trainer_mode") == "separate_async":
+        training = max(devices // width, 1)
+        engines = training + rollout["n_gpus_per_node"] * rollout["nnodes"] // width
+    sizes = Sizes(config["data"]["train_batch_size"], rollout["n"], engines, rollout["max_num_seqs"], training)
+    if min(sizes.groups, sizes.n, sizes.engines, sizes.slots) < 1:
+        raise ValueError(f"a run cannot have these sizes: {sizes}")
     return sizes
 
 
-def training_share(config: Mapping[str, Any]) -> float:
-    """Return the share of all devices that train; 1 if none are for rollout alone."""
-    rollout, trainer = config["actor_rollout_ref"]["rollout"], config["trainer"]
-    if trainer.get("v1", {}).get("trainer_mode") != "separate_async":
-        return 1.0
-    own = rollout["n_gpus_per_node"] * rollout["nnodes"]
-    return (count := trainer["n_gpus_per_node"] * trainer["nnodes"]) / (count + own)
-
-
-def run_seconds(run: Path) -> dict[str, Any]:
-    """Read from metrics.jsonl the mean seconds of a step and its parts, the engines' speed, and the tokens of a
-    prompt. All but rollout, weight sync and switch counts as training."""
+def run_times(run: Path) -> Times | None:
+    """Read the means from metrics.jsonl; None if it has too few steps, or not the speed of the engines."""
     steps = [line for step, line in sorted(read_metrics(run).items()) if step > 0 and STEP_SECONDS in line]
-    steps = steps[WARM_UP:] if len(steps) >= WARM_UP + LEAST_STEPS else steps[1:] or steps
-    if not steps:
-        return {}
+    steps = steps[WARM_UP:][-LAST_STEPS:]
+    if len(steps) < LEAST_STEPS:
+        return None
 
     def mean(name: str) -> float:
         return fmean(line.get(name, 0.0) for line in steps)
 
-    seconds = {"step_seconds": mean(STEP_SECONDS), "sync_seconds": mean("timing_s/update_weights")}
-    prompt_tokens = mean("prompt_length/mean") * (1 - mean("rollout/prefix_cache_hit_share"))  # that are computed
-    seconds |= {"switch_seconds": mean("timing_s/switch"), "prompt_tokens": prompt_tokens}
-    besides = mean("timing_s/gen") + seconds["sync_seconds"] + seconds["switch_seconds"]
-    seconds["has_turns"] = any("num_turns/mean" in line for line in steps)
-    seconds["train_seconds"] = max(seconds["step_seconds"] - besides, 0.0)
-    fixed, running, prefilled = (mean(f"rollout/iteration_s/{part}") for part in ITERATION)
-    if fixed or running:
-        seconds["speed"] = ((0, fixed), (FAR, fixed + FAR * running))
-        seconds["prefill_rate"] = 1 / prefilled if prefilled else math.inf
-    return seconds
+    step, sync, switch = mean(STEP_SECONDS), mean("timing_s/update_weights"), mean("timing_s/switch")
+    train = max(step - mean("timing_s/gen") - sync - switch, 0.0)
+    prompt_tokens = mean("prompt_length/mean") * (1 - mean("rollout/prefix_cache_hit_share"))
+    has_turns = any("num_turns/mean" in line for line in steps)
+    iteration = [mean(f"rollout/iteration_s/{part}") for part in ITERATION]
+    if not any(iteration[:2]):
+        return None
+    return Times(step, train, sync, switch, prompt_tokens, has_turns, *iteration)
 
 
 def predict_steps(config: Mapping[str, Any], run: Path) -> str | None:
-    """Return a sentence that compares the seconds of the run's steps with simulated ones; of a synchronous run with
-    those of rollouts that are continued, where they are worth it.
+    """Return a sentence that compares the seconds of an asynchronous run's steps with simulated ones, or those of a
+    synchronous run with those of rollouts that are continued, where these are worth it.
 
-    Not the other way round: engines that are always full do not show how fast they are with the last few responses.
-    None if the run is too short, or does what the simulation does not know: turns, dynamic sampling, engines that wait.
+    An asynchronous run is not compared with a synchronous one: engines that are always full do not show how fast they
+    are with the last few responses. None if the run is too short, or does what the simulation does not know.
     """
-    sizes, seconds, lengths = run_sizes(config), run_seconds(run), recorded_lengths(run, STEPS[1])
-    if "speed" not in seconds or not lengths or not _is_known(config, seconds):
+    times, sizes = run_times(run), run_sizes(config)
+    if times is None or not _is_known(config, times):
         return None
-    per_step = sizes["groups"] * sizes["n"]
-    steps = min(max(RESPONSES // per_step, STEPS[0]), STEPS[1])
-    lengths = resample(lengths, sizes["groups"] * steps, sizes["n"], seed=0)
-    work = Work(sizes["groups"], lengths, seconds["prompt_tokens"], steps, warmup=steps // 4)
-    cluster, mode = _cluster(config, sizes, seconds), _mode(config, sizes)
+    per_step = sizes.groups * sizes.n
+    if not (lengths := recorded_lengths(run, enough=LAST_STEPS * per_step)):
+        return None
+    steps = min(max(RESPONSES // per_step, FEWEST_SIMULATED), MOST_SIMULATED)
+    lengths = resample(lengths, sizes.groups * steps, sizes.n, seed=0)
+    work = Work(sizes.groups, lengths, times.prompt_tokens, steps, warmup=steps // 4)
+    cluster, mode = times.cluster(sizes.engines, sizes.slots, sizes.training_engines), _mode(config, sizes)
     predicted = simulate(work, cluster, mode).seconds
-    text = (
-        f"a step took {seconds['step_seconds']:.2f} s; simulated with this run's lengths and speed: {predicted:.2f} s"
-    )
-    if mode.bound:
+    text = f"a step took {times.step:.2f} s; simulated with this run's lengths and speed: {predicted:.2f} s"
+    if mode is not SYNC:
         return text
     bound = config["trainer"]["v1"]["sampler"]["max_off_policy_threshold"]
     continued = simulate(work, cluster, Mode("continued", bound, queued=QUEUED)).seconds
@@ -116,22 +152,20 @@ def predict_steps(config: Mapping[str, Any], run: Path) -> str | None:
     return f"{text}, {gain}" if predicted > WORTH * continued else None
 
 
-def _is_known(config: Mapping[str, Any], seconds: Mapping[str, Any]) -> bool:
-    waits = training_share(config) < 1 and config["trainer"]["deterministic"]
-    return not (config["algorithm"]["filter_groups"]["enable"] or seconds["has_turns"] or waits)
+def _is_known(config: Mapping[str, Any], times: Times) -> bool:
+    """Whether the simulation has all that takes time: neither turns, nor groups that are dropped, nor greedy responses,
+    nor engines that wait for each other."""
+    estimator = ESTIMATORS.get(config["algorithm"]["adv_estimator"])
+    greedy = estimator is not None and "greedy_rewards" in estimator.reads
+    drops, waits = config["algorithm"]["filter_groups"]["enable"], False
+    if config["trainer"]["v1"]["trainer_mode"] != "sync" or config["actor_rollout_ref"]["rollout"]["over_sample_rate"]:
+        waits = config["actor_rollout_ref"]["rollout"]["full_determinism"]
+    return not (times.has_turns or drops or greedy or waits)
 
 
-def _mode(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> Mode:
+def _mode(config: Mapping[str, Any], sizes: Sizes) -> Mode:
     v1, over_sampling = config["trainer"]["v1"], config["actor_rollout_ref"]["rollout"]["over_sample_rate"]
     if v1["trainer_mode"] == "sync" and not over_sampling:
         return SYNC
-    separate = round(training_share(config) * sizes["engines"]) % sizes["engines"]
-    return Mode("own", v1["sampler"]["max_off_policy_threshold"], over_sampling or None, separate, QUEUED)
-
-
-def _cluster(config: Mapping[str, Any], sizes: Mapping[str, Any], seconds: Mapping[str, Any]) -> Cluster:
-    """Return the run's; the simulation wants the seconds that training takes on all devices."""
-    sync, switch = seconds["sync_seconds"], seconds["switch_seconds"]
-    train = seconds["train_seconds"] * training_share(config)
-    engines = sizes["engines"], sizes["slots"], seconds["speed"], seconds["prefill_rate"]
-    return Cluster(*engines, train=train, sync=sync, switch=switch, pause=sync)
+    bound = v1["sampler"]["max_off_policy_threshold"]
+    return Mode("own", bound, over_sampling or None, sizes.training_engines, QUEUED)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import numpy as np
 
@@ -76,13 +77,14 @@ def _alone(engine: EngineStats) -> float:
 
 def _speed(engines: Sequence[EngineStats]) -> dict[str, float]:
     """Return the seconds of an iteration as a linear function of its running requests and of the tokens it prefills,
-    fitted by least squares; what would have negative seconds takes no time."""
-    products, seconds = sum(one.products for one in engines), sum(one.moments for one in engines)
-    used = list(range(len(ITERATION)))
-    while True:
-        fitted = np.linalg.lstsq(products[np.ix_(used, used)], seconds[used], rcond=None)[0]
-        if (fitted >= 0).all():
-            break
-        del used[int(fitted.argmin())]
-    parts = dict(zip(used, fitted.tolist(), strict=True))
-    return {f"rollout/iteration_s/{name}": parts.get(part, 0.0) for part, name in enumerate(ITERATION)}
+    fitted by least squares without negative seconds: of all choices of parts, the best one that has none."""
+    products, moments = sum(one.products for one in engines), sum(one.moments for one in engines)
+    best, least = np.zeros(len(ITERATION)), 0.0
+    for size in range(1, len(ITERATION) + 1):
+        for parts in map(list, combinations(range(len(ITERATION)), size)):
+            fitted = np.zeros(len(ITERATION))
+            fitted[parts] = np.linalg.lstsq(products[np.ix_(parts, parts)], moments[parts], rcond=None)[0]
+            error = float(fitted @ products @ fitted - 2 * fitted @ moments)  # less what no choice changes
+            if (fitted >= 0).all() and error < least:
+                best, least = fitted, error
+    return {f"rollout/iteration_s/{name}": seconds for name, seconds in zip(ITERATION, best.tolist(), strict=True)}

@@ -123,8 +123,6 @@ def build_policy_plan(config: PPOConfig) -> PolicyPlan:
         )
         for forward in (section.rollout, section.ref)
     ]
-    correction = build_correction(config.algorithm.rollout_correction)
-    bypass = config.algorithm.rollout_correction.bypass_mode
     return PolicyPlan(
         policy_loss_config(config),
         policy_updates(config),
@@ -133,7 +131,7 @@ def build_policy_plan(config: PPOConfig) -> PolicyPlan:
         # Activations are dropped at random only if the user configured it.
         disturbed=bool(model.lora_rank and model.lora.dropout) or bool(disturbances(model.override_config)),
         first_update=config.trainer.critic_warmup,
-        correction=correction if correction is not None and correction.fits_update and not bypass else None,
+        correction=build_correction(config.algorithm.rollout_correction),
         agreement=build_agreement(config),
     )
 

@@ -218,9 +218,9 @@ class TrainWorkers:
             metrics, outputs = self.update_mini_batches(batch, mini_batches, loss, step)
             if own:
                 batch = _with_outputs(batch, outputs)
-            if own and self.policy.correction is not None:
-                batch, of_correction = self.policy.correction.apply(batch)
-                metrics |= of_correction
+                if self.policy.correction is not None:
+                    batch, of_correction = self.policy.correction.apply(batch)
+                    metrics |= of_correction
         kl_weight = {} if loss.kl_form is None else {"actor/kl_coef": loss.kl_coef}
         return batch, metrics | kl_weight | self.watch.take()
 

@@ -68,6 +68,6 @@ class BroadcastSync(BucketSync):
 
     def abort(self, dead: Sequence[int]) -> None:
         self.members = []
-        with suppress(RuntimeError):  # the sender failed with the server that was lost
-            self._finish_sending()
         super().abort(dead)
+        with suppress(RuntimeError):  # it failed with the server that was lost
+            self._finish_sending()

@@ -59,19 +59,18 @@ def main() -> None:
         ]
         subprocess.run(command, check=True, cwd=TOP)
         lengths: dict[str, list[float]] = {mode: [] for mode in MODES}
-        first, old = [], []
+        first, continued_shares = [], []
         for file in sorted(directory.glob("runs/*/config.yaml")):
             mode = yaml.safe_load(file.read_text())["trainer"]["v1"]["trainer_mode"]
             lines = [line for _, line in sorted(read_metrics(file.parent).items())]
             scores = [value for line in lines for name, value in line.items() if VALIDATION.fullmatch(name)]
             first.append(100 * scores[0])
             lengths[mode].append(100 * scores[-1])
-            old += [line["partial/continued_share"] for line in lines if "partial/continued_share" in line]
+            continued_shares += [line["partial/continued_share"] for line in lines if "partial/continued_share" in line]
     sync, continued = lengths["sync"], lengths["colocate_async"]
     error = ((stdev(sync) ** 2 + stdev(continued) ** 2) / len(SEEDS)) ** 0.5
-    what = (
-        f"characters of a response after {options.steps} steps, {fmean(first):.1f} before, {fmean(old):.0%} continued"
-    )
+    what = f"characters of a response after {options.steps} steps, {fmean(first):.1f} before"
+    what += f", {fmean(continued_shares):.0%} continued"
     texts = [", ".join(f"{length:.1f}" for length in some) for some in (continued, sync)]
     difference = abs(fmean(continued) - fmean(sync)) / error
     report([Row(f"{what}: difference over its standard error", *texts, difference, "at most 2")], options.json)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybridrl.report.prediction import LEAST_STEPS, WARM_UP
 from hybridrl.tracking.records import write_records
 
 TOP = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def test_sizes_and_seconds_are_the_runs_unless_they_are_given(run, capsys):
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     first, second = {"timing_s/step": 99.0}, {"timing_s/step": 10.0, "timing_s/gen": 6.0}
     second |= {"timing_s/update_weights": 1.0, "prompt_length/mean": 7.0, "rollout/iteration_s/fixed": 1.0}
-    lines = [{"step": step} | metrics for step, metrics in enumerate((first, second), start=1)]
+    lines = [{"step": step} | (first if step <= WARM_UP else second) for step in range(1, WARM_UP + LEAST_STEPS + 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     of_run = predicted(capsys, "--lengths", run)
     inputs = of_run["inputs"]

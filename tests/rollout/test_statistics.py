@@ -88,8 +88,19 @@ def test_an_iteration_takes_a_time_for_itself_for_each_running_request_and_for_e
 
 
 def test_nothing_makes_an_iteration_faster(clock):
-    """The fit without bounds has -0.1 s for each request; without them the mean is left."""
+    """Lines through these have -0.1 s for each request, and -1 s for the iteration itself: without them the mean is
+    left, and (1 x 0.5 + 2 x 2) / (1 x 1 + 2 x 2) for each request."""
     assert speed([(1, 0, 1.0), (3, 0, 0.8), (1, 0, 1.0), (3, 0, 0.8)], clock) == pytest.approx([0.9, 0, 0])
+    assert speed([(1, 0, 0.5), (2, 0, 2.0)], clock) == pytest.approx([0, 0.9, 0])
+
+
+def test_hits_of_a_prompt_that_is_computed_in_parts_count_with_its_end(clock):
+    engine = Observer()
+    engine.submitted()
+    report(engine, clock, 0.5, running=1, hits=60)
+    report(engine, clock, 1.5, running=1, prompts=100)
+    report(engine, clock, 0.5, running=0)
+    assert engine.take().products[2, 2] == 40**2
 
 
 def test_the_time_between_two_rollouts_and_the_probe_of_a_sync_is_not_counted(clock):

@@ -13,7 +13,7 @@ class Observer(StatLoggerBase):
 
     def __init__(self) -> None:
         self.stats = EngineStats()
-        self.running = self.sampled = self.prefilled = 0
+        self.running = self.sampled = self.prefilled = self.hits = 0
         self.since: float | None = None  # the end of the last iteration, or the first request after a pause
 
     def submitted(self) -> None:
@@ -38,14 +38,18 @@ class Observer(StatLoggerBase):
         now, running = time.monotonic(), scheduler_stats.num_running_reqs
         waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         hits = scheduler_stats.prefix_cache_stats.hits
+        self.hits += hits
         self.stats.prefix_queries += scheduler_stats.prefix_cache_stats.queries
         self.stats.prefix_hits += hits
         if self.since is not None:  # otherwise it is the probe of a weight sync
             # Requests that finished in this iteration ran in it, and so did those that were admitted.
-            in_iteration, computed = max(running, self.running), max(prefilled - hits, 0)
+            in_iteration, computed = max(running, self.running), max(prefilled - self.hits, 0)
+            self.hits = max(self.hits - prefilled, 0)  # of prompts that are not complete yet
             self.stats.observe(now - self.since, in_iteration, waiting, scheduler_stats.kv_cache_usage, computed)
             self.stats.tokens += sampled
-        self.running, self.since = running, now if running or waiting else None
+        self.running, self.since = running, now
+        if not running and not waiting:
+            self.since, self.hits = None, 0
 
     def log_engine_initialized(self) -> None:
         return
