@@ -22,7 +22,10 @@ def two_machines(**second: str) -> Iterator[Cluster]:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # these machines have no token, which the session would send
         patch.setenv("PYTHONPATH", TOP)
         Config.initialize("")
-        cluster = Cluster(initialize_head=True, head_node_args=options)
+        with pytest.MonkeyPatch.context() as start:  # its address is written there, where no Ray may ever have been
+            start.setenv("RAY_TMPDIR", directory)
+            Path(directory, "ray").mkdir()
+            cluster = Cluster(initialize_head=True, head_node_args=options)
         try:
             cluster.add_node(num_cpus=2, **second)
             patch.setenv("RAY_ADDRESS", cluster.address)
