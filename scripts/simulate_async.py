@@ -21,7 +21,7 @@ import yaml
 from hybridrl.config import ConfigError
 from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.simulate import Cluster, Mode, Prediction, Work, best_split, log_normal_lengths, simulate
-from hybridrl.report.prediction import Times, recorded_lengths, resample, run_sizes, run_times
+from hybridrl.report.prediction import Sizes, Times, recorded_lengths, resample, run_sizes, run_times
 from hybridrl.tracking import read_metrics
 
 DEFAULTS = {"groups": 1024, "n": 1, "engines": 16, "slots": 16, "prompt_tokens": 0.0}
@@ -73,12 +73,6 @@ def parser() -> argparse.ArgumentParser:
     add("--pause-seconds", type=float, help="per weight sync between separate pools")
     add("--bound", type=int, nargs="+", default=[1, 4, 8], help="bounds of the staleness")
     add("--over-sampling", type=float, default=0.25, help="limit of groups started early, as a share of a batch")
-    add(
-        "--queued",
-        type=float,
-        default=QUEUED,
-        help="responses that wait, as a share of those that a synchronous step runs",
-    )
     add("--steps", type=int, default=60)
     add("--warmup", type=int, default=12, help="steps that are left out of the means")
     add("--seed", type=int, default=0)
@@ -148,15 +142,14 @@ def lengths_of(run: Path) -> list[np.ndarray]:
 def recorded(run: Path, speed: object) -> tuple[dict[str, Any], Times | None]:
     """Read the run's sizes from its config.yaml and its seconds from metrics.jsonl, each where it is there; ConfigError
     for seconds without the engines' speed, if none is given."""
-    values: dict[str, Any] = {}
+    sizes: Sizes | None = None
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        values = asdict(run_sizes(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))))
-    times = run_times(run)
+        sizes = run_sizes(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    values, times = asdict(sizes) if sizes else {}, run_times(run)
     if times is not None:
-        share = (values["training_engines"] or values["engines"]) / values["engines"] if values else 1.0
-        values |= {"train_seconds": times.train * share, "sync_seconds": times.sync, "switch_seconds": times.switch}
-        values |= {"pause_seconds": times.sync, "prompt_tokens": times.prompt_tokens}
-        values |= {"prefill_rate": times.prefill_rate}
+        one = times.cluster(sizes.engines, sizes.slots, sizes.training_engines) if sizes else times.cluster(1, 1)
+        values |= {f"{name}_seconds": getattr(one, name) for name in ("train", "sync", "switch", "pause")}
+        values |= {"prompt_tokens": times.prompt_tokens, "prefill_rate": one.prefill_rate}
     elif speed is None and read_metrics(run):
         cause = f"--lengths={run}: metrics.jsonl has too few steps, or no rollout/iteration_s: how fast engines were"
         raise ConfigError(cause, fix="give --speed, and --train-seconds or --train-share")
@@ -164,22 +157,22 @@ def recorded(run: Path, speed: object) -> tuple[dict[str, Any], Times | None]:
 
 
 def predict(work: Work, cluster: Cluster, options: argparse.Namespace) -> list[Prediction]:
-    widest, queued = max(options.bound), options.queued
+    widest = max(options.bound)
     modes = [Mode("sync")]
-    modes += [Mode(f"carried over, bound {bound}", bound, None, 0, queued) for bound in options.bound]
+    modes += [Mode(f"carried over, bound {bound}", bound, None, 0, QUEUED) for bound in options.bound]
     further = f"at most {options.over_sampling:g} further"
     over = [bound for bound in options.bound if bound > options.over_sampling]
     modes += [
-        Mode(f"carried over, bound {bound}, {further}", bound, options.over_sampling, 0, queued) for bound in over
+        Mode(f"carried over, bound {bound}, {further}", bound, options.over_sampling, 0, QUEUED) for bound in over
     ]
-    modes.append(Mode(f"carried over, no bound, {further}", None, options.over_sampling, 0, queued))
+    modes.append(Mode(f"carried over, no bound, {further}", None, options.over_sampling, 0, QUEUED))
     if cluster.engines > 1:
         half = cluster.engines // 2
         name = f"separate, half for training, bound {widest}"
-        modes.append(Mode(name, widest, training_engines=half, queued=queued))
+        modes.append(Mode(name, widest, training_engines=half, queued=QUEUED))
     predictions = [simulate(work, cluster, mode) for mode in modes]
     if cluster.engines > 1 and cluster.train > 0:
-        best = best_split(work, cluster, widest, queued)
+        best = best_split(work, cluster, widest, QUEUED)
         name = f"separate, {best.mode.training_engines} of {cluster.engines} for training, bound {widest}"
         predictions.append(replace(best, mode=replace(best.mode, name=name)))
     return predictions

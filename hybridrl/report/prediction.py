@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from hybridrl.config import PPOConfig
 from hybridrl.config.catalog import ESTIMATORS
+from hybridrl.config.checks.asynchronous import continues_rollouts
 from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
 from hybridrl.rollout.statistics import ITERATION
@@ -27,7 +29,6 @@ LEAST_STEPS, LAST_STEPS = 3, 40  # to predict from: at least so many after the w
 FEWEST_SIMULATED, MOST_SIMULATED = 16, 40  # steps: as many as RESPONSES are enough for
 RESPONSES = 100_000
 WORTH = 1.15  # a gain that is named
-SYNC = Mode("sync")
 
 
 @dataclass(frozen=True)
@@ -125,47 +126,39 @@ def run_times(run: Path) -> Times | None:
     return Times(step, train, sync, switch, prompt_tokens, has_turns, *iteration)
 
 
-def predict_steps(config: Mapping[str, Any], run: Path) -> str | None:
+def predict_steps(config: PPOConfig, sizes: Sizes, run: Path) -> str | None:
     """Return a sentence that compares the seconds of an asynchronous run's steps with simulated ones, or those of a
     synchronous run with those of rollouts that are continued, where these are worth it.
 
     An asynchronous run is not compared with a synchronous one: engines that are always full do not show how fast they
     are with the last few responses. None if the run is too short, or does what the simulation does not know.
     """
-    times, sizes = run_times(run), run_sizes(config)
-    if times is None or not _is_known(config, times):
+    times = run_times(run)
+    if times is None or times.has_turns or not _is_known(config):
         return None
     per_step = sizes.groups * sizes.n
-    if not (lengths := recorded_lengths(run, enough=LAST_STEPS * per_step)):
+    if not (lengths := recorded_lengths(run, enough=min(LAST_STEPS * per_step, RESPONSES))):
         return None
     steps = min(max(RESPONSES // per_step, FEWEST_SIMULATED), MOST_SIMULATED)
     lengths = resample(lengths, sizes.groups * steps, sizes.n, seed=0)
     work = Work(sizes.groups, lengths, times.prompt_tokens, steps, warmup=steps // 4)
-    cluster, mode = times.cluster(sizes.engines, sizes.slots, sizes.training_engines), _mode(config, sizes)
-    predicted = simulate(work, cluster, mode).seconds
-    text = f"a step took {times.step:.2f} s; simulated with this run's lengths and speed: {predicted:.2f} s"
-    if mode is not SYNC:
-        return text
-    bound = config["trainer"]["v1"]["sampler"]["max_off_policy_threshold"]
-    continued = simulate(work, cluster, Mode("continued", bound, queued=QUEUED)).seconds
-    gain = f"with trainer.v1.trainer_mode=colocate_async {continued:.2f} s"
-    return f"{text}, {gain}" if predicted > WORTH * continued else None
+    cluster = times.cluster(sizes.engines, sizes.slots, sizes.training_engines)
+    bound = config.trainer.v1.sampler.max_off_policy_threshold
+    over_sampling = config.actor_rollout_ref.rollout.over_sample_rate or None
+    continued = Mode("continued", bound, over_sampling, sizes.training_engines, QUEUED)
+    asynchronous = simulate(work, cluster, continued).seconds
+    text = f"a step took {times.step:.2f} s; simulated with this run's lengths and speed: "
+    if continues_rollouts(config):
+        return f"{text}{asynchronous:.2f} s"
+    synchronous = simulate(work, cluster, Mode("sync")).seconds
+    gain = f"{text}{synchronous:.2f} s, with trainer.v1.trainer_mode=colocate_async {asynchronous:.2f} s"
+    return gain if synchronous > WORTH * asynchronous else None
 
 
-def _is_known(config: Mapping[str, Any], times: Times) -> bool:
-    """Whether the simulation has all that takes time: neither turns, nor groups that are dropped, nor greedy responses,
-    nor engines that wait for each other."""
-    estimator = ESTIMATORS.get(config["algorithm"]["adv_estimator"])
+def _is_known(config: PPOConfig) -> bool:
+    """Whether the simulation has all that takes time: neither groups that are dropped, nor greedy responses, nor
+    engines that wait for each other."""
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     greedy = estimator is not None and "greedy_rewards" in estimator.reads
-    drops, waits = config["algorithm"]["filter_groups"]["enable"], False
-    if config["trainer"]["v1"]["trainer_mode"] != "sync" or config["actor_rollout_ref"]["rollout"]["over_sample_rate"]:
-        waits = config["actor_rollout_ref"]["rollout"]["full_determinism"]
-    return not (times.has_turns or drops or greedy or waits)
-
-
-def _mode(config: Mapping[str, Any], sizes: Sizes) -> Mode:
-    v1, over_sampling = config["trainer"]["v1"], config["actor_rollout_ref"]["rollout"]["over_sample_rate"]
-    if v1["trainer_mode"] == "sync" and not over_sampling:
-        return SYNC
-    bound = v1["sampler"]["max_off_policy_threshold"]
-    return Mode("own", bound, over_sampling or None, sizes.training_engines, QUEUED)
+    waits = continues_rollouts(config) and config.actor_rollout_ref.rollout.full_determinism
+    return not (config.algorithm.filter_groups.enable or greedy or waits)

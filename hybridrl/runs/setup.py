@@ -27,7 +27,7 @@ from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.report import write_report
-from hybridrl.report.prediction import predict_steps
+from hybridrl.report.prediction import predict_steps, run_sizes
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runtime.environment import without_expandable_segments, worker_environment
@@ -160,7 +160,7 @@ def write_page(directory: Path) -> None:
 def print_prediction(config: PPOConfig, directory: Path) -> None:
     """Print what the run's steps took against a simulation. Whatever goes wrong there costs the line, not the run."""
     try:
-        if steps := predict_steps(as_dict(config), directory):
+        if steps := predict_steps(config, run_sizes(as_dict(config)), directory):
             info(f"\n{steps}")
     except Exception as error:
         warn(f"the seconds of a step could not be predicted: {error!r}", "prediction-lost")

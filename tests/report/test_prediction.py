@@ -4,6 +4,7 @@ import json
 import re
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,7 +65,8 @@ def sentence(
     config["actor_rollout_ref"]["rollout"]["full_determinism"] = deterministic
     if mode.get("trainer_mode") == "separate_async":
         config["actor_rollout_ref"]["rollout"] |= {"nnodes": 1, "n_gpus_per_node": 1}
-    return predict_steps(config, run)
+    typed = json.loads(json.dumps(config), object_hook=lambda section: SimpleNamespace(**section))
+    return predict_steps(typed, run_sizes(config), run)
 
 
 def seconds(text: str | None) -> list[float]:

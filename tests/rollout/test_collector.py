@@ -12,6 +12,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from hybridrl.rollout.vllm.collector import Collector
+from hybridrl.rollout.vllm.observer import Observer
 
 BYTES = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 
@@ -68,7 +69,7 @@ def of_vllm(tokenizer, requests, rounds) -> dict[str, tuple[list[int], list[floa
 
 
 def of_collector(tokenizer, requests, rounds) -> dict[str, tuple[list[int], list[float], bool]]:
-    collector, ended = Collector(), {}
+    collector, ended = Collector(Observer()), {}
     collector.tokenizer = tokenizer
     for one in requests:
         collector.add_request(one, None, None, 0)
@@ -108,7 +109,7 @@ def test_a_stop_text_does_not_count_before_the_least_number_of_tokens(tokenizer)
 
 
 def test_tokens_sampled_at_once_after_a_stop_text_are_dropped(tokenizer):
-    collector = Collector()
+    collector = Collector(Observer())
     collector.tokenizer = tokenizer
     collector.add_request(request("a", "b"))
     ids = tokenizer.encode("abc")
@@ -120,7 +121,7 @@ def test_tokens_sampled_at_once_after_a_stop_text_are_dropped(tokenizer):
 
 
 def test_the_log_probs_of_a_scored_prompt_are_its_own_tokens_and_not_the_likeliest():
-    collector = Collector()
+    collector = Collector(Observer())
     collector.add_request(request("a"))
     rows = LogprobsTensors(torch.tensor([[2, 9], [3, 8]]), torch.tensor([[-4.0, -0.5], [-5.0, -0.25]]), torch.ones(2))
     output = EngineCoreOutput("a-1", [7], new_prompt_logprobs_tensors=rows, finish_reason=FinishReason.LENGTH)
@@ -131,7 +132,7 @@ def test_the_log_probs_of_a_scored_prompt_are_its_own_tokens_and_not_the_likelie
 def test_a_text_that_begins_before_an_interruption_ends_the_response_that_continues(tokenizer):
     ended = {}
     for begun in (2, 0):  # of the prompt's last two tokens: those of the response
-        collector = Collector()
+        collector = Collector(Observer())
         collector.tokenizer = tokenizer
         made = request("x", "bc")
         made.prompt_token_ids = [1, 2, 3, BYTES["a"], BYTES["b"]]
@@ -144,7 +145,7 @@ def test_a_text_that_begins_before_an_interruption_ends_the_response_that_contin
 
 
 def test_interrupted_responses_have_what_was_sampled_and_are_forgotten(tokenizer):
-    collector = Collector()
+    collector = Collector(Observer())
     for name in "xy":
         collector.add_request(request(name))
     collector.process_outputs([sampled("x", 7, -0.5)])
@@ -159,7 +160,7 @@ def test_interrupted_responses_have_what_was_sampled_and_are_forgotten(tokenizer
 
 
 def test_prompts_count_with_their_first_token_and_each_token_and_preemption_as_it_comes():
-    collector = Collector()
+    collector = Collector(Observer())
     for name in "xy":
         collector.add_request(request(name))
     prompt = len(request("x").prompt_token_ids)

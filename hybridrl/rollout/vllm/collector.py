@@ -54,8 +54,8 @@ class Response:
 class Collector:
     """The unfinished responses of an engine, with the methods of vLLM's OutputProcessor that LLMEngine calls."""
 
-    def __init__(self, observer: Observer | None = None) -> None:
-        self.observer = observer or Observer()
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
         self.tokenizer: PreTrainedTokenizerBase | None = None  # needed where texts end responses
         self.responses: dict[str, Response] = {}
         self.begun: dict[str, int] = {}  # by name, of requests that continue a response: its tokens in their prompt
