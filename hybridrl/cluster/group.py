@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridrl.cluster.session import RaySession, lost_component
 from hybridrl.cluster.watchdog import Watch, name, table
 from hybridrl.runtime.guard import kill_cause
+from hybridrl.runtime.stacks import death_note
 from hybridrl.tracking.faults import DEVICE_MEMORY, HOST_MEMORY
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
@@ -256,7 +257,8 @@ def _root_failure(
     if isinstance(first, RayActorError):
         check_ray()
         last = [f"{logs[rank]} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
-        message = "\n".join([f"{what}: the process of {failed} died: {cause(first)}", *last, *peers])
+        note = death_note(logs[rank]) if rank < len(logs) else ""
+        message = "\n".join([f"{what}: the process of {failed} died: {cause(first)}{note}", *last, *peers])
         return OutOfMemory(message, what) if short else WorkerDied(message)
     if short:
         return OutOfMemory(f"{what}: {failed} ran out of memory: {cause(first)}", what)

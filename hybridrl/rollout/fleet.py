@@ -23,6 +23,7 @@ from hybridrl.rollout.statistics import engine_metrics
 from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
+from hybridrl.runtime.stacks import death_note
 from hybridrl.tracking.console import info
 
 CHECK_SECONDS = 30.0
@@ -154,7 +155,8 @@ class RolloutFleet:
         """Return a lost server's failure for the client, with all that was tried against a lack of memory."""
         reason = cause(error)
         self.lost(index, reason)
-        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason)
+        note = death_note(self.servers.logs[index])
+        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason + note)
 
     def state_dict(self) -> dict[str, Any]:
         return self.ladder.state_dict()

@@ -1,13 +1,25 @@
-"""What a process of this machine is doing, asked from outside: on request it writes the stacks of all its threads to
-its log, and the kernel knows about one that cannot.
+"""What a process of this machine is doing, asked from outside without a risk for it: a thread of the process writes the
+stacks of all threads to its log, and the kernel knows about a process whose threads cannot run.
 
-The processes of an actor are those that write to its log: the actor itself, and an engine's own processes."""
+The processes of an actor are those that write to its log: the actor itself, and an engine's own processes. Nothing is
+requested of one that has not called `write_stacks_on_request`. A signal needs no thread, but its handler walks frames
+without the GIL, which ends a process now and then whose threads run, most often while they import. So it is the last
+resort: for a process that computes or waits without running any Python, and the frames of one thread by itself.
 
+    python -m hybridrl.runtime.stacks PID
+"""
+
+import argparse
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
 import signal
+import socket
+import struct
+import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -17,8 +29,13 @@ from pathlib import Path
 import psutil
 
 REQUEST = signal.SIGUSR1
-REPLY_SECONDS, LOOK_SECONDS = 1.0, 0.05
-THREAD = re.compile(r"^(?=Current thread 0x|Thread 0x)", re.MULTILINE)
+REPLY_SECONDS = 5.0  # for a thread to get the GIL, also on a machine whose cores are all busy
+STARVED_SECONDS = 0.1  # of CPU time, with less of which a process that could run has not had the time to reply
+SIGNAL_SECONDS = 1.0
+NOTICED_SECONDS = 3.0  # within which a death is noticed
+DIED = f"died within {SIGNAL_SECONDS:g} s of the {REQUEST.name} that requested its stack"
+DEEPEST = 100  # frames of a thread
+THREAD = re.compile(r"^(?=(?:Thread|Stack) .*:$)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 OWN = (f"{Path(__file__).parents[1]}/", "/vllm/")  # where a frame says most, best first
 IDLE = "/ray/_private/worker.py"  # the loop in which an actor waits for calls
@@ -26,18 +43,79 @@ WRAPPERS = {"wrapper", "inner", "_fn"}  # torch's decorators
 
 Frame = tuple[str, str, str]  # file, line, function
 
+_signalled: dict[str, float] = {}  # when, by log
+
+
+# -- in the process ----------------------------------------------------------------------------------------------------
+
 
 def write_stacks_on_request() -> None:
-    """Have this process write the stacks of all its threads to its standard error when it gets REQUEST, whatever it is
-    executing; it is not disturbed."""
-    faulthandler.register(REQUEST, file=2, all_threads=True)
+    """Have this process write the stacks of all its threads to its standard error when `activities` requests them, and
+    that of one thread when this gets REQUEST, whatever it is executing."""
+    faulthandler.register(REQUEST, file=2, all_threads=False)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(_address(os.getpid()))
+    except OSError:  # it listens already
+        listener.close()
+        return
+    listener.listen()
+    threading.Thread(target=_reply_to_all, args=[listener], name="stacks", daemon=True).start()
+
+
+def _address(pid: int) -> bytes:
+    """Return the address of a process, which needs no file. Containers may share addresses, and have equal numbers."""
+    return f"\0hybridrl-stacks-{os.stat('/proc/self/ns/pid').st_ino}-{pid}".encode()
+
+
+def _reply_to_all(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # too many open files
+            time.sleep(1)
+            continue
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(SIGNAL_SECONDS)
+            if _peer(connection)[1] in (0, os.geteuid()):
+                text = _stacks().encode(errors="replace")
+                with contextlib.suppress(OSError):  # a full disk
+                    os.write(2, text)
+                connection.sendall(text)
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
+
+
+def _stacks() -> str:
+    """Return the stacks of all threads but this one, the main thread's first, as faulthandler writes them."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    del frames[threading.get_ident()]
+    lines = [f"{time.strftime('%F %T')} stacks of process {os.getpid()}"]
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        lines.append(f"Thread {ident:#x} {names.get(ident, '')} (most recent call first):")
+        frame = frames.pop(ident)
+        for _ in range(DEEPEST):
+            if frame is not None:
+                code = frame.f_code
+                lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+                frame = frame.f_back
+    return "\n".join(lines) + "\n"
+
+
+# -- from outside ------------------------------------------------------------------------------------------------------
 
 
 def activities(logs: Iterable[str]) -> dict[str, str]:
-    """Return what the processes of this machine are doing that write to each of these logs, after asking them for their
-    stacks. Logs that no process of this machine writes to are left out. Takes a second per process at most."""
+    """Return what the processes of this machine are doing that write to each of these logs, after requesting their
+    stacks. Logs that no process of this machine writes to are left out. Takes seconds for a process that does not
+    reply, otherwise less."""
     found = _writers({os.path.realpath(log): log for log in logs})
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor(max(len(found), 1)) as threads:
         return dict(zip(found, threads.map(_activity, found, found.values()), strict=True))
 
 
@@ -55,46 +133,90 @@ def _writers(logs: dict[str, str]) -> dict[str, list[int]]:
 def _activity(log: str, pids: Sequence[int]) -> str:
     parts = []
     for pid in pids:
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            if doing := _process_activity(pid, Path(log)):
-                parts.append(f"{Path(psutil.Process(pid).cmdline()[0]).name} (pid {pid}) {doing}")
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended
+            process = psutil.Process(pid)
+            name = Path(next(iter(process.cmdline()), process.name())).name
+            if doing := _process_activity(process, Path(log)):
+                parts.append(f"{name} (pid {pid}) {doing}")
     return "; ".join(parts)
 
 
-def _process_activity(pid: int, log: Path) -> str:
+def _process_activity(process: psutil.Process, log: Path) -> str:
     """Return where a process is; nothing for a helper that sleeps, such as Python's resource tracker."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    before = _cpu_seconds(process)
+    letter, state, _ = _state(process.pid)
+    stacks = None if letter in "tT" else request(process.pid)
+    if stacks:
+        return place(stacks) + f", {state}" * (letter not in "RS")
+    if stacks is None:
+        return {"S": "", "R": "running"}.get(letter, state)
+    used = {thread: seconds - before.get(thread, 0.0) for thread, seconds in _cpu_seconds(process).items()}
+    computed, (letter, state, handles) = sum(used.values()), _state(process.pid)
+    targets = [process.pid] * (letter == "S")  # its main thread waits
+    if computed > STARVED_SECONDS:  # the thread that computes has the GIL
+        targets = [max(used, key=lambda thread: used[thread]), process.pid]
+    if not handles or letter in "tT":
+        targets = []
+    stack = next(filter(None, (_signal(process, thread, log) for thread in targets)), "")
+    if DIED in stack:
+        return DIED
+    facts = f"no thread has run Python for {REPLY_SECONDS:g} s, with {computed:.1f} s of CPU time: {state}"
+    return f"{place(stack)}; {facts}" if stack else facts
+
+
+def _state(pid: int) -> tuple[str, str, bool]:
+    """Return the letter and the description of a process's state, and whether it handles REQUEST."""
+    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     letter, word = status["State"].split()[0], status["State"].partition("(")[2].rstrip(")")
-    answers = int(status["SigCgt"], 16) >> (REQUEST - 1) & 1  # any other process would die of the signal
-    if letter in "RS" and not answers:
-        return "" if letter == "S" else "running"
-    if letter in "RS" and (stacks := _request(pid, log)):
-        return place(stacks)
     waits = Path(f"/proc/{pid}/wchan").read_text().strip("0")
-    return f"{word} (state {letter}{f', in {waits}' * bool(waits)})"
+    handles = bool(int(status["SigCgt"], 16) >> (REQUEST - 1) & 1)
+    return letter, f"{word} (state {letter}{f', in {waits}' * bool(waits)})", handles
 
 
-def _request(pid: int, log: Path) -> str:
-    """Ask a process for its stacks; return what its log has since, empty if it did not respond."""
-    size = seen = log.stat().st_size
-    os.kill(pid, REQUEST)
-    deadline = time.monotonic() + REPLY_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
-        last, seen = seen, log.stat().st_size
-        if seen == last > size:  # it is complete
-            with log.open("rb") as file:
-                file.seek(size)
-                return file.read().decode(errors="replace")
-    return ""
+def _cpu_seconds(process: psutil.Process) -> dict[int, float]:
+    return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+
+
+def request(pid: int) -> str | None:
+    """Request the stacks of a process; empty if it did not reply in time, None if it does not take requests."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(REPLY_SECONDS)
+        try:
+            connection.connect(_address(pid))
+            if _peer(connection)[0] != pid:  # another program took the address
+                return None
+            return connection.makefile("rb").read().decode(errors="replace") or None
+        except (TimeoutError, BlockingIOError):  # not even accepted, as many requests wait
+            return ""
+        except OSError:
+            return None
+
+
+def _signal(process: psutil.Process, thread: int, log: Path) -> str:
+    """Have a thread write its stack to the log; return it, empty if it has none, or that the process has ended."""
+    size = log.stat().st_size
+    _signalled[str(log)] = time.monotonic()
+    ctypes.CDLL(None).tgkill(process.pid, thread, REQUEST)
+    time.sleep(SIGNAL_SECONDS)
+    if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+        return DIED
+    with log.open("rb") as file:
+        file.seek(size)
+        return "".join(THREAD.split(file.read().decode(errors="replace"))[1:])
+
+
+def death_note(log: str) -> str:
+    """Return what to add to the cause of a death that was just noticed: that REQUEST was sent to a process with this
+    log at that time."""
+    lately = time.monotonic() - _signalled.get(log, float("-inf")) < SIGNAL_SECONDS + NOTICED_SECONDS
+    return f"; it {DIED}" * lately
 
 
 def place(stacks: str) -> str:
     """Return where the stacks of a process show it to be: "in all_reduce (learner.py:143 _gradient)", the innermost
     function, and the innermost line of hybridrl or vLLM that leads there."""
-    blocks = sorted(THREAD.split(stacks)[1:], key=lambda block: not block.startswith("Current"))
-    threads = [FRAME.findall(block) for block in blocks]
+    threads = [FRAME.findall(block) for block in THREAD.split(stacks)[1:]]
     for own in OWN:
         for frames in threads:
             if line := next((frame for frame in frames if own in frame[0]), None):
@@ -109,3 +231,14 @@ def _describe(frames: list[Frame], line: Frame) -> str:
     inner = next((name for _, _, name in frames if name not in WRAPPERS), line[2])
     where = f"{Path(line[0]).name}:{line[1]}"
     return f"in {inner} ({where}{f' {line[2]}' * (inner != line[2])})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the stacks of all threads of a process of a run.")
+    parser.add_argument("pid", type=int)
+    pid = parser.parse_args().pid
+    print(request(pid) or f"process {pid} does not reply")
+
+
+if __name__ == "__main__":
+    main()

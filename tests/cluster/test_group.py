@@ -1,5 +1,6 @@
 """Calls of a group without Ray: results, deadlines, and which of several failures is raised."""
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from hybridrl.cluster.group import (
     gather,
     wait,
 )
+from hybridrl.runtime import stacks
 
 
 @dataclass(eq=False)
@@ -217,6 +219,18 @@ def reports(capsys) -> list[list[str]]:
     """What was reported, without the marks of a warning."""
     lines = capsys.readouterr().out.removeprefix("warning: ").split("train worker.work: ")[1:]
     return [f"train worker.work: {line}".removesuffix("warning: ").splitlines() for line in lines]
+
+
+def test_a_death_right_after_a_stack_was_requested_by_a_signal_is_named_as_such(monkeypatch, tmp_path):
+    log = tmp_path / "train-0.log"
+    log.write_text("the last line\n")
+    monkeypatch.setitem(stacks._signalled, str(log), time.monotonic())
+    died = Call(error=Died("worker died. connection error code 2. End of file"))
+    with pytest.raises(WorkerDied, match="it died within 1 s of the SIGUSR1 that requested its stack\n"):
+        workers(died, logs=[str(log)]).broadcast(work, timeout=1)
+    monkeypatch.setitem(stacks._signalled, str(log), time.monotonic() - 60)
+    with pytest.raises(WorkerDied, match=r"as if killed (?!.*SIGUSR1)"):
+        workers(died, logs=[str(log)]).broadcast(work, timeout=1)
 
 
 def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(monkeypatch, capsys):
