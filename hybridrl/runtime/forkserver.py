@@ -29,6 +29,7 @@ PR_SET_PDEATHSIG = 1
 PATIENCE = 40.0  # seconds for the server's imports: Ray gives up a worker that has not registered within 60
 LENGTH = 4  # bytes in which the size of a request is sent, and the status of an end
 STREAMS = (0, 1, 2)
+PASSED = len(STREAMS) + 1  # descriptors in a request: the streams, and the directory, whose path may be gone
 
 
 def serve(descriptor: str, modules: list[str]) -> None:
@@ -76,17 +77,15 @@ class Server:
 
     def fork(self, launch: socket.socket) -> None:
         launch.settimeout(PATIENCE)
-        size, streams, _, _ = socket.recv_fds(launch, LENGTH, len(STREAMS))
+        size, passed, _, _ = socket.recv_fds(launch, LENGTH, PASSED)
         try:
             request = json.loads(launch.makefile("rb").read(int.from_bytes(size)))
-            child = os.fork()
+            server, child = os.getpid(), os.fork()
             if child == 0:
-                for one in (*self.sockets, *self.launches.values(), launch):
-                    one.close()
-                become(streams, **request)
+                become(server, passed, request, [self.selector, *self.sockets, *self.launches.values(), launch])
         finally:
-            for stream in streams:
-                os.close(stream)
+            for descriptor in passed:
+                os.close(descriptor)
         self.launches[child] = launch
         self.selector.register(launch, selectors.EVENT_READ, child)
         launch.sendall(b"+")
@@ -95,52 +94,69 @@ class Server:
         """Pass on to each `launch` how its worker has ended."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                launch = self.launches.pop(ended[0])
+                if (launch := self.launches.pop(ended[0], None)) is None:
+                    continue  # a process that an import has left
                 with contextlib.suppress(KeyError, OSError):
                     self.selector.unregister(launch)
                     launch.sendall((os.waitstatus_to_exitcode(ended[1]) % 256).to_bytes(LENGTH))
                 launch.close()
 
 
-def become(streams: list[int], command: list[str], environment: dict[str, str], directory: str) -> NoReturn:
-    """Be what `python COMMAND` would be in this directory with this environment; ends with the server."""
+def become(server: int, passed: list[int], request: dict[str, Any], unused: list[Any]) -> NoReturn:
+    """Be what `python COMMAND` would be in the directory and with the environment of a request; ends with the server.
+    Whatever fails, also before the command starts, ends this process: nothing may return into the server's loop."""
+    status = 1
+    try:
+        set_up(server, passed, request["environment"], unused)
+        sys.argv = request["command"]
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)  # what the server would do at its end is not the worker's
+
+
+def set_up(server: int, passed: list[int], environment: dict[str, str], unused: list[Any]) -> None:
+    """Replace what this process has of the server by what a request names."""
     end_with_parent()
+    if os.getppid() != server:
+        raise ProcessLookupError("the fork server has ended")
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    *streams, directory = passed
     for number, stream in zip(STREAMS, streams, strict=True):
         os.dup2(stream, number)
-        os.close(stream)
-    os.chdir(directory)
+    os.fchdir(directory)
+    for descriptor in passed:
+        os.close(descriptor)
+    for one in unused:
+        one.close()
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # computed again from TMPDIR
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # or all workers would draw the same numbers
-    sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).parent))
-    status = 1
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # what the server would do at its end is not the worker's
 
 
 def launch(path: str, command: list[str]) -> NoReturn:
     """Have the server fork the worker, and end with it."""
     end_with_parent()  # Ray, with which the worker ends
-    request: dict[str, Any] = {"command": command, "environment": dict(os.environ), "directory": os.getcwd()}
-    content, server = json.dumps(request).encode(), socket.socket(socket.AF_UNIX)
+    content = json.dumps({"command": command, "environment": dict(os.environ)}).encode()
+    server = socket.socket(socket.AF_UNIX)
     try:
         server.settimeout(PATIENCE)
         server.connect(path)
-        socket.send_fds(server, [len(content).to_bytes(LENGTH)], list(STREAMS))
+        socket.send_fds(server, [len(content).to_bytes(LENGTH)], [*STREAMS, os.open(".", os.O_PATH)])
         server.sendall(content)
         forked = server.recv(1)
     except OSError:

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -94,8 +95,91 @@ def test_the_command_ends_as_its_worker_does(make, worker, what, status):
     assert ("ValueError: a worker's own error" in errors) == (what == "raise")
 
 
+SLOW = "import time\ntime.sleep(1)\nimport colorsys"
+
+
+def request(server: ForkServer, content: bytes, *descriptors: int) -> tuple[bytes, str]:
+    """What the server replies to a request, and what the forked process writes to its error output."""
+    errors, output = os.pipe()
+    with socket.socket(socket.AF_UNIX) as launch, open(errors) as written:
+        launch.settimeout(10)
+        launch.connect(f"{server.directory.path}/socket")
+        socket.send_fds(launch, [len(content).to_bytes(4)], [0, 1, output, *descriptors])
+        os.close(output)
+        launch.sendall(content)
+        return launch.makefile("rb").read(), written.read()
+
+
+def test_a_worker_whose_directory_is_gone_starts_in_it_as_its_command_would(make, tmp_path, monkeypatch):
+    (tmp_path / "slow_to_import.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "worker.py").write_text("import os\nprint(os.getppid(), os.readlink('/proc/self/cwd'))")
+    gone, server = tmp_path / "gone", make("slow_to_import")
+    gone.mkdir()
+    command = [*shlex.split(server.launch), str(tmp_path / "worker.py")]
+    process = subprocess.Popen(command, cwd=gone, stdout=subprocess.PIPE, text=True)
+    gone.rmdir()
+    assert process.communicate(timeout=10)[0] == f"{server.process.pid} {gone} (deleted)\n"
+    assert process.returncode == 0 and not psutil.Process(server.process.pid).children()
+
+
+@pytest.mark.parametrize(
+    ("content", "directory", "reason"),
+    [
+        ({"command": ["worker.py"], "environment": {}}, "/dev/null", "NotADirectoryError"),
+        ({"command": ["/there/is/no/worker.py"], "environment": {}}, "/", "FileNotFoundError"),
+        ({"command": [], "environment": {}}, "/", "IndexError"),
+        ({"command": ["worker.py"], "environment": {"": "no name"}}, "/", "OSError: [Errno 22] Invalid argument"),
+        ({"command": ["worker.py"], "environment": {"number": 1}}, "/", "TypeError: str expected, not int"),
+        ({"command": ["worker.py"]}, "/", "KeyError: 'environment'"),
+        (["worker.py"], "/", "TypeError"),
+        ({"command": ["worker.py"], "environment": {}}, None, "ValueError"),
+    ],
+)
+def test_a_forked_process_that_cannot_become_its_worker_ends_with_the_reason(
+    make, worker, tmp_path, content, directory, reason
+):
+    server = make()
+    descriptors = [os.open(directory, os.O_PATH)] if directory else []
+    reply, errors = request(server, json.dumps(content).encode(), *descriptors)
+    assert reply == b"+" + (1).to_bytes(4)
+    assert reason in errors or reason in Path(server.directory.path, "log").read_text()
+    assert not psutil.Process(server.process.pid).children(), "none serves"
+    assert facts(worker(server, "0"))["parent"] == server.process.pid
+
+
+def test_a_worker_whose_output_nobody_reads_ends(make, worker):
+    server = make()
+    process = worker(server, "wait")
+    pid = facts(process)["pid"]
+    process.stdout.close()
+    process.stderr.close()
+    os.kill(pid, signal.SIGINT)  # which raises, and what it prints cannot be written
+    assert process.wait(timeout=5) == 1
+    assert not psutil.Process(server.process.pid).children()
+
+
+def test_a_worker_that_ends_with_a_message_prints_it(make, tmp_path):
+    (tmp_path / "worker.py").write_text("import sys\nsys.exit('no such thing')")
+    command = [*shlex.split(make().launch), str(tmp_path / "worker.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    assert (ended.returncode, ended.stderr) == (1, "no such thing\n")
+
+
+def test_a_process_that_an_import_has_left_does_not_end_the_server(make, worker, tmp_path, monkeypatch):
+    (tmp_path / "leaves.py").write_text("import os, time\nif os.fork() == 0:\n    time.sleep(0.5)\n    os._exit(0)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = make("leaves")
+    facts(worker(server, "0"))
+    deadline = time.monotonic() + 5
+    while psutil.Process(server.process.pid).children():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert facts(worker(server, "0"))["parent"] == server.process.pid
+
+
 def test_workers_that_are_requested_while_the_server_imports_wait_for_it(make, worker, tmp_path, monkeypatch):
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1)\nimport colorsys")
+    (tmp_path / "slow_to_import.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = make("slow_to_import")
     processes = [worker(server, "0") for _ in range(3)]
