@@ -323,14 +323,15 @@ class RolloutClient:
             if tokens not in (None, lane.tokens):
                 lane.tokens, lane.moved = tokens, loop.time()
         silence = loop.time() - lane.moved
-        hung = silence >= self.timeout
-        if not lane.running or (not hung and loop.time() < max(lane.moved + SILENT_SECONDS, lane.due)):
+        if not lane.running or loop.time() < min(lane.moved + self.timeout, max(lane.moved + SILENT_SECONDS, lane.due)):
             return
         lane.due = loop.time() + silence
-        limit = f" (actor_rollout_ref.rollout.request_timeout={self.timeout:g}); killing it" if hung else ""
         server, unfinished = lane.server, f"{len(lane.running)} requests unfinished"
+        activity = await server.activity()  # takes seconds, in which the server may respond
+        hung = loop.time() - lane.moved >= self.timeout
+        limit = f" (actor_rollout_ref.rollout.request_timeout={self.timeout:g}); killing it" if hung else ""
         message = f"rollout server {self.lanes.index(lane)} has sampled no token for {silence:.3g} s, with {unfinished}"
-        warn(f"{message}{limit}: {await server.activity()}", "server-silent")
+        warn(f"{message}{limit}: {activity}", "server-silent")
         if hung:
             server.kill()
             lane.moved = loop.time()

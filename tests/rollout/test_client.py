@@ -313,6 +313,27 @@ def test_a_server_that_samples_is_not_reported_however_long_its_responses_take(m
     assert not capsys.readouterr().out
 
 
+def test_a_server_that_responds_while_it_is_examined_is_not_killed():
+    class Examined(Slow):
+        responded = asyncio.Event()
+
+        async def take(self) -> list[tuple[int, Completion]]:
+            finished = await super().take()
+            self.responded.set()
+            return finished
+
+        async def activity(self) -> str:
+            self.responded.clear()
+            await self.responded.wait()
+            return "in generate"
+
+    server, wanted = Examined(works=False), requests(2)
+    server.per_take = 1
+    made = client([server], timeout=0.4)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert not server.killed.is_set() and made.restarts == 0
+
+
 def test_a_server_is_hung_however_many_responses_come_from_others():
     class Steady(FakeServer):
         async def take(self) -> list[tuple[int, Completion]]:
