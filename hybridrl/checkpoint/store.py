@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from hybridrl.tracking.console import info
 
 STATE = "state.json"
 LOCK = ".lock"  # held by the run that uses a directory
+LOOK_SECONDS = 5.0  # at most that `holder` of another process keeps a run from locking its directory
 LATEST = "latest_checkpointed_iteration.txt"  # for people and other tools; never read here
 SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
 
@@ -279,11 +281,26 @@ def holder(directory: Path) -> str:
     return ""
 
 
+def _locked(file: TextIO) -> bool:
+    """Lock a file, and return whether that was possible. Raises BlockingIOError if a run has it locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        return False
+    return True
+
+
 def _lock(directory: Path) -> TextIO:
     """Return the lock file, locked until it is closed or the process ends."""
     file = (directory / LOCK).open("a+", encoding="utf-8")
+    until = time.monotonic() + LOOK_SECONDS
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _locked(file):  # by `holder`, which only looks
+            if time.monotonic() > until:
+                raise BlockingIOError
+            time.sleep(0.01)
     except BlockingIOError:
         file.seek(0)
         with file:

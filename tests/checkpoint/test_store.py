@@ -1,11 +1,14 @@
 import errno
+import fcntl
 import io
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from hybridrl.checkpoint.store import (
     SaveFailed,
     Store,
     check,
+    holder,
     list_checkpoints,
     newest_good,
 )
@@ -473,6 +477,16 @@ def test_a_directory_is_free_again_when_its_run_is_closed_or_killed(tmp_path):
             Store(tmp_path)
         run.send_signal(signal.SIGKILL)
     Store(tmp_path).close()
+
+
+def test_a_run_starts_while_a_command_looks_who_uses_its_directory(tmp_path):
+    Store(tmp_path).close()
+    with (tmp_path / store_module.LOCK).open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)  # as `holder` does, for a moment
+        threading.Timer(0.2, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        store = Store(tmp_path)
+    assert holder(tmp_path) == f"process {os.getpid()} on {socket.gethostname()}"
+    store.close()
 
 
 def test_reading_takes_no_lock(store, tmp_path):

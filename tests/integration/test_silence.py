@@ -73,7 +73,7 @@ def test_a_stopped_rank_and_the_ranks_that_wait_for_it_are_named(parts, capsys):
     assert re.search(
         r"^  train-1: ray::TrainWorker.* \(pid \d+\) stopped \(state T.*\); its log: /.*/train-1\.log$", second
     )
-    assert "Current thread" in Path(engine.ranks.logs[0]).read_text()
+    assert re.search(r"^Thread \w+ MainThread ", Path(engine.ranks.logs[0]).read_text(), re.MULTILINE)
 
 
 def test_a_stopped_server_is_named_while_it_should_generate(parts, capsys):
