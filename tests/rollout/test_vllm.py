@@ -1,12 +1,17 @@
 """What hybridrl adds to vLLM's own calls, with stand-ins for the engine and the model."""
 
 import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
-from hybridrl.rollout.vllm.engine import PARTS, VllmEngine
+from hybridrl.rollout.vllm.engine import PARTS, VllmEngine, unlink_segments
 from hybridrl.rollout.vllm.loop import EngineLoop
 from hybridrl.rollout.vllm.settings import vllm_environment
 from hybridrl.rollout.vllm.worker import unwrap_adapted_layers, wrap_adapted_layers
@@ -71,3 +76,18 @@ def test_the_users_own_level_of_vllms_log_stays(monkeypatch):
 def test_float32_products_are_exact_in_triton():
     assert vllm_environment(SimpleNamespace(dtype="float32"))["TRITON_F32_DEFAULT"] == "ieee"
     assert "TRITON_F32_DEFAULT" not in vllm_environment(SimpleNamespace(dtype="bfloat16"))
+
+
+def test_segments_are_unlinked_although_another_child_has_ended():
+    ended = subprocess.Popen(["true"])
+    while psutil.Process(ended.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    code = "from multiprocessing import shared_memory\nsegment = shared_memory.SharedMemory(create=True, size=1)\n"
+    code += "print(segment.name, flush=True)\ninput()"
+    maps = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    segment = Path("/dev/shm", maps.stdout.readline().strip())
+    assert segment.exists()
+    unlink_segments()
+    assert not segment.exists()
+    maps.communicate("\n")
+    ended.wait()

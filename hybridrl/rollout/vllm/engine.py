@@ -8,6 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -262,6 +263,7 @@ def engine_arguments(
 def unlink_segments() -> None:
     """Unlink the shared memory that the engine's processes have open, so that it is freed when they end."""
     for process in psutil.Process().children(recursive=True):
-        for mapping in process.memory_maps():
-            if mapping.path.startswith(SEGMENTS):
-                Path(mapping.path).unlink(missing_ok=True)
+        with suppress(psutil.NoSuchProcess):  # it has ended, as a compiler's may have
+            for mapping in process.memory_maps():
+                if mapping.path.startswith(SEGMENTS):
+                    Path(mapping.path).unlink(missing_ok=True)
