@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -152,6 +153,25 @@ def test_a_process_whose_threads_import_survives_requests_under_full_load():
     ended = subprocess.run(command, cwd=top, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(top)})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "500 requests: 0 processes died, 500 replies" in ended.stdout
+
+
+def test_another_program_at_the_address_of_a_process_is_not_believed(tmp_path):
+    log = tmp_path / "train-0.log"
+    with log.open("w") as output, subprocess.Popen(["sleep", "60"], stderr=output) as process:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(stacks._address(process.pid))
+            listener.listen()
+            assert stacks.request(process.pid) is None
+        process.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_gets_no_stacks(start):
+    pid = start(IN_A_LIBRARY)
+    code = f"import os; from hybridrl.runtime import stacks; os.setuid(65534); print(stacks.request({pid}))"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert asked.stdout == "None\n", asked.stderr
+    assert stacks.request(pid)
 
 
 def test_stacks_are_printed_for_a_person_who_asks(start):
