@@ -56,7 +56,7 @@ def write_stacks_on_request() -> None:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(_address(os.getpid()))
-    except OSError:  # it listens already
+    except OSError:  # it listens already; if another program does, only the kernel's facts remain
         listener.close()
         return
     listener.listen()
@@ -158,7 +158,7 @@ def _process_activity(process: psutil.Process, log: Path) -> str:
     if not handles or letter in "tT":
         targets = []
     stack = next(filter(None, (_signal(process, thread, log) for thread in targets)), "")
-    if DIED in stack:
+    if stack == DIED:
         return DIED
     facts = f"no thread has run Python for {REPLY_SECONDS:g} s, with {computed:.1f} s of CPU time: {state}"
     return f"{place(stack)}; {facts}" if stack else facts
@@ -197,7 +197,9 @@ def _signal(process: psutil.Process, thread: int, log: Path) -> str:
     """Have a thread write its stack to the log; return it, empty if it has none, or that the process has ended."""
     size = log.stat().st_size
     _signalled[str(log)] = time.monotonic()
-    ctypes.CDLL(None).tgkill(process.pid, thread, REQUEST)
+    # glibc has tgkill since 2.30; without it the main thread gets the signal
+    send = getattr(ctypes.CDLL(None), "tgkill", lambda pid, _, number: os.kill(pid, number))
+    send(process.pid, thread, REQUEST)
     time.sleep(SIGNAL_SECONDS)
     if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
         return DIED
