@@ -4,6 +4,7 @@ they can be."""
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.integration.answers import generate, largest_gap, requests, rows, tok
 pytestmark = pytest.mark.drill
 STOPPED_SECONDS = 6.0
 LIMIT = 10.0
+ENDS_SECONDS = 20.0  # Ray kills a process that does not respond after 5 s, when a new one may have started already
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +122,10 @@ def test_a_server_that_does_not_finish_a_call_is_replaced_within_its_limit(parts
     engine.to_training()
     assert largest_gap(workers, rows(wanted, responses)) < 1e-4
     assert engine.client.restarts == restarts + 1
-    assert not stopped[0].is_running() or stopped[0].status() == psutil.STATUS_ZOMBIE
+    until = time.monotonic() + ENDS_SECONDS
+    while stopped[0].is_running() and stopped[0].status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.1)
     if call != "sleep":
         about = r" \(bucket 1 of \d+: .*\)" if call == "load_bucket" else ""
         message = rf"the weight sync failed, and is repeated: rollout server\.{call}{about}: no response from rollout-0"
