@@ -29,7 +29,7 @@ class EngineLoop:
         self.responses: dict[str, Future[Response]] = {}  # of unfinished requests, by name
         self.held: list[Callable[[LLMEngine], Any]] | None = None  # requests that wait for `release`
         self.enough: Callable[[Response], bool] | None = None  # called with each that finished: whether to interrupt
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> None:
@@ -99,7 +99,7 @@ class EngineLoop:
                     self.responses.pop(response.name).set_result(response)
                 if self.enough is not None and any([self.enough(response) for response in finished]):
                     self._interrupt(engine)
-        except Exception as error:
+        except BaseException as error:  # also a panic of a library in Rust
             self.failure = error
             self._fail(error)
 
@@ -110,10 +110,12 @@ class EngineLoop:
                 function, result = self.calls.get(block=not engine.has_unfinished_requests())
                 try:
                     result.set_result(function(engine))
-                except Exception as error:
+                except BaseException as error:
                     result.set_exception(error)
+                    if not isinstance(error, Exception):
+                        raise
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End everything that waits for the engine."""
         with suppress(Empty):
             while True:
