@@ -357,7 +357,7 @@ class Reports:
 
 def _single(request: Request, completion: Completion | RequestFault) -> Trajectory:
     if isinstance(completion, RequestFault):
-        return Trajectory([], "fault", text="", fault=completion.kind, detail=str(completion))
+        return Trajectory([], "fault", fault=completion.kind, detail=str(completion))
     stop = "max_tokens" if completion.truncated else "completed"
     return Trajectory([Turn.of(request.prompt_ids, completion)], stop)
 
