@@ -119,11 +119,11 @@ def test_an_engine_whose_thread_ends_otherwise_is_dead_for_all_that_waits_and_co
         some = [loop.generate(f"r{n}", 1) for n in range(3)]
         waiting = await asyncio.wait_for(asyncio.gather(*some, return_exceptions=True), 10)
         later = await asyncio.wait_for(asyncio.gather(loop.call(len), return_exceptions=True), 10)
-        with pytest.raises(RuntimeError, match="the engine is dead: a library panicked"):
+        with pytest.raises(RuntimeError, match="the engine is dead: Panic: a library panicked"):
             loop.check()
         return [*waiting, *later]
 
-    assert [type(error) for error in asyncio.run(run())] == [Panic] * 4
+    assert [repr(error) for error in asyncio.run(run())] == ["RuntimeError('Panic: a library panicked')"] * 4
 
 
 def test_an_engine_that_cannot_be_built_says_why():

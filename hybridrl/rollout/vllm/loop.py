@@ -29,7 +29,7 @@ class EngineLoop:
         self.responses: dict[str, Future[Response]] = {}  # of unfinished requests, by name
         self.held: list[Callable[[LLMEngine], Any]] | None = None  # requests that wait for `release`
         self.enough: Callable[[Response], bool] | None = None  # called with each that finished: whether to interrupt
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> None:
@@ -99,9 +99,9 @@ class EngineLoop:
                     self.responses.pop(response.name).set_result(response)
                 if self.enough is not None and any([self.enough(response) for response in finished]):
                     self._interrupt(engine)
-        except BaseException as error:  # also a panic of a library in Rust
-            self.failure = error
-            self._fail(error)
+        except BaseException as error:
+            self.failure = _as_exception(error)
+            self._fail(self.failure)
 
     def _make_calls(self, engine: "LLMEngine") -> None:
         """Make all calls that wait; waits for one if the engine has nothing else to do."""
@@ -111,11 +111,11 @@ class EngineLoop:
                 try:
                     result.set_result(function(engine))
                 except BaseException as error:
-                    result.set_exception(error)
+                    result.set_exception(_as_exception(error))
                     if not isinstance(error, Exception):
                         raise
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         """End everything that waits for the engine."""
         with suppress(Empty):
             while True:
@@ -123,6 +123,11 @@ class EngineLoop:
         for name in list(self.responses):
             if response := self.responses.pop(name, None):
                 response.set_exception(error)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return what ended a thread, such as the panic of a library in Rust, as an error that coroutines catch."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _future() -> Future:
