@@ -251,6 +251,9 @@ class RolloutClient:
 
     def _arrived(self, job: Job, part: Completion | RequestFault) -> None:
         self._suspects.responded(job)
+        if job.suspect:  # the search for a fatal request makes progress, on whichever server
+            for lane in self.lanes:
+                lane.deaths = 0
         if job.future.done():  # the caller gave up, or a whole share is retried
             return
         if isinstance(part, RequestFault):

@@ -1,7 +1,7 @@
 """Requests that are at fault: rejected by an engine, or servers die of them.
 
 Requests that were running when a server died are run again a few at a time, so that one of which servers die is found.
-One runs first, and after each response twice as many. A server that dies again with only one of them has died of that.
+One runs first, and with each response one more. A server that dies again with only one of them has died of that.
 """
 
 import logging
@@ -33,10 +33,12 @@ class Suspects:
         if not any(job.suspect for job in jobs):
             return list(jobs)
         self.window = 1
-        twice = [job for job in jobs if job.attempts > 1 and not job.future.done()]
+        running = [job for job in jobs if not job.future.done()]
+        # Next to requests that never saw a death, one of which may be as fatal, a third death decides.
+        twice = [job for job in running if job.attempts > (1 if all(one.attempts > 1 for one in running) else 2)]
         fatal = twice if len(twice) == 1 else []
         self.found += [(job, reason) for job in fatal]
-        return [job for job in jobs if job not in fatal and not job.future.done()]
+        return [job for job in running if job not in fatal]
 
     def withhold(self, waiting: deque[Job], running: Iterable[Job]) -> list[Job]:
         """Take the suspects out of `waiting` that must not run yet, and those with the prompt of a fatal request."""
@@ -66,7 +68,7 @@ class Suspects:
     def responded(self, job: Job) -> None:
         """Note a response: servers can sample."""
         if self.window is not None and job.suspect:
-            self.window *= 2
+            self.window += 1
         self.exclude_found()
 
     def exclude_found(self) -> None:

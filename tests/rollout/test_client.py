@@ -302,7 +302,7 @@ def test_a_request_of_which_servers_die_is_found_and_fails_alone(fatal, fixed, s
     makes = lambda index: Particular([(fatal, 0)])  # noqa: E731
     made = client([makes(index) for index in range(servers)], makes, fixed=fixed, retries=3)
     assert outcomes(made, wanted) == ["engine died" if n == fatal else one for n, one in enumerate(expected(wanted))]
-    assert made.restarts <= 6
+    assert made.restarts <= 7
     assert outcomes(made, wanted[:fatal]) == expected(wanted[:fatal]), "the others go on at full speed"
     message = r"an engine died \d times during a request with 1 prompt tokens: the engine died; its episode is excluded"
     assert sum(bool(re.fullmatch(message, one)) for one in caplog.messages) == 1
@@ -313,6 +313,14 @@ def test_all_samples_of_a_fatal_prompt_fail_and_no_other(caplog):
     made = client([Particular(fatal)], lambda index: Particular(fatal), retries=3)
     assert outcomes(made, wanted) == ["engine died" if 6 <= n < 12 else one for n, one in enumerate(expected(wanted))]
     assert made.restarts <= 6
+
+
+@pytest.mark.parametrize("fatal", [(0, 1), (3, 8), (14, 15)])
+def test_no_request_is_excluded_in_place_of_another(fatal):
+    wanted = [Request(number, 0, [number], number, SAMPLING) for number in range(16)]
+    makes = lambda index: Particular([(number, 0) for number in fatal])  # noqa: E731
+    made = client([makes(0), makes(1)], makes, retries=3)
+    assert outcomes(made, wanted) == ["engine died" if n in fatal else one for n, one in enumerate(expected(wanted))]
 
 
 def test_a_fatal_request_that_is_alone_fails_after_two_deaths_and_the_next_is_sampled():
@@ -336,7 +344,7 @@ def test_after_one_death_more_and_more_requests_run_at_a_time():
     new.per_take = 1
     made, wanted = client([FakeServer(dies=0)], lambda index: new), requests(16)
     assert tokens(made.generate_all(wanted)) == expected(wanted)
-    assert [len(call) for call in new.submitted][:4] == [1, 2, 3, 5]
+    assert [len(call) for call in new.submitted][:4] == [1, 2, 2, 2], "one more with each response"
     assert made.restarts == 1
 
 
