@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,8 @@ STRIPS = (
     "(actor_rollout_ref.rollout.multi_turn.history_reasoning=keep): a deployed model would see other contexts than in "
     "training; set it to strip to start a row at each user message"
 )
+
+LONG = 50_000  # characters, of which a tokenizer takes a tenth of a second
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class Dialogue:
         self.tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, arguments)
         added = tokenizer.added_tokens_decoder
         self._ends = [added[i].content if i in added else tokenizer.decode([i]) for i in sorted(end_ids)]
-        self._encoded_start = lru_cache(maxsize=64)(self._template.encode)  # of the samples of a prompt
+        self._encoded_start = lru_cache(maxsize=64)(self._template.encode)  # of the samples of a prompt, unless long
         self._stand_ins: dict[tuple[int, bool, str], _StandIn] = {}
         self.stop_ids = self._find_stop_ids(end_ids)
         self.strips_reasoning = self._drops_reasoning()
@@ -85,7 +87,8 @@ class Dialogue:
         hold it on purpose, a message that an environment adds may not.
         """
         safe = [m if trusted is None or m in trusted else self._template.plain(m) for m in messages]
-        return [*self._encoded_start(self._template.text(safe, tools, prompt=True))]
+        text = self._template.text(safe, tools, prompt=True)
+        return [*(self._template.encode if len(text) > LONG else self._encoded_start)(text)]
 
     def delta(
         self,
@@ -114,6 +117,16 @@ class Dialogue:
             return Delta(ids)
         # A response that is nothing but another end token stays: without it there is no token that its turn trains.
         return Delta(ids[1:]) if ids[0] == sampled[-1] else Delta(ids, dropped=int(len(sampled) > 1))
+
+    def exceeds(self, messages: Sequence[Message], limit: int) -> bool:
+        """Whether these messages have more tokens than `limit` by their length alone, whatever they are: none is longer
+        than the longest of the vocabulary, once normalization has made at most two characters one byte."""
+        size = characters([message.get("content") for message in messages if message["role"] != "assistant"])
+        return size > LONG and size > 2 * limit * self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def check(self, mode: str = "strict", *, tools: bool = True) -> list[str]:
         """Return the differences between two replayed conversations, one of them with `tools`, and the template's text.
@@ -241,6 +254,15 @@ class Dialogue:
             return any(r != text and _first_difference(r, text, but_reasoning=True) is None for r, text in replays)
         except ConfigError:
             return False
+
+
+def characters(value: Any) -> int:
+    """Return the length of all texts in a message or a part of it."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return (
+        len(value.strip()) if isinstance(value, str) else sum(map(characters, value)) if isinstance(value, list) else 0
+    )
 
 
 def _turn(number: int, *, call: bool = False) -> Message:

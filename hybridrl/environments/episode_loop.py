@@ -7,16 +7,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.environments.calls import CallParser, call_parser
-from hybridrl.environments.dialogue import Dialogue
+from hybridrl.environments.dialogue import LONG, Dialogue, characters
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step, ToolCall
 from hybridrl.environments.episode import Policy, Trajectory, Turn
 from hybridrl.environments.held import HeldPolicy
@@ -26,6 +27,8 @@ from hybridrl.rewards.score import OutOfTime
 logger = logging.getLogger(__name__)
 
 SHORTEST_TURN = 16  # tokens that must be left for a turn
+ENCODER = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class EpisodeRun:
         """Alternate between policy and environment; return why the episode ended."""
         self.trusted = messages
         self.messages = list(await self._call(self.environment.reset, list(messages)))
-        observed, fresh = self._start(), True
+        observed, fresh = await self._start(), True
         if len(observed) > self.kit.limits.prompt:
             raise EpisodeFault(
                 f"the first messages have {len(observed)} tokens, more than data.max_prompt_length="
@@ -142,7 +145,7 @@ class EpisodeRun:
                 return stop
             if fresh := self._replaces(step):
                 self.messages = step.replace or [*self.messages, *step.messages]
-            observed = self._start() if fresh else self._delta(response, step)
+            observed = await (self._start() if fresh else self._delta(response, step))
             if not observed:
                 return "context_overflow"
 
@@ -209,19 +212,26 @@ class EpisodeRun:
         strips = dialogue.history_reasoning == "strip" and dialogue.strips_reasoning
         return step.replace is not None or (strips and read)
 
-    def _start(self) -> list[int]:
+    async def _start(self) -> list[int]:
         """Return the conversation so far as a prompt; none if it does not fit, after the first turn."""
-        limits = self.kit.limits
-        ids = self.kit.dialogue.start(self.messages, self.environment.tools, trusted=self.trusted)
-        fits = len(ids) <= limits.context - min(SHORTEST_TURN, limits.response)
-        return ids if fits or not self.turns else []
+        limits, dialogue = self.kit.limits, self.kit.dialogue
+        room = limits.context - min(SHORTEST_TURN, limits.response)
+        if dialogue.exceeds(self.messages, room):
+            if self.turns:
+                return []
+            raise EpisodeFault(f"the first messages do not fit into a context of {limits.context} tokens")
+        start = partial(dialogue.start, self.messages, self.environment.tools, trusted=self.trusted)
+        ids = await _encoded(start, self.messages)
+        return ids if len(ids) <= room or not self.turns else []
 
-    def _delta(self, response: Response, step: Step) -> list[int]:
+    async def _delta(self, response: Response, step: Step) -> list[int]:
         """Return the tokens that the context grows by; none if they do not fit."""
         limits, turn = self.kit.limits, self.turns[-1]
+        if self.kit.dialogue.exceeds(step.messages, limits.context - len(self.context)):
+            return []
         sampled, ended = turn.sampled.tolist(), int(turn.sampled[-1]) in self.kit.end_ids
-        tools, called = self.environment.tools, bool(response.calls)
-        delta = self.kit.dialogue.delta(step.messages, sampled, ended=ended, called=called, tools=tools)
+        options = {"ended": ended, "called": bool(response.calls), "tools": self.environment.tools}
+        delta = await _encoded(partial(self.kit.dialogue.delta, step.messages, sampled, **options), step.messages)
         if dropped := delta.dropped:  # the template has another end token there
             cut = turn.sampled[:-dropped], turn.log_probs[:-dropped]
             versions = turn.versions if isinstance(turn.versions, int) else turn.versions[:-dropped]
@@ -244,6 +254,13 @@ class EpisodeRun:
         except OutOfTime as error:
             name = f"{type(self.environment).__name__}.{method.__name__}"
             raise EpisodeFault(f"{name}: {error} (actor_rollout_ref.rollout.multi_turn.tool_timeout)") from error
+
+
+async def _encoded(encode: Callable[[], T], messages: Sequence[Message]) -> T:
+    """Encode messages; long ones in a thread, while other episodes continue, and one at a time for their memory."""
+    if characters(list(messages)) <= LONG:
+        return encode()
+    return await asyncio.get_running_loop().run_in_executor(ENCODER, encode)
 
 
 def _as_message(call: ToolCall) -> Message:

@@ -20,7 +20,7 @@ from hybridrl.cluster import Actor, Pending, RaySession, cause, gather, kill, sp
 from hybridrl.cluster.group import START_LIMIT
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec, EpisodeWorker, Given, Ticket
-from hybridrl.rollout import Completion, Request
+from hybridrl.rollout import Completion, Request, RequestFault
 from hybridrl.tracking.console import info, warn
 
 TRIES = 2  # of an episode in whose environment its process died
@@ -89,7 +89,7 @@ class Lane:
     actor: Actor
     episodes: dict[Ticket, Running] = field(default_factory=dict)
     new: list[Ticket] = field(default_factory=list)
-    turns: list[tuple[Ticket, Completion]] = field(default_factory=list)
+    turns: list[tuple[Ticket, Completion | RequestFault]] = field(default_factory=list)
     due: bool = False
     pump: asyncio.Task | None = None  # serves its episodes until all have ended
 
@@ -218,11 +218,12 @@ class EpisodeDispatch:
     def _sampled(self, lane: Lane, ticket: Ticket, episode: Running, turn: asyncio.Future[Completion]) -> None:
         if turn.cancelled() or episode.turn is not turn:  # of an episode that was started again
             return
-        if error := turn.exception():
+        error = turn.exception()
+        if error and not isinstance(error, RequestFault):
             self._fail(error)
             return
         episode.asked = episode.turn = None
-        lane.turns.append((ticket, turn.result()))
+        lane.turns.append((ticket, error or turn.result()))
         self._give_soon(lane)
 
     def _give_soon(self, lane: Lane) -> None:

@@ -70,7 +70,8 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered text; the parts between marks that `plain` has set are encoded one by one."""
-        pieces = [self._tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in text.split(CUT)]
+        options = {"add_special_tokens": False, "return_attention_mask": False}
+        pieces = [self._tokenizer(piece, **options)["input_ids"] for piece in text.split(CUT)]
         return pieces[0] if len(pieces) == 1 else [token for piece in pieces for token in piece]
 
     def plain(self, message: Message) -> Message:

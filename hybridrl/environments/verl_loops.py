@@ -186,7 +186,8 @@ class AgentLoopBase:
         new, called = updated_messages[len(previous_messages) :], bool(previous_messages[-1].get("tool_calls"))
         turn = len(response_mask) - "".join(map(str, response_mask)).rfind("0") - 1  # sampled last
         sampled = runtime_token_ids[-turn:] if turn else runtime_token_ids
-        delta = self.server_manager.dialogue.delta(new, sampled, ended=True, called=called, tools=tools or ())
+        options = {"ended": True, "called": called, "tools": tools or ()}
+        delta = await asyncio.to_thread(self.server_manager.dialogue.delta, new, sampled, **options)
         kept = len(runtime_token_ids) - delta.dropped
         mask = response_mask[: len(response_mask) - delta.dropped] + [0] * len(delta.ids)
         if response_logprobs is not None:

@@ -25,7 +25,7 @@ from hybridrl.environments.held import HeldPolicy
 from hybridrl.environments.load import environment_of, runs_function
 from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, trajectory
-from hybridrl.rollout import Completion, Request, Sampling, request_seed
+from hybridrl.rollout import Completion, Request, RequestFault, Sampling, request_seed
 from hybridrl.runtime.guard import begin_actor
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ COALESCE_SECONDS = 0.005  # a pause in which more becomes ready: a remote call c
 HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the process responds
 
 Ticket = int  # names an episode between driver and process
-Given = tuple[list[tuple[Ticket, "EpisodeSpec"]], list[tuple[Ticket, Completion]]]  # episodes to start, and turns
+# Episodes to start, and turns.
+Given = tuple[list[tuple[Ticket, "EpisodeSpec"]], list[tuple[Ticket, Completion | RequestFault]]]
 
 
 @dataclass(frozen=True)
@@ -78,25 +79,28 @@ class AgentRunner(Protocol):
 @dataclass(eq=False)
 class Call:
     """The episodes of one dispatch of the driver. `ready` has tickets, each with the Request of its episode or its
-    Trajectory. `places` limits the agents that run: those of another call must not wait for them, since they may be
-    held while the other call runs."""
+    Trajectory; `faults` are of episodes with a turn that could not be sampled. `places` limits the agents that run:
+    those of another call must not wait for them, since they may be held while the other call runs."""
 
     places: AbstractAsyncContextManager = field(default_factory=nullcontext)
 
     tasks: dict[Ticket, asyncio.Task] = field(default_factory=dict)
     asked: dict[Ticket, asyncio.Future[Completion]] = field(default_factory=dict)
     ready: asyncio.Queue[tuple[Ticket, Request | Trajectory]] = field(default_factory=asyncio.Queue)
+    faults: dict[Ticket, RequestFault] = field(default_factory=dict)
 
     async def ask(self, ticket: Ticket, request: Request) -> Completion:
-        """Have the driver sample one turn."""
+        """Have the driver sample one turn; raises a RequestFault if it cannot be."""
         future = self.asked[ticket] = asyncio.get_running_loop().create_future()
         self.ready.put_nowait((ticket, request))
         return await future
 
-    def answer(self, ticket: Ticket, completion: Completion) -> None:
+    def answer(self, ticket: Ticket, result: Completion | RequestFault) -> None:
         future = self.asked.pop(ticket, None)
+        if isinstance(result, RequestFault):
+            self.faults[ticket] = result
         if future is not None and not future.done():
-            future.set_result(completion)
+            future.set_exception(result) if isinstance(result, RequestFault) else future.set_result(result)
 
     def abandon(self) -> None:
         for task in self.tasks.values():
@@ -131,9 +135,10 @@ class WorkerPolicy:
         most = min(self.sampling.max_tokens, context - len(prompt_ids))
         # The first turn has the seed of a single response, which an episode of one turn then equals.
         seed = request_seed(spec.seed, spec.seed_key, spec.sample, *([turn] if turn else []))
-        most = most if max_tokens is None else min(most, max_tokens)
-        sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *stop))
-        request = Request(spec.prompt, spec.sample, list(prompt_ids), seed, sampling, turn)
+        most = most if max_tokens is None else min(most, int(max_tokens))
+        # Plain values: the driver and the engines cannot import an agent's own classes.
+        sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *map(str, stop)))
+        request = Request(spec.prompt, spec.sample, list(map(int, prompt_ids)), seed, sampling, turn)
         completion = await self.call.ask(self.ticket, request)
         self.versions.append(np.broadcast_to(completion.versions, len(completion.token_ids)))
         return completion
@@ -168,8 +173,8 @@ class EpisodeWorker:
         if name in self.over:
             return
         call, (specs, turns) = self._call(name), pickle.loads(content)
-        for ticket, completion in turns:
-            call.answer(ticket, completion)
+        for ticket, result in turns:
+            call.answer(ticket, result)
         for ticket, spec in specs:
             call.tasks[ticket] = asyncio.create_task(self._run(call, ticket, spec))
 
@@ -208,6 +213,8 @@ class EpisodeWorker:
             logger.exception("an episode failed")
             name, detail = type(error).__name__, f"{type(error).__name__}: {error}"
             trajectory = Trajectory([], "fault", text="", fault=f"raised:{name}", detail=detail)
+        if fault := call.faults.pop(ticket, None):
+            trajectory = replace(trajectory, stop="fault", fault=fault.kind, detail=str(fault))
         call.tasks.pop(ticket, None)
         call.ready.put_nowait((ticket, trajectory))
 

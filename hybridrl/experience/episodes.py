@@ -24,7 +24,7 @@ from hybridrl.environments.worker import EpisodeSpec
 from hybridrl.experience.spool import Spool
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest, Shaping
-from hybridrl.rollout import Completion, Request, RolloutClient, Sampling, request_seed
+from hybridrl.rollout import Completion, Request, RequestFault, RolloutClient, Sampling, request_seed
 from hybridrl.tracking.sink import Activity
 
 
@@ -101,9 +101,9 @@ class SingleResponses:
         if missing := [index for index in range(len(self.requests)) if index not in spooled]:
             begun = {place: found[index].completion for place, index in enumerate(missing) if index in found}
             async for finished in self.client.stream([self.requests[index] for index in missing], begun):
-                some = [(missing[place], completion) for place, completion in finished]
-                self.completions.update(some)
-                yield [(index, _single(self.requests[index], completion), None) for index, completion in some]
+                some = [(missing[place], result) for place, result in finished]
+                self.completions.update((index, one) for index, one in some if isinstance(one, Completion))
+                yield [(index, _single(self.requests[index], one), None) for index, one in some]
 
     def scoring(self, index: int, score: Future[Score]) -> None:
         if self.spool:
@@ -355,7 +355,9 @@ class Reports:
             finished(item)
 
 
-def _single(request: Request, completion: Completion) -> Trajectory:
+def _single(request: Request, completion: Completion | RequestFault) -> Trajectory:
+    if isinstance(completion, RequestFault):
+        return Trajectory([], "fault", fault=completion.kind, detail=str(completion))
     stop = "max_tokens" if completion.truncated else "completed"
     return Trajectory([Turn.of(request.prompt_ids, completion)], stop)
 

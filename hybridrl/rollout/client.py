@@ -6,7 +6,8 @@ neither the server nor the order in which responses finish changes a result.
 
 A server that died raises; one that is slow merely takes longer: it counts as hung once it has sampled no token for
 `timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried;
-if that returns None, the other servers do all the work until `replace`.
+if that returns None, the other servers do all the work until `replace`. A request that is rejected, or of which servers
+die, raises a RequestFault and costs no other request.
 
 Between `interrupt` and `resume` the devices can be used otherwise: whoever awaits a response waits longer, and gets it
 with the version of the weights that sampled each of its tokens.
@@ -16,12 +17,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from types import MappingProxyType
 
 from hybridrl.cluster.watchdog import SILENT_SECONDS
 from hybridrl.rollout.lanes import Job, Lane, Server, ServerFailure
-from hybridrl.rollout.types import Completion, Goal, Key, Request
+from hybridrl.rollout.suspects import Suspects
+from hybridrl.rollout.types import Completion, Goal, Key, Request, RequestFault
 from hybridrl.tracking.console import warn
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ class RolloutClient:
     """Servers with equal weights. `capacity` limits the requests that a server works on at a time.
 
     With `fixed`, prompts are assigned to servers by number, each server gets its share at once, and the whole share
-    again after a loss, so that engines form the same batches every time. `check_cluster` raises if the servers can
-    never respond again. `available` is set by the owner of the devices: false while the engines sleep.
+    again after a first loss, so that engines form the same batches every time. `check_cluster` raises if the servers
+    can never respond again. `available` is set by the owner of the devices: false while the engines sleep.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class RolloutClient:
         self._interrupted: asyncio.AbstractEventLoop | None = None  # in which requests are held
         self._held: list[Job] = []
         self._waiting: deque[Job] = deque()
+        self._suspects = Suspects()
         self._homes: dict[int, Lane] = {}  # by prompt: the server that has it cached
         self._tickets = count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -149,7 +152,7 @@ class RolloutClient:
 
     async def stream(
         self, requests: Sequence[Request], begun: Mapping[int, Completion] = MappingProxyType({})
-    ) -> AsyncIterator[list[tuple[int, Completion]]]:
+    ) -> AsyncIterator[list[tuple[int, Completion | RequestFault]]]:
         """Sample a response to every request and yield them as they finish, with the indices of the requests; those
         that arrive together come in one list. Of some, by index, the beginning is known."""
         finished: asyncio.Queue[tuple[int, asyncio.Future[Completion]]] = asyncio.Queue()
@@ -162,7 +165,7 @@ class RolloutClient:
             while not finished.empty():
                 arrived.append(finished.get_nowait())
             missing -= len(arrived)
-            yield [(index, future.result()) for index, future in arrived]
+            yield [(index, _outcome(future)) for index, future in arrived]
 
     def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample a response to every request, for a caller without an event loop."""
@@ -183,6 +186,7 @@ class RolloutClient:
             return
         self._dispatch_due = False
         given: dict[int, list[Job]] = {}
+        withheld = self._suspects.withhold(self._waiting, chain(*(lane.running.values() for lane in self.lanes)))
         while self._waiting:
             first = self._waiting[0].request
             index = self._server_of(first)
@@ -197,6 +201,9 @@ class RolloutClient:
                 lane.running[job.ticket] = job
                 lane.given.append(job)
                 given.setdefault(index, []).append(job)
+        self._suspects.put_back(self._waiting, withheld)
+        if not self.load:
+            self._suspects.exclude_found()
         for index, jobs in given.items():
             lane = self.lanes[index]
             lane.server.submit([(job.ticket, job.rest()) for job in jobs], lane.goal)
@@ -230,11 +237,11 @@ class RolloutClient:
                 except ServerFailure as failure:
                     await self._rebuild(lane, failure)
                     continue
-                lane.moved = asyncio.get_running_loop().time()
-                for ticket, completion in finished:
+                lane.moved, lane.deaths = asyncio.get_running_loop().time(), 0
+                for ticket, result in finished:
                     job = lane.running.pop(ticket, None)  # None: of requests that were abandoned
-                    if job and not job.future.done():  # done: the caller gave up, or a whole share is retried
-                        self._arrived(job, completion)
+                    if job:
+                        self._arrived(job, result)
                 self._dispatch()
                 self.on_finished()
         except Exception as error:
@@ -242,7 +249,16 @@ class RolloutClient:
         finally:
             lane.running, lane.given, lane.pump = {}, [], None
 
-    def _arrived(self, job: Job, part: Completion) -> None:
+    def _arrived(self, job: Job, part: Completion | RequestFault) -> None:
+        self._suspects.responded(job)
+        if job.suspect:  # the search for a fatal request makes progress, on whichever server
+            for lane in self.lanes:
+                lane.deaths = 0
+        if job.future.done():  # the caller gave up, or a whole share is retried
+            return
+        if isinstance(part, RequestFault):
+            self._suspects.reject(job, part)
+            return
         whole = job.add(part)
         if part.interrupted:
             job.begun = whole
@@ -253,22 +269,20 @@ class RolloutClient:
     async def _rebuild(self, lane: Lane, failure: ServerFailure) -> None:
         """Rebuild a lost server and retry what it had not finished."""
         index = self.lanes.index(lane)
-        if await self._tokens(lane) is not None:
-            raise RolloutFailure(f"rollout server {index} is well but rejected a request:\n{failure}")
         if self._interrupted is asyncio.get_running_loop():  # it is rebuilt when the engines are needed next
             self._held += lane.running.values()
             lane.running = {}
             return
-        lost = lane.given if self.fixed else list(lane.running.values())
-        for job in lost:
-            job.attempts += 1
-        attempts = max(job.attempts for job in lost)
-        if attempts > self.retries:
+        lane.deaths += 1
+        if lane.deaths > self.retries:
             raise RolloutFailure(
-                f"rollout server {index} was lost {attempts} times during the same requests "
+                f"rollout server {index} was lost {lane.deaths} times during the same requests "
                 f"(actor_rollout_ref.rollout.request_retries={self.retries}); started again, the run samples only the "
                 f"missing responses of the step; the last reason:\n{failure}"
             )
+        jobs = lane.given if self.fixed and self._suspects.window is None else list(lane.running.values())
+        lost = self._suspects.lost(jobs, failure.cause, at_once=not (self.fixed or lane.hung))
+        lane.hung = False
         logger.warning(
             "rollout server %d was lost (%s); rebuilding it and retrying %d requests",
             index,
@@ -292,7 +306,7 @@ class RolloutClient:
             finally:
                 lane.rebuilding = False
 
-        await asyncio.to_thread(revive)
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, revive))
         for other in self.lanes:  # a rebuild takes the devices' time from all
             other.moved = asyncio.get_running_loop().time()
         self._dispatch()
@@ -334,11 +348,15 @@ class RolloutClient:
         warn(f"{message}{limit}: {activity}", "server-silent")
         if hung:
             server.kill()
-            lane.moved = loop.time()
+            lane.moved, lane.hung = loop.time(), True
 
     def _fail(self, error: Exception) -> None:
         """End every request in flight with the error."""
-        jobs = [*self._waiting, *(job for lane in self.lanes for job in lane.running.values())]
+        jobs = [
+            *self._waiting,
+            *self._suspects.take_found(),
+            *(job for lane in self.lanes for job in lane.running.values()),
+        ]
         self._waiting.clear()
         for lane in self.lanes:
             lane.running = {}
@@ -348,3 +366,8 @@ class RolloutClient:
             if not job.future.done():
                 job.future.set_exception(error)
                 job.future.exception()  # counts as retrieved: one caller's report is enough
+
+
+def _outcome(future: asyncio.Future[Completion]) -> Completion | RequestFault:
+    error = future.exception()
+    return error if isinstance(error, RequestFault) else future.result()

@@ -22,8 +22,6 @@ class RolloutEngine(Protocol):
     A call raises if the engine is dead.
     """
 
-    unfinished: int  # requests that the engine has accepted and not finished
-
     async def connect(self) -> None:
         """Prepare to receive weights."""
 
@@ -31,7 +29,8 @@ class RolloutEngine(Protocol):
         """Become what `connect` made of the new engine, for another run, and write to its log."""
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one response; called for many requests at a time."""
+        """Sample one response; called for many requests at a time. RequestFault if the engine rejects this one. It is
+        queued before this first waits, which `hold` and `release` need."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Return the log-probs of the tokens of a sequence after its first one, without sampling."""

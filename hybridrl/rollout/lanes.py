@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hybridrl.rollout.types import Completion, Goal, Request, continuation
+from hybridrl.rollout.types import Completion, Goal, Request, RequestFault, continuation
 
 
 class ServerFailure(RuntimeError):
@@ -20,7 +20,7 @@ class Server(Protocol):
 
     def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None: ...
     def interrupt(self) -> None: ...
-    async def take(self) -> list[tuple[int, Completion]]: ...
+    async def take(self) -> list[tuple[int, Completion | RequestFault]]: ...
     async def check(self) -> int: ...  # the tokens that its engine has sampled so far
     async def activity(self) -> str: ...  # where its processes are
     def kill(self) -> None: ...
@@ -28,13 +28,15 @@ class Server(Protocol):
 
 @dataclass
 class Job:
-    """A request in flight, with the future that its caller awaits, and what was sampled before an interruption."""
+    """A request in flight, with the future that its caller awaits, and what was sampled before an interruption.
+    `attempts` counts the servers that died with it, which one that is `suspect` may have caused."""
 
     ticket: int
     request: Request
     future: asyncio.Future[Completion]
     begun: Completion | None = None
     attempts: int = 0
+    suspect: bool = False
 
     def rest(self) -> Request:
         """Return the request for what is missing."""
@@ -51,6 +53,7 @@ class Lane:
 
     `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
     Its silence is not reported before the loop time `due`. A `lost` server is replaced before the next weight sync.
+    `deaths` counts those without a response in between; one that is `hung` was killed for its silence.
     """
 
     server: Server
@@ -60,6 +63,8 @@ class Lane:
     goal: Goal | None = None
     rebuilding: bool = False
     lost: bool = False
+    deaths: int = 0
+    hung: bool = False
     tokens: int = 0
     checked: float = 0.0
     moved: float = 0.0

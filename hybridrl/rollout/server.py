@@ -9,7 +9,7 @@ from typing import Any
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, shortage
-from hybridrl.rollout.types import Completion, Goal, Request
+from hybridrl.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
 from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private
 
@@ -93,10 +93,9 @@ class RolloutServer:
         # The engine starts once it has all requests, in their order, so that it forms the same batches every time.
         try:
             await self.engine.hold()
-            for count, (ticket, request) in enumerate(requests, start=1):
-                task = self._start(ticket, request)
-                while self.engine.unfinished < count and not task.done():
-                    await asyncio.sleep(0)
+            for ticket, request in requests:
+                self._start(ticket, request)
+            await asyncio.sleep(0)  # each of them is queued, or rejected, before it first waits
             await self.engine.release(goal)
         except Exception as error:  # raised by `take`
             self.finished.put_nowait((-1, error))
@@ -108,27 +107,36 @@ class RolloutServer:
         except Exception as error:  # raised by `take`
             self.finished.put_nowait((-1, error))
 
-    async def take(self) -> list[tuple[Ticket, Completion]]:
+    async def take(self) -> list[tuple[Ticket, Completion | RequestFault]]:
         """Return the responses finished since the last call, at least one; waits for it. Raises if the engine died."""
         finished = [await self.finished.get()]
         await asyncio.sleep(COALESCE_SECONDS)
         while not self.finished.empty():
             finished.append(self.finished.get_nowait())
         for _, result in finished:
-            if isinstance(result, Exception):
+            if isinstance(result, Exception) and not isinstance(result, RequestFault):
                 self._raise_if_short(result)
                 raise RuntimeError(f"the engine failed: {type(result).__name__}: {result}") from result
         return finished
 
-    def _start(self, ticket: Ticket, request: Request) -> asyncio.Task:
+    def _start(self, ticket: Ticket, request: Request) -> None:
         task = asyncio.create_task(self._generate(ticket, request))
         self.running.add(task)
         task.add_done_callback(self.running.discard)
-        return task
 
     async def _generate(self, ticket: Ticket, request: Request) -> None:
         try:
             result = await self.engine.generate(request)
-        except Exception as error:  # raised by `take`
-            result = error
+        except RequestFault as fault:
+            result = fault
+        except Exception as error:
+            result = await self._fault_of(error)
         self.finished.put_nowait((ticket, result))
+
+    async def _fault_of(self, error: Exception) -> Exception:
+        """Return the error for `take` to raise, or the request's fault if the engine is well."""
+        try:
+            await self.call("check")
+        except Exception:
+            return error
+        return RejectedRequest(f"the engine failed on a request, {type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -69,6 +70,24 @@ class Completion:
             log_probs=np.concatenate([part.log_probs for part in parts]),
             versions=np.concatenate([np.broadcast_to(part.versions, len(part.token_ids)) for part in parts]),
         )
+
+
+class RequestFault(RuntimeError):
+    """A request that cannot be sampled, while the engines sample others: a fault of its episode, named by `kind`."""
+
+    kind: ClassVar[str]
+
+
+class RejectedRequest(RequestFault):
+    """A request that the engine rejects."""
+
+    kind = "rejected"
+
+
+class FatalRequest(RequestFault):
+    """A request during which engines died."""
+
+    kind = "engine died"
 
 
 @dataclass(frozen=True)

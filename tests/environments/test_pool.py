@@ -19,6 +19,7 @@ from hybridrl.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec
 from hybridrl.rollout import Completion, Request, Sampling, request_seed
+from hybridrl.rollout.types import RejectedRequest
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(0,))
 LIMITS = Limits(prompt=200, response=400, context=600, turns=6, call_timeout=2, timeout=30)
@@ -123,6 +124,18 @@ def test_plain_functions_that_sleep_do_so_at_the_same_time(workers, tokenizer):
     began = time.monotonic()
     run(workers, specs({"turns": 1, "kind": "sleeps"}, count=40), Sampler(tokenizer))
     assert time.monotonic() - began < 10
+
+
+def test_a_turn_that_no_engine_can_sample_excludes_its_episode_only(workers, tokenizer):
+    class Rejecting(Sampler):
+        async def _complete(self, request: Request) -> Completion:
+            if (request.prompt, request.sample, request.turn) == (0, 1, 1):
+                raise RejectedRequest("the prompt has the token id 999")
+            return await super()._complete(request)
+
+    trajectories = run(workers, specs({"turns": 2}, {"turns": 2}), Rejecting(tokenizer))
+    assert [one.fault for one in trajectories] == [None, "rejected", None, None]
+    assert trajectories[1].detail == "the prompt has the token id 999" and len(trajectories[1].turns) == 1
 
 
 def test_an_environment_that_ends_its_process_is_excluded_and_the_others_are_run_again(workers, tokenizer):

@@ -15,6 +15,7 @@ from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.experience.episodes import EpisodeRunner
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Score, Shaping
 from hybridrl.rollout import Completion, Sampling, request_seed
+from hybridrl.rollout.types import RejectedRequest
 
 SEED = 7
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,), top_p=0.9, top_k=20, min_tokens=1)
@@ -91,6 +92,14 @@ def build(table, *, greedy=None, guard=None, overlong=None, shuffle=False, step=
         sampling=SAMPLING,
         **settings,
     )
+
+
+class Rejecting(Client):
+    """Rejects the first response to each prompt."""
+
+    async def stream(self, requests, begun=None):
+        async for finished in super().stream(requests, begun):
+            yield [(n, one if requests[n].sample else RejectedRequest("no such token id")) for n, one in finished]
 
 
 def collect(experience: SynchronousExperience, client: Client | None = None) -> Collected:
@@ -576,3 +585,10 @@ def test_the_penalty_is_subtracted_from_every_score_and_reported_in_its_extras()
 def test_sampled_tokens_that_no_tokenizer_has_are_counted():
     assert collect(build([GOOD, GOOD], vocabulary=5)).metrics["sampling/unknown_tokens"] == 4  # a 5 in each response
     assert "sampling/unknown_tokens" not in collect(build([GOOD, GOOD], vocabulary=6)).metrics
+
+
+def test_a_response_whose_request_is_rejected_is_excluded_and_counted():
+    collected = collect(build([[1, 0, 1], [0, 1, 0]]), Rejecting())
+    assert collected.metrics["reward/faults/rejected"] == collected.metrics["reward/faults"] == 2
+    assert positions(collected) == [0, 0, 1, 1]
+    assert collected.batch.rewards.tolist() == [0.0, 1.0, 1.0, 0.0]

@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import pytest
 
-from hybridrl.rollout import Completion, Goal, ModeError, Request, RolloutClient, RolloutFailure, Sampling
+from hybridrl.rollout import Completion, Goal, ModeError, Request, RequestFault, RolloutClient, RolloutFailure, Sampling
 from hybridrl.rollout import client as module
 from hybridrl.rollout.lanes import ServerFailure
+from hybridrl.rollout.types import RejectedRequest
 
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
 
@@ -223,13 +224,6 @@ def test_a_server_lost_too_often_ends_all_requests_with_the_last_reason():
     assert made.restarts == 2
 
 
-def test_a_server_that_is_well_and_rejects_a_request_is_not_rebuilt():
-    made = client([FakeServer(dies=0, well=True), FakeServer()])
-    with pytest.raises(RolloutFailure, match="rollout server 0 is well but rejected a request:\nTraceback"):
-        made.generate_all(requests(4))
-    assert made.restarts == 0
-
-
 def test_a_server_that_cannot_be_rebuilt_ends_all_requests():
     def revive(index: int) -> FakeServer:
         raise RuntimeError("no memory left")
@@ -255,6 +249,113 @@ def test_a_server_that_is_not_revived_gets_nothing_until_it_is_replaced():
     made.replace(0, new)
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert made.restarts == 1 and new.given
+
+
+# Requests at fault.
+
+
+class Particular(FakeServer):
+    """Rejects the requests in `rejected`, and dies of those in `fatal` once it has them, by prompt and sample. It
+    returns one response at a time."""
+
+    def __init__(self, fatal: Collection = (), rejected: Collection = ()) -> None:
+        super().__init__(well=True)
+        self.fatal, self.rejected = fatal, rejected
+
+    async def take(self) -> list[tuple[int, Completion | RequestFault]]:
+        await asyncio.sleep(0)
+        if any((request.prompt, request.sample) in self.fatal for _, request in self.queue):
+            raise ServerFailure("Traceback ...\nEngineDeadError", "the engine died")
+        ticket, request = self.queue.pop(0)
+        rejected = (request.prompt, request.sample) in self.rejected
+        return [(ticket, RejectedRequest("no such id") if rejected else respond(request))]
+
+
+def outcomes(made: RolloutClient, wanted: list[Request]) -> list[list[int] | str]:
+    """The response to each request, or the kind of its fault."""
+
+    async def outcome(request: Request) -> list[int] | str:
+        try:
+            return (await made.generate(request)).token_ids.tolist()
+        except RequestFault as fault:
+            return fault.kind
+
+    async def gather() -> list[list[int] | str]:
+        return await asyncio.gather(*map(outcome, wanted))
+
+    return asyncio.run(gather())
+
+
+def test_a_request_that_a_server_rejects_fails_alone(caplog):
+    made, wanted = client([Particular(rejected=[(1, 0), (3, 1)])]), requests(4)
+    expected_, faulty = expected(wanted), {2, 7}
+    assert outcomes(made, wanted) == ["rejected" if n in faulty else one for n, one in enumerate(expected_)]
+    assert made.restarts == 0
+    assert caplog.messages == ["no such id; its episode is excluded"], "the first is reported, the others are counted"
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("fatal", range(8))
+def test_a_request_of_which_servers_die_is_found_and_fails_alone(fatal, fixed, servers, caplog):
+    wanted = [Request(number, 0, [number], number, SAMPLING) for number in range(8)]
+    makes = lambda index: Particular([(fatal, 0)])  # noqa: E731
+    made = client([makes(index) for index in range(servers)], makes, fixed=fixed, retries=3)
+    assert outcomes(made, wanted) == ["engine died" if n == fatal else one for n, one in enumerate(expected(wanted))]
+    assert made.restarts <= 7
+    assert outcomes(made, wanted[:fatal]) == expected(wanted[:fatal]), "the others go on at full speed"
+    message = r"an engine died \d times during a request with 1 prompt tokens: the engine died; its episode is excluded"
+    assert sum(bool(re.fullmatch(message, one)) for one in caplog.messages) == 1
+
+
+def test_all_samples_of_a_fatal_prompt_fail_and_no_other(caplog):
+    fatal, wanted = [(1, sample) for sample in range(6)], requests(3, 6)
+    made = client([Particular(fatal)], lambda index: Particular(fatal), retries=3)
+    assert outcomes(made, wanted) == ["engine died" if 6 <= n < 12 else one for n, one in enumerate(expected(wanted))]
+    assert made.restarts <= 6
+
+
+@pytest.mark.parametrize("fatal", [(0, 1), (3, 8), (14, 15)])
+def test_no_request_is_excluded_in_place_of_another(fatal):
+    wanted = [Request(number, 0, [number], number, SAMPLING) for number in range(16)]
+    makes = lambda index: Particular([(number, 0) for number in fatal])  # noqa: E731
+    made = client([makes(0), makes(1)], makes, retries=3)
+    assert outcomes(made, wanted) == ["engine died" if n in fatal else one for n, one in enumerate(expected(wanted))]
+
+
+def test_a_fatal_request_that_is_alone_fails_after_two_deaths_and_the_next_is_sampled():
+    made = client([Particular([(0, 0)])], lambda index: Particular([(0, 0)]))
+    assert outcomes(made, requests(1, 1)) == ["engine died"]
+    assert outcomes(made, requests(2)[2:]) == expected(requests(2)[2:])
+    assert made.restarts == 2
+
+
+def test_servers_that_die_of_every_request_end_the_run_although_calls_are_short():
+    made, ended = client([FakeServer(dies=0)], lambda index: FakeServer(dies=0)), 0
+    with pytest.raises(RolloutFailure, match="rollout server 0 was lost 3 times"):
+        for prompt in range(3):
+            ended += outcomes(made, [Request(prompt, 0, [prompt], 0, SAMPLING)]) == ["engine died"]
+            asyncio.run(asyncio.sleep(0.05))
+    assert ended == 1
+
+
+def test_after_one_death_more_and_more_requests_run_at_a_time():
+    new = FakeServer()
+    new.per_take = 1
+    made, wanted = client([FakeServer(dies=0)], lambda index: new), requests(16)
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert [len(call) for call in new.submitted][:4] == [1, 2, 2, 2], "one more with each response"
+    assert made.restarts == 1
+
+
+def test_a_stream_yields_the_fault_of_a_request_in_place_of_its_response():
+    async def collect() -> dict[int, Completion | RequestFault]:
+        made = client([Particular(rejected=[(0, 1)])])
+        return {index: one async for some in made.stream(requests(2)) for index, one in some}
+
+    found = asyncio.run(collect())
+    assert isinstance(found.pop(1), RejectedRequest)
+    assert tokens([found[index] for index in (0, 2, 3)]) == [[0, 0, 0], [1, 0, 10], [1, 1, 11]]
 
 
 # Silence.

@@ -104,6 +104,28 @@ def test_an_engine_that_fails_ends_all_that_waits_and_all_that_comes_later():
     assert [type(error) for error in asyncio.run(run())] == [MemoryError] * 5
 
 
+class Panic(BaseException):
+    """What a library in Rust raises."""
+
+
+@pytest.mark.parametrize("place", ["step", "add_request"])
+def test_an_engine_whose_thread_ends_otherwise_is_dead_for_all_that_waits_and_comes_later(place):
+    def panic(*_: object) -> None:
+        raise Panic("a library panicked")
+
+    async def run() -> list[BaseException]:
+        loop = await started(engine := CountingEngine())
+        setattr(engine, place, panic)
+        some = [loop.generate(f"r{n}", 1) for n in range(3)]
+        waiting = await asyncio.wait_for(asyncio.gather(*some, return_exceptions=True), 10)
+        later = await asyncio.wait_for(asyncio.gather(loop.call(len), return_exceptions=True), 10)
+        with pytest.raises(RuntimeError, match="the engine is dead: Panic: a library panicked"):
+            loop.check()
+        return [*waiting, *later]
+
+    assert [repr(error) for error in asyncio.run(run())] == ["RuntimeError('Panic: a library panicked')"] * 4
+
+
 def test_an_engine_that_cannot_be_built_says_why():
     def build():
         raise OSError("there is no such model")

@@ -12,6 +12,7 @@ from hybridrl.rollout import Request, Sampling, server
 from hybridrl.rollout.engine import ENGINES
 from hybridrl.rollout.ladder import EngineShortOfMemory
 from hybridrl.rollout.server import RolloutServer
+from hybridrl.rollout.types import RejectedRequest
 
 
 class FakeEngine:
@@ -49,7 +50,16 @@ class FakeEngine:
         await asyncio.sleep(0.01)
         if self.broken:
             raise ValueError("out of order")
+        if not request.prompt_ids:
+            raise RejectedRequest("no prompt")
+        if request.prompt_ids == [-1]:
+            raise KeyError(-1)
         return 10 * request.seed
+
+    async def check(self) -> int:
+        if self.broken:
+            raise RuntimeError("dead")
+        return 0
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +144,22 @@ def test_whatever_ends_a_request_is_raised_by_take(monkeypatch, fixed, reason):
 
     with pytest.raises(RuntimeError, match=f"the engine failed: {reason}"):
         asyncio.run(take())
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("ids", [[], [-1]])
+def test_a_request_that_the_engine_rejects_or_fails_on_has_its_fault_and_the_others_their_responses(
+    monkeypatch, fixed, ids
+):
+    async def take() -> list:
+        server = await started(monkeypatch, fixed=fixed)
+        (first, sound), (second, request), (third, _) = requests(3)
+        await server.submit([(first, sound), (second, replace(request, prompt_ids=ids)), (third, request)])
+        return await server.take()
+
+    (_, first), (_, fault), (_, third) = asyncio.run(asyncio.wait_for(take(), 10))
+    assert (first, third) == (0, 10) and isinstance(fault, RejectedRequest)
+    assert str(fault) == ("the engine failed on a request, KeyError: -1" if ids else "no prompt")
 
 
 def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_and_from_then_on(monkeypatch, log):

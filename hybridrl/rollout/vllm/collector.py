@@ -78,6 +78,12 @@ class Collector:
             texts.update([token], False)
         return texts
 
+    def forget(self, name: str) -> list[str]:
+        """Forget a request that the engine could not add; returns the engine's ids of it."""
+        self.begun.pop(name, None)
+        ids = [one for one, response in self.responses.items() if response.name == name]
+        return [one for one in ids if self.responses.pop(one)]
+
     def interrupt(self) -> dict[str, Response]:
         """Return the unfinished responses by the engine's ids, and forget them."""
         interrupted, self.responses = self.responses, {}

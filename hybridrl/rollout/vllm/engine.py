@@ -19,7 +19,6 @@ import psutil
 from transformers import AutoTokenizer
 from vllm import EngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybridrl.config.checks.model import ENGINE_RANKS
@@ -32,12 +31,24 @@ from hybridrl.rollout.vllm import repairs
 from hybridrl.rollout.vllm.collector import Collector, Response
 from hybridrl.rollout.vllm.loop import EngineLoop
 from hybridrl.rollout.vllm.observer import Observer
+from hybridrl.rollout.vllm.requests import checked_params
 from hybridrl.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
 from hybridrl.weights.buckets import Bucket, Handle
 
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
 PARTS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
+
+
+class Engine(LLMEngine):
+    """vLLM's engine, which forgets a request that it cannot add."""
+
+    def add_request(self, request_id: str, *args: Any, **options: Any) -> str:
+        try:
+            return super().add_request(request_id, *args, **options)
+        except BaseException:
+            self.engine_core.abort_requests(self.output_processor.forget(request_id))
+            raise
 
 
 class VllmEngine:
@@ -58,7 +69,7 @@ class VllmEngine:
         self.loop = EngineLoop(partial(self._build, EngineArgs(**arguments)))
 
     def _build(self, arguments: EngineArgs) -> LLMEngine:
-        engine = LLMEngine.from_engine_args(arguments)
+        engine = Engine.from_engine_args(arguments)
         engine.output_processor, engine.logger_manager = self.collector, self.observer
         return engine
 
@@ -76,7 +87,8 @@ class VllmEngine:
         await self._call_workers("renew", log_file)
 
     async def generate(self, request: Request) -> Completion:
-        version, parameters = self.version, sampling_params(request)
+        model, version = self.loop.engine.model_config, self.version
+        parameters = checked_params(request, model.get_vocab_size(), model.max_model_len)
         if parameters.stop:
             self._read_texts()
         self.observer.submitted()
@@ -113,10 +125,6 @@ class VllmEngine:
 
     async def interrupt(self) -> None:
         await self.loop.interrupt()
-
-    @property
-    def unfinished(self) -> int:
-        return len(self.loop.responses)
 
     async def check(self) -> int:
         self.loop.check()
@@ -190,28 +198,6 @@ class Progress:
         if not self.missing[prompt]:
             self.complete.add(prompt)
         return self.goal.reached(self.complete)
-
-
-def sampling_params(request: Request) -> SamplingParams:
-    sampling = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        repetition_penalty=sampling.repetition_penalty,
-        min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_ids),
-        ignore_eos=sampling.ignore_eos,
-        seed=request.seed if sampling.temperature > 0 else None,
-        logprobs=0,
-        flat_logprobs=True,
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop),
-        skip_special_tokens=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
 
 
 def engine_arguments(

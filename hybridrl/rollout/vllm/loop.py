@@ -99,9 +99,9 @@ class EngineLoop:
                     self.responses.pop(response.name).set_result(response)
                 if self.enough is not None and any([self.enough(response) for response in finished]):
                     self._interrupt(engine)
-        except Exception as error:
-            self.failure = error
-            self._fail(error)
+        except BaseException as error:
+            self.failure = _as_exception(error)
+            self._fail(self.failure)
 
     def _make_calls(self, engine: "LLMEngine") -> None:
         """Make all calls that wait; waits for one if the engine has nothing else to do."""
@@ -110,8 +110,10 @@ class EngineLoop:
                 function, result = self.calls.get(block=not engine.has_unfinished_requests())
                 try:
                     result.set_result(function(engine))
-                except Exception as error:
-                    result.set_exception(error)
+                except BaseException as error:
+                    result.set_exception(_as_exception(error))
+                    if not isinstance(error, Exception):
+                        raise
 
     def _fail(self, error: Exception) -> None:
         """End everything that waits for the engine."""
@@ -121,6 +123,11 @@ class EngineLoop:
         for name in list(self.responses):
             if response := self.responses.pop(name, None):
                 response.set_exception(error)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return what ended a thread, such as the panic of a library in Rust, as an error that coroutines catch."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _future() -> Future:
