@@ -78,6 +78,7 @@ class RolloutClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatch_due = False
         self._watch_task: asyncio.Task | None = None
+        self._error: Exception | None = None  # the last that ended all requests in flight
 
     def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
         """Sample one response, or the rest of one that is `begun`; `await` the result, in the event loop of the other
@@ -128,8 +129,11 @@ class RolloutClient:
             lane.goal = None
 
     async def idle(self) -> None:
-        """Wait until no server has a request."""
-        await asyncio.gather(*(lane.pump for lane in self.lanes if lane.pump is not None))
+        """Wait until no server has a request. Raises what ended the requests in flight, if they are ended by then."""
+        pumps = (lane.pump for lane in self.lanes if lane.pump is not None)
+        for ended in await asyncio.gather(*pumps, return_exceptions=True):
+            if isinstance(ended, asyncio.CancelledError):  # by `_fail`
+                raise self._error or ended
 
     def resume(self, goals: Sequence[Goal | None] = ()) -> None:
         """Continue the requests that are held, with the weights that the engines have now. With `fixed`, each server
@@ -253,7 +257,7 @@ class RolloutClient:
     async def _rebuild(self, lane: Lane, failure: ServerFailure) -> None:
         """Rebuild a lost server and retry what it had not finished."""
         index = self.lanes.index(lane)
-        if await self._tokens(lane) is not None:
+        if not failure.lost and await self._tokens(lane) is not None:
             raise RolloutFailure(f"rollout server {index} is well but rejected a request:\n{failure}")
         if self._interrupted is asyncio.get_running_loop():  # it is rebuilt when the engines are needed next
             self._held += lane.running.values()
@@ -337,6 +341,7 @@ class RolloutClient:
 
     def _fail(self, error: Exception) -> None:
         """End every request in flight with the error."""
+        self._error = error
         jobs = [*self._waiting, *(job for lane in self.lanes for job in lane.running.values())]
         self._waiting.clear()
         for lane in self.lanes:

@@ -8,11 +8,12 @@ from hybridrl.rollout.types import Completion, Goal, Request, continuation
 
 
 class ServerFailure(RuntimeError):
-    """A call of a server failed, or its process is gone; `cause` is the reason in one line."""
+    """A call of a server failed; `cause` is the reason in one line. `lost`: its process is gone, or Ray has lost the
+    result, whether or not the server still responds."""
 
-    def __init__(self, message: str, cause: str) -> None:
+    def __init__(self, message: str, cause: str, *, lost: bool = False) -> None:
         super().__init__(message)
-        self.cause = cause
+        self.cause, self.lost = cause, lost
 
 
 class Server(Protocol):
