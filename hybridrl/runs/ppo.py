@@ -131,6 +131,7 @@ class PPOJob:
             replay_dir=Path(trainer.default_local_dir).expanduser() / "replay",
             shown=trainer.log_val_generations,
             with_tokens=trainer.rollout_tokens,
+            most=trainer.max_rollout_data_gb and trainer.max_rollout_data_gb * 1e9,
             decode=lambda ids: self.tokenizer.batch_decode([[one] for one in ids]),
         )
         if self.resume.checkpoint:
