@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
@@ -127,8 +128,9 @@ def spawn(
 
 
 def kill(actor: Actor) -> None:
-    """End an actor's process at once; does nothing if it has ended."""
-    ray.kill(actor)
+    """End an actor's process at once; does nothing if it has ended, or Ray with it."""
+    with suppress(RayError):
+        ray.kill(actor)
 
 
 def control_limit(step_timeout: float) -> float:
