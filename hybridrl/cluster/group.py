@@ -225,23 +225,24 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
     errors = {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
     causes = {index: cause_of(error, name(index, logs)) for index, error in errors.items()}
-    roots = [index for index, reason in causes.items() if reason.out_of_memory]
-    roots = roots or [index for index, reason in causes.items() if reason.lost] or [rank]
-    reason, error = causes[roots[0]], errors[roots[0]]
-    lines = _log_end(logs[roots[0]]) if roots[0] < len(logs) else []
+    short = [index for index, reason in causes.items() if reason.out_of_memory]
+    gone = [index for index, reason in causes.items() if reason.lost]
+    rank = (short or gone or [rank])[0]
+    reason, error, log = causes[rank], errors[rank], logs[rank] if rank < len(logs) else ""
+    lines = _log_end(log) if log else []
     details = []
     if silent and TIMED_OUT.search("\n".join([str(error), *lines[-LOG_LINES:]])):
         details = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
-    died = reason.lost or bool(details) or bool(LOST.search(reason.text))
+    died = reason.lost or details or LOST.search(reason.text)
     if reason.lost:
         check_ray()
         head = headline(error, reason)
-        end = [f"{logs[roots[0]]} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
-        details = [*end, *details]
+        end = [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])]
+        details = [*(end if lines else []), *details]
     elif reason.out_of_memory:
         head = f"{reason.actor} ran out of memory: {reason.text}"
     else:
-        head = f"{reason.actor} failed: {_with_logged(describe(error), lines, logs[roots[0]] if lines else '')}"
+        head = f"{reason.actor} failed: {_with_logged(describe(error), lines, log)}"
     if reason.of_host:
         details += largest_processes(logs)
     message = "\n".join([f"{what}: {head}", *details])

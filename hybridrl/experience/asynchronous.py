@@ -260,7 +260,12 @@ class AsynchronousExperience(SampledExperience):
         (row,) = self.order.rows(position, 1)
         episodes = self.runner.group(self.prompts[row], position, self.samples_per_prompt, self.sampling, self.carried)
         self.tasks[position] = task = asyncio.create_task(episodes)
-        task.add_done_callback(lambda _: self.changed.set())
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[list[Episode]]) -> None:
+        if not task.cancelled():
+            task.exception()  # counts as retrieved: `_gather` raises it, unless another error has ended the step
+        self.changed.set()
 
     def _gather(self) -> None:
         """Take the groups that have ended since the last call; those without signal are dropped."""

@@ -1,5 +1,7 @@
 """Experience that outlives a step: what it trains on and waits for, in virtual time."""
 
+import asyncio
+import gc
 from concurrent.futures import Future
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.cluster import WorkerDied
 from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.asynchronous import AsynchronousExperience
 from hybridrl.experience.collector import Collected, NothingToLearnFrom
@@ -110,6 +113,37 @@ def test_an_error_ends_everything_that_is_under_way():
     with pytest.raises(ZeroDivisionError):
         experience.collect(1)
     assert not experience.thread.thread.is_alive()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_cluster_that_is_lost_while_responses_are_interrupted_is_what_a_step_raises(overlaps, caplog):
+    """Not the cancellation of what waits for the engines, at the end of a step or before the next one."""
+    experience = build(Lengths({(0, 0): 100}), most=4, overlaps=overlaps)
+    client = experience.runner.client
+    engine = client.lanes[0].server
+    if overlaps:
+        experience.collect(1)
+    engine.interrupt = lambda: None
+
+    def lost() -> None:
+        raise WorkerDied("Ray's raylet ended")
+
+    if not overlaps:  # once the step has its groups
+        interrupt = client.interrupt
+
+        async def interrupted() -> None:
+            engine.take = asyncio.Event().wait
+            client.check_cluster = lost
+            await interrupt()
+
+        client.interrupt = interrupted
+    else:
+        client.check_cluster = lost
+    with pytest.raises(WorkerDied, match="Ray's raylet ended"):
+        experience.collect(2 if overlaps else 1)
+    del experience
+    gc.collect()
+    assert not caplog.records, "an error that nobody has retrieved is logged with its traceback"
 
 
 def test_a_step_in_which_nothing_could_be_scored_says_why():
