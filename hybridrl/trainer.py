@@ -122,7 +122,8 @@ class Trainer:
                 raise
             self.saver.finish()
         if self.saver.failed:
-            raise self.saver.failed
+            cause = self.saver.failed.__cause__
+            raise cause if isinstance(cause, WorkerDied) else self.saver.failed
         if stop.reason:
             raise KeyboardInterrupt(stop.reason)
 

@@ -30,6 +30,7 @@ ESSENTIAL = (store.STATE, SHARDS)  # a checkpoint cannot be read without these f
 # Not reported: where a run is stored, how it is displayed, and how it resumes.
 UNREPORTED = {
     "trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.logger",
+    "trainer.max_rollout_data_gb",
     "trainer.resume_mode", "trainer.resume_from_path", "trainer.resume_allow", "trainer.reset_optimizer",
 }  # fmt: skip
 

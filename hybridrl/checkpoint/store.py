@@ -203,9 +203,11 @@ class Store:
         with contextlib.suppress(OSError):  # on a disk that fails entirely, report the first error
             free = f", where {shutil.disk_usage(self.directory).free / 1e9:.1f} GB were free"
             self._clean(step)
-        return SaveFailed(
+        failed = SaveFailed(
             f"step {step} could not be saved in {self.directory}{free}: {error}; earlier checkpoints are intact"
         )
+        failed.__cause__ = error
+        return failed
 
     def last(self) -> Path | None:
         """Return the newest checkpoint that was healthy when it was saved."""

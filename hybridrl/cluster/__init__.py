@@ -1,17 +1,7 @@
 """Ray: joining or starting it, placing actors on devices, calling them with deadlines. Does not know models."""
 
-from hybridrl.cluster.group import (
-    Actor,
-    Group,
-    OutOfMemory,
-    Pending,
-    RemoteFailure,
-    WorkerDied,
-    cause,
-    gather,
-    kill,
-    spawn,
-)
+from hybridrl.cluster.failures import OutOfMemory, RemoteFailure, WorkerDied, cause
+from hybridrl.cluster.group import Actor, Group, Pending, gather, kill, spawn
 from hybridrl.cluster.session import RaySession
 
 __all__ = [

@@ -3,20 +3,32 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridrl.cluster.failures import (
+    OutOfMemory,
+    RemoteFailure,
+    WorkerDied,
+    cause,
+    cause_of,
+    describe,
+    headline,
+    largest_processes,
+    root,
+    typed,
+)
 from hybridrl.cluster.session import RaySession, lost_component
 from hybridrl.cluster.watchdog import Watch, name, table
 from hybridrl.runtime.guard import kill_cause
 from hybridrl.runtime.stacks import death_note
-from hybridrl.tracking.faults import DEVICE_MEMORY, HOST_MEMORY
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # of a log, for its first error
@@ -25,40 +37,10 @@ TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 # A process whose device or connection to another is lost cannot continue; a new one may.
 LOST = re.compile(r"CUDA error|NCCL error|connection (reset|closed)", re.IGNORECASE)
 LOG_LINES = 8  # shown of a dead actor
-LACK_OF_MEMORY = re.compile(f"{HOST_MEMORY}|{DEVICE_MEMORY}", re.IGNORECASE)
 STEP_LIMIT, START_LIMIT = "trainer.step_timeout", "trainer.startup_timeout"  # keys of the limits of calls
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
-
-
-class RemoteFailure(RuntimeError):
-    """A remote call failed; the message names the actor, the call and the first failure with its own traceback.
-    `silent` are the logs of the actors that did not respond in time."""
-
-    silent: tuple[str, ...] = ()
-
-    code = "worker-failed"
-
-
-class WorkerDied(RemoteFailure):
-    """A process died or does not respond; a new one may succeed."""
-
-    code = "worker-died"
-
-
-class OutOfMemory(WorkerDied):
-    """An actor had not enough memory for a call, in which others may wait for it: all must be started again.
-
-    `call` names role and method; `tokens` are those of its largest micro-batch, if that has several rows.
-    """
-
-    code = "device-memory"
-
-    def __init__(self, message: str, call: str) -> None:
-        super().__init__(message)
-        self.call = call
-        self.tokens: int | None = None
 
 
 class Group:
@@ -83,7 +65,8 @@ class Group:
     @staticmethod
     def share(value: Any) -> Pending:
         """Store a value once per machine for all actors; the result replaces the value as an argument of calls."""
-        return ray.put(value)
+        with typed("sharing the rows of a call"):
+            return ray.put(value)
 
     def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
         """Make the same call on every actor without waiting."""
@@ -140,13 +123,15 @@ def spawn(
     start: dict[str, Any] = {"env_vars": environment}
     if session.forks and session.forks.serves(environment):
         start["py_executable"] = session.forks.launch
-    handle = ray.remote(actor).options(runtime_env=start, **options).remote(*args)
+    with typed(f"starting {actor.__name__} {rank}"):
+        handle = ray.remote(actor).options(runtime_env=start, **options).remote(*args)
     return session.keep(actor, rank, handle, settings)
 
 
 def kill(actor: Actor) -> None:
-    """End an actor's process at once; does nothing if it has ended."""
-    ray.kill(actor)
+    """End an actor's process at once; does nothing if it has ended, or Ray with it."""
+    with suppress(RayError):
+        ray.kill(actor)
 
 
 def control_limit(step_timeout: float) -> float:
@@ -171,8 +156,8 @@ def gather(
     for ref in _finished(refs, what, timeout, logs):
         try:
             results[ref] = ray.get(ref)
-        except (RayActorError, RayTaskError) as error:
-            raise _root_failure(refs, f"{what}{about}", error, refs.index(ref), logs) from None
+        except RayError:
+            raise _root_failure(refs, f"{what}{about}", refs.index(ref), logs) from None
     if len(results) < len(refs):
         raise _late(
             f"{what}{about}", [refs.index(ref) for ref in refs if ref not in results], len(results), timeout, logs, key
@@ -199,7 +184,8 @@ def wait(
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
-        done, rest = ray.wait(list(refs), num_returns=1, timeout=max(min(left, POLL_SECONDS), 0))
+        with typed("waiting for a call"):
+            done, rest = ray.wait(list(refs), num_returns=1, timeout=max(min(left, POLL_SECONDS), 0))
         if done or left <= POLL_SECONDS:
             return done, rest
         check_ray()
@@ -225,70 +211,61 @@ def check_ray() -> None:
         raise WorkerDied(f"{message}; the workers ended with it")
 
 
-def _error(ref: Pending) -> RayActorError | RayTaskError | None:
+def _error(ref: Pending) -> RayError | None:
     try:
         ray.get(ref)
-    except (RayActorError, RayTaskError) as error:
-        return error
+    except RayError as error:
+        return root(error)
     return None
 
 
-def _root_failure(
-    refs: Sequence[Pending], what: str, first: Exception, rank: int, logs: Sequence[str]
-) -> RemoteFailure:
-    """Return the failure that caused the others: a rank that died comes before a rank that lost its peer. A rank that
-    others waited for in a collective until it timed out counts as dead."""
-    ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
-    errors = {refs.index(ref): _error(ref) for ref in ready}
-    dead = [index for index, error in errors.items() if isinstance(error, RayActorError)]
-    short = [index for index, error in errors.items() if error is not None and LACK_OF_MEMORY.search(cause(error))]
-    if short or dead:
-        rank = (short or dead)[0]
-        first = errors[rank]
-    lines, failed = [], name(rank, logs)
-    if rank < len(logs):
-        try:
-            lines = Path(logs[rank]).read_text(errors="replace").splitlines()[-SEARCHED_LINES:] or ["(nothing)"]
-        except OSError:
-            lines = ["(the file is on another machine)"]
-    peers = []
-    if silent and TIMED_OUT.search("\n".join([str(first), *lines[-LOG_LINES:]])):
-        peers = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
-    if isinstance(first, RayActorError):
+def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[str]) -> RemoteFailure:
+    """Return the failure that caused the others: a rank that is lost comes before a rank that lost its peer. A rank
+    that others waited for in a collective until it timed out counts as dead."""
+    with typed(what):
+        ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
+    errors = {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
+    causes = {index: cause_of(error, name(index, logs)) for index, error in errors.items()}
+    short = [index for index, reason in causes.items() if reason.out_of_memory]
+    gone = [index for index, reason in causes.items() if reason.lost]
+    rank = (short or gone or [rank])[0]
+    reason, error, log = causes[rank], errors[rank], logs[rank] if rank < len(logs) else ""
+    lines = _log_end(log) if log else []
+    details = []
+    if silent and TIMED_OUT.search("\n".join([str(error), *lines[-LOG_LINES:]])):
+        details = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
+    died = reason.lost or details or LOST.search(reason.text)
+    if reason.lost:
         check_ray()
-        last = [f"{logs[rank]} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
-        note = death_note(logs[rank]) if rank < len(logs) else ""
-        message = "\n".join([f"{what}: the process of {failed} died: {cause(first)}{note}", *last, *peers])
-        return OutOfMemory(message, what) if short else WorkerDied(message)
-    if short:
-        return OutOfMemory(f"{what}: {failed} ran out of memory: {cause(first)}", what)
-    # An engine's own processes log what went wrong, and their parent raises that something did.
-    description = _describe(first)
+        head = headline(error, reason) + (death_note(log) if log else "")
+        end = [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])]
+        details = [*(end if lines else []), *details]
+    elif reason.out_of_memory:
+        head = f"{reason.actor} ran out of memory: {reason.text}"
+    else:
+        head = f"{reason.actor} failed: {_with_logged(describe(error), lines, log)}"
+    if reason.of_host:
+        details += largest_processes(logs)
+    message = "\n".join([f"{what}: {head}", *details])
+    if reason.out_of_memory:
+        failure: RemoteFailure = OutOfMemory(message, what)
+    else:
+        failure = (WorkerDied if died else RemoteFailure)(message)
+    failure.cause = reason
+    return failure
+
+
+def _log_end(log: str) -> list[str]:
+    try:
+        return Path(log).read_text(errors="replace").splitlines()[-SEARCHED_LINES:] or ["(nothing)"]
+    except OSError:
+        return ["(the file is on another machine)"]
+
+
+def _with_logged(description: str, lines: Sequence[str], log: str) -> str:
+    """Return the description of an error with the first one in the log of its process: an engine's own processes log
+    what went wrong, and their parent raises that something did."""
     logged = next((line[match.start() :] for line in lines if (match := LOGGED_ERROR.search(line))), "")
     if logged and logged not in description:
-        description = f"{description}\nthe first error in {logs[rank]}: {logged[:500]}"
-    kind = WorkerDied if peers or LOST.search(cause(first)) else RemoteFailure
-    return kind("\n".join([f"{what}: {failed} failed: {description}", *peers]))
-
-
-def _describe(error: RayTaskError) -> str:
-    """Return the worker's own exception in a line, and its traceback without Ray's frame around it."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
-    frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
-    # The message of an exception may have several lines, of which the first one says what it is.
-    after = (line for line in lines[frames[-1] :] if line[:1].strip()) if frames else iter(())
-    trace = "\n".join(line for line in lines if not line.startswith("ray::") and line.strip(" ^"))
-    return f"{next(after, lines[-1])}\n{trace}"
-
-
-def cause(error: RayActorError | RayTaskError) -> str:
-    """Return Ray's reason of a death or a failure in a line."""
-    message = str(error)
-    if isinstance(error, RayTaskError):
-        return _describe(error).splitlines()[0][:500]
-    if "connection error code 2" in message:
-        return f"it ended without a message, as if killed {kill_cause()}"
-    for line in message.splitlines():
-        if "exit detail:" in line:
-            return line.split("exit detail:", 1)[1].strip()[:500]
-    return " ".join(message.split())[:500]
+        return f"{description}\nthe first error in {log}: {logged[:500]}"
+    return description

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridrl import device as devices
@@ -30,7 +30,8 @@ from hybridrl.cluster.facts import (
     reach,
     shared_paths,
 )
-from hybridrl.cluster.group import Group, cause, kill, spawn
+from hybridrl.cluster.failures import cause
+from hybridrl.cluster.group import Group, kill, spawn
 from hybridrl.cluster.session import Machine, RaySession, read_machines
 from hybridrl.config.findings import Findings
 from hybridrl.runtime.environment import worker_environment
@@ -202,6 +203,6 @@ def _outcomes(refs: list, timeout: float) -> list[Any]:
     for ref in refs:
         try:
             outcomes.append(ray.get(ref) if ref in ready else f"no response within {timeout:g} s")
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             outcomes.append(cause(error))
     return outcomes

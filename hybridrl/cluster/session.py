@@ -8,7 +8,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from typing import Any
@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from hybridrl.cluster.failures import WorkerDied, typed
 from hybridrl.config import ConfigError
 from hybridrl.runtime.environment import joins
 from hybridrl.runtime.forks import ForkServer
@@ -201,7 +202,7 @@ class RaySession:
             self._release(list(range(self.training.machines)))
             self._reserve()
             return self.leave()
-        except (RayError, ConfigError):  # Ray is gone, or has no other machine for one that is
+        except (RayError, WorkerDied, ConfigError):  # Ray is gone, or has no other machine for one that is
             return False
 
     def _release(self, groups: Sequence[int]) -> None:
@@ -226,6 +227,7 @@ class RaySession:
         except RayError:
             return False
 
+    @typed("reserving the devices")
     def _reserve(self) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
         sizes = self._sizes
@@ -323,7 +325,8 @@ class RaySession:
     def close(self) -> None:
         """Release the devices, ending all actors on them, and stop the Ray that was started here."""
         if self.joined:
-            self._release(list(self.groups))
+            with suppress(RayError):  # it is lost, and the devices are free
+                self._release(list(self.groups))
         ray.shutdown()
         if self.directory:
             self.directory.close()

@@ -60,12 +60,18 @@ def explain(logs: Sequence[str]) -> dict[str, str]:
     """Return what the processes that write to each log are doing, on whatever machine of the run they are."""
     found = activities(logs)
     if missing := [log for log in logs if log not in found]:
-        here = ray.get_runtime_context().get_node_id()
-        others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-        asking = ray.remote(num_cpus=0)(activities)
-        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
-        asked = [asking.options(scheduling_strategy=place).remote(missing) for place in places]
-        for reply in ray.wait(asked, num_returns=len(asked), timeout=REPLY_SECONDS)[0] if asked else []:
-            with suppress(RayError):  # the machine is lost
-                found |= ray.get(reply)
+        with suppress(RayError):  # Ray is lost
+            for reply in _ask_others(missing):
+                with suppress(RayError):  # the machine is lost
+                    found |= ray.get(reply)
     return {log: found.get(log, "it has no process yet, or its machine does not respond") for log in logs}
+
+
+def _ask_others(missing: Sequence[str]) -> list[ray.ObjectRef]:
+    """Ask all other machines for the activities of the processes that write to these logs; return those that reply."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    asking = ray.remote(num_cpus=0)(activities)
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
+    asked = [asking.options(scheduling_strategy=place).remote(missing) for place in places]
+    return ray.wait(asked, num_returns=len(asked), timeout=REPLY_SECONDS)[0] if asked else []

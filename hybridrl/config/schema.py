@@ -243,6 +243,7 @@ class TrainerConfig(SFTTrainerConfig):
     log_val_generations: values.Natural
     rollout_data_dir: str | None
     rollout_tokens: values.Natural
+    max_rollout_data_gb: values.AboveZero | None
     validation_data_dir: str | None
     spool_samples: bool
     val_before_train: bool

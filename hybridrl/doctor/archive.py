@@ -26,6 +26,7 @@ from hybridrl.doctor import directory_parser
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, read_end
+from hybridrl.tracking.records import open_records, record_files
 from hybridrl.tracking.secrets import MASK, is_secret, mask_text
 
 ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
@@ -80,9 +81,10 @@ def _samples(directory: Path) -> Iterator[tuple[str, str]]:
     config = directory / "config.yaml"
     trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"] if config.is_file() else {}
     for name in SAMPLES:
-        files = Path(trainer.get(name) or directory / "no samples").expanduser().glob("*.jsonl")
+        files = record_files(Path(trainer.get(name) or directory / "no samples").expanduser()).values()
         for newest in sorted(files, key=lambda file: file.stat().st_mtime)[-1:]:
-            yield f"samples/{name}-{newest.name}", newest.read_text(encoding="utf-8", errors="replace")
+            with open_records(newest) as file:
+                yield f"samples/{name}-{newest.name.removesuffix('.gz')}", file.read()
 
 
 def _machine(directory: Path) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import math
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,11 +24,16 @@ from hybridrl.runs.resume import contents_to_save
 from hybridrl.runs.settings import build_algorithm
 from hybridrl.runs.setup import save_times
 from hybridrl.tracking.console import warn
+from hybridrl.tracking.records import COMPRESSED
 
 HUB_SECONDS = 10.0
 KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
+SAMPLES = "trainer.max_rollout_data_gb"
 # Size of each part of a checkpoint in copies of the parameters. Adam has two moments; SGD and Muon have fewer.
 COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
+# Bytes of a sample in its file: of each token of prompt and response, and of what is known besides; and of a token that
+# is written with its log-probs (trainer.rollout_tokens). Large files are compressed, prose to a third.
+TEXT_BYTES, SAMPLE_BYTES, TOKEN_BYTES, COMPRESSION = 4.5, 400, 70, 3
 
 
 def check_run_start(config: PPOConfig | SFTConfig) -> None:
@@ -106,25 +112,51 @@ def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> None:
 
 
 def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | None = None) -> None:
-    """Compare the disk with the checkpoints that are kept plus the one being written."""
-    times, size = save_times(config.trainer), _checkpoint_bytes(config)
-    if not times.ever or not size:
-        return
+    """Compare the disk with the checkpoints that are kept plus the one being written, and with the samples of the
+    steps, if their number is known."""
 
-    def amount(size: int) -> str:
+    def amount(size: float) -> str:
         return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"
 
     directory = Path(config.trainer.default_local_dir).expanduser().absolute()
     existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
-    free, saves = shutil.disk_usage(existing).free, (steps or 1) // times.steps if times.steps > 0 else 1
+    times, free, steps = save_times(config.trainer), shutil.disk_usage(existing).free, steps or 0
+    samples = _samples_bytes(config, steps or config.trainer.total_training_steps or 0, existing)
+    of_samples = f"the samples of all steps take up to {amount(samples)}"
+    size = _checkpoint_bytes(config) if times.ever else None
+    if not size:
+        if samples > free:
+            cause = f"{of_samples}, and {amount(free)} are free in {existing}"
+            findings.warn("run.disk", cause, f"set a lower {SAMPLES}", keys=(SAMPLES, KEY))
+        return
+    saves = (steps or 1) // times.steps if times.steps > 0 else 1
     kept = max(min(config.trainer.max_actor_ckpt_to_keep or saves, saves), 1)
     cause = f"a checkpoint takes about {amount(size)}, and {amount(free)} are free in {existing}"
-    if (kept + 1) * size <= free:
+    cause += f"; {of_samples}" * bool(samples)
+    if (kept + 1) * size + samples <= free:
         findings.info("run.disk", cause)
     else:
-        fit = free // size - 1
+        fit = (free - samples) // size - 1
         fix = f"set {KEEP}={fit}" if fit > 0 else f"free some, or move {KEY} to a larger disk"
+        fix += f", or set a lower {SAMPLES}" * (samples > size)
         findings.warn("run.disk", f"{cause}: not enough for {kept} and one being written", fix, keys=(KEEP, KEY))
+
+
+def _samples_bytes(config: PPOConfig | SFTConfig, steps: int, existing: Path) -> int:
+    """Estimate what the training samples of these steps take at most on the disk of a directory."""
+    if isinstance(config, SFTConfig) or not config.trainer.rollout_data_dir:
+        return 0
+    place = Path(config.trainer.rollout_data_dir).expanduser().absolute()
+    there = next(parent for parent in (place, *place.parents) if parent.is_dir())
+    if there.stat().st_dev != existing.stat().st_dev:
+        return 0
+    data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
+    length = data.max_prompt_length + data.max_response_length
+    written = data.train_batch_size * rollout.n * (SAMPLE_BYTES + TEXT_BYTES * length)
+    written += trainer.rollout_tokens * TOKEN_BYTES * data.max_response_length
+    of_step = written / COMPRESSION if written >= COMPRESSED else written
+    most = math.inf if trainer.max_rollout_data_gb is None else trainer.max_rollout_data_gb * 1e9
+    return int(min(steps * of_step, most))
 
 
 def _checkpoint_bytes(config: PPOConfig | SFTConfig) -> int | None:

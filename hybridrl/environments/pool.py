@@ -14,9 +14,10 @@ from functools import partial
 from itertools import count
 from typing import Any, Self
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.cluster import Actor, Pending, RaySession, cause, gather, kill, spawn
+from hybridrl.cluster.failures import root
 from hybridrl.cluster.group import START_LIMIT
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec, EpisodeWorker, Given, Ticket
@@ -183,7 +184,7 @@ class EpisodeDispatch:
             while lane.episodes:
                 try:
                     content = await self._result(lane.actor.take.remote(self.call))
-                except (RayActorError, TimeoutError) as error:
+                except (RayError, TimeoutError) as error:
                     self._lost(lane, error)
                     continue
                 for ticket, what in pickle.loads(content):
@@ -242,7 +243,7 @@ class EpisodeDispatch:
         """Give a process its episodes and turns. If it has died, or does not respond, the pump finds that out."""
         try:
             await self._result(actor.give.remote(self.call, content))
-        except (RayActorError, TimeoutError):
+        except (RayError, TimeoutError):
             pass
         except Exception as error:
             self._fail(error)
@@ -289,8 +290,10 @@ class EpisodeDispatch:
         """Return the result of a remote call within the time limit of a process that responds."""
         try:
             return await asyncio.wait_for(ref, self.workers.limit)
-        except RayTaskError as error:
-            raise RuntimeError(f"an episode worker failed: {cause(error)}") from error
+        except RayError as error:
+            if isinstance(root(error), RayTaskError):
+                raise RuntimeError(f"an episode worker failed: {cause(error)}") from error
+            raise root(error) from None
 
 
 def _drop_turn(episode: Running) -> None:

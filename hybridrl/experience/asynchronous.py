@@ -19,6 +19,7 @@ from hybridrl.experience.carried import Carried
 from hybridrl.experience.collector import UNDER_WAY, Collected, SampledExperience
 from hybridrl.experience.dynamic_sampling import NoSignal
 from hybridrl.experience.episodes import Episode
+from hybridrl.experience.spool import Spool
 from hybridrl.rollout import Goal
 from hybridrl.tracking.sink import Activity
 
@@ -58,7 +59,8 @@ class AsynchronousExperience(SampledExperience):
 
     At most `most` groups are under way, and as many as keep the engines as full as a synchronous step would: they work
     on `slots` responses at a time. With `shares` the groups are divided among so many servers, each of which interrupts
-    itself, so that the same happens every time. Otherwise `overlaps` has the engines continue while a step trains.
+    itself, so that the same happens every time. Otherwise `overlaps` has the engines continue while a step trains, and
+    a `spool` keeps what is finished for a run that is resumed from the checkpoint before.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class AsynchronousExperience(SampledExperience):
         slots: int,
         shares: int = 0,
         overlaps: bool = False,
+        spool: Spool | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
@@ -76,7 +79,7 @@ class AsynchronousExperience(SampledExperience):
         self.full = min(slots, batch * self.samples_per_prompt) * (1 + QUEUED)
         count = max(shares, 1)
         self.shares = [Admission(bound, batch // count, most // count) for _ in range(count)]
-        self.carried = Carried()
+        self.spool, self.carried = spool, Carried(spool)
         self.complete: dict[int, list[Episode]] = {}  # groups that wait to be trained on, by position
         self.dropped: list[Episode] = []  # of groups without signal, since the last step
         self.restored: dict[int, int] = {}  # groups of an earlier process by position, with the version of their start
@@ -104,12 +107,16 @@ class AsynchronousExperience(SampledExperience):
         version = step - 1
         try:
             self.engine.to_rollout(version)
+            if self.spool:
+                self.spool.open(step, self.engine.weights)
             self.thread, began = self.thread or LoopThread(), time.monotonic()
             episodes, dropped, metrics = self.thread.run(self._sample(version))
         except BaseException:
             self.close()
             raise
         metrics["timing_s/gen"] = time.monotonic() - began
+        if self.spool:
+            self.spool.finish(len(episodes))
         self.engine.to_training()
         groups, episodes = group_by_prompt(episodes), episodes + dropped
         batch, reported = self._batch(groups, episodes, [episode.score for episode in episodes], version=version)
@@ -253,7 +260,12 @@ class AsynchronousExperience(SampledExperience):
         (row,) = self.order.rows(position, 1)
         episodes = self.runner.group(self.prompts[row], position, self.samples_per_prompt, self.sampling, self.carried)
         self.tasks[position] = task = asyncio.create_task(episodes)
-        task.add_done_callback(lambda _: self.changed.set())
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[list[Episode]]) -> None:
+        if not task.cancelled():
+            task.exception()  # counts as retrieved: `_gather` raises it, unless another error has ended the step
+        self.changed.set()
 
     def _gather(self) -> None:
         """Take the groups that have ended since the last call; those without signal are dropped."""

@@ -1,8 +1,8 @@
 """Responses of groups that are not trained on yet: what a checkpoint has of the work that is under way.
 
-Has the methods of `Spool` that sources of episodes call, but keeps all in memory. A response is found by its place in
-the run (prompt, sample, turn), provided that its prompt is the same: the environment of a conversation may respond
-otherwise after a restart.
+Has the methods of `Spool` that sources of episodes call, but keeps all in memory, and what is finished in a spool as
+well, if there is one, until the next checkpoint has it. A response is found by its place in the run (prompt, sample,
+turn), provided that its prompt is the same: the environment of a conversation may respond otherwise after a restart.
 """
 
 import zlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.experience.spool import Spooled
+from hybridrl.experience.spool import Spool, Spooled
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Request
 from hybridrl.rollout.types import Key
@@ -40,12 +40,14 @@ class Kept:
 class Carried:
     """Responses by their place; `drop` forgets those of groups that were trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, spool: Spool | None = None) -> None:
+        self.spool = spool
         self.kept: dict[Key, Kept] = {}
         self.scores: dict[Key, Score] = {}  # of an earlier process
 
     def find(self, requests: Sequence[Request]) -> dict[int, Spooled]:
         """Return what there is of these requests, by their indices; interrupted responses as well."""
+        self._take_spooled(requests)
         found = {}
         for index, request in enumerate(requests):
             kept = self.kept.get(request.key)
@@ -53,8 +55,18 @@ class Carried:
                 found[index] = Spooled(kept.completion, self.scores.get(request.key))
         return found
 
+    def _take_spooled(self, requests: Sequence[Request]) -> None:
+        """Keep what the spool has of these requests: it was finished after the checkpoint that the run resumed from."""
+        for index, one in (self.spool.find(requests) if self.spool else {}).items():
+            key = requests[index].key
+            self.kept[key] = Kept(check_of(requests[index]), one.completion, None)
+            if one.score is not None:
+                self.scores[key] = one.score
+
     def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None:
         self.kept[request.key] = Kept(check_of(request), completion, score)
+        if self.spool:
+            self.spool.add(request, completion, score)
 
     def drop(self, positions: Iterable[int]) -> None:
         gone = set(positions)
@@ -75,7 +87,8 @@ class Carried:
                 np.broadcast_to(getattr(one.completion, name), len(one.completion.token_ids)) for one in kept.values()
             ]
             state[f"{NAME}_{name}"] = np.concatenate([np.empty(0), *parts]).astype(dtype)
-        done = {place: one.score.result() for place, one in kept.items() if one.score is not None and one.score.done()}
+        scored = {place: one.score for place, one in kept.items() if one.score is not None and one.score.done()}
+        done = {place: score.result() for place, score in scored.items() if score.exception() is None}
         scores = self.scores | done
         state[f"{NAME}_scores"] = [[list(place), vars(score)] for place, score in scores.items()]
         return state

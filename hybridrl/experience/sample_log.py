@@ -26,8 +26,9 @@ Decode = Callable[[Sequence[int]], list[str]]  # token ids -> the text of each
 
 
 class SampleLog:
-    """Writes all samples of a step to a .jsonl file in `training_dir` and `validation_dir`, if set (see
-    tracking/records.py), and the first `shown` of a validation to the tracker; batches to `replay_dir`.
+    """Writes all samples of a step to a file in `training_dir` and `validation_dir`, if set (see tracking/records.py),
+    and the first `shown` of a validation to the tracker; batches to `replay_dir`. Of each of the two directories the
+    files of the oldest steps are deleted that exceed `most` bytes; None: no limit.
 
     Of `with_tokens` training samples per step, from the least to the largest advantage, every token is written, with
     its text by `decode`.
@@ -42,10 +43,12 @@ class SampleLog:
         replay_dir: Path,
         shown: int,
         with_tokens: int = 0,
+        most: float | None = None,
         decode: Decode = lambda ids: [""] * len(ids),
     ) -> None:
         self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
         self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
+        self.most = most
 
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
         """Write the samples of a step with what `batch`, the rows that it trained on, says of them."""
@@ -75,11 +78,12 @@ class SampleLog:
         for older in replays(self.replay_dir)[:-REPLAYS]:
             older.unlink()
 
-    @staticmethod
-    def _write(directory: Path, step: int, episodes: Sequence[Episode], trained: "Trained | None" = None) -> None:
+    def _write(self, directory: Path, step: int, episodes: Sequence[Episode], trained: "Trained | None" = None) -> None:
         path = directory / f"{step}.jsonl"
         try:
             write_records(path, (sample_record(step, episode, trained) for episode in episodes))
+            if self.most is not None:
+                delete_oldest(directory, self.most)
         except OSError as error:  # a full disk does not end the run
             warn(f"{path} could not be written: {error.strerror or error}; training continues", "samples-lost")
 
@@ -89,6 +93,17 @@ class SampleLog:
             for later, path in record_files(Path(directory)).items():
                 if later > step:
                     path.unlink()
+
+
+def delete_oldest(directory: Path, most: float) -> None:
+    """Delete the samples of the oldest steps until those that are left take `most` bytes; the newest stay."""
+    sizes = [(path, path.stat().st_size) for path in record_files(directory).values()]
+    total = sum(size for _, size in sizes)
+    for path, size in sizes[:-1]:
+        if total <= most:
+            return
+        path.unlink()
+        total -= size
 
 
 Trained = Mapping[tuple[int, int], dict[str, Any]]  # by position and sample: what a step's batch says of an episode

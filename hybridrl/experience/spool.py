@@ -45,7 +45,7 @@ class Spool:
 
     def __init__(self, directory: Path, engine: str, reward: str, *, whole_steps: bool = False) -> None:
         self.directory, self.engine, self.reward, self.whole_steps = directory, engine, reward, whole_steps
-        self.lock = threading.Lock()  # scores arrive in threads
+        self.lock = threading.RLock()  # scores arrive in threads
         self.file: BinaryIO | None = None
         self.found: dict[str, Spooled] = {}
         self.step = self.used = 0
@@ -87,26 +87,31 @@ class Spool:
 
     def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None:
         """Append a response as soon as it has its score, if it is to be scored; a fault of the grader is not kept."""
+        key = self._key(request)  # with the weights of now: the score may arrive in a later step
+
+        def scored(future: Future[Score]) -> None:
+            if future.exception() is None:
+                self._append(self._record(key, completion, future.result()))
+
         if score is None:
-            self._append(self._record(request, completion, None))
+            self._append(self._record(key, completion, None))
         else:
-            score.add_done_callback(lambda future: self._append(self._record(request, completion, future.result())))
+            score.add_done_callback(scored)
 
     def finish(self, count: int) -> None:
         """End the rollout of the step, which had this many responses."""
         if self.found:
             used = f"{self.used} responses of the {len(self.found)} that were spooled are used again"
             info(f"step {self.step}: {used if self.used else 'the spool is of other weights or settings: not used'}")
-        self.found = {}
         if self.whole_steps:
             self._append(_encoded({"responses": count}))
 
     def _key(self, request: Request) -> str:
         return _hash(f"{self.origin} {request.seed} {request.sampling} {list(request.prompt_ids)}")
 
-    def _record(self, request: Request, completion: Completion, score: Score | None) -> bytes:
+    def _record(self, key: str, completion: Completion, score: Score | None) -> bytes:
         meta = {
-            "key": self._key(request),
+            "key": key,
             "truncated": completion.truncated,
             "versions": np.asarray(completion.versions).tolist(),
             "reward": self.reward,
@@ -148,9 +153,10 @@ class Spool:
         return Spooled(completion, Score(**meta["score"]) if scored else None)
 
     def _close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        with self.lock:
+            if self.file is not None:
+                self.file.close()
+                self.file = None
 
     def _fail(self, error: OSError) -> None:
         """Go without the spool for this step; deleting its file leaves the room to a checkpoint."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.rewards.load import in_one_call, processes
 from hybridrl.rewards.process import CallerScorer, ScoringProcess
@@ -93,10 +94,10 @@ class ScorerPool:
         return any(self._loaded)
 
     def submit(self, requests: list[ScoringRequest]) -> list[Future[Score]]:
-        """Return one future per request, from any thread; it always resolves to a Score and cannot be cancelled.
+        """Return one future per request, from any thread; it resolves to a Score and cannot be cancelled.
 
-        Raises if nothing can be scored any more: after `close`, or when a process started in place of
-        a lost one could not load the reward.
+        Raises if nothing can be scored any more: after `close`, when a process started in place of a lost one could
+        not load the reward, or when a scorer itself failed, which the futures of its requests then raise as well.
         """
         jobs = [_Job(request, Future(), self._retries) for request in requests]
         with self._changed:
@@ -141,8 +142,10 @@ class ScorerPool:
                 if not jobs:
                     break
                 self._score(scorer, jobs)
-        except Exception as error:
+        except ConfigError as error:
             self._stop(error, jobs)
+        except Exception as error:  # no fault of the grader: nobody knows what its responses are worth
+            self._stop(error, jobs, raises=True)
         finally:
             scorer.close()
 
@@ -159,7 +162,7 @@ class ScorerPool:
                         continue
             job.future.set_result(score)
 
-    def _stop(self, reason: Exception, jobs: Sequence[_Job] = ()) -> None:
+    def _stop(self, reason: Exception, jobs: Sequence[_Job] = (), *, raises: bool = False) -> None:
         """Give up these jobs and all that wait, and end the scorers."""
         with self._changed:
             self._end = self._end or reason
@@ -168,4 +171,7 @@ class ScorerPool:
         for scorer in self._scorers:
             scorer.stop()
         for job in unscored:
-            job.future.set_result(Score(None, fault="died", detail=f"not scored: {reason}"))
+            if raises:
+                job.future.set_exception(reason)
+            else:
+                job.future.set_result(Score(None, fault="died", detail=f"not scored: {reason}"))

@@ -81,6 +81,7 @@ class RolloutClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatch_due = False
         self._watch_task: asyncio.Task | None = None
+        self._error: Exception | None = None  # the last that ended all requests in flight
 
     def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
         """Sample one response, or the rest of one that is `begun`; `await` the result, in the event loop of the other
@@ -131,8 +132,11 @@ class RolloutClient:
             lane.goal = None
 
     async def idle(self) -> None:
-        """Wait until no server has a request."""
-        await asyncio.gather(*(lane.pump for lane in self.lanes if lane.pump is not None))
+        """Wait until no server has a request. Raises what ended the requests in flight, if they are ended by then."""
+        pumps = (lane.pump for lane in self.lanes if lane.pump is not None)
+        for ended in await asyncio.gather(*pumps, return_exceptions=True):
+            if isinstance(ended, asyncio.CancelledError):  # by `_fail`
+                raise self._error or ended
 
     def resume(self, goals: Sequence[Goal | None] = ()) -> None:
         """Continue the requests that are held, with the weights that the engines have now. With `fixed`, each server
@@ -352,6 +356,7 @@ class RolloutClient:
 
     def _fail(self, error: Exception) -> None:
         """End every request in flight with the error."""
+        self._error = error
         jobs = [
             *self._waiting,
             *self._suspects.take_found(),

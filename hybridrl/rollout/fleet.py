@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
-from hybridrl.cluster import Actor, Group, Pending, RaySession, RemoteFailure, cause, gather, kill, spawn
+from hybridrl.cluster import Actor, Group, OutOfMemory, Pending, RaySession, RemoteFailure, gather, kill, spawn
+from hybridrl.cluster.failures import LACK_OF_MEMORY, cause_of, largest_processes, root
 from hybridrl.cluster.group import START_LIMIT, check_ray
 from hybridrl.cluster.holder import hold_devices
 from hybridrl.cluster.watchdog import explain
@@ -42,7 +43,7 @@ class EngineGroup(Group):
 class RemoteServer:
     """A server actor as the client uses it; `failure` makes of a remote error what the client gets."""
 
-    def __init__(self, actor: Actor, log: str, failure: Callable[[Exception], ServerFailure]) -> None:
+    def __init__(self, actor: Actor, log: str, failure: Callable[[RayError], ServerFailure]) -> None:
         self.actor, self.log, self.failure = actor, log, failure
 
     def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None:
@@ -66,7 +67,7 @@ class RemoteServer:
     async def _result(self, ref: Pending) -> Any:
         try:
             return await ref
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             raise self.failure(error) from error
 
 
@@ -134,7 +135,7 @@ class RolloutFleet:
             every_log = [*self.servers.logs[: len(starting)], *logs]
             gather([*starting, *others], "start-up", self.startup_timeout, every_log, key=START_LIMIT)
         except RemoteFailure as failure:
-            if MARK not in str(failure) and KILLED not in str(failure):
+            if not isinstance(failure, OutOfMemory) and MARK not in str(failure) and KILLED not in str(failure):
                 raise
             for index, ref in enumerate(starting):
                 self._finish(index, ref)
@@ -143,20 +144,26 @@ class RolloutFleet:
     def lost(self, index: int, cause: str) -> bool:
         """Note why a server was lost. Returns whether for lack of memory: every engine built from now on then gets
         less, if this one had what the present settings give; EngineShortOfMemory at the floor."""
-        match = SHORT_OF_MEMORY.search(cause)
-        if not match and not (KILLED in cause and oom_kills() != self.oom_kills[index]):
+        if match := SHORT_OF_MEMORY.search(cause):
+            reason = match[1]
+        elif KILLED in cause and oom_kills() != self.oom_kills[index]:
+            reason = "it was killed by the kernel for lack of memory"
+        elif KILLED not in cause and LACK_OF_MEMORY.search(cause):  # Ray's memory monitor killed it
+            reason = cause
+        else:
             return False
-        reason = match[1] if match else "it was killed by the kernel for lack of memory"
         self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}")
         self.rollout = with_settings(self.rollout, self.ladder.settings)
         return True
 
-    def _failure(self, index: int, error: Exception) -> ServerFailure:
+    def _failure(self, index: int, error: RayError) -> ServerFailure:
         """Return a lost server's failure for the client, with all that was tried against a lack of memory."""
-        reason = cause(error)
-        self.lost(index, reason)
+        reason = cause_of(root(error), f"rollout server {index}")
+        if reason.of_host:
+            info("\n".join(largest_processes(self.servers.logs)))
+        self.lost(index, reason.text)
         note = death_note(self.servers.logs[index])
-        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason + note)
+        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason.text + note)
 
     def state_dict(self) -> dict[str, Any]:
         return self.ladder.state_dict()
@@ -233,6 +240,6 @@ class RolloutFleet:
             logs = [self.servers.logs[index]]
             gather([starting], "rollout server.start", self.startup_timeout, logs, key=START_LIMIT)
         except RemoteFailure as failure:
-            if not self.lost(index, str(failure)):
+            if not self.lost(index, failure.cause.text if failure.cause else str(failure)):
                 raise
             self.rebuild(index)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.cluster.group import LACK_OF_MEMORY
+from hybridrl.cluster.failures import LACK_OF_MEMORY
 from hybridrl.config.schema import RolloutConfig
 
 logger = logging.getLogger(__name__)

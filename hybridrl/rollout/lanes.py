@@ -8,7 +8,7 @@ from hybridrl.rollout.types import Completion, Goal, Request, RequestFault, cont
 
 
 class ServerFailure(RuntimeError):
-    """A call of a server failed, or its process is gone; `cause` is the reason in one line."""
+    """A call of a server failed; `cause` is the reason in one line."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)

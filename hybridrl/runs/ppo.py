@@ -98,9 +98,10 @@ class PPOJob:
         self.scorers.wait_until_loaded()
         if self.episodes is not None:
             self.episodes.wait_until_ready(config.trainer.startup_timeout)
-        if config.trainer.spool_samples and not continues_rollouts(config):  # there checkpoints have what is finished
+        # With full determinism a response depends on those sampled with it, also on those that a step interrupts.
+        whole = config.actor_rollout_ref.rollout.full_determinism
+        if config.trainer.spool_samples and not (whole and continues_rollouts(config)):
             fingerprints = sample_fingerprints(config, plan.identity.data)
-            whole = config.actor_rollout_ref.rollout.full_determinism
             self.spool = stack.enter_context(Spool(directory / "spool", *fingerprints, whole_steps=whole))
         timeout, export_dtype = config.trainer.step_timeout, config.actor_rollout_ref.rollout.dtype
         plans = padded_plans(group, inputs.policy, inputs.critic, timeout)
@@ -130,6 +131,7 @@ class PPOJob:
             replay_dir=Path(trainer.default_local_dir).expanduser() / "replay",
             shown=trainer.log_val_generations,
             with_tokens=trainer.rollout_tokens,
+            most=trainer.max_rollout_data_gb and trainer.max_rollout_data_gb * 1e9,
             decode=lambda ids: self.tokenizer.batch_decode([[one] for one in ids]),
         )
         if self.resume.checkpoint:
@@ -181,6 +183,7 @@ class PPOJob:
             slots=engines * rollout.max_num_seqs,
             shares=engines if rollout.full_determinism else 0,
             overlaps=config.separate and not rollout.full_determinism,
+            spool=self.spool,
             **settings,
         )
         if isinstance(self.engine, SeparateEngine):

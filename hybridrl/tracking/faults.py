@@ -37,7 +37,7 @@ DEVICE_MEMORY = (
 # What an error of a general kind shows to be its cause, by its text or by what the process logged last.
 GENERAL = {"device-memory", "worker-died", "worker-failed", "rollout-failed", "save-failed", UNEXPECTED}
 SIGNS = {
-    "disk-full": r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]",
+    "disk-full": r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|\bOutOfDiskError\b",
     "host-memory": HOST_MEMORY,
     "device-memory": DEVICE_MEMORY,
     "no-response": r"no response from .+ within",

@@ -1,22 +1,28 @@
 """The files of sampled episodes, `<step>.jsonl`, one JSON object per episode: verl's keys `input`, `output`, `gts`,
 `score` and `step`, every key of the reward's dict, and under `episode` what hybridrl knows besides (docs/samples.md).
 
-A file is written whole: it is there with all of its lines, or not at all. verl's own files are read likewise.
+A file is written whole: it is there with all of its lines, or not at all. From COMPRESSED bytes on it is compressed,
+`<step>.jsonl.gz`. verl's own files are read likewise.
 """
 
+import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from hybridrl.tracking.console import warn
 
+COMPRESSED = 1 << 20  # bytes from which a file is compressed: those of small runs stay as they are
+LEVEL = 3  # of gzip: prose takes a third; at the default it takes 10% less, and 2.5 times as long
+SUFFIXES = (".jsonl", ".jsonl.gz")
 VERL_KEYS = ("input", "output", "gts", "score", "step")
 OWN_KEY = "episode"
 CONFIGURED = {"rollouts": "rollout_data_dir", "samples": "validation_data_dir"}
@@ -52,14 +58,18 @@ class SampleRecord:
 
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write a file of episodes by one rename; OSError leaves nothing behind."""
+    """Write a file of episodes by one rename, in place of an earlier one of its step; OSError leaves nothing behind.
+    A large one is named `path` and .gz."""
     temporary = path.with_name(f".{path.name}.writing")
+    data = "".join(_line(record) + "\n" for record in records).encode()
+    compressed = path.with_name(f"{path.name}.gz")
+    final, other = (compressed, path) if len(data) >= COMPRESSED else (path, compressed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            for record in records:
-                file.write(_line(record) + "\n")
-        os.replace(temporary, path)
+        with temporary.open("wb") as file:
+            file.write(gzip.compress(data, LEVEL, mtime=0) if final is compressed else data)
+        os.replace(temporary, final)
+        other.unlink(missing_ok=True)
     except OSError:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -68,8 +78,19 @@ def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 def record_files(directory: Path) -> dict[int, Path]:
     """Return the files of a directory by step, in order; none if there is no such directory."""
-    files = {int(path.stem): path for path in directory.glob("*.jsonl") if path.stem.isdecimal()}
+    files = {}
+    for suffix in SUFFIXES:
+        for path in directory.glob(f"*{suffix}"):
+            if (name := path.name.removesuffix(suffix)).isdecimal():
+                files[int(name)] = path
     return dict(sorted(files.items()))
+
+
+def open_records(path: Path) -> TextIO:
+    """Open a file of episodes as text, whether or not it is compressed."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
+    return path.open(encoding="utf-8", errors="replace")
 
 
 def records_of(run_dir: Path, name: str) -> dict[int, Path]:
@@ -90,11 +111,15 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
     """Yield the episodes of a file. Lines that are no JSON object, as a copy that was cut short may have, are skipped
     with one warning."""
     skipped = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+    with open_records(path) as lines:
+        while True:
             try:
-                record = json.loads(line)
-                yield _record(record)
+                if not (line := lines.readline()):
+                    break
+                yield _record(json.loads(line))
+            except (EOFError, gzip.BadGzipFile, zlib.error):  # the rest of a compressed file
+                skipped += 1
+                break
             except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
                 skipped += 1
     if skipped:

@@ -46,6 +46,19 @@ def test_a_disk_that_cannot_hold_the_steps_is_a_warning(check, monkeypatch: pyte
     assert check("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")["run.disk"].severity == "info"
 
 
+def test_the_samples_of_all_steps_count_and_so_does_their_bound(check, monkeypatch: pytest.MonkeyPatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10**9))
+    many = ["trainer.total_training_steps=1000000", "trainer.save_freq=-1"]
+    found = check(*many)["run.disk"]
+    assert found.severity == "warning" and "the samples of all steps take up to" in found.cause
+    assert "set a lower trainer.max_rollout_data_gb" in found.fix
+    assert check(*many, "trainer.max_rollout_data_gb=0.5")["run.disk"].severity == "info"
+    unsaved = ["trainer.ckpt_freq_secs=-1"]
+    assert check(*many, *unsaved)["run.disk"].severity == "warning"
+    assert "run.disk" not in check(*many, *unsaved, "trainer.rollout_data_dir=null")
+
+
 def test_another_run_in_the_directory_is_named(check, tmp_path: Path):
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / ".lock").open("w") as lock:

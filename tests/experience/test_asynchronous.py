@@ -1,5 +1,7 @@
 """Experience that outlives a step: what it trains on and waits for, in virtual time."""
 
+import asyncio
+import gc
 from concurrent.futures import Future
 
 import numpy as np
@@ -7,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.cluster import WorkerDied
 from hybridrl.experience.admission import QUEUED
 from hybridrl.experience.asynchronous import AsynchronousExperience
 from hybridrl.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
+from hybridrl.experience.spool import Spool
 from hybridrl.rewards.score import FaultGuard, Score
 from tests.experience import virtual
 from tests.experience.virtual import PER_TOKEN, Lengths, build, train
@@ -111,6 +115,37 @@ def test_an_error_ends_everything_that_is_under_way():
     assert not experience.thread.thread.is_alive()
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_cluster_that_is_lost_while_responses_are_interrupted_is_what_a_step_raises(overlaps, caplog):
+    """Not the cancellation of what waits for the engines, at the end of a step or before the next one."""
+    experience = build(Lengths({(0, 0): 100}), most=4, overlaps=overlaps)
+    client = experience.runner.client
+    engine = client.lanes[0].server
+    if overlaps:
+        experience.collect(1)
+    engine.interrupt = lambda: None
+
+    def lost() -> None:
+        raise WorkerDied("Ray's raylet ended")
+
+    if not overlaps:  # once the step has its groups
+        interrupt = client.interrupt
+
+        async def interrupted() -> None:
+            engine.take = asyncio.Event().wait
+            client.check_cluster = lost
+            await interrupt()
+
+        client.interrupt = interrupted
+    else:
+        client.check_cluster = lost
+    with pytest.raises(WorkerDied, match="Ray's raylet ended"):
+        experience.collect(2 if overlaps else 1)
+    del experience
+    gc.collect()
+    assert not caplog.records, "an error that nobody has retrieved is logged with its traceback"
+
+
 def test_a_step_in_which_nothing_could_be_scored_says_why():
     experience = build(Lengths(), bound=0)
 
@@ -147,6 +182,72 @@ def test_a_resumed_run_continues_what_was_under_way():
         assert positions(one) == positions(other)
         for name in ("response_ids", "staleness", "rewards", "rollout_log_probs"):
             assert (vars(one.batch)[name] == vars(other.batch)[name]).all()
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+def spooling(directory, lengths: Lengths, **options) -> tuple[AsynchronousExperience, list[tuple]]:
+    """A process of a run with a spool, and the responses that it requests from its engine."""
+    experience = build(lengths, samples=2, spool=Spool(directory / "spool", "engine", "reward"), **options)
+    requested, generate = [], experience.runner.client.generate
+
+    def recorded(request, begun=None):
+        requested.append(request.key)
+        return generate(request, begun)
+
+    experience.runner.client.generate = recorded
+    return experience, requested
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_kill_within_a_step_does_not_cost_what_was_finished_in_it(tmp_path, overlaps, count):
+    lengths = Lengths({(p, s): 1 + 3 * p + s for p in range(4) for s in range(2)})
+    options = {"bound": 0, "overlaps": overlaps}
+    killed, _ = spooling(tmp_path, lengths, **options)
+    killed.collect(1)
+    checkpoint, submit = killed.state_dict(), killed.runner.scorers.submit
+    scored: list = []
+
+    def score(requests):
+        scored.extend(requests)
+        if len(scored) > count:
+            raise Killed
+        return submit(requests)
+
+    killed.runner.scorers.submit = score
+    with pytest.raises(Killed):
+        killed.collect(2)
+    resumed, requested = spooling(tmp_path, lengths, **options)
+    resumed.load_state_dict(checkpoint)
+    assert positions(resumed.collect(2)) == [2, 3]
+    resumed.close()
+    assert len(requested) == 4 - count
+
+
+def test_what_the_spool_has_of_groups_that_are_not_trained_yet_is_in_the_next_checkpoint(tmp_path):
+    lengths = Lengths({(0, 0): 50})
+    killed, _ = spooling(tmp_path, lengths, most=4)
+    assert positions(killed.collect(1)) == [1, 2]
+    killed.close()
+    resumed, requested = spooling(tmp_path, lengths, most=4)
+    assert positions(resumed.collect(1)) == [1, 2]
+    assert [0, 1, 0] in [place for place, _ in resumed.state_dict()["carried_scores"]]
+    assert (0, 0, 0) in requested and (0, 1, 0) not in requested
+    resumed.close()
+
+
+def test_after_other_weights_the_spool_is_not_used(tmp_path):
+    killed, _ = spooling(tmp_path, Lengths(), bound=0)
+    killed.collect(1)
+    killed.close()
+    resumed, requested = spooling(tmp_path, Lengths(), bound=0)
+    resumed.spool.engine = "other"
+    resumed.collect(1)
+    resumed.close()
+    assert len(requested) == 4
 
 
 @settings(max_examples=60, deadline=None)

@@ -196,3 +196,19 @@ def test_three_samples_of_different_prompts_are_shown(capsys):
     shown = capsys.readouterr().out
     assert "samples of step 7" in shown
     assert [f"response {row} " in shown for row in range(12)] == [row in (0, 4, 8) for row in range(12)]
+
+
+def test_the_samples_of_the_oldest_steps_are_deleted_beyond_the_bound(tracker, batch, tmp_path):
+    def log(most: float | None) -> SampleLog:
+        return SampleLog(
+            tracker, training_dir=str(tmp_path / "t"), validation_dir=None, replay_dir=tmp_path, shown=0, most=most
+        )
+
+    log(None).training_samples(8, [RIGHT], batch)
+    (tmp_path / "t" / "notes.jsonl").write_text("of the user")
+    size = (tmp_path / "t" / "8.jsonl").stat().st_size
+    for step in (9, 10, 11):
+        log(2.5 * size + 2).training_samples(step, [RIGHT], batch)
+    assert {path.name for path in (tmp_path / "t").iterdir()} == {"notes.jsonl", "10.jsonl", "11.jsonl"}
+    log(1).training_samples(12, [RIGHT], batch)
+    assert {path.name for path in (tmp_path / "t").iterdir()} == {"notes.jsonl", "12.jsonl"}, "the newest stays"

@@ -153,6 +153,8 @@ class Scorers:
 class Switch:
     """One engine, which is replaced where it died as it was interrupted, or on a device of its own during training."""
 
+    weights = ""
+
     def __init__(self, engines: list[Engine]) -> None:
         self.engines, self.training, self.pause = engines, False, lambda: None
 
@@ -161,7 +163,7 @@ class Switch:
         self.training = False
         if self.engines[0].dead:
             self.client.replace(0, self.revive(0))
-        self.engines[0].version = version
+        self.engines[0].version, self.weights = version, f"weights {version}"
 
     def to_training(self):
         self.training = True

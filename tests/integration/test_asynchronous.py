@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -116,3 +117,17 @@ def test_a_run_that_is_killed_with_responses_under_way_ends_as_one_that_never_wa
     unbroken = compared_metrics(tmp_path / "unbroken")
     assert any(step["partial/continued_share"] > 0 for step in unbroken.values())
     assert compared_metrics(tmp_path / "killed") == unbroken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("component", ["raylet/raylet", "gcs/gcs_server"])
+def test_a_lost_ray_restarts_the_run_by_its_name(overrides, tmp_path, component):
+    more = {"trainer.total_training_steps": 6, "trainer.save_freq": 1, "trainer.max_restarts": 1}
+    process = start("main_ppo", overrides(tmp_path, more | CONTINUED))
+    kill_in_step(process, component, tmp_path, 2, random.Random(5))
+    output = finish(process)
+    assert metrics(tmp_path)[6] and "Cancelled" not in output
+    lost = f"Ray's {Path(component).name} ended without a message, as if killed"
+    restarted = "restarting the workers from the last checkpoint (restarts left: 0)" in output
+    assert restarted is (lost in output)
+    assert restarted or component.startswith("gcs"), "steps as short as these may end without the gcs_server"

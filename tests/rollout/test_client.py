@@ -587,6 +587,28 @@ def test_an_interrupted_response_is_continued_with_the_version_of_each_token():
     assert made.reprefilled == 3 + 5
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_cluster_that_is_lost_while_requests_are_interrupted_is_the_error_that_is_raised(servers):
+    """Not the cancellation by which those are ended that wait for the servers."""
+
+    def lost() -> None:
+        raise RuntimeError("Ray's raylet ended")
+
+    silent = [PatientServer() for _ in range(servers)]
+    for server in silent:
+        server.interrupt = lambda: None
+    made = client(silent, timeout=0.04, check_cluster=lost)
+
+    async def run() -> None:
+        futures = [made.generate(request) for request in requests(servers)]
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="Ray's raylet ended"):
+            await made.interrupt()
+        assert all(isinstance(future.exception(), RuntimeError) for future in futures)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_a_response_without_a_token_is_requested_again_as_it_was():
     server = PatientServer()
     made = client([server])

@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -45,3 +46,26 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path):
     with pytest.raises(OSError, match="No space"):
         write_records(Path(tmp_path / "1.jsonl"), [VERL])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_samples_of_a_large_step_are_compressed_and_read_alike(tmp_path):
+    path, many = tmp_path / "7.jsonl", [VERL | {"output": f"{number} " + "word " * 200} for number in range(1200)]
+    write_records(path, [VERL])
+    write_records(path, many)
+    (file,) = tmp_path.iterdir()
+    assert record_files(tmp_path) == {7: file} and file.name == "7.jsonl.gz"
+    assert file.stat().st_size < sum(len(one["output"]) for one in many) / 3
+    assert [one.response for one in read_records(file)] == [one["output"] for one in many]
+    write_records(path, [VERL])
+    assert list(tmp_path.iterdir()) == [path], "a step that is trained again"
+
+
+def test_what_is_left_of_a_compressed_file_that_was_cut_short_is_read(tmp_path, capsys):
+    file = tmp_path / "7.jsonl.gz"
+    file.write_bytes(
+        gzip.compress(b"".join(json.dumps(VERL | {"gts": n}).encode() + b"\n" for n in range(5000)))[:-100]
+    )
+    assert 0 < len(list(read_records(file))) < 5000
+    file.write_bytes(b"no gzip file")
+    assert list(read_records(file)) == []
+    assert "cannot be read as a sample" in capsys.readouterr().out

@@ -1,0 +1,148 @@
+"""Why a remote call has no result: Ray's errors, of whatever class, as one failure with a typed cause."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from hybridrl.runtime.guard import kill_cause
+from hybridrl.tracking.faults import DEVICE_MEMORY, HOST_MEMORY
+
+LACK_OF_MEMORY = re.compile(f"{HOST_MEMORY}|{DEVICE_MEMORY}", re.IGNORECASE)
+DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
+LARGEST = 5  # processes that are named when the machine is out of memory
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a call of an actor has no result: `kind` is the class of the actor's own exception, else of Ray's error, and
+    `text` the reason in one line. `lost`: the actor has raised nothing, so that a new one may succeed."""
+
+    actor: str
+    kind: str
+    text: str
+    lost: bool = True
+
+    @property
+    def out_of_memory(self) -> bool:
+        return bool(LACK_OF_MEMORY.search(self.text))
+
+    @property
+    def of_host(self) -> bool:
+        """Whether the memory that was lacking is that of the machine, not of a GPU."""
+        return bool(re.search(HOST_MEMORY, self.text, re.IGNORECASE))
+
+
+class RemoteFailure(RuntimeError):
+    """A remote call failed; the message names the actor, the call and the first failure with its own traceback.
+    `silent` are the logs of the actors that did not respond in time."""
+
+    cause: Cause | None = None
+    silent: tuple[str, ...] = ()
+
+    code = "worker-failed"
+
+
+class WorkerDied(RemoteFailure):
+    """A process died or does not respond, or Ray has lost its result; a new one may succeed."""
+
+    code = "worker-died"
+
+
+class OutOfMemory(WorkerDied):
+    """An actor had not enough memory for a call, in which others may wait for it: all must be started again.
+
+    `call` names role and method; `tokens` are those of its largest micro-batch, if that has several rows.
+    """
+
+    code = "device-memory"
+
+    def __init__(self, message: str, call: str) -> None:
+        super().__init__(message)
+        self.call = call
+        self.tokens: int | None = None
+
+
+def root(error: RayError) -> RayError:
+    """Return the error of Ray that a call failed with, such as an argument that was lost; else the call's own error."""
+    # Ray puts a RayError in place of an exception that cannot be pickled.
+    while isinstance(error, RayTaskError) and isinstance(error.cause, RayError) and type(error.cause) is not RayError:
+        error = error.cause
+    return error
+
+
+def cause_of(error: RayError, actor: str) -> Cause:
+    """Return why a call of an actor failed, for its root error."""
+    own = isinstance(error, RayTaskError)
+    return Cause(actor, type(error.cause if own else error).__name__, cause(error), lost=not own)
+
+
+def headline(error: RayError, cause: Cause) -> str:
+    """Return what happened to the actor of a call that Ray has no result of."""
+    if isinstance(error, DEATHS):
+        return f"the process of {cause.actor} died: {cause.text}"
+    return f"{cause.actor} gave no result: {cause.kind}: {cause.text}"
+
+
+@contextmanager
+def typed(what: str) -> Iterator[None]:
+    """Raise WorkerDied for an error of Ray itself, in which no actor has a part."""
+    try:
+        yield
+    except RayError as error:
+        reason = cause_of(error, "Ray")
+        failure = WorkerDied(f"{what}: {headline(error, reason)}")
+        failure.cause = reason
+        raise failure from error
+
+
+def largest_processes(logs: Sequence[str]) -> list[str]:
+    """Return lines that name the largest processes of this machine, and those among them that are of this run: by the
+    name of their log, where they write to one in the directory of `logs`."""
+    sizes = [(one.info["memory_info"], one) for one in psutil.process_iter(["name", "memory_info"])]
+    largest = sorted(((size.rss, one.pid, one.info["name"]) for size, one in sizes if size), reverse=True)[:LARGEST]
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    lines = []
+    for size, pid, program in largest:
+        mark = " of this run" if pid in own else ""
+        with suppress(OSError):  # it has ended, or is another user's
+            log = Path(os.readlink(f"/proc/{pid}/fd/2"))
+            mark = f", {log.stem} of this run" if logs and log.parent == Path(logs[0]).parent else mark
+        lines.append(f"  {program}{mark} (pid {pid}): {size / (1 << 30):.2f} GiB")
+    return ["the largest processes of the driver's machine now:", *lines]
+
+
+def describe(error: RayTaskError) -> str:
+    """Return the worker's own exception in a line, and its traceback without Ray's frame around it."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
+    frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
+    # The message of an exception may have several lines, of which the first one says what it is.
+    after = (line for line in lines[frames[-1] :] if line[:1].strip()) if frames else iter(())
+    trace = "\n".join(line for line in lines if not line.startswith("ray::") and line.strip(" ^"))
+    return f"{next(after, lines[-1])}\n{trace}"
+
+
+def cause(error: RayError) -> str:
+    """Return Ray's reason of a death or a failure in a line."""
+    message = str(error)
+    if isinstance(error, RayTaskError):
+        return describe(error).splitlines()[0][:500]
+    if "connection error code 2" in message:
+        return f"it ended without a message, as if killed {kill_cause()}"
+    for line in message.splitlines():
+        if "exit detail:" in line:
+            return line.split("exit detail:", 1)[1].strip()[:500]
+    return " ".join(message.split())[:500] or type(error).__name__
