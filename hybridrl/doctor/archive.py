@@ -19,9 +19,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import psutil
-import yaml
 
-from hybridrl.checkpoint.store import list_checkpoints
+from hybridrl.checkpoint.store import list_checkpoints, saved_config
 from hybridrl.doctor import directory_parser
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.guard import oom_kills
@@ -77,10 +76,9 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
 
 def _samples(directory: Path) -> Iterator[tuple[str, str]]:
     """Yield the newest file of training and of validation samples."""
-    config = directory / "config.yaml"
-    trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"] if config.is_file() else {}
+    trainer = saved_config(directory).get("trainer", {})
     for name in SAMPLES:
-        files = Path(trainer.get(name) or directory / "no samples").expanduser().glob("*.jsonl")
+        files = Path(str(trainer.get(name) or directory / "no samples")).expanduser().glob("*.jsonl")
         for newest in sorted(files, key=lambda file: file.stat().st_mtime)[-1:]:
             yield f"samples/{name}-{newest.name}", newest.read_text(encoding="utf-8", errors="replace")
 

@@ -90,7 +90,12 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
     """Yield the episodes of a file. Lines that are no JSON object, as a copy that was cut short may have, are skipped
     with one warning."""
     skipped = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    try:
+        lines = path.open(encoding="utf-8", errors="replace")
+    except OSError as error:
+        warn(f"{path} cannot be read: {error.strerror}", "samples-lost")
+        return
+    with lines:
         for line in lines:
             try:
                 record = json.loads(line)

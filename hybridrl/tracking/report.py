@@ -140,14 +140,18 @@ def read_metrics(run_dir: Path, warn: Warn = warn) -> dict[int, dict[str, float]
 def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, float | None]]]:
     """Return the readable lines with their records. A killed run may leave an incomplete line at the end, and a machine
     that lost power a line of zeros."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    except OSError as error:
+        warn(f"{path} cannot be read: {error.strerror}", "metrics-lost")
+        text = ""
     lines = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             record = json.loads(line)
-            numbers = all(value is None or isinstance(value, int | float) for value in record.values())
-            readable = numbers and isinstance(record.get("step"), int)
-        except (ValueError, AttributeError):
+            known = [math.isfinite(value) for value in record.values() if value is not None]  # raises for what is none
+            readable = bool(known) and isinstance(record.get("step"), int)
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             readable = False
         if readable:
             lines.append((line, record))
