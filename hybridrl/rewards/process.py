@@ -99,11 +99,8 @@ class ScoringProcess:
 
         ConfigError: the reward could not be loaded. ScorerDied: the process was killed each time.
         """
-        for _ in range(_LOADS):
-            reply = self._load()
-            if reply is not None:
-                break
-        else:
+        reply = next((reply for _ in range(_LOADS) if (reply := self._load()) is not None), None)
+        if reply is None:
             raise ScorerDied(f"a scoring process {self._kill()} while it loaded the reward, {_LOADS} times in a row")
         if isinstance(reply, str):
             self._kill()
