@@ -131,7 +131,12 @@ def read_metrics(run_dir: Path, warn: Warn = warn) -> dict[int, dict[str, float]
     """Return the metrics by step, in order; of a name logged twice for a step the later value is kept. null is NaN.
     Lines that cannot be read are passed to `warn`."""
     steps: dict[int, dict[str, float]] = {}
-    for _, record in _read_lines(run_dir / "metrics.jsonl", warn):
+    try:
+        lines = _read_lines(run_dir / "metrics.jsonl", warn)
+    except OSError as error:
+        warn(f"{run_dir / 'metrics.jsonl'} cannot be read: {error.strerror}", "metrics-lost")
+        lines = []
+    for _, record in lines:
         values = {name: math.nan if value is None else value for name, value in record.items()}
         steps.setdefault(int(values.pop("step")), {}).update(values)
     return dict(sorted(steps.items()))
@@ -140,11 +145,7 @@ def read_metrics(run_dir: Path, warn: Warn = warn) -> dict[int, dict[str, float]
 def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, float | None]]]:
     """Return the readable lines with their records. A killed run may leave an incomplete line at the end, and a machine
     that lost power a line of zeros."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    except OSError as error:
-        warn(f"{path} cannot be read: {error.strerror}", "metrics-lost")
-        text = ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
