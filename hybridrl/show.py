@@ -4,6 +4,7 @@ Reads the files of tracking/records.py, and those that verl writes to its rollou
 """
 
 import argparse
+import contextlib
 import math
 import statistics
 import sys
@@ -33,7 +34,8 @@ ORDERS = {
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        records = read(options)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output has the samples only
+            records = read(options)
         shown, note = select(records, options)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -10,8 +10,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from hybridrl.checkpoint import store
 from hybridrl.checkpoint.files import is_intact
 from hybridrl.checkpoint.fingerprints import matching_run
@@ -20,6 +18,7 @@ from hybridrl.checkpoint.verl import verl_faults
 from hybridrl.config import ConfigError
 from hybridrl.config.files import SHARDS
 from hybridrl.config.findings import show
+from hybridrl.config.foreign_files import read_mapping
 
 Log = Callable[[str], None]
 Verdict = Literal["free", "needs_allow", "impossible"]
@@ -137,7 +136,10 @@ def check_compatible(
             raise ConfigError(cause, fix="name that model, or start from scratch: trainer.resume_mode=disable")
     before = config
     if is_intact(checkpoint.path, CONFIG):
-        before = yaml.safe_load((checkpoint.path / CONFIG).read_text(encoding="utf-8"))
+        try:
+            before = read_mapping(checkpoint.path / CONFIG)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{checkpoint.path / CONFIG} cannot be read: {error}") from error
         if "actor_rollout_ref" in config and "actor_rollout_ref" not in before:
             fix = (
                 f"to start from its weights: trainer.resume_mode=disable actor_rollout_ref.model.path={checkpoint.path}"

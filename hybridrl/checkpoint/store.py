@@ -23,7 +23,8 @@ from typing import Any, TextIO
 from hybridrl.checkpoint.files import faults, flush_to_disk, is_intact, publish, write_manifest
 from hybridrl.config import ConfigError
 from hybridrl.config.files import SHARDS, VERL_SHARDS
-from hybridrl.tracking.console import info
+from hybridrl.config.foreign_files import read_mapping
+from hybridrl.tracking.console import info, warn
 
 STATE = "state.json"
 LOCK = ".lock"  # held by the run that uses a directory
@@ -32,6 +33,7 @@ LATEST = "latest_checkpointed_iteration.txt"  # for people and other tools; neve
 SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
 
 REQUIRED = {"healthy", "recovery", "metrics"}
+STATE_KINDS = {"healthy": bool, "recovery": bool, "metrics": dict, "published": int}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks cannot detect a second run
 
 
@@ -61,11 +63,27 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """Return a checkpoint, intact or not, or None if its state is missing or unreadable."""
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        state = read_mapping(path / STATE)
+    except ValueError:
         return None
-    complete = isinstance(state, dict) and state.keys() >= {*REQUIRED, "published"}
-    return Checkpoint(step_number(path), path, state) if complete else None
+    kinds = {name: type(state.get(name)) for name in STATE_KINDS}
+    sound = kinds == STATE_KINDS and all(isinstance(value, int | float) for value in state["metrics"].values())
+    return Checkpoint(step_number(path), path, state) if sound else None
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    """Return the configuration that a run has left; empty without one, and with a warning if it cannot be used."""
+    file = directory / "config.yaml"
+    if not file.exists():
+        return {}
+    try:
+        config = read_mapping(file)
+        if not isinstance(config.get("trainer"), dict):
+            raise ValueError("it has no section trainer")
+    except ValueError as error:
+        warn(f"{file} cannot be used: {error}")
+        return {}
+    return config
 
 
 def check(path: Path) -> list[str]:

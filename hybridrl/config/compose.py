@@ -85,7 +85,7 @@ def composed(file: Path, arguments: list[str]) -> DictConfig:
         missing = "=".join((error.missing_cfg_file or "").rsplit("/", 1))
         fix = f"choose {' | '.join(error.options)}" if error.options else ""
         raise ConfigError(f"{missing}: there is no such configuration file", fix=fix) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}, or a file it lists, is not YAML: {' '.join(str(error).split())}") from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         raise ConfigError(f"{file}: {str(error).strip().splitlines()[0]}") from error
@@ -368,7 +368,7 @@ def written_in(file: Path, state: frozenset) -> dict[str, Any]:
 def state_of(directory: Path) -> frozenset[tuple[Path, int]]:
     """The configuration files in a directory and its groups, with the times of their last changes."""
     files = [*directory.glob("*.yaml"), *directory.glob("*/*.yaml")]
-    return frozenset((file, file.stat().st_mtime_ns) for file in files)
+    return frozenset((file, file.stat().st_mtime_ns) for file in files if file.is_file())
 
 
 def as_override(value: Any) -> str:

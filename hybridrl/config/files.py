@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from hybridrl.config.foreign_files import fault_in
 from hybridrl.config.values import Fault
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
@@ -101,7 +102,11 @@ def _missing_rows(entry: str) -> str:
         has_rows = any(is_row_file(file) for file in directory.rglob("*"))
         return "" if has_rows else f"the directory {directory} has no files that end in {', '.join(WRITTEN)}"
     if glob.has_magic(entry):
-        return f"no file matches {entry}"
+        plain, query, _ = entry.partition("?")
+        if query and Path(plain).is_file():
+            return f"no file matches {entry}, but there is {plain}: name that, without the query of an address"
+        hint = " (a ? stands for any character: name the downloaded file, without the query of its address)"
+        return f"no file matches {entry}{hint if query and is_row_file(Path(plain)) else ''}"
     if HUB_NAME.fullmatch(name) and not is_row_file(directory) and not directory.parent.is_dir():
         return ""
     names = sorted(item.name for item in parent.iterdir() if is_row_file(item)) if parent.is_dir() else []
@@ -132,11 +137,14 @@ def model_path(value: str) -> Fault | None:
     if not config.is_file():
         if Path(value, "actor").is_dir():
             return Fault("a checkpoint may hold several models", f"name one of them: {Path(value, 'actor')}")
+        steps = {path.name.removeprefix("global_step_"): path / "actor" for path in Path(value).glob("global_step_*")}
+        numbers = [int(step) for step, actor in steps.items() if step.isdecimal() and actor.is_dir()]
+        if numbers:
+            fix = f"name the model of a checkpoint, the newest one: {steps[str(max(numbers))]}"
+            return Fault("it is the directory of a run", fix)
         return Fault("the directory has no config.json, so it is no Hugging Face model")
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        return Fault(f"its config.json cannot be read ({error})", "save the model again")
+    if cause := fault_in(config) or fault_in(directory / "generation_config.json"):
+        return Fault(cause, "save or download the model again")
     if is_sharded(value) or any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):
         return None
     if is_sharded(str(above)):
@@ -150,10 +158,9 @@ def adapter_path(value: str) -> Fault | None:
         return _no_directory(value)
     if not holds_adapter(value):
         return Fault(f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter")
-    try:
-        kind = adapter_settings(value).get("peft_type")
-    except (OSError, ValueError) as error:
-        return Fault(f"its {ADAPTER_CONFIG} cannot be read ({error})", "save the adapter again")
+    if cause := fault_in(resolve_model(value) / ADAPTER_CONFIG):
+        return Fault(cause, "save the adapter again")
+    kind = adapter_settings(value).get("peft_type")
     return None if kind == "LORA" else Fault(f"it is an adapter of the type {kind}; only LORA can be trained")
 
 

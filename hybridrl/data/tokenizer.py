@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError
+from hybridrl.config.foreign_files import fault_in
 
 Message = dict[str, Any]
 
@@ -72,12 +73,14 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
     local, fix = path.is_dir(), "data.tokenizer can name another"
     if not local and (path.is_absolute() or str(path).startswith(".") or len(path.parts) > 2):
         raise ConfigError(f"{key}={path}: there is no such directory")
+    if cause := fault_in(path / "tokenizer_config.json"):
+        raise ConfigError(f"{key}={path}: {cause}", fix=fix)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, local_files_only=local
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the library raises many types for damaged files, the Rust one Exception itself
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         cause = "holds no tokenizer" if local else "is neither a directory nor a tokenizer on the hub"
         raise ConfigError(f"{key}={path}: {cause} ({reason})", fix=fix) from error
     # For some models transformers creates an empty tokenizer if the files are missing.

@@ -19,9 +19,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import psutil
-import yaml
 
-from hybridrl.checkpoint.store import list_checkpoints
+from hybridrl.checkpoint.store import list_checkpoints, saved_config
 from hybridrl.doctor import directory_parser
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.guard import oom_kills
@@ -78,10 +77,9 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
 
 def _samples(directory: Path) -> Iterator[tuple[str, str]]:
     """Yield the newest file of training and of validation samples."""
-    config = directory / "config.yaml"
-    trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"] if config.is_file() else {}
+    trainer = saved_config(directory).get("trainer", {})
     for name in SAMPLES:
-        files = record_files(Path(trainer.get(name) or directory / "no samples").expanduser()).values()
+        files = record_files(Path(str(trainer.get(name) or directory / "no samples")).expanduser()).values()
         for newest in sorted(files, key=lambda file: file.stat().st_mtime)[-1:]:
             with open_records(newest) as file:
                 yield f"samples/{name}-{newest.name.removesuffix('.gz')}", file.read()

@@ -3,6 +3,7 @@
 Every byte is compared with the manifest, as when a run resumes.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -11,12 +12,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from hybridrl.checkpoint.files import faults
-from hybridrl.checkpoint.store import is_verl, newest_good, read_checkpoint, step_directories
+from hybridrl.checkpoint.store import is_verl, newest_good, read_checkpoint, saved_config, step_directories
 from hybridrl.doctor import directory_parser
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 
@@ -73,9 +73,7 @@ def _score_name(directory: Path, metrics: Iterable[dict[str, float]]) -> tuple[s
     """Return the metric to compare by, and -1 if less is better: that of keep_best_ckpt, or else of what was logged
     validation, reward or loss."""
     names = sorted({name for values in metrics for name in values})
-    config = directory / "config.yaml"
-    trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"] if config.is_file() else {}
-    kept = trainer.get("keep_best_ckpt") or ""
+    kept = str(saved_config(directory).get("trainer", {}).get("keep_best_ckpt") or "")
     wanted = [kept.removeprefix("-"), *filter(is_validation_score, names), *reversed(LOSSES), *REWARD]
     name = next((name for name in wanted if name in names), "")
     return name, -1 if name in LOSSES or (kept.startswith("-") and name == kept[1:]) else 1
@@ -113,7 +111,8 @@ def main(argv: list[str]) -> int:
         as_json="the list, with age in seconds and size in bytes,",
     )
     arguments = parser.parse_args(argv)
-    rows, name = list_rows(arguments.directory)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output has the table only
+        rows, name = list_rows(arguments.directory)
     if arguments.json:
         print(json.dumps({"score": name, "checkpoints": list(map(asdict, rows))}, indent=2))
     elif rows:

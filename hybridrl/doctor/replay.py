@@ -109,7 +109,10 @@ def load_config(directory: Path, *, offline: bool = False) -> PPOConfig:
     """Return a run's configuration; keys that are newer than the run have their defaults. `offline`: whether or not
     this machine could run it."""
     with tempfile.TemporaryDirectory() as place:
-        text = (directory / "config.yaml").read_text(encoding="utf-8")
+        try:
+            text = (directory / "config.yaml").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{directory / 'config.yaml'} cannot be read: {error}") from error
         Path(place, "config.yaml").write_text(f"defaults: [{SHIPPED[PPOConfig]}, _self_]\n{text}", encoding="utf-8")
         resolved = resolve_config(PPOConfig, [], "config", Path(place), offline=offline)
     resolved.findings.close()

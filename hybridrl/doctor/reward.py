@@ -27,6 +27,7 @@ from hybridrl.doctor import show
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.reward_trial import faults, try_reward
 
@@ -133,9 +134,12 @@ def score_all(
 ) -> tuple[list[Score], float]:
     """Return the scores in order, and the seconds that scoring took without the start of the processes. What the reward
     prints goes to `log`."""
-    with ScorerPool(config, log, data_sources={request.data_source for request in requests}) as pool:
-        began = time.monotonic()
-        return [future.result() for future in pool.submit(requests)], time.monotonic() - began
+    try:
+        with ScorerPool(config, log, data_sources={request.data_source for request in requests}) as pool:
+            began = time.monotonic()
+            return [future.result() for future in pool.submit(requests)], time.monotonic() - began
+    except ScorerDied as error:
+        raise ConfigError(str(error)) from error
 
 
 def _summarize(scores: list[Score], seconds: float, findings: Findings) -> None:

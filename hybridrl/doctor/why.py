@@ -4,10 +4,12 @@ Reads what a run leaves in its directory, however it ended, and writes nothing. 
 docs/errors.md.
 """
 
+import contextlib
 import json
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,9 +18,9 @@ from statistics import median
 from typing import Any
 
 import psutil
-import yaml
 
-from hybridrl.checkpoint.store import Checkpoint, holder, list_checkpoints
+from hybridrl.checkpoint.store import Checkpoint, holder, list_checkpoints, saved_config
+from hybridrl.config.values import value_of
 from hybridrl.doctor import directory_parser
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import read_metrics
@@ -50,8 +52,7 @@ class Remains:
         self.directory, self.user, self.name = directory, holder(directory), shlex.quote(str(directory))
         self.faults: list[Fault] = last_run(read_faults(directory))
         self.metrics = read_metrics(directory)
-        file, metrics = directory / "config.yaml", directory / "metrics.jsonl"
-        self.config: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self.config, metrics = saved_config(directory), directory / "metrics.jsonl"
         self.began = self.faults[0].at.timestamp() if self.faults else 0.0
         logged = metrics.stat().st_mtime if metrics.is_file() else 0.0
         self.logged = logged if logged > self.began - 1 else 0.0  # when this run last logged; a file's clock is coarse
@@ -88,7 +89,7 @@ class Remains:
         if not self.config:
             return "python -m hybridrl.main_ppo key=value ..., as before"
         words = [f"python -m hybridrl.{'main_ppo' if ACTORS in self.config else 'main_sft'} -cp {self.name} -cn config"]
-        if self.saved and self.config["trainer"]["resume_mode"] != "auto":
+        if self.saved and self.config["trainer"].get("resume_mode") != "auto":
             words.append("trainer.resume_mode=auto")
         return " ".join([*words, change(self.config)] if change else words)
 
@@ -123,8 +124,11 @@ def optimizer_on_host(config: dict[str, Any]) -> str:
 
 
 def lower_rate(config: dict[str, Any]) -> str:
-    key, part = (f"{ACTORS}.actor.", config[ACTORS]["actor"]) if ACTORS in config else ("", config)
-    return f"{key}optim.lr={part['optim']['lr'] / 10:.2g}"
+    key = f"{f'{ACTORS}.actor.' * (ACTORS in config)}optim.lr"
+    try:
+        return f"{key}={value_of(config, key) / 10:.2g}"
+    except (KeyError, TypeError):  # a configuration that was edited
+        return f"{key}=..."
 
 
 # Code of an end -> what it means, and the command to continue with.
@@ -227,7 +231,8 @@ def main(argv: list[str]) -> int:
         as_json="code, cause and command",
     )
     arguments = parser.parse_args(argv)
-    verdict = diagnose(arguments.directory)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output has the verdict only
+        verdict = diagnose(arguments.directory)
     if arguments.json:
         print(json.dumps(asdict(verdict), indent=2))
     else:

@@ -9,6 +9,7 @@ runs no code.
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 import struct
 import threading
@@ -68,8 +69,11 @@ class Spool:
         try:
             self.directory.mkdir(exist_ok=True)
             for other in self.directory.glob("step_*"):
-                if not step - KEPT < int(other.name.removeprefix("step_")) <= step:
-                    other.unlink()
+                number = other.name.removeprefix("step_")
+                if number.isdecimal() and not step - KEPT < int(number) <= step:
+                    _remove(other)
+            if path.is_symlink() or not path.is_file():
+                _remove(path)
             self.file = path.open("ab", buffering=0)
             self.found, size = self._read(path.read_bytes())
             self.file.truncate(size)
@@ -80,8 +84,11 @@ class Spool:
         """Return what earlier processes have sampled for these requests, by their indices."""
         if not self.found:
             return {}
-        keys = (self.found.get(self._key(request)) for request in requests)
-        found = {index: spooled for index, spooled in enumerate(keys) if spooled is not None}
+        found = {}
+        for index, request in enumerate(requests):
+            spooled = self.found.get(self._key(request))
+            if spooled is not None and len(spooled.completion.token_ids) <= request.sampling.max_tokens:
+                found[index] = spooled
         self.used += len(found)
         return found
 
@@ -130,7 +137,7 @@ class Spool:
 
     def _read(self, data: bytes) -> tuple[dict[str, Spooled], int]:
         """Return the responses of a file and the bytes that are used of it: less than all after a kill."""
-        found, offset, complete = {}, 0, not self.whole_steps
+        found, offset, complete, foreign = {}, 0, not self.whole_steps, 0
         while offset + HEADER.size <= len(data):
             size, checksum = HEADER.unpack_from(data, offset)
             record = data[offset + HEADER.size : offset + HEADER.size + size]
@@ -138,19 +145,37 @@ class Spool:
                 break
             offset += HEADER.size + size
             text, _, arrays = record.partition(b"\n")
-            meta = json.loads(text)
-            if "responses" in meta:
-                complete = len(found) >= meta["responses"]
-            else:
-                found[meta["key"]] = self._decoded(meta, arrays)
+            try:
+                meta = json.loads(text)
+                if "responses" in meta:
+                    complete = len(found) >= meta["responses"]
+                else:
+                    found[meta["key"]] = self._decoded(meta, arrays)
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                foreign += 1
+        if foreign:
+            warn(f"{self.directory}/step_{self.step}: {foreign} records are not of this version and are sampled again")
         return (found, offset) if complete else ({}, 0)
 
     def _decoded(self, meta: dict[str, Any], arrays: bytes) -> Spooled:
+        """Return the response of a record. Raises ValueError, TypeError or KeyError for one of another version."""
         tokens, log_probs = np.frombuffer(arrays, "<i4").reshape(2, -1)
-        versions = meta["versions"] if isinstance(meta["versions"], int) else np.array(meta["versions"])
-        completion = Completion(tokens.astype(np.int64), log_probs.view("<f4"), meta["truncated"], versions)
-        scored = meta["score"] is not None and meta["reward"] == self.reward
-        return Spooled(completion, Score(**meta["score"]) if scored else None)
+        versions, probs = np.array(meta["versions"]), log_probs.view("<f4")
+        sound = versions.shape in ((), tokens.shape) and versions.dtype.kind == "i" and len(tokens) > 0
+        if not (sound and isinstance(meta["truncated"], bool) and (tokens >= 0).all() and np.isfinite(probs).all()):
+            raise ValueError("not a response")
+        versions = int(versions) if versions.ndim == 0 else versions
+        completion = Completion(tokens.astype(np.int64), probs, meta["truncated"], versions)
+        if meta["score"] is None or meta["reward"] != self.reward:
+            return Spooled(completion, None)
+        score = Score(**meta["score"])
+        texts = isinstance(score.detail, str) and isinstance(score.text, str | None)
+        rewards = [0.0] * len(tokens) if score.token_rewards is None else score.token_rewards
+        if score.fault is not None or not texts or not isinstance(score.extras, dict) or len(rewards) != len(tokens):
+            raise ValueError("not a score")
+        if not all(map(math.isfinite, [score.value, *rewards])):
+            raise ValueError("not a finite score")
+        return Spooled(completion, score)
 
     def _close(self) -> None:
         with self.lock:
@@ -167,6 +192,13 @@ class Spool:
         if not self.failed:
             warn(f"{self.directory}: {error}; training continues, but a crash would cost the rollout of its step")
         self.failed = True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _hash(text: str) -> str:

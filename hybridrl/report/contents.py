@@ -192,7 +192,7 @@ def read_contents(directory: Path, name: str = "") -> Contents:
         directory=directory,
         name=name or directory.resolve().name,
         steps=attempt("metrics.jsonl", lambda: _bounded(_metrics(directory, notes)), {}),
-        faults=attempt("faults.jsonl", lambda: [_masked(one) for one in read_faults(directory) if _is_sound(one)], []),
+        faults=attempt("faults.jsonl", lambda: [_masked(one) for one in read_faults(directory)], []),
         config=mask_values(config),
         config_text=yaml.safe_dump(mask_values(config), sort_keys=False, allow_unicode=True) if config else "",
         checkpoints=attempt("checkpoints", lambda: list(_checkpoints(directory)), []),
@@ -277,12 +277,6 @@ def _bounded(steps: dict[int, Metrics]) -> dict[int, Metrics]:
         step: {name: value if -LARGEST < value < LARGEST else nan for name, value in metrics.items()}
         for step, metrics in steps.items()
     }
-
-
-def _is_sound(fault: Fault) -> bool:
-    """Whether the fields have their types: a dataclass accepts anything."""
-    texts = isinstance(fault.code, str) and isinstance(fault.text, str) and isinstance(fault.time, str)
-    return texts and isinstance(fault.step, int) and isinstance(fault.tail, list)
 
 
 def _checkpoints(directory: Path) -> Iterator[SavedCheckpoint]:

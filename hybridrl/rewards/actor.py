@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.rewards.load import processes, seconds_between_calls
 from hybridrl.rewards.pool import Scorer, ScorerPool
-from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScoringProcess
+from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScorerDied, ScoringProcess
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runtime.guard import begin_actor
 
@@ -31,6 +31,7 @@ _RESTARTS = 3  # of an actor that dies; Ray repeats the calls that were in progr
 _STOP_TIMEOUT = 10.0
 
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
+Reason = tuple[type[Exception], str]  # why scoring ends: ConfigError or ScorerDied, and its message
 Setup = tuple[RewardConfig, frozenset[str], LoadTokenizer, Launch, str]  # the last two: the driver's, and its host
 
 
@@ -133,21 +134,21 @@ class ScoringActor:
         """Serve another run, with processes of its own."""
         self.__init__(*new)
 
-    def start(self, index: int) -> bool | str:
-        """Start a process; return whether the reward reads token ids, or as a string why it could not be loaded."""
+    def start(self, index: int) -> bool | Reason:
+        """Start a process; return whether the reward reads token ids, or why it could not be loaded."""
         try:
             return self._scorers[index].start()
-        except ConfigError as error:
-            return str(error)
+        except (ConfigError, ScorerDied) as error:
+            return type(error), str(error)
 
     def score(self, index: int, content: bytes) -> bytes:
         """Score packed requests with one process; return the pickled scores, and why they end early if they do."""
         scores: list[Score] = []
-        reason = None
+        reason: Reason | None = None
         try:
             scores.extend(self._scorers[index].score(unpacked(content)))
-        except ConfigError as error:
-            reason = str(error)
+        except (ConfigError, ScorerDied) as error:
+            reason = type(error), str(error)
         return pickle.dumps((scores, reason), pickle.HIGHEST_PROTOCOL)
 
     def stop(self) -> None:
@@ -185,8 +186,8 @@ class _RemoteScorer:
     def start(self) -> bool:
         call = self._handle.start.remote(self._index)
         (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._log], key="")
-        if isinstance(reply, str):
-            raise ConfigError(reply)
+        if isinstance(reply, tuple):
+            _raise(*reply)
         return reply
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
@@ -197,6 +198,10 @@ class _RemoteScorer:
         scores, reason = pickle.loads(reply)
         yield from scores
         if reason is not None:
-            raise ConfigError(reason)
+            _raise(*reason)
 
     def close(self) -> None: ...
+
+
+def _raise(kind: type[Exception], text: str) -> NoReturn:
+    raise kind(text)

@@ -25,7 +25,8 @@ class Scorer(Protocol):
     """Scores requests one list at a time: in this process, in one that it supervises, or on another machine."""
 
     def start(self) -> bool:
-        """Load the reward; return whether it reads token ids. ConfigError: it could not be loaded."""
+        """Load the reward; return whether it reads token ids. ConfigError: it could not be loaded. ScorerDied: it was
+        killed meanwhile, and another attempt may succeed."""
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
         """Yield one Score per request, in order."""

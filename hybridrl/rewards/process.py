@@ -30,6 +30,7 @@ from hybridrl.rewards.load import calls_at_once, in_one_call, load_reward, secon
 from hybridrl.rewards.score import Score, ScoringRequest, fault_of, score_request
 from hybridrl.runtime.guard import end_with_parent
 
+_LOADS = 3  # attempts of a process that is killed meanwhile, from outside or by the kernel
 LOAD_TIMEOUT = 300  # seconds to import the user's file: a large library on a busy machine takes tens
 # Seconds that a process has to cancel a coroutine by itself, which does not disturb the other calls in progress.
 _GRACE = 1.0
@@ -56,6 +57,12 @@ class Launch:
     @classmethod
     def here(cls) -> "Launch":
         return cls(list(sys.path), os.getcwd(), dict(os.environ))
+
+
+class ScorerDied(RuntimeError):
+    """A scoring process is killed whenever it loads the reward; after a restart of the run it may succeed."""
+
+    code = "worker-died"
 
 
 class _MemoryExceeded(Exception):
@@ -90,8 +97,19 @@ class ScoringProcess:
     def start(self) -> bool:
         """Start or replace the process and load the reward; return whether it reads token ids.
 
-        ConfigError: the reward could not be loaded.
+        ConfigError: the reward could not be loaded. ScorerDied: the process was killed each time.
         """
+        reply = next((reply for _ in range(_LOADS) if (reply := self._load()) is not None), None)
+        if reply is None:
+            raise ScorerDied(f"a scoring process {self._kill()} while it loaded the reward, {_LOADS} times in a row")
+        if isinstance(reply, str):
+            self._kill()
+            raise ConfigError(reply)
+        self._lost = False
+        return reply
+
+    def _load(self) -> bool | str | None:
+        """Start a process; return its reply, why it could not load the reward, or None if it was killed."""
         self.close()
         ours, theirs = socket.socketpair()
         self._messages = Messages(ours)
@@ -102,25 +120,22 @@ class ScoringProcess:
         see_log = "" if self._log_path is None else f"; its output is in {self._log_path}"
         try:
             self._messages.send((self._config, self._data_sources), LOAD_TIMEOUT)
-            reply = self._reply(LOAD_TIMEOUT)
+            return self._reply(LOAD_TIMEOUT)
         except TimeoutError:
-            reply = f"the reward did not load within {LOAD_TIMEOUT} s"
+            return f"the reward did not load within {LOAD_TIMEOUT} s"
         except _MemoryExceeded as error:
-            reply = f"the reward used {error} while it was loaded; set a higher limit"
+            return f"the reward used {error} while it was loaded; set a higher limit"
         except NoMessage:
-            reply = f"the reward wrote to the connection of its scoring process while it was loaded{see_log}"
+            return f"the reward wrote to the connection of its scoring process while it was loaded{see_log}"
         except (EOFError, OSError):
-            reply = f"a scoring process {self._kill(_END_TIMEOUT)} while it loaded the reward{see_log}"
-        if isinstance(reply, str):
-            self._kill()
-            raise ConfigError(reply)
-        self._lost = False
-        return reply
+            ended = self._kill(_END_TIMEOUT)
+            killed = self._process.returncode < 0 and self._may_start
+            return None if killed else f"a scoring process {ended} while it loaded the reward{see_log}"
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
         """Yield one Score per request, in order; a request that ends the process does not affect the others.
 
-        ConfigError: a process started in place of a lost one could not load the reward.
+        ConfigError or ScorerDied: a process started in place of a lost one could not load the reward.
         """
         waiting, detail = deque(requests), ""
         if self._lost:

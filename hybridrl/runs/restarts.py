@@ -14,6 +14,7 @@ from hybridrl.checkpoint.store import list_checkpoints, read_checkpoint
 from hybridrl.cluster import OutOfMemory, WorkerDied
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.health import Unhealthy
+from hybridrl.rewards.process import ScorerDied
 from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.faults import RESTART, record
 
@@ -87,7 +88,7 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
         before = list_checkpoints(directory)
         try:
             return attempt(adjusted)
-        except WorkerDied as death:
+        except (WorkerDied, ScorerDied) as death:
             if isinstance(death, OutOfMemory) and (key := lower(config, death, adjusted)):
                 warn(
                     f"{death}\nstarting again from the last checkpoint with {described(key, adjusted)}, {HARMLESS}",

@@ -19,6 +19,7 @@ from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_ver
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.config.custom_code import script_path
+from hybridrl.config.foreign_files import read_mapping
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.data.rows import fingerprinted_files
@@ -120,7 +121,10 @@ def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
     """What differs from the configuration in a file; of the section `trainer` only what changes what is learned."""
     if not file.exists():
         return []
-    before, now = (flatten(yaml.safe_load(text)) for text in (file.read_text(encoding="utf-8"), as_yaml(config)))
+    try:
+        before, now = flatten(read_mapping(file)), flatten(yaml.safe_load(as_yaml(config)))
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}", fix=f"set another {DIRECTORY}", keys=DIRECTORY) from error
     counted = [key for key in now if key in LEARNED or not key.startswith(("trainer.", "eval."))]
     changed = [key for key in counted if key in before and before[key] != now[key]]
     return [f"{key}={before[key]}, not {now[key]}" for key in changed]

@@ -21,6 +21,7 @@ from hybridrl.evaluation.plan import digest
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import seconds_between_calls, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.resume import reward_code
 from hybridrl.tracking.console import warn
@@ -150,13 +151,17 @@ def try_reward(
     """Load the reward in a process of its own, and report how it scores a few rows, for `seconds` at most; 0: it is
     only loaded. Returns how many responses had no score by then; raises ConfigError if it does not load."""
     sources = {source for data in datasets.values() for source in data.data_sources}
-    with ScorerPool(replace(config.reward, num_workers=1, retries=0), log, sources) as pool:
-        if not seconds:
-            return 0
-        trial = RewardTrial(config, tokenizer, datasets)
-        trial.start(pool)
-        trial.finish(findings, seconds, log)
-        return sum(one.score is None for row in trial.trials for one in row.responses)
+    try:
+        with ScorerPool(replace(config.reward, num_workers=1, retries=0), log, sources) as pool:
+            if not seconds:
+                return 0
+            trial = RewardTrial(config, tokenizer, datasets)
+            trial.start(pool)
+            trial.finish(findings, seconds, log)
+            return sum(one.score is None for row in trial.trials for one in row.responses)
+    except ScorerDied as error:
+        findings.warn("reward.fault.died", f"{error}, so it was not tried")
+        return 0
 
 
 def reject_failing_reward(

@@ -70,6 +70,13 @@ class Fault:
     end: bool = False
 
     @property
+    def is_sound(self) -> bool:
+        """Whether the fields of a record that was read have their types. Raises ValueError for another form of time."""
+        texts = all(isinstance(text, str) for text in (self.code, self.text))
+        numbers = isinstance(self.memory, dict) and all(isinstance(size, int | None) for size in self.memory.values())
+        return texts and numbers and isinstance(self.step, int) and isinstance(self.tail, list) and bool(self.at.tzinfo)
+
+    @property
     def at(self) -> datetime:
         return datetime.fromisoformat(self.time)
 
@@ -162,8 +169,9 @@ def read_faults(directory: Path) -> list[Fault]:
     faults = []
     with suppress(OSError):
         for line in (directory / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError):
-                faults.append(Fault(**json.loads(line)))
+            with suppress(ValueError, TypeError, RecursionError):
+                fault = Fault(**json.loads(line))
+                faults += [fault] if fault.is_sound else []
     return faults
 
 

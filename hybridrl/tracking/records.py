@@ -111,7 +111,12 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
     """Yield the episodes of a file. Lines that are no JSON object, as a copy that was cut short may have, are skipped
     with one warning."""
     skipped = 0
-    with open_records(path) as lines:
+    try:
+        lines = open_records(path)
+    except OSError as error:
+        warn(f"{path} cannot be read: {error.strerror}", "samples-lost")
+        return
+    with lines:
         while True:
             try:
                 if not (line := lines.readline()):

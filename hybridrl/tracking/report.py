@@ -131,7 +131,12 @@ def read_metrics(run_dir: Path, warn: Warn = warn) -> dict[int, dict[str, float]
     """Return the metrics by step, in order; of a name logged twice for a step the later value is kept. null is NaN.
     Lines that cannot be read are passed to `warn`."""
     steps: dict[int, dict[str, float]] = {}
-    for _, record in _read_lines(run_dir / "metrics.jsonl", warn):
+    try:
+        lines = _read_lines(run_dir / "metrics.jsonl", warn)
+    except OSError as error:
+        warn(f"{run_dir / 'metrics.jsonl'} cannot be read: {error.strerror}", "metrics-lost")
+        lines = []
+    for _, record in lines:
         values = {name: math.nan if value is None else value for name, value in record.items()}
         steps.setdefault(int(values.pop("step")), {}).update(values)
     return dict(sorted(steps.items()))
@@ -145,9 +150,9 @@ def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, floa
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             record = json.loads(line)
-            numbers = all(value is None or isinstance(value, int | float) for value in record.values())
-            readable = numbers and isinstance(record.get("step"), int)
-        except (ValueError, AttributeError):
+            known = [math.isfinite(value) for value in record.values() if value is not None]  # raises for what is none
+            readable = bool(known) and isinstance(record.get("step"), int)
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             readable = False
         if readable:
             lines.append((line, record))

@@ -111,6 +111,21 @@ def test_a_saved_model_without_its_configuration_is_rejected(saved: Path) -> Non
     assert model_path(str(saved)) == Fault("the directory has no config.json, so it is no Hugging Face model")
 
 
+def test_of_a_run_the_newest_model_is_named(saved: Path) -> None:
+    for name in ("global_step_10/actor", "global_step_x/actor", "global_step_11/critic"):
+        (saved.parents[1] / name).mkdir(parents=True)
+    fault = model_path(str(saved.parents[1]))
+    assert fault is not None and fault.cause == "it is the directory of a run"
+    assert fault.fix.endswith(f"the newest one: {saved.parents[1]}/global_step_10/actor")
+
+
+def test_a_file_under_the_address_of_a_download_is_named_without_the_query(tmp_path: Path) -> None:
+    there, missing = tmp_path / "x.jsonl", tmp_path / "y.jsonl"
+    there.touch()
+    assert f"but there is {there}: name that" in str(row_files([f"{there}?download=true"]))
+    assert "without the query of its address" in str(row_files([f"{missing}?download=true"]))
+
+
 def test_the_folder_that_was_meant_is_named(saved: Path) -> None:
     below, above = model_path(str(saved / "huggingface")), model_path(str(saved.parent))
     assert (below and below.fix, above and above.fix) == (f"name that: {saved}", f"name one of them: {saved}")

@@ -2,7 +2,9 @@
 missing."""
 
 import contextlib
+import json
 import os
+import zlib
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 
 from hybridrl.experience.collector import SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter
-from hybridrl.experience.spool import Spool
+from hybridrl.experience.spool import HEADER, Spool
 from hybridrl.rewards.score import FaultGuard, Score
 from hybridrl.rollout.client import RolloutFailure
 from tests.experience.test_collector import Client, Scorers, Switch, build, fault, plain
@@ -154,6 +156,80 @@ def test_all_parts_of_a_score_are_kept(tmp_path):
     killed(tmp_path, 6, table)
     resumed = experience(spool(tmp_path), [[5, 5, 5], [5, 5, 5]])
     assert_undisturbed(resumed, table)
+
+
+def rewritten(file: Path, changes: dict[str, object], arrays: bytes | None = None) -> None:
+    """Change fields of every record of a file, and give each its right checksum."""
+    data, offset, records = file.read_bytes(), 0, []
+    while offset < len(data):
+        size, _ = HEADER.unpack_from(data, offset)
+        text, _, kept = data[offset + HEADER.size : offset + HEADER.size + size].partition(b"\n")
+        offset += HEADER.size + size
+        meta = {name: value for name, value in (json.loads(text) | changes).items() if value != "absent"}
+        record = json.dumps(meta).encode() + b"\n" + (kept if arrays is None else arrays)
+        records.append(HEADER.pack(len(record), zlib.crc32(record)) + record)
+    file.write_bytes(b"".join(records))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: "absent"} for name in ("key", "truncated", "versions", "reward", "score")),
+        *({"key": key} for key in ([], {}, None, 3)),
+        *({"truncated": value} for value in ("yes", None, 2)),
+        *({"versions": value} for value in ("x", None, [1, 2], [], [[1]], {}, 1.5, [None], 10**40)),
+        *({"score": value} for value in ("x", 1.0, [], {}, {"value": "x"}, {"value": None}, {"value": float("nan")})),
+        *({"score": {"value": 1.0, **more}} for more in ({"new": 1}, {"extras": []}, {"fault": "x"}, {"text": 3})),
+        *({"score": {"value": 1.0, "token_rewards": value}} for value in ([1.0], "x", 3, [None] * 3, {})),
+        *({"score": {"value": 10**400}}, {"responses": "x"}, {"responses": None}),
+    ],
+    ids=str,
+)
+def test_a_record_with_a_right_checksum_and_other_fields_is_sampled_again_with_one_warning(tmp_path, capsys, changes):
+    killed(tmp_path, 6)
+    rewritten(tmp_path / "spool" / "step_1", changes)
+    resumed = experience(spool(tmp_path))
+    assert_undisturbed(resumed)
+    assert sampled(resumed) == 6
+    warnings = capsys.readouterr().out.count("not of this version and are sampled again")
+    assert warnings == (0 if changes in ({"key": None}, {"key": 3}) else 1)  # a key that no request has
+
+
+@pytest.mark.parametrize(
+    "arrays", [b"", b"x", bytes(20), b"\xff" * 24, bytes(8_000), bytes(12) + b"\x00\x00\xc0\x7f" * 3]
+)
+def test_a_record_with_other_arrays_is_sampled_again(tmp_path, arrays):
+    killed(tmp_path, 6)
+    rewritten(tmp_path / "spool" / "step_1", {}, arrays)
+    resumed = experience(spool(tmp_path))
+    assert_undisturbed(resumed)
+    assert sampled(resumed) == 6
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"[]\n", b"null\n", b"3\n", b"\xff\n", b"[" * 5000 + b"\n", b"{}\n"])
+def test_a_record_that_is_none_is_sampled_again(tmp_path, text):
+    killed(tmp_path, 6)
+    (tmp_path / "spool" / "step_1").write_bytes(HEADER.pack(len(text), zlib.crc32(text)) + text)
+    resumed = experience(spool(tmp_path))
+    assert_undisturbed(resumed)
+    assert sampled(resumed) == 6
+
+
+@pytest.mark.parametrize("name", ["step_1", "step_x", "step_", "step_9", "step_-3", "step_\u0663"])
+@pytest.mark.parametrize("kind", ["directory", "link", "loop", "pipe"])
+def test_what_is_no_file_of_a_step_does_not_disturb_the_run(tmp_path, name, kind):
+    path, outside = tmp_path / "spool" / name, tmp_path / "outside"
+    path.parent.mkdir()
+    outside.write_text("as it was")
+    if kind == "directory":
+        (path / "more").mkdir(parents=True)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(outside if kind == "link" else path)
+    assert_undisturbed(experience(spool(tmp_path)))
+    assert_undisturbed(experience(spool(tmp_path)))
+    assert outside.read_text() == "as it was"
 
 
 class AllAtOnce(Scorers):

@@ -212,6 +212,17 @@ def test_a_program_does_not_replace_what_the_test_compares_with(program, test):
             "class P:\n    def __init__(self, x): self.x = x\ndef f(g, ps): return [g(p) for p in ps]",
             "assert f(lambda p: p.x, [P(1), P(2)]) == [1, 2]",
         ),
+        ("def f(x):\n    yield from range(x)", "assert 2 in f(3) and 3 not in f(3)"),
+        (
+            "class V:\n    def __init__(self, x): self.x, self.next = x, None\n"
+            "    def __add__(self, o): return V(self.x + o.x)\n    def __eq__(self, o): return self.x == o.x\n"
+            "    def __getitem__(self, i): return self.x * i\n    def __len__(self): return self.x",
+            "a = V(1) + V(2)\nassert a == V(3) and a != V(4) and a in [V(3)] and a != None and a.next == None\n"
+            "assert a[2] == 6 and len(a) == 3 and a and len({a: 1, 0: 2}) == 2",
+        ),
+        ("class Counter:\n    def count(self): return 1", "c = Counter()\nassert c.count() == 1"),
+        ("def f(x): return [x, x]", "assert Counter(f('a')) == Counter({'a': 2}) and isclose(len(f('a')), 2)"),
+        ("def sorted(xs): return xs[::-1]", "xs = [2, 1]\nassert sorted(xs) == [1, 2]"),
         ("def f(x): return x + 1", "def check(candidate):\n    assert abs(candidate(1) - 2) < 1e-6\ncheck(f)"),
     ],
 )

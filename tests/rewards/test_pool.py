@@ -11,6 +11,7 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest
 
 # Does what the answer says, so that a test shows in its answers what happens in the scoring process.
@@ -149,6 +150,30 @@ def test_a_file_that_ends_the_process_which_imports_it_is_rejected_at_the_start(
     log = tmp_path / "reward.log"
     with pytest.raises(ConfigError, match=r"exit code 4 while it loaded the reward; .*reward\.log"):
         ScorerPool(reward_config("import os\nos._exit(4)"), log)
+
+
+KILLED = """
+import os, signal
+with open({log!r}, "a") as file:
+    file.write("x")
+if os.path.getsize({log!r}) in {times}:
+    os.kill(os.getpid(), signal.SIGKILL)
+def compute_score(solution_str): return 1.0 if solution_str else os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("times", [[1, 2], [2, 3]])
+def test_a_process_that_is_killed_while_it_loads_the_reward_is_replaced(reward_config, tmp_path, times):
+    source = KILLED.format(log=str(tmp_path / "loads"), times=times)
+    with ScorerPool(reward_config(source)) as pool:
+        scores = results(pool.submit(requests("a", "", "b")))
+    assert [score.fault for score in scores] == [None, "died", None]
+
+
+def test_a_process_that_is_killed_each_time_is_a_worker_that_died_and_no_rejection(reward_config, tmp_path):
+    source = KILLED.format(log=str(tmp_path / "loads"), times=[1, 2, 3])
+    with pytest.raises(ScorerDied, match="killed by SIGKILL while it loaded the reward, 3 times in a row"):
+        ScorerPool(reward_config(source))
 
 
 def test_a_reward_that_cannot_be_loaded_again_ends_the_pool_with_the_reason(reward_config, tmp_path):

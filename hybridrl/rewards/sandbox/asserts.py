@@ -1,9 +1,9 @@
 """Run tests against one program: each test in a confined process, and the program in another.
 
 Started by `run.py` in place of `inside.py`. It writes a JSON line for each test: "" if the program passed it, or null.
-What a test calls is a stand-in for the program's object, and only plain values come back: a program cannot find the
-values it is compared with, skip the comparison, or return an object that equals everything. Imports the standard
-library and this package only.
+What a test calls is a stand-in for the program's object, and only plain values come back. A test computes and compares
+with plain values only: a program cannot find the values it is compared with, skip the comparison, or return an object
+that decides it. Imports the standard library and this package only.
 """
 
 import ast
@@ -38,16 +38,34 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "__call__": lambda function, *arguments, **named: function(*arguments, **named),
     "__getattr__": getattr,
     "__setattr__": setattr,
-    "__instancecheck__": lambda kind, value: isinstance(value, kind),
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
     "__str__": str,
     "__repr__": repr,
     "__len__": len,
     "__bool__": bool,
     "__iter__": iter,
     "__next__": next,
-    "__contains__": operator.contains,
-    **{f"__{name}__": getattr(operator, name) for name in ("getitem", "setitem", "lt", "le", "gt", "ge", "eq")},
-    **{f"__{name}__": getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg", "abs")},
+}
+# What a test may compute from two objects of the program; with a plain value in place of one, it is a TypeError.
+_COMPUTATIONS: dict[str, Callable[..., Any]] = {
+    "__instancecheck__": lambda kind, value: isinstance(value, kind),
+    **{f"__{name}__": getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge")},
+    **{f"__{name}__": getattr(operator, name) for name in ("add", "sub", "mul", "truediv")},
+}
+# Names that a test may use without an import, and their modules: a test that compares with them does so by itself.
+_LIBRARY_NAMES = {
+    name: module
+    for module, names in {
+        "collections": "Counter OrderedDict defaultdict deque",
+        "copy": "deepcopy",
+        "decimal": "Decimal",
+        "fractions": "Fraction",
+        "math": "fabs inf isclose isinf isnan nan",
+        "numpy": "np numpy",
+        "pytest": "approx pytest",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -133,6 +151,8 @@ class _Test:
         """Do an operation in the program's process and return its result; mutable arguments are updated in place."""
         request = [operation, *(_encoded(value, self._refer) for value in (of, list(arguments), named))]
         reply = _decoded(self._channel.ask(request, self._call), self._object)
+        if reply.get("raised") == "StopIteration" and operation != "__next__":  # it would end a loop of the test
+            raise RuntimeError("the program raised StopIteration")
         value = _value(reply)
         for given, after in zip(arguments, reply["after"], strict=True):
             if isinstance(given, list | bytearray) and type(given) is type(after):
@@ -164,47 +184,71 @@ class _Test:
 
 
 class _StandIn:
-    """An object of the program, known to the tests' process by its number only. No value is equal to it."""
+    """An object of the program, known to the tests' process by its number only."""
 
     def __init__(self, test: _Test, number: int) -> None:
         vars(self).update(_test=test, _number=number)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _StandIn) and self._test.ask("__eq__", self, (other,), {})
-
     def __hash__(self) -> int:
-        return self._number
+        return hash((_StandIn, self._number))
 
 
 def _forwarded(operation: str) -> Callable[..., Any]:
     return lambda self, *arguments, **named: self._test.ask(operation, self, arguments, named)
 
 
-for _name in _OPERATIONS.keys() - {"__eq__"}:
+def _computed(operation: str) -> Callable[..., Any]:
+    def compute(self: _StandIn, other: object) -> Any:
+        if isinstance(other, _StandIn):
+            return self._test.ask(operation, self, (other,), {})
+        if operation == "__instancecheck__" or (operation == "__eq__" and other is None):
+            return False
+        raise TypeError(f"the program returned an object: {operation} of it and a {type(other).__name__}")
+
+    return compute
+
+
+for _name in _OPERATIONS:
     setattr(_StandIn, _name, _forwarded(_name))
+for _name in _COMPUTATIONS:
+    setattr(_StandIn, _name, _computed(_name))
 
 
 class _Names(dict):
-    """The tests' names; one that they do not define is the program's, except builtins and modules that they expect."""
+    """The tests' names; one that they do not define is the program's, except builtins and names of libraries."""
 
     def __init__(self, test: _Test, text: str) -> None:
         nodes = list(ast.walk(ast.parse(text)))
-        names = {node.id for node in nodes if isinstance(node, ast.Name)}
-        bases = {
-            node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        }
-        super().__init__({name: importlib.import_module(name) for name in bases & sys.stdlib_module_names})
-        # If nothing else is named, the tested function has the name of a builtin.
-        self._test, self._builtins_first = test, not names <= vars(builtins).keys()
+        bases = {node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+        modules = {base.id for base in bases} & sys.stdlib_module_names
+        super().__init__({name: importlib.import_module(name) for name in modules})
+        # If nothing else is left to the program, the tested function has the name of a builtin or of a library.
+        undefined = _undefined(nodes) - modules
+        self._builtins_first = not undefined <= vars(builtins).keys()
+        self._library_first = not undefined <= vars(builtins).keys() | _LIBRARY_NAMES.keys()
+        self._test = test
 
     def __missing__(self, name: str) -> Any:
         if self._builtins_first and hasattr(builtins, name):
             raise KeyError(name)
         try:
-            self[name] = self._test.ask("name", name, (), {})
+            if self._library_first and name in _LIBRARY_NAMES:
+                module = importlib.import_module(_LIBRARY_NAMES[name])
+                self[name] = getattr(module, name, module)
+            else:
+                self[name] = self._test.ask("name", name, (), {})
         except NameError:
             raise KeyError(name) from None
         return self[name]
+
+
+def _undefined(nodes: list[ast.AST]) -> set[str]:
+    """Return the names that a test uses and does not define."""
+    defined = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - defined
 
 
 class _Program:
@@ -222,7 +266,7 @@ class _Program:
                     raise NameError(of)
                 value = self._space[of]
             else:
-                value = _OPERATIONS[operation](of, *arguments, **named)
+                value = (_OPERATIONS.get(operation) or _COMPUTATIONS[operation])(of, *arguments, **named)
             return _encoded({"value": value, "after": arguments}, self._refer)
         except BaseException as error:
             return _raised(error)
