@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,8 +89,8 @@ __mark() {
 }
 command_not_found_handle() {
     local input="" command="" called
-    printf '%s\0' "$@" >&"$RECORD"
-    printf '\n\0' >&"$RECORD"
+    local word  # each is written at once: the commands of a pipeline run at the same time
+    for word in "$@" $'\n'; do printf '%s\0' "$BASHPID $word"; done >&"$RECORD"
     [[ -p /dev/stdin ]] && IFS= read -r -d '' input
     printf -v called '%q ' "$@"
     if [[ $input =~ ^9q[0-9a-f]+q$ ]]; then command="$input | $called"
@@ -324,8 +325,12 @@ def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[
         errors.seek(0)
         words = record.read().decode(errors="replace").split("\0")
         lines = readable(errors.read().decode(errors="replace")).strip().splitlines()
-    ends = [index for index, word in enumerate(words) if word == END]
-    commands = [words[start + 1 : end] for start, end in itertools.pairwise([-1, *ends])]
+    commands, incomplete = [], defaultdict[str, list[str]](list)
+    for sender, _, word in (entry.partition(" ") for entry in words):
+        if word == END:
+            commands.append(incomplete.pop(sender, []))
+        else:
+            incomplete[sender].append(word)
     return commands, lines[-1] if shell.returncode and lines else ""
 
 
