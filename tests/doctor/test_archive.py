@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.doctor import __main__ as doctor
-from hybridrl.doctor.archive import Masker, pack
+from hybridrl.doctor.archive import mask, pack
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording
@@ -91,7 +91,7 @@ def test_what_explains_a_run_is_packed_and_stays_readable(run, tmp_path):
     assert json.loads(packed["checkpoints.json"])["2"]["healthy"] is True
     assert json.loads(packed["machine.json"])["environment"]["WANDB_API_KEY"] == "***"
     assert "prompt_key: question\n  max_token_len_per_gpu: 16384\n" in packed["config.yaml"]
-    assert "s3://***@host/x.parquet, /home/USER/y.parquet" in packed["config.yaml"]
+    assert "- s3://***@host/x.parquet\n  - /home/USER/y.parquet" in packed["config.yaml"]
     assert "default_local_dir: ~/run" in packed["config.yaml"]
     assert "X-Amz-Signature=***&n=1" in packed["logs/rollout-0.log"]
     assert "generated 512 tokens, token: 17" in packed["logs/rollout-0.log"]
@@ -125,7 +125,7 @@ def test_samples_are_packed_where_requested(run, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_what_is_no_secret_is_left(text):
-    assert Masker()(text) == text
+    assert mask(text) == text
 
 
 def test_a_directory_that_is_not_there_is_a_usage_error(tmp_path, capsys):
