@@ -10,13 +10,13 @@ from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.findings import Finding, Findings, Severity
+from hybridrl.tracking.console import Terminal
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -49,7 +49,7 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     if as_json:
         print(json.dumps({"refused": bool(failed), "findings": list(map(asdict, findings.items))}, indent=2))
         return int(failed > 0)
-    console, groups = Console(highlight=False), defaultdict[str, list[Finding]](list)
+    console, groups = Terminal(highlight=False), defaultdict[str, list[Finding]](list)
     for finding in findings.items:  # codes of configuration keys have only one part
         groups[finding.code.partition(".")[0] if "." in finding.code else "configuration"].append(finding)
     for group, members in groups.items():
@@ -67,7 +67,7 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     return int(failed > 0)
 
 
-def _print(console: Console, indent: int, text: Text) -> None:
+def _print(console: Terminal, indent: int, text: Text) -> None:
     """Wrap and indent on a terminal; elsewhere keep one line per line."""
     if console.is_terminal:
         console.print(Padding.indent(text, indent))

@@ -35,6 +35,7 @@ from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
 from hybridrl.config.values import MISSING, leaves, value_of
 from hybridrl.rewards.sandbox.confinement import supported
+from hybridrl.tracking.console import print_text
 from hybridrl.tracking.secrets import is_secret, mask_text
 
 # Values for keys that a command does not set in a usable way.
@@ -186,13 +187,14 @@ def _migrate(launch: Launch) -> int:
     if launch.system == "verl":
         _other_defaults(launch)
     for finding in findings.items:
-        print(f"# {finding.severity} [{finding.code}] {readable(finding.text)}".replace("\n", "\n# "))
+        text = f"# {finding.severity} [{finding.code}] {readable(finding.text)}"
+        print_text(text.replace("\n", "\n# "))
     # The overrides with current names, quoted, without those that are ignored or rejected.
     settings = [text.lstrip("+").partition("=") for text in parse_overrides(overrides, schema, Findings()).arguments]
     last = {key: value for key, _, value in settings if holds(tree(schema), key.lstrip("~"))}
     words = [quoted(key if key.startswith("~") else f"{key}={value}") for key, value in last.items()]
     program = "main_ppo" if schema is PPOConfig else "main_sft"
-    print(" \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n")
+    print_text(" \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n")
     return int(bool(findings.errors))
 
 

@@ -253,7 +253,8 @@ def test_no_tracker_gets_a_secret(tmp_path, monkeypatch):
     assert sys.argv == words
     assert "question" in str(given) and "canary" not in str(given)
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert any(b"question" in content for path, content in written.items() if path.suffix == ".wandb")
+    assert any(b"question" in content for content in written.values())
+    assert any(path.suffix == ".wandb" for path in written)
     assert [path for path, content in written.items() if b"canary" in content] == []
 
 
