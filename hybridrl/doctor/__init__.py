@@ -17,6 +17,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.findings import Finding, Findings, Severity
 from hybridrl.tracking.console import Terminal
+from hybridrl.tracking.secrets import mask_text, mask_values
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -47,7 +48,9 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     are errors, else 0."""
     failed = len(findings.errors)
     if as_json:
-        print(json.dumps({"refused": bool(failed), "findings": list(map(asdict, findings.items))}, indent=2))
+        print(
+            json.dumps({"refused": bool(failed), "findings": mask_values(list(map(asdict, findings.items)))}, indent=2)
+        )
         return int(failed > 0)
     console, groups = Terminal(highlight=False), defaultdict[str, list[Finding]](list)
     for finding in findings.items:  # codes of configuration keys have only one part
@@ -56,7 +59,7 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
         _print(console, 0, Text(group, "bold"))
         for finding in sorted(members, key=lambda finding: [*STYLES].index(finding.severity)):
             severity = (finding.severity, STYLES[finding.severity])
-            _print(console, 2, Text.assemble(severity, f" [{finding.code}] {finding.statement}"))
+            _print(console, 2, Text.assemble(severity, f" [{finding.code}] {mask_text(finding.statement)}"))
             if finding.fix:
                 _print(console, 6, Text(f"-> {finding.fix}"))
     if verdict:

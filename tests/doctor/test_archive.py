@@ -27,7 +27,13 @@ SECRETS = {
     "environment": "only-in-the-environment",
     "link": "p4ss-in-a-link",
     "person": "jane.doe",
-}  # fmt: skip
+    "judge": "lower-case-key",
+    "option": "after-an-option",
+    "netrc": "in-a-netrc",
+    "camel": "refreshed",
+    "private": "MIIEowIBAAKCAQEAfirst",
+    "end of private": "Zm9vYmFylast",
+}
 
 
 @pytest.fixture
@@ -47,6 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"data:\n  train_files: [s3://me:{secret['link']}@host/x.parquet, /home/{secret['person']}/y.parquet]\n"
         f"  prompt_key: question\n  max_token_len_per_gpu: 16384\n"
         f"own:\n  judge:\n    api_key: {secret['named']}\n    token: {secret['open']}\n"
+        f"  judge_key: >-\n    {secret['judge']}\n"
         f"  service_password: '{secret['password']}'\n"
         f"ray_kwargs: {{ray_init: {{runtime_env: {{env_vars: {{OPENAI_KEY: {secret['named']}}}}}}}}}\n"
     )
@@ -59,6 +66,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "logs" / "rollout-0.log").write_text(
         f"GET https://host/x?X-Amz-Signature={secret['signature']}&n=1\n--token={secret['git']}\n{secret['wandb']}\n"
         "generated 512 tokens, token: 17\n"
+        f"serve --token {secret['option']}\nmachine host login me password {secret['netrc']}\n"
+        f"{{'refreshToken': '{secret['camel']}'}}\n"
+        f"-----BEGIN PRIVATE KEY-----\n{secret['private']}\n{secret['end of private']}\n-----END PRIVATE KEY-----\n"
     )
     for log in ("reward.log", "scoring-0.log"):
         (directory / "logs" / log).write_text("a SAMPLE that the reward prints\n")
