@@ -11,14 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 from rich.text import Text
 
 from hybridrl.config import ConfigError
 from hybridrl.runtime.signals import ended_by_closed_pipe
-from hybridrl.tracking.console import printable
+from hybridrl.tracking.console import Terminal, print_text, printable, printable_json
 from hybridrl.tracking.records import SampleRecord, read_records, record_files, records_of
 
 EXIT_REJECTED = 2
@@ -38,14 +37,14 @@ def main(argv: list[str] | None = None) -> int:
             records = read(options)
         shown, note = select(records, options)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_text(f"error: {error}", error=True)
         return EXIT_REJECTED
     with ended_by_closed_pipe():
         if options.json:
-            print("".join(record.line() + "\n" for record in shown), end="")
+            print(printable_json("".join(record.line() + "\n" for record in shown)), end="")
         else:
             print_samples(shown, tokens=options.tokens)
-            print(note)
+            print_text(note)
     return 0
 
 
@@ -147,7 +146,7 @@ def _note(shown: int, there: int, what: str) -> str:
 
 def print_samples(records: Sequence[SampleRecord], *, tokens: bool) -> None:
     """Print samples, the prompt of neighbours in a group once, with how the rewards of the group compare."""
-    console, last = Console(highlight=False, soft_wrap=True), None
+    console, last = Terminal(highlight=False, soft_wrap=True), None
     for number, record in enumerate(records):
         if record.group != last:
             last = record.group
@@ -157,7 +156,7 @@ def print_samples(records: Sequence[SampleRecord], *, tokens: bool) -> None:
             if len(members) > 1:
                 console.print(Text(comparison(members), "dim"))
         console.print(Text(facts(record), "bold cyan"))
-        console.print(_tokens(record) if tokens and "tokens" in record.episode else Text(printable(record.response)))
+        console.print(_tokens(record) if tokens and "tokens" in record.episode else Text(record.response))
     if records and tokens:
         legend = (Text(f" below {bound:g} ", style) for bound, style in UNLIKELY)
         console.print(Text.assemble("\nprobability of a token ", *legend, (" not sampled ", "dim italic")))
@@ -169,9 +168,7 @@ def _place(record: SampleRecord) -> str:
 
 
 def _conversation(record: SampleRecord) -> Text:
-    return Text.assemble(
-        (printable(record.prompt), "green"), ("\nground truth: ", "dim"), (printable(str(record.truth)), "dim")
-    )
+    return Text.assemble((record.prompt, "green"), ("\nground truth: ", "dim"), (str(record.truth), "dim"))
 
 
 def facts(record: SampleRecord) -> str:
@@ -205,7 +202,7 @@ def _tokens(record: SampleRecord) -> Text:
     text = Text()
     for piece, log_prob, sampled in zip(tokens["texts"], tokens["log_probs"], tokens["sampled"], strict=False):
         style = next((style for bound, style in UNLIKELY if math.exp(log_prob) < bound), "")
-        text.append(printable(piece), style if sampled else "dim italic")
+        text.append(piece, style if sampled else "dim italic")
     if "train_log_probs" in tokens:
         gaps = [abs(a - b) for a, b in zip(tokens["log_probs"], tokens["train_log_probs"], strict=False)]
         text.append(f"\nlargest difference of log-probs, engine and trainer: {max(gaps, default=0.0):.2g}", "dim")

@@ -3,8 +3,17 @@ import math
 from pathlib import Path
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
+from hybridrl.doctor import __main__ as doctor
 from hybridrl.show import main
+from hybridrl.tracking.console import Terminal, info, printable
+from hybridrl.tracking.faults import recording
+
+# Colors, a title, the clipboard, a link, deleted lines, a reversed text, the C1 forms of these, a lone surrogate.
+CODES = "\x1b[31m\x1b]0;t\x07\x1b]52;c;eA==\x07\x1b]8;;http://x\x1b\\\r\x08\x7f\u202e\u2066\u200f\x9b31m\x9d52;c;\x9c\x85\u2028\ud800"
+HARMFUL = {character for character in CODES if not " " <= character <= "~"}
 
 
 def sample(step: int, position: int, number: int, score: float | None, text: str = "4", **more: object) -> dict:
@@ -131,3 +140,57 @@ def test_what_cannot_be_shown_is_rejected_with_what_is_there(run, capsys, monkey
     monkeypatch.chdir(run)
     assert main(arguments) == 2
     assert f"error: {message}" in capsys.readouterr().err
+
+
+def harmful(text: str) -> set[str]:
+    return {*text} & HARMFUL
+
+
+@pytest.mark.parametrize("options", [[], ["--group"], ["--tokens"], ["--json"]])
+def test_no_text_of_a_sample_changes_the_terminal(tmp_path, capsys, options):
+    tokens = {"texts": [CODES], "sampled": [1], "log_probs": [-0.1]}
+    known = {"row": CODES, "data_source": CODES, "sample": CODES, "stop": CODES, "fault": CODES, "tokens": tokens}
+    record = {"input": CODES, "output": CODES, "gts": CODES, "score": None, "step": 1, CODES: CODES, "episode": known}
+    (tmp_path / "1.jsonl").write_text(json.dumps(record) + "\n")
+    assert main([str(tmp_path), *options]) == 0
+    shown = capsys.readouterr()
+    assert not harmful(shown.out + shown.err)
+    if options == ["--json"]:
+        assert json.loads(shown.out)["output"] == CODES
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_no_error_of_a_run_changes_the_terminal(tmp_path, capsys, options):
+    with pytest.raises(RuntimeError), recording(tmp_path):
+        raise RuntimeError(f"a {CODES} b")
+    assert doctor.main(["why", str(tmp_path), *options]) == 1
+    assert not harmful(capsys.readouterr().out)
+
+
+def test_no_word_of_a_launch_script_changes_the_terminal(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_files=x "
+        "trainer.experiment_name=$'a\\e[31m\\u202eb' own.x=$'\\x9b' 'unknown\x1b[31m=1'\n"
+    )
+    doctor.main(["migrate", str(tmp_path / "run.sh")])
+    shown = capsys.readouterr().out
+    assert not harmful(shown)
+    assert "trainer.experiment_name=a" in shown
+
+
+def test_tables_and_messages_are_printable_and_keep_their_styles(capsys):
+    table = Table(title=Text(CODES))
+    table.add_column(Text(CODES))
+    table.add_row(Text(CODES, "bold"))
+    Terminal().print(table)
+    info(CODES)
+    assert not harmful(capsys.readouterr().out)
+    console = Terminal(force_terminal=True, color_system="standard")
+    with console.capture() as capture:
+        console.print(Text("styled", "bold red"))
+    assert capture.get() == "\x1b[1;31mstyled\x1b[0m\n"
+
+
+def test_plain_texts_of_all_languages_stay_as_they_are():
+    text = "a\tb\n\u00e9\u4e2d\u6587\u3000\u0627\u0644\U0001f600\u00a0"
+    assert printable(text) == text and printable("a\r\nb") == "a\nb"

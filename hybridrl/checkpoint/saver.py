@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hybridrl.checkpoint.store import Checkpoint, SaveFailed, Store
+from hybridrl.config.compose import save_config
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.tracking import Stopwatch
 from hybridrl.tracking.console import info, warn
@@ -212,7 +213,7 @@ class Saver:
 
     def _write(self, directory: Path, save: Save) -> list[str]:
         """Write what the driver has, and start the workers' writing. Returns the models that they write in shards."""
-        (directory / "config.yaml").write_text(self.plan.config, encoding="utf-8")
+        save_config(self.plan.config, directory / "config.yaml")
         for name, parts in self.plan.contents.items():
             if WHOLE in parts and (save is Save.KEPT or parts == [WHOLE]):  # no run resumes from it
                 self.models.export(directory / name / HUGGINGFACE, name)

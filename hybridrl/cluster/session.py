@@ -17,6 +17,7 @@ import ray
 import ray._private.ray_constants
 import ray._private.state
 import ray._private.worker
+import ray._raylet
 from ray._raylet import Config
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -24,7 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from hybridrl.cluster.failures import WorkerDied, typed
 from hybridrl.config import ConfigError
-from hybridrl.runtime.environment import joins
+from hybridrl.runtime.environment import joins, ray_token
 from hybridrl.runtime.forks import ForkServer
 from hybridrl.runtime.keeper import PrivateDirectory
 from hybridrl.tracking.console import info
@@ -346,6 +347,8 @@ def _start(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None
     """Join the existing Ray, or start one that keeps its files in `directory`."""
     if hook := os.environ.pop("RAY_RUNTIME_ENV_HOOK", None):  # workers run the driver's interpreter and sources
         logger.info("RAY_RUNTIME_ENV_HOOK=%s is not used: workers need no other environment", hook)
+    if loader := vars(ray._raylet).get("AuthenticationTokenLoader"):
+        loader.instance().reset_cache()  # this process may have had another Ray, with another token
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if directory:
@@ -385,9 +388,10 @@ def _start(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None
 def _isolated(directory: PrivateDirectory) -> Iterator[None]:
     """Have a Ray that is started here use its private directory and listen on this machine's loopback only."""
     tempfile.gettempdir()  # cached before TMPDIR changes: this process keeps its directory
-    constants, before = ray._private.ray_constants, {name: os.environ.get(name) for name in directory.environment}
+    environment = directory.environment | ray_token(directory.path)
+    constants, before = ray._private.ray_constants, {name: os.environ.get(name) for name in environment}
     clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    os.environ.update(directory.environment)
+    os.environ.update(environment)
     try:
         yield
     finally:

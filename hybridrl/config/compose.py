@@ -40,9 +40,14 @@ VERL_CHOICES = {"engine": "fsdp", "optim": "fsdp", "model": "hf_model"}
 PLAIN = re.compile(r"[A-Za-z_/~][\w./~-]*")  # text that needs no quotes, and is not read as a number
 
 
-def save_config(config: PPOConfig | SFTConfig, path: Path) -> None:
-    """Write the resolved configuration as YAML that `--config-path` can load."""
-    path.write_text(as_yaml(config), encoding="utf-8")
+def save_config(config: PPOConfig | SFTConfig | str, path: Path) -> None:
+    """Write the resolved configuration, or its YAML, as a file that `--config-path` can load, and no other user can
+    read: it may hold secrets."""
+    written = path.with_name(f".{path.name}.writing")
+    written.unlink(missing_ok=True)
+    written.touch(mode=0o600)
+    written.write_text(config if isinstance(config, str) else as_yaml(config), encoding="utf-8")
+    written.replace(path)
 
 
 def as_yaml(config: PPOConfig | SFTConfig, section: str = "") -> str:

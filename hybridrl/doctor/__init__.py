@@ -10,13 +10,14 @@ from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.findings import Finding, Findings, Severity
+from hybridrl.tracking.console import Terminal
+from hybridrl.tracking.secrets import mask_text, mask_values
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -47,16 +48,18 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     are errors, else 0."""
     failed = len(findings.errors)
     if as_json:
-        print(json.dumps({"refused": bool(failed), "findings": list(map(asdict, findings.items))}, indent=2))
+        print(
+            json.dumps({"refused": bool(failed), "findings": mask_values(list(map(asdict, findings.items)))}, indent=2)
+        )
         return int(failed > 0)
-    console, groups = Console(highlight=False), defaultdict[str, list[Finding]](list)
+    console, groups = Terminal(highlight=False), defaultdict[str, list[Finding]](list)
     for finding in findings.items:  # codes of configuration keys have only one part
         groups[finding.code.partition(".")[0] if "." in finding.code else "configuration"].append(finding)
     for group, members in groups.items():
         _print(console, 0, Text(group, "bold"))
         for finding in sorted(members, key=lambda finding: [*STYLES].index(finding.severity)):
             severity = (finding.severity, STYLES[finding.severity])
-            _print(console, 2, Text.assemble(severity, f" [{finding.code}] {finding.statement}"))
+            _print(console, 2, Text.assemble(severity, f" [{finding.code}] {mask_text(finding.statement)}"))
             if finding.fix:
                 _print(console, 6, Text(f"-> {finding.fix}"))
     if verdict:
@@ -67,7 +70,7 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     return int(failed > 0)
 
 
-def _print(console: Console, indent: int, text: Text) -> None:
+def _print(console: Terminal, indent: int, text: Text) -> None:
     """Wrap and indent on a terminal; elsewhere keep one line per line."""
     if console.is_terminal:
         console.print(Padding.indent(text, indent))

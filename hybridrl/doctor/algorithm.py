@@ -6,7 +6,6 @@ The groups and the checks are those of a run that starts (algorithms/trial.py). 
 import argparse
 from inspect import signature
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -18,6 +17,7 @@ from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.custom_code import load_function
 from hybridrl.config.load import resolve_config
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
+from hybridrl.tracking.console import Terminal
 
 ESTIMATOR = "algorithm.adv_estimator"
 # What a configuration must have, and groups to compare; the command's own keys come after these.
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the run: parameters, rollout.n, own")
     options = parser.parse_args(argv)
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     try:
         first = next(iter(signature(load_function(options.name, "algorithm")).parameters), "")
         is_loss = first == "log_probs"

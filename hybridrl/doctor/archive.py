@@ -26,46 +26,37 @@ from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, read_end
 from hybridrl.tracking.records import open_records, record_files
-from hybridrl.tracking.secrets import MASK, is_secret, mask_text
+from hybridrl.tracking.secrets import mask_text, mask_values
 
 ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
+CONFIG = "config.yaml"
 SAMPLES = ("rollout_data_dir", "validation_data_dir")
 QUIET_LOGS = ("train-", "rollout-")  # a reward may print samples into the others
 VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|HF|HUGGINGFACE|TORCH|PYTORCH|OMP|PYTHON|WANDB|HYBRIDRL|SLURM|LD)_?\w*")
 
 USERS_HOME = re.compile(r"/(home|Users)/[^/\s\"':]+")
-HUB_TOKEN = Path("~/.cache/huggingface/token")
 
 
-class Masker:
-    """Masks secrets in texts: by form, by name, and the very values that this environment holds."""
-
-    def __init__(self) -> None:
-        values = [value for name, value in os.environ.items() if is_secret(name)]
-        if (token := HUB_TOKEN.expanduser()).is_file():
-            values.append(token.read_text(encoding="utf-8").strip())
-        self.values = sorted({value for value in values if len(value) >= 6}, key=len, reverse=True)
-        self.home = str(Path.home())
-
-    def __call__(self, text: str) -> str:
-        for value in self.values:
-            text = text.replace(value, MASK)
-        if len(self.home) > 1:
-            text = re.sub(rf"{re.escape(self.home)}(?![\w.-])", "~", text)
-        return USERS_HOME.sub(r"/\1/USER", mask_text(text))
+def mask(text: str) -> str:
+    """Return a text without secrets and names of users."""
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    return USERS_HOME.sub(r"/\1/USER", mask_text(text))
 
 
 def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
     """Yield name and text of everything that is packed, unmasked."""
     yield "why.json", json.dumps(asdict(diagnose(directory)), indent=2)
-    yield "machine.json", json.dumps(_machine(directory), indent=2)
+    yield "machine.json", json.dumps(mask_values(_machine(directory)), indent=2)
     yield "packages.txt", "\n".join(sorted({f"{one.name}=={one.version}" for one in distributions()}))
     states = {one.step: {name: one.state.get(name) for name in ("healthy", "reason", "stopped", "recovery")}
               for one in list_checkpoints(directory)}  # fmt: skip
     yield "checkpoints.json", json.dumps(states, indent=2)
-    for name in ("config.yaml", FILE):
+    for name in (CONFIG, FILE):
         if (directory / name).is_file():
-            yield name, (directory / name).read_text(encoding="utf-8", errors="replace")
+            text = (directory / name).read_text(encoding="utf-8", errors="replace")
+            yield name, _values(text) if name == CONFIG else text
     if (metrics := directory / "metrics.jsonl").is_file():
         yield metrics.name, "".join(metrics.read_text(encoding="utf-8", errors="replace").splitlines(True)[-ROWS:])
     for log in sorted(directory.glob("logs/*.log")):
@@ -73,6 +64,14 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
             yield f"logs/{log.name}", read_end(log, TAIL_BYTES).decode(errors="replace")
     if samples:
         yield from _samples(directory)
+
+
+def _values(text: str) -> str:
+    """Mask by keys, which a text does not show in every form of YAML; what is no YAML stays a text."""
+    try:
+        return yaml.safe_dump(mask_values(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+    except (yaml.YAMLError, RecursionError):
+        return text
 
 
 def _samples(directory: Path) -> Iterator[tuple[str, str]]:
@@ -104,7 +103,7 @@ def _machine(directory: Path) -> dict[str, object]:
 
 def pack(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
     """Write the archive and return the names of its files."""
-    mask, names = Masker(), []
+    names = []
     with tarfile.open(target, "w:gz") as archive:
         for name, text in contents(directory, samples=samples):
             data = mask(text).encode()

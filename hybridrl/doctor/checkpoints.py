@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import is_verl, newest_good, read_checkpoint, saved_config, step_directories
 from hybridrl.doctor import directory_parser
+from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 
 SHOWN = 3  # damaged files of a checkpoint
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps({"score": name, "checkpoints": list(map(asdict, rows))}, indent=2))
     elif rows:
-        Console().print(_table(rows, name))
+        Terminal().print(_table(rows, name))
     else:
         print(f"{arguments.directory} has no checkpoints", file=sys.stderr)
     return int(not any(row.resumes for row in rows))

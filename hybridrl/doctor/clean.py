@@ -17,6 +17,7 @@ import psutil
 
 from hybridrl.checkpoint.store import Store, holder
 from hybridrl.runtime import keeper
+from hybridrl.tracking.console import print_text
 
 SHARED = Path("/dev/shm")
 # Of torch, whose names have the process that made them, and of Python's multiprocessing, which vLLM uses.
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"there is no directory {missing[0]}")
     lines = []
     for line in leftovers(arguments.directories, shared_memory=arguments.shared_memory, remove=arguments.yes):
-        print(f"{'removed' if arguments.yes else 'left'}: {line}", flush=True)
+        print_text(f"{'removed' if arguments.yes else 'left'}: {line}")
         lines.append(line)
     if not lines:
         print("nothing is left of dead runs")

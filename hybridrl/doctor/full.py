@@ -8,8 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-
 from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
@@ -21,6 +19,7 @@ from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
+from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.faults import FILE
 
 RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", FILE, "logs", "latest_checkpointed_iteration.txt"}
@@ -34,7 +33,7 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
     log.addHandler(handler)
     log.propagate = False
     try:
-        with contextlib.redirect_stdout(sys.stderr), Console(stderr=True).status("") as status:
+        with contextlib.redirect_stdout(sys.stderr), Terminal(stderr=True).status("") as status:
             check_hub(config, findings)
             if findings.errors:
                 return  # whatever reads the model would ask the hub again, for a minute each

@@ -4,18 +4,24 @@ differs in hybridrl, and prints the command.
 The commands of a script are found by executing it in a bash that cannot start programs: variables, arrays, conditions
 and arithmetic are evaluated as usual. The output of a program in SOURCES ($(date), $(hostname)) is replaced by a mark,
 which `readable` and `quoted` turn back into $(...); the output of any other program is empty, as if it were not
-installed. The shell is restricted and has an empty path: it starts no program, opens no file for writing and changes no
-directory.
+installed. The kernel denies that bash everything but computing (rewards/sandbox/confinement.py): programs, files,
+signals, the network. It gets those variables of the environment that the script names; one that may hold a secret
+has a mark as its value.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +34,9 @@ from hybridrl.config.keys import current_name, holds, tree, verl_keys
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
 from hybridrl.config.values import MISSING, leaves, value_of
+from hybridrl.rewards.sandbox.confinement import supported
+from hybridrl.tracking.console import print_text
+from hybridrl.tracking.secrets import is_secret, mask_text
 
 # Values for keys that a command does not set in a usable way.
 PLACEHOLDERS = {"data.train_files": "path/to/train.parquet", "actor_rollout_ref.model.path": "path/to/model"}
@@ -60,6 +69,12 @@ PER_NODE = ("--nproc_per_node", "--nproc-per-node")
 
 
 SECONDS = 10  # a script that waits for something would wait indefinitely
+PROCESSES = 100  # at a time; a subshell is one
+LIMITS = {"CPU": SECONDS, "DATA": 64 << 20, "FSIZE": 4 << 20, "NOFILE": 256, "CORE": 0}  # of each process
+TOP = Path(__file__).resolve().parents[2]
+START = "import sys; sys.path.append({!r}); from hybridrl.rewards.sandbox.confinement import become_bash as become; "
+BASH = ("--norc", "--noprofile", "-p", "-r", "-c")  # no start-up file, nothing from the environment, restricted
+LARGEST = 100_000  # bytes; Linux takes no argument above 128 KiB
 EMPTY_PATH = "/dev/null"  # an empty string would be the current directory
 END = "\n"  # a separate word after each command: no argument is a single newline
 # A program's output: its command in hexadecimal. It begins with a digit, so that arithmetic with it is an error.
@@ -75,8 +90,8 @@ __mark() {
 }
 command_not_found_handle() {
     local input="" command="" called
-    printf '%s\0' "$@" >&"$RECORD"
-    printf '\n\0' >&"$RECORD"
+    local word  # each is written at once: the commands of a pipeline run at the same time
+    for word in "$@" $'\n'; do printf '%s\0' "$BASHPID $word"; done >&"$RECORD"
     [[ -p /dev/stdin ]] && IFS= read -r -d '' input
     printf -v called '%q ' "$@"
     if [[ $input =~ ^9q[0-9a-f]+q$ ]]; then command="$input | $called"
@@ -95,6 +110,8 @@ done
 exec() { command_not_found_handle "$@"; }
 for name in set cd . source exit kill trap ulimit wait shopt; do eval "$name() { :; }"; done
 """
+# A process substitution is a file, which cannot be opened: its output becomes a here-string, which is in memory.
+FROM_COMMAND = re.compile(r"<[ \t]+<\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
 TO_A_FILE = re.compile(r"(?<![<>=\-\w])(?:&|[012])?>>?\s*(?![&>(])[^\s;|&]+")
 PROGRAM = re.compile(r"(?<![\w=:])[^\s=\"']*/(python[\d.]*)(?=\s)")
 
@@ -170,13 +187,14 @@ def _migrate(launch: Launch) -> int:
     if launch.system == "verl":
         _other_defaults(launch)
     for finding in findings.items:
-        print(f"# {finding.severity} [{finding.code}] {readable(finding.text)}".replace("\n", "\n# "))
+        text = f"# {finding.severity} [{finding.code}] {readable(finding.text)}"
+        print_text(text.replace("\n", "\n# "))
     # The overrides with current names, quoted, without those that are ignored or rejected.
     settings = [text.lstrip("+").partition("=") for text in parse_overrides(overrides, schema, Findings()).arguments]
     last = {key: value for key, _, value in settings if holds(tree(schema), key.lstrip("~"))}
     words = [quoted(key if key.startswith("~") else f"{key}={value}") for key, value in last.items()]
     program = "main_ppo" if schema is PPOConfig else "main_sft"
-    print(" \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n")
+    print_text(" \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n")
     return int(bool(findings.errors))
 
 
@@ -288,25 +306,67 @@ def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[
 
     Raises ValueError if the script does not finish.
     """
-    text = PROGRAM.sub(r"\1", TO_A_FILE.sub("", script.read_text(encoding="utf-8")))
-    with tempfile.TemporaryFile() as record:
-        try:
-            shell = subprocess.run(
-                ["/bin/bash", "-r", "-c", PRELUDE + text, str(script), *arguments],
-                env=os.environ | {"PATH": EMPTY_PATH, "RECORD": str(record.fileno()), "SOURCES": SOURCES},
-                pass_fds=[record.fileno()],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"bash did not reach the end of {script} within {SECONDS} s") from None
+    text = PRELUDE + _without_files(script.read_text(encoding="utf-8", errors="surrogateescape"))
+    if not supported():
+        raise ValueError("a script is read behind Linux's filter for system calls, on x86_64 and aarch64")
+    if len(os.fsencode(text)) > LARGEST or "\0" in text:
+        raise ValueError(f"{script} is larger than {LARGEST} bytes or binary, which no launch script is")
+    start = START.format(str(TOP)) + f"become(sys.argv[1:], {LIMITS})"
+    command = [sys.executable, "-I", "-S", "-B", "-c", start, *BASH, text, str(script), *arguments]
+    with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as errors:
+        more = {"PATH": EMPTY_PATH, "RECORD": str(record.fileno()), "SOURCES": SOURCES}
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
+        options: dict[str, Any] = quiet | {"pass_fds": [record.fileno()], "start_new_session": True}
+        with subprocess.Popen(command, env=_environment(text) | more, **options) as shell:
+            try:
+                _await(shell, script)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(shell.pid, signal.SIGKILL)
         record.seek(0)
-        words = record.read().decode().split("\0")
-    ends = [index for index, word in enumerate(words) if word == END]
-    commands = [words[start + 1 : end] for start, end in itertools.pairwise([-1, *ends])]
-    errors = readable(shell.stderr.decode(errors="replace")).strip().splitlines()
-    return commands, errors[-1] if shell.returncode and errors else ""
+        errors.seek(0)
+        words = record.read().decode(errors="replace").split("\0")
+        lines = readable(errors.read().decode(errors="replace")).strip().splitlines()
+    commands, incomplete = [], defaultdict[str, list[str]](list)
+    for sender, _, word in (entry.partition(" ") for entry in words):
+        if word == END:
+            commands.append(incomplete.pop(sender, []))
+        else:
+            incomplete[sender].append(word)
+    return commands, lines[-1] if shell.returncode and lines else ""
+
+
+def _without_files(script: str) -> str:
+    return PROGRAM.sub(r"\1", TO_A_FILE.sub("", FROM_COMMAND.sub(r'<<< "$(\1)"', script)))
+
+
+def _environment(script: str) -> dict[str, str]:
+    """Return the variables that a script names."""
+    named = {name: os.environ[name] for name in {*re.findall(r"\w+", script), "HOME"} if name in os.environ}
+    secrets = {name for name, value in named.items() if is_secret(name) or mask_text(value) != value}
+    return named | {name: f"9q{f'printenv {name}'.encode().hex()}q" for name in secrets}
+
+
+def _await(shell: subprocess.Popen[bytes], script: Path) -> None:
+    """Wait for all processes of a shell, which cannot leave its group. Raises ValueError if there are too many, or if
+    they do not end."""
+    deadline = time.monotonic() + SECONDS
+    while shell.poll() is None or _processes(shell.pid):
+        if _processes(shell.pid) > PROCESSES:
+            raise ValueError(f"{script} starts more than {PROCESSES} processes")
+        if time.monotonic() > deadline:
+            raise ValueError(f"bash did not reach the end of {script} within {SECONDS} s")
+        time.sleep(0.02)
+
+
+def _processes(group: int) -> int:
+    """Return how many processes of a group run; one that has ended may never be awaited by its parent."""
+    states = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group, *_ = file.read_text(errors="replace").rpartition(")")[2].split()
+            states += [state] if int(its_group) == group else []
+    return sum(state not in "ZX" for state in states)
 
 
 def readable(text: str) -> str:

@@ -27,7 +27,7 @@ from hybridrl.runs.prepare import tokenizer_elsewhere
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
 from hybridrl.runtime.cli import EXIT_REJECTED
-from hybridrl.tracking.console import info
+from hybridrl.tracking.console import info, print_text
 from hybridrl.tracking.report import read_metrics
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import TrainWorkers
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(rows))
     else:
-        print("\n".join(line for row in rows[: options.rows] for line in lines(row)))
+        print_text("\n".join(line for row in rows[: options.rows] for line in lines(row)))
     return 0
 
 

@@ -27,7 +27,6 @@ from hybridrl.doctor.reward import reward_config, score_all
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.settings import build_algorithm
-from hybridrl.tracking.console import printable
 from hybridrl.tracking.records import SampleRecord, read_records, records_of
 
 STEPS, SHOWN, CHARACTERS = 10, 5, 160
@@ -132,7 +131,7 @@ def _report_scores(rescored: Sequence[Rescored], log: Path, findings: Findings) 
     if faults:
         add = findings.error if len(faults) == len(rescored) else findings.warn
         cause = f"{len(faults)} of {len(rescored)} samples have no score now; its tracebacks are in {log}"
-        add("rescore.fault", cause, printable(faults[0].detail))
+        add("rescore.fault", cause, faults[0].detail)
     else:
         shutil.rmtree(log.parent)
     changed = sum(one.changed for one in rescored)
@@ -198,7 +197,7 @@ def _show_changed(rescored: Sequence[Rescored], findings: Findings) -> None:
     changed.sort(key=lambda one: -abs((one.score.value or 0.0) - (one.record.score or 0.0)))
     for one in changed[:SHOWN]:
         scores = " -> ".join("none" if value is None else f"{value:g}" for value in (one.record.score, one.score.value))
-        text = " ".join(printable(one.record.response).split())
+        text = " ".join(one.record.response.split())
         where = f"step {one.record.step}, {_place(one.record)}"
         cause = f"{where}: {scores}; ground truth {one.record.truth!s:.60}"
         findings.info("rescore.sample", f"{cause}; response ends {text[-CHARACTERS:]!r}")
@@ -209,4 +208,4 @@ def _show_changed(rescored: Sequence[Rescored], findings: Findings) -> None:
 def _place(record: SampleRecord) -> str:
     """Return which sample it is."""
     row, sample = (record.episode.get(name) for name in ("row", "sample"))
-    return f"row {row}, sample {sample}" if row is not None else f"prompt {printable(record.prompt)[:40]!r}"
+    return f"row {row}, sample {sample}" if row is not None else f"prompt {record.prompt[:40]!r}"

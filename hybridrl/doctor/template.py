@@ -7,7 +7,6 @@ import argparse
 from collections.abc import Iterator
 from itertools import groupby
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -20,6 +19,7 @@ from hybridrl.environments.calls import call_parser
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Message
 from hybridrl.environments.template import TOOL
+from hybridrl.tracking.console import Terminal
 
 CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"word": "mask"}}}
 TALK: list[Message] = [
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--format", default="auto", help=f"of tool calls, as {FORMAT}")
     parser.add_argument("--template", metavar="FILE", help="another template, as model.custom_chat_template")
     options = parser.parse_args(argv)
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     try:
         tokenizer = load_tokenizer(options.model, custom_chat_template=options.template, model_key="MODEL")
         dialogue = Dialogue(tokenizer, ends := end_tokens(options.model, tokenizer))
@@ -87,7 +87,7 @@ def _calls(model: str, format: str, dialogue: Dialogue) -> str:
     return f"{parser.format}, which {does} the template's {written!r}"
 
 
-def _conversation(console: Console, tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> Text:
+def _conversation(console: Terminal, tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> Text:
     """Return a conversation with its sampled tokens in colour, or in brackets where there are no colours."""
     for talk, tools in ((TALK, [TOOL]), ([*TALK[:1], *TALK[3:]], [])):
         try:

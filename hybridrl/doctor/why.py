@@ -24,6 +24,7 @@ from hybridrl.config.values import value_of
 from hybridrl.doctor import directory_parser
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import read_metrics
+from hybridrl.tracking.console import print_text
 from hybridrl.tracking.faults import ACTOR, FILE, FINISHED, PAGE, REQUESTED, STOPPED, Fault, last_run, read_faults
 from hybridrl.tracking.sink import STEP_SECONDS
 
@@ -236,5 +237,5 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(asdict(verdict), indent=2))
     else:
-        print(f"why:  {verdict.cause} [{verdict.code}]\nnext: {verdict.command}\n      ({PAGE}#{verdict.code})")
+        print_text(f"why:  {verdict.cause} [{verdict.code}]\nnext: {verdict.command}\n      ({PAGE}#{verdict.code})")
     return int(verdict.code not in WELL)

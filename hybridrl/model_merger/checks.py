@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,6 +13,7 @@ from hybridrl.checkpoint.files import MANIFEST, faults
 from hybridrl.checkpoint.read import PAIR, open_tensors, read_safetensors, stored_tensors
 from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.model_merger.source import CheckFailed, Source, type_names
+from hybridrl.tracking.console import Terminal
 
 # Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
 Check = Callable[[Source, Path], str]
@@ -138,7 +138,7 @@ def outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def tracked(names: Sequence[str], work: str) -> Iterable[str]:
     """Iterate over names with a progress bar, if on a terminal."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     return track(names, work, console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -9,7 +9,6 @@ import json
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
 from hybridrl.model_merger.checks import Check, check_adapter, check_damage, check_tensors, compare, tracked
 from hybridrl.model_merger.source import CONFIG, CheckFailed, Source, open_source, type_name, type_names
 from hybridrl.tracking import Stopwatch
+from hybridrl.tracking.console import print_text
 
 EXIT_FAILED, EXIT_ERROR = 1, 2
 ADAPTER_FOLDER = "lora_adapter"  # in a merged model that is written with its adapter; verl's name
@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi 
         else:
             _merge(source, arguments, further, hub)
     except (Unreadable, CheckFailed, OSError) as error:
-        print(f"failed: {error}", file=sys.stderr)
+        print_text(f"failed: {error}", error=True)
         return EXIT_FAILED
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_text(f"error: {error}", error=True)
         return EXIT_ERROR
     return 0
 

@@ -267,7 +267,8 @@ def _metrics(directory: Path, notes: list[str]) -> dict[int, Metrics]:
 
 
 def _masked(fault: Fault) -> Fault:
-    return replace(fault, text=mask_text(fault.text), tail=[mask_text(str(line)) for line in fault.tail])
+    tail = mask_text("\n".join(map(str, fault.tail))).splitlines()  # together: a private key has several lines
+    return replace(fault, text=mask_text(fault.text), tail=tail)
 
 
 def _bounded(steps: dict[int, Metrics]) -> dict[int, Metrics]:

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hybridrl.checkpoint.store import step_directories
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import save_config
@@ -48,7 +46,7 @@ from hybridrl.runs.eval_scoring import REWARD_LOG, Rescorer, blank_sample, rewar
 from hybridrl.runs.evaluate import Evaluated, Merge, ModelEvaluation, relabel
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.setup import Sessions, open_directory
-from hybridrl.tracking.console import console, info, on_terminal, warn
+from hybridrl.tracking.console import Terminal, console, info, on_terminal, warn
 
 COMPARE_KEY, MODEL_KEY = "eval.compare", "actor_rollout_ref.model.path"
 LOG_WIDTH = 240
@@ -251,7 +249,7 @@ def _show(title: str, parts: Sequence[tuple[str, Mapping[str, Any]]], name_colum
     head = ["model", *names] if len(parts) > 1 else names
     cells = cells if len(parts) > 1 else [line[1:] for line in cells]
     title = title if len(parts) > 1 else f"{parts[0][0]}: {title}"
-    wide = console if on_terminal() else Console(file=console.file, width=LOG_WIDTH)
+    wide = console if on_terminal() else Terminal(file=console.file, width=LOG_WIDTH)
     wide.print(rich_table(title, head, cells, wide.width))
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from rich.console import Console
 from rich.text import Text
 
 from hybridrl.config import ConfigError
@@ -19,8 +18,9 @@ from hybridrl.config.compose import CONF, as_yaml
 from hybridrl.config.help import explain_keys
 from hybridrl.runtime.signals import REQUESTS, ended_by_closed_pipe, stop_at_once
 from hybridrl.runtime.sweep import SWEEP_HELP, run_sweep
-from hybridrl.tracking.console import info
+from hybridrl.tracking.console import Terminal, info, print_text
 from hybridrl.tracking.faults import PAGE, code_of
+from hybridrl.tracking.secrets import mask_text
 
 T = TypeVar("T")
 
@@ -69,8 +69,8 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
         if arguments.multirun:
             given = sys.argv[1:] if argv is None else argv
             return run_sweep(command, given, arguments.overrides, place, arguments.at_once, arguments.only)
-        show = None if arguments.cfg else info
-        config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=show)
+        messages = None if arguments.cfg else info
+        config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=messages)
         if arguments.cfg:
             with ended_by_closed_pipe():
                 print(as_yaml(config, arguments.package or ""), end="")
@@ -87,7 +87,7 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         if not type(error).__module__.startswith("hybridrl"):  # our own errors need no traceback of the driver
-            traceback.print_exception(error)
+            print_text("".join(traceback.format_exception(error)), error=True)
         text, code = str(error) or type(error).__name__, code_of(error)
         separator = "\n" if "\n" in text else " "
         _print(f"failed [{code}]:", "bold red", f"{text}{separator}({PAGE}#{code})")
@@ -159,4 +159,6 @@ def _unknown_option(option: str, module: str) -> str:
 def _print(label: str, style: str, text: str) -> None:
     """Print to standard error; standard output holds only what was requested."""
     separator = "\n" if "\n" in text else " "
-    Console(stderr=True).print(Text.assemble((label, style), separator, text), soft_wrap=True, highlight=False)
+    Terminal(stderr=True).print(
+        Text.assemble((label, style), separator, mask_text(text)), soft_wrap=True, highlight=False
+    )

@@ -1,17 +1,85 @@
 """The environment of worker processes, which libraries read when they are loaded; imports none of them."""
 
 import os
+import pwd
+import secrets
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import gettempdir, mkdtemp
 from typing import Any
 
+# Where libraries keep what they write below the home directory, by default.
+CACHES = {
+    "XDG_CACHE_HOME": "cache",
+    "XDG_CONFIG_HOME": "config",
+    "MPLCONFIGDIR": "matplotlib",
+    "TRITON_HOME": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+    "VLLM_CONFIG_ROOT": "vllm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "WANDB_CACHE_DIR": "wandb",
+    "WANDB_CONFIG_DIR": "wandb",
+    "WANDB_DATA_DIR": "wandb",
+    "HF_MODULES_CACHE": "huggingface/modules",
+    "HF_DATASETS_CACHE": "huggingface/datasets",
+}
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def replace_unwritable_home() -> str:
+    """Have libraries keep their caches in a private directory if this user's home, or the cache in it, cannot be
+    written, as in a container with an arbitrary user. Returns the directory; empty: the home can be used. Models that
+    are there are found as before."""
+    home, environment = os.path.expanduser("~"), os.environ
+    cache = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    if _is_writable(home) and (_is_writable(cache) or not os.path.exists(cache)):
+        return ""
+    directory = _private_directory()
+    models = f"{cache}/huggingface"
+    environment.setdefault("HF_HOME", models if os.access(models, os.R_OK | os.X_OK) else f"{directory}/huggingface")
+    for name, place in CACHES.items():
+        if name not in environment or not _is_writable(environment[name]):
+            environment[name] = f"{directory}/{place}"
+    if not os.path.isdir(home):
+        environment["HOME"] = directory
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:  # torch asks for a name
+        environment.setdefault("USER", str(os.getuid()))
+    return directory
+
+
+def _is_writable(path: str) -> bool:
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+
+
+def _private_directory() -> str:
+    """Make this user's directory, which is kept, as compiled code in it is used again; a new one if that name is
+    another user's."""
+    path = f"{gettempdir()}/hybridrl_home_{os.getuid()}"
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        state = os.lstat(path)
+    except OSError:
+        return mkdtemp(prefix="hybridrl_home_")
+    private = state.st_uid == os.getuid() and not os.path.islink(path) and not state.st_mode & 0o077
+    return path if private else mkdtemp(prefix="hybridrl_home_")
 
 
 def joins(ray_init: dict[str, Any]) -> bool:
     """Whether a run joins an existing Ray instead of starting its own."""
     return bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
+
+
+def ray_token(directory: str) -> dict[str, str]:
+    """Make a token in a private directory for a Ray that is started here, and return the variable that names its file,
+    unless the user named one. Ray itself would leave it in the home directory, readable by others."""
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return {}
+    path = f"{directory}/ray_token"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return {"RAY_AUTH_TOKEN_PATH": path}
 
 
 def worker_environment(device: str, slots: int) -> dict[str, str]:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import psutil
 
+from hybridrl.runtime.environment import replace_unwritable_home
 from hybridrl.runtime.keeper import END_SECONDS, is_keeper
 from hybridrl.runtime.stacks import REQUEST, write_stacks_on_request
+from hybridrl.tracking.console import print_text
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_KILLED = 128 + signal.SIGKILL
@@ -27,6 +29,8 @@ KERNEL_COUNTS = Path("/proc/vmstat")
 
 def guarded(work: Callable[[], int]) -> int:
     """Run `work` in a child process and return its exit status after ending every process it started."""
+    if directory := replace_unwritable_home():
+        print_text(f"the home directory cannot be written, so caches are in {directory}", error=True)
     if sys.platform != "linux":
         return work()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

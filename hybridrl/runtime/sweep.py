@@ -21,7 +21,7 @@ from typing import IO, Any, Protocol
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.compose import as_override, split_sweep
-from hybridrl.tracking.console import info
+from hybridrl.tracking.console import info, print_text
 from hybridrl.tracking.faults import PAGE, code_of
 from hybridrl.tracking.report import draw_runs, run_table
 
@@ -145,7 +145,7 @@ def run_points(command: Sweepable, points: Sequence[Point]) -> int:
             except Exception as error:
                 failed.append(point.name)
                 if not type(error).__module__.startswith("hybridrl"):
-                    traceback.print_exception(error)
+                    print_text("".join(traceback.format_exception(error)), error=True)
                 code = code_of(error)
                 info(f"{LINE}{point.name}: failed [{code}]: {error} ({PAGE}#{code})")
     if failed:

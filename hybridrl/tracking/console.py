@@ -4,21 +4,26 @@ All messages that may appear while the progress bar is shown use `info` and `war
 """
 
 import errno
+import json
 import logging
+import sys
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from hybridrl.tracking import sink as names
 from hybridrl.tracking.faults import record
+from hybridrl.tracking.secrets import mask_text
 from hybridrl.tracking.sink import Activity, SampleRow, Sink
 
 SHOWN_CHARACTERS = 240
@@ -26,15 +31,45 @@ SECONDS_ON_TERMINAL, SECONDS_IN_LOG = 0.5, 2.0  # between two lines of steps
 HEADER_EVERY, COLUMN_WIDTH, REWARDS = 25, 9, 5  # rows; characters; steps that a reward is compared with
 SECONDS_OF_SILENCE = 60.0  # in a log, before a line says what a long step is doing
 
-console = Console()
+
+def printable(text: str) -> str:
+    """Return a text from outside without what could change the terminal: escape codes, carriage returns, characters
+    that reverse the direction of others."""
+    return "".join(c if _is_harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text.replace("\r\n", "\n"))
+
+
+def printable_json(text: str) -> str:
+    """Return JSON with such characters as escape sequences."""
+    return "".join(c if _is_harmless(c) else json.dumps(c)[1:-1] for c in text)
+
+
+def _is_harmless(character: str) -> bool:
+    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
+
+
+class Terminal(Console):
+    """A console on which every text is printable; styles and tables are as usual."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+console = Terminal()
+
+
+def print_text(text: str, *, error: bool = False) -> None:
+    """Print a text that may come from outside to standard output, or to standard error."""
+    print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def info(text: str) -> None:
-    _print(Text(text))
+    _print(Text(mask_text(text)))
 
 
 def warn(text: str, code: str = "") -> None:
     """Print a warning, and record it in `faults.jsonl`; `code` names its section of docs/errors.md."""
+    text = mask_text(text)
     record(code or "warning", text)
     _print(Text.assemble(("warning: ", "yellow"), f"{text} [{code}]" if code else text))
 
@@ -80,10 +115,8 @@ class MessageHandler(logging.Handler):
     """Prints what is logged as `info` and `warn` do, without date and level."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        level = record.levelname.lower()
-        _print(
-            Text.assemble((f"{level}: " if record.levelno >= logging.WARNING else "", "yellow"), self.format(record))
-        )
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        _print(Text.assemble((level, "yellow"), mask_text(self.format(record))))
 
 
 class VerlSink(Sink):
@@ -261,12 +294,7 @@ def sample_table(title: str, rows: list[SampleRow]) -> Table:
 
 
 def _shown(text: str) -> str:
-    """Shorten a long text to both its ends, and replace escape codes, which a model can write."""
+    """Shorten a long text to both its ends."""
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
-    return printable(text.strip())
-
-
-def printable(text: str) -> str:
-    """Return a text that a model wrote without what could change the terminal, such as escape codes."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return text.strip()

@@ -1,60 +1,146 @@
-"""Masks what looks like a secret: in texts by its form or by the name before it, in nested values by their keys."""
+"""Masks what looks like a secret: by its form, by the name before it, and by its value if the environment holds it."""
 
+import functools
+import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 MASK = "***"
+SHORTEST = 8  # characters of a value of the environment that is masked wherever it occurs
 
-# The token of a vocabulary, or a unit, is none; a "token" alone may be a number too.
-NO_SECRETS = "bos|eos|pad|unk|sep|cls|mask|stop|image|video|audio|think|special|per|next|last|first|max|min|new"
-TOKEN = f"(?:(?<![a-z_])|{''.join(f'(?<!{word})' for word in NO_SECRETS.split('|'))}_)token"
-SECRET_NAME = (
-    r"(?:api[_-]?key|access_?key(?:_id)?|private_?key|secret(?:_?key)?|passw(?:or)?d|passphrase|pgpass|_pass|_pwd"
-    rf"|credentials?|authorization|{TOKEN})"
+# Of tokens and keys: a token of a vocabulary and a unit are no secrets, nor is a name of a column.
+NO_TOKENS = (
+    "bos|eos|pad|unk|sep|cls|mask|stop|start|end|eot|eom|image|video|audio|think|special|per|next|last|first|max|min"
+    "|new"
 )
-KEY = re.compile(
-    r"(?i)api[_-]?key|access_?key|private_?key|secret|passw|passphrase|pgpass|(?:^|_)(?:pass|pwd)$"
-    rf"|credential|authorization|{TOKEN}$|(?-i:_(?:KEY|PAT)$)"
+PLAIN_KEYS = (
+    "prompt|response|messages|tools|images?|videos?|audios?|reward_fn|reward_model|data_source|gdpo_reward|public|primary"
+    "|foreign|sort|cache|group"
 )
-VALUE = r"(?!(?:null|none|true|false|-?[\d.]+)?(?:[\s,}\]]|$))[^\s\"',}\]]+"
+WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[\s-]")  # refreshToken, APIKey, x-api-key
+CERTAIN = re.compile(
+    r"secret|passw|passphrase|passcode|pgpass|credential|(?<!forward)(?<!backward)_(?:pass|pwd)$"
+)  # a number too
+NAMES = re.compile(
+    rf"{CERTAIN.pattern}|authorization|(?:^|_)(?:auth|pass|pwd|jwt|bearer|cookies?|webhook(?:_url)?)$|_pat$"
+    r"|(?:api|access|private|auth|ssh|client|signing|encryption|account|service|master|storage)_?keys?(?:_|$)"
+    rf"|^(?!(?:{PLAIN_KEYS})_).*_key(?:_(?:id|data|pem|value|\d+))?$|^key$"
+    rf"|(?:^|{''.join(f'(?<!{word})' for word in NO_TOKENS.split('|'))}_)token(?:_(?:value|\d+))?$"
+    r"|(?:auth|access|api|refresh|bearer)_?tokens?(?:_|$)|(?:session|hf|hub|id|bot)token$"
+)
+WORKING_DIRECTORIES = {"PWD", "OLDPWD"}
+
+VALUE = (  # quoted, with the quotes escaped or not; in brackets; a bare word
+    r"(?P<escaped>\\+[\"'])(?:(?!(?P=escaped)).)*(?P=escaped)|(?P<quote>[\"'])(?:\\.|(?!(?P=quote)).)*(?P=quote)?"
+    r"|\{[^{}\n]*\}|\[[^\[\]\n]*\]|(?:(?:bearer|basic|token) +)?[^\s\"',}\])&;]+"
+)
+NAMED = [
+    re.compile(rf"(?i)(?P<before>{pattern})(?P<value>{VALUE})")
+    for pattern in (
+        r"(?<![\w.-])-?-?(?P<name>[a-z_][\w.-]*)(?:\\*[\"'])?[ \t]*(?:=>|[:=])[ \t]*",
+        r"(?<![\w-])--?(?P<name>[a-z][\w-]*)(?:[ \t]+|(?:\\*[\"']),\s*)(?![ \t-])",
+    )
+]
+NO_VALUE = re.compile(r"(?i)(?:\\*[\"'])?(?:null|none|true|false|~|\*+)?(?:\\*[\"'])?,?")
+NUMBER = re.compile(r"-?[\d.]+(?:e[+-]?\d+)?,?")
+GAP = r"(?:\s|\\n)"
+PRIVATE = r"(?:[A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?)"
+LINES = r"(?:[\w+/=:, \r\n\"-]|\\n)*"  # of a private key, whose other end may be cut off; as items of a list too
+# Hugging Face, OpenAI and others, Stripe, GitHub, GitLab, Slack, npm, PyPI, Docker, Vault, Groq, LangSmith, W&B, Google
+PREFIXES = (
+    r"hf_|api_org_|sk-|[srp]k_(?:live|test)_|gh[opsur]_|github_pat_|gl[a-z]{2,4}-|xox[a-z]-|xapp-|npm_|pypi-|dckr_pat_"
+    r"|hv[sb]\.|gsk_|xai-|nvapi-|pplx-|lsv2_|wandb_v1_|GOCSPX-|ya29\.|AGE-SECRET-KEY-|r8_|shp[a-z]{2}_|dop_v1_|SG\."
+)
 PATTERNS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (rf"(?i)({SECRET_NAME}[\"']?\s*[:=]\s*([\"']))(?:[^\"'\\]|\\.)+(?=\2)", rf"\1{MASK}"),
-        (
-            rf"(?i)((?:{SECRET_NAME}|\b[a-z0-9_]+_(?-i:KEY|PAT))[\"']?\s*[:=]\s*[\"']?(?:bearer |basic )?){VALUE}",
-            rf"\1{MASK}",
-        ),
+        (rf"-----BEGIN {PRIVATE}-----(?:[\s\S]{{0,8192}}?-----END {PRIVATE}-----|{LINES})", MASK),
+        (rf"(?<![\w+/=\s\\])[\w+/=\s\\]+-----END {PRIVATE}-----", MASK),
+        (r"(?i)\b((?:authorization|cookie)(?:\\*[\"'])?[ \t]*[:=][ \t]*)[^\r\n\"'\\]+", rf"\1{MASK}"),
         (r"(?i)\b((?:bearer|basic) )[\w.~+/=-]{8,}", rf"\1{MASK}"),
-        (r"://[^\s/@\"']+@", f"://{MASK}@"),
-        (r"(?i)([?&][\w-]*(?:token|key|sig|signature|secret|credential)=)[^&\s\"']+", rf"\1{MASK}"),
-        # Hugging Face, OpenAI and others, GitHub, GitLab, Slack, AWS, JSON web tokens; W&B, but no part of a path
-        (r"\b(?:hf_|sk-|gh[opsur]_|github_pat_|glpat-|xox[abprs]-)[\w-]{10,}", MASK),
-        (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|(?<![\w/])[0-9a-f]{40}\b", MASK),
+        (rf"(?is)\b((?:machine|login){GAP}.{{1,200}}?\bpassword{GAP}+)[^\s\"\\]+", rf"\1{MASK}"),  # netrc
+        (r"\b([\w.*-]+:(?:\d{4,5}|\*):[\w*-]+:[\w*-]+:)[^\s\"']+", rf"\1{MASK}"),  # pgpass
+        (r"((?<![\w-])(?:-u|--user)[ \t=]+[^\s:\"']+:)[^\s\"']+", rf"\1{MASK}"),
+        (r"://(?:[^\s/\"']{1,200}|[^\s/:@\"']{0,99}:[^\s@\"']{1,99})@", f"://{MASK}@"),
+        (r"(?i)([?&][\w-]*(?:token|key|sig|signature|secret|credential|password|code)=)[^&\s\"']+", rf"\1{MASK}"),
+        (r"(hooks\.slack\.com/\w+/|/api/webhooks/|api\.telegram\.org/bot)[\w/:-]+", rf"\1{MASK}"),
+        (rf"\b(?:{PREFIXES})[\w.-]{{10,}}|\bAIza[\w-]{{30,}}|\bA[A-Z]IA[0-9A-Z]{{16}}\b", MASK),
+        # JSON web tokens; 40 digits of W&B, but no part of a path
+        (r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)*|(?<![\w/])[0-9a-f]{40}\b", MASK),
     )
 ]
 
 
+@functools.lru_cache(1 << 14)
 def is_secret(name: str) -> bool:
-    """Return whether the value of a key or variable of this name is a secret."""
-    return KEY.search(name) is not None
+    """Return whether the value of a key or variable of this name is a secret: of one with dots if a part is one."""
+    parts = (WORDS.sub("_", part.strip("_-+~ ")).lower() for part in name.split("."))
+    return name not in WORKING_DIRECTORIES and any(map(NAMES.search, parts))
 
 
 def mask_text(text: str) -> str:
-    """Return a text without what looks like a secret in it."""
+    """Return a text without what looks like a secret in it, and without those of this environment."""
+    for value in _values_here():
+        text = text.replace(value, MASK)
     for pattern, replacement in PATTERNS:
         text = pattern.sub(replacement, text)
+    for pattern in NAMED:
+        text = pattern.sub(_mask_named, text)
     return text
 
 
+def _mask_named(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    if not is_secret(name) or NO_VALUE.fullmatch(value) or name.lower() == "key":  # of any mapping, in a text
+        return match[0]
+    if NUMBER.fullmatch(value) and not CERTAIN.search(name.lower()):
+        return match[0]
+    quote = match["escaped"] or match["quote"] or ""
+    return f"{match['before']}{quote}{MASK}{quote}"
+
+
+def _values_here() -> list[str]:
+    values = [value for name, value in os.environ.items() if is_secret(name)]
+    values += _stored(os.environ.get("HF_TOKEN_PATH") or os.path.expanduser("~/.cache/huggingface/token"))
+    return sorted({value for value in values if len(value) >= SHORTEST}, key=len, reverse=True)
+
+
+@functools.cache
+def _stored(path: str) -> list[str]:
+    try:
+        return [Path(path).read_text(encoding="utf-8").strip()]
+    except (OSError, ValueError):
+        return []
+
+
 def mask_values(value: Any, hidden: bool = False) -> Any:
-    """Return nested values without secrets: everything below a key that names one, and what texts contain."""
+    """Return nested values without secrets: everything below a key that names one or after an option that does, and
+    what texts contain."""
     if isinstance(value, dict):
         return {key: mask_values(each, hidden or is_secret(str(key))) for key, each in value.items()}
-    if isinstance(value, list):
-        return [mask_values(each, hidden) for each in value]
+    if isinstance(value, list | tuple):
+        before = ["", *value]
+        return [mask_values(each, hidden or _is_option(last)) for last, each in zip(before, value, strict=False)]
     if value is None or value == "" or isinstance(value, bool):
         return value
     if hidden:
         return MASK
     return mask_text(value) if isinstance(value, str) else value
+
+
+def _is_option(word: Any) -> bool:
+    return isinstance(word, str) and word.startswith("-") and "=" not in word and is_secret(word)
+
+
+@contextmanager
+def masked_arguments() -> Iterator[None]:
+    """Mask this process's arguments meanwhile, which trackers record."""
+    before, sys.argv = sys.argv, mask_values(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = before

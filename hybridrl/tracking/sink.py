@@ -37,6 +37,8 @@ class SampleRow:
 class Sink:
     """A destination of metrics; a sink overrides the methods that it supports, at least `log`."""
 
+    offline: ClassVar[str] = ""  # where one of another system records if that cannot be reached, and how to upload it
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         raise NotImplementedError
 

@@ -1,8 +1,10 @@
 """Logs the metrics of a run to every sink in `trainer.logger`; knows neither trainer nor workers."""
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -10,10 +12,14 @@ from typing import Any, Self, TypeVar
 from hybridrl.tracking import console
 from hybridrl.tracking.console import LineSink, TerminalSink, VerlSink, warn
 from hybridrl.tracking.report import CurvesSink, JsonlSink
+from hybridrl.tracking.secrets import mask_text, mask_values, masked_arguments
 from hybridrl.tracking.sink import SampleRow, Sink
 from hybridrl.tracking.trackers import SINKS
 
 T = TypeVar("T")
+
+# A slow call that failed is repeated after so many times what it took: a server that is gone stalls no run.
+SLOW_SECONDS, RETRY_TIMES = 1.0, 10
 
 
 @dataclass(frozen=True)
@@ -43,24 +49,21 @@ class Tracker:
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         last_step, states = (resume.step, resume.sinks) if resume else (None, {})
+        config, hyperparameters = mask_values(config), mask_values(hyperparameters)
         self._run_dir = run_dir
         self._sinks: dict[str, Sink] = {}
         self._failed: set[str] = set()  # sinks with a warning already printed
+        self._others: set[str] = set()  # those of other systems, in which anything may fail
+        self._retry_at: dict[str, float] = {}
         self._closing = ExitStack()
         self._add("file", JsonlSink(run_dir / "metrics.jsonl", last_step))
         self._add("curves", CurvesSink(run_dir))
-        # The modules of the next two are imported only if configured: they are heavy.
         if "tensorboard" in loggers:
-            from hybridrl.tracking.tensorboard_sink import TensorBoardSink
-
-            self._add("tensorboard", TensorBoardSink(run_dir / "tensorboard", last_step, hyperparameters))
-        if "wandb" in loggers:
-            from hybridrl.tracking.wandb_sink import WandbSink
-
-            run_id = states.get("wandb", {}).get("id")
-            self._add("wandb", WandbSink(run_dir, project_name, experiment_name, config, run_id))
-        for name in (name for name in SINKS if name in loggers):
-            self._add(name, SINKS[name](run_dir, project_name, experiment_name, config, states.get(name, {})))
+            self._open("tensorboard", lambda _: _tensorboard(run_dir / "tensorboard", last_step, hyperparameters))
+        names = (run_dir, project_name, experiment_name, config)
+        for name, make in ({"wandb": _wandb} | SINKS).items():
+            if name in loggers:
+                self._open(name, partial(make, *names, states.get(name, {})))
         for name, sink in more.items():
             self._add(name, sink)
         output = console.console
@@ -97,20 +100,58 @@ class Tracker:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _open(self, name: str, make: Callable[[bool], Sink]) -> None:
+        """Open a sink of another system, which `make` has record offline if its argument is true. Whatever fails there
+        costs no run: it is recorded offline, or not there."""
+        self._others.add(name)
+        cause = ""
+        for offline in (False, True):
+            try:
+                with masked_arguments():
+                    sink = make(offline)
+            except Exception as error:
+                cause = cause or mask_text(str(error).strip() or repr(error)).splitlines()[0]
+                continue
+            if cause:
+                where = sink.offline.format(run_dir=self._run_dir)
+                warn(f"trainer.logger={name}: {cause}; the run is recorded {where or 'there'}", "logger-offline")
+            return self._add(name, sink)
+        fix = f"correct its settings, or remove {name} from trainer.logger"
+        warn(f"trainer.logger={name}: {cause}; training continues without it ({fix})", "metrics-lost")
+
     def _add(self, name: str, sink: Sink) -> None:
         self._sinks[name] = sink
         self._closing.callback(self._try, name, sink.close)
 
     def _try(self, name: str, method: Callable[..., T], *arguments: Any) -> T | None:
         """Call a method of a sink; a full disk, or whatever fails in the package of a tracker, costs only metrics, with
-        one warning per sink."""
+        one warning per sink, and little time."""
+        began = time.monotonic()
+        if began < self._retry_at.get(name, began):
+            return None
         try:
             return method(*arguments)
         except Exception as error:
-            if not isinstance(error, OSError) and name not in SINKS:
+            if not isinstance(error, OSError) and name not in self._others:
                 raise
+            now = time.monotonic()
+            if now - began >= SLOW_SECONDS:
+                self._retry_at[name] = now + RETRY_TIMES * (now - began)
             if name not in self._failed:
                 self._failed.add(name)
                 cause = f"{self._run_dir}, logger {name}: {getattr(error, 'strerror', None) or error}"
                 warn(f"{cause}; training continues, and metrics may be missing there", "metrics-lost")
             return None
+
+
+# The modules of these are imported only if configured: they are heavy.
+def _tensorboard(*arguments: Any) -> Sink:
+    from hybridrl.tracking.tensorboard_sink import TensorBoardSink
+
+    return TensorBoardSink(*arguments)
+
+
+def _wandb(*arguments: Any) -> Sink:
+    from hybridrl.tracking.wandb_sink import WandbSink
+
+    return WandbSink(*arguments)

@@ -11,19 +11,28 @@ from typing import Any
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.sink import SampleRow, Sink
 
+# Of requests to a server; MLflow's own defaults wait for minutes in each step if it is gone.
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 COLUMNS = ("prompt", "response", "ground_truth", "score")
 
 
-def offline(logger: str, cause: str, directory: Path | str) -> None:
-    warn(f"trainer.logger={logger}: {cause}, so the run is recorded offline in {directory}", "logger-offline")
+def warn_offline(logger: str, cause: str, where: str) -> None:
+    warn(f"trainer.logger={logger}: {cause}; the run is recorded {where}", "logger-offline")
 
 
 class MlflowSink(Sink):
     """An MLflow run at MLFLOW_TRACKING_URI, without one in the run's directory; resumed by its id."""
 
-    def __init__(self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any]) -> None:
+    offline = "offline in {run_dir}/mlflow.db"
+
+    def __init__(
+        self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any], offline: bool
+    ) -> None:
+        for setting, value in MLFLOW_PATIENCE.items():
+            os.environ.setdefault(setting, value)
         self._mlflow = importlib.import_module("mlflow")
-        if not os.environ.get("MLFLOW_TRACKING_URI"):
+        saved = {} if offline else saved
+        if offline or not os.environ.get("MLFLOW_TRACKING_URI"):
             self._mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute()}/mlflow.db")
         self._mlflow.set_experiment(project)
         self._run = self._mlflow.start_run(run_id=saved.get("id"), run_name=None if saved else name)
@@ -48,16 +57,21 @@ class MlflowSink(Sink):
 class SwanlabSink(Sink):
     """A SwanLab run; without a key it is recorded offline in the run's directory."""
 
-    def __init__(self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any]) -> None:
+    offline = "offline in {run_dir}/swanlog"
+
+    def __init__(
+        self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any], offline: bool
+    ) -> None:
         self._swanlab = importlib.import_module("swanlab")
-        mode, directory = os.environ.get("SWANLAB_MODE"), run_dir / "swanlog"
+        mode, directory = "offline" if offline else os.environ.get("SWANLAB_MODE"), run_dir / "swanlog"
+        saved = {} if offline else saved
         if (
             mode is None
             and not os.environ.get("SWANLAB_API_KEY")
-            and not Path("~/.swanlab/.netrc").expanduser().exists()
+            and not os.path.exists(os.path.expanduser("~/.swanlab/.netrc"))
         ):
             mode = "offline"
-            offline("swanlab", "no SWANLAB_API_KEY and no login", directory)
+            warn_offline("swanlab", "no SWANLAB_API_KEY and no login", self.offline.format(run_dir=run_dir))
         directory.mkdir(exist_ok=True)
         options = {"id": saved["id"], "resume": "allow"} if saved else {}
         self._run = self._swanlab.init(
@@ -84,7 +98,9 @@ class SwanlabSink(Sink):
 class TrackioSink(Sink):
     """A Trackio run, in Trackio's own directory, which `trackio show` reads; resumed by its name."""
 
-    def __init__(self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any], offline: bool
+    ) -> None:
         self._trackio = importlib.import_module("trackio")
         self._run = self._trackio.init(project, saved.get("name", name), config=config, resume="allow", embed=False)
 
@@ -101,12 +117,19 @@ class TrackioSink(Sink):
 class ClearmlSink(Sink):
     """A ClearML task; without credentials it is recorded offline."""
 
-    def __init__(self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any]) -> None:
+    offline = "offline in ClearML's cache"
+
+    def __init__(
+        self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any], offline: bool
+    ) -> None:
         task = importlib.import_module("clearml").Task
-        configured = os.environ.get("CLEARML_CONFIG_FILE", Path("~/clearml.conf").expanduser())
-        if not os.environ.get("CLEARML_API_ACCESS_KEY") and not Path(configured).exists():
+        configured = os.environ.get("CLEARML_CONFIG_FILE", os.path.expanduser("~/clearml.conf"))
+        has_key = os.environ.get("CLEARML_API_ACCESS_KEY") or Path(configured).exists()
+        saved = {} if offline else saved
+        if offline or not has_key:
             task.set_offline(True)
-            offline("clearml", "no CLEARML_API_ACCESS_KEY and no clearml.conf", "ClearML's cache")
+        if not offline and not has_key:
+            warn_offline("clearml", "no CLEARML_API_ACCESS_KEY and no clearml.conf", self.offline)
         # Its capture of arguments, frameworks and the console would change what the run does and shows.
         captures = dict.fromkeys(("auto_connect_arg_parser", "auto_connect_frameworks", "auto_connect_streams"), False)
         self._task = task.init(

@@ -1,16 +1,20 @@
 """Weights & Biases; without an API key the run is recorded offline, and no key is prompted for."""
 
 import os
+import socket
 from netrc import netrc
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
+from urllib.request import getproxies
 
 from wandb import Artifact, Settings, Table, init
 
 from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.report import read_metrics
 from hybridrl.tracking.sink import SampleRow, Sink
+
+CONNECT_SECONDS = 10.0
 
 
 class WandbSink(Sink):
@@ -19,24 +23,29 @@ class WandbSink(Sink):
     `metrics.jsonl` (all of them offline, since an uploaded offline recording replaces the previous one). The page of
     the run is uploaded with it."""
 
+    offline = "offline; `wandb sync {run_dir}/wandb/offline-run-*` uploads it"
+
     def __init__(
-        self, run_dir: Path, project_name: str, experiment_name: str, config: dict[str, Any], run_id: str | None = None
+        self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any], offline: bool
     ) -> None:
-        mode = os.environ.get("WANDB_MODE", "online")
-        netrc_file = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-        host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-        has_key = os.environ.get("WANDB_API_KEY") or (netrc_file.is_file() and host in netrc(netrc_file).hosts)
+        mode, run_id = "offline" if offline else os.environ.get("WANDB_MODE", "online"), saved.get("id")
+        netrc_file = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))
+        url = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+        has_key = os.environ.get("WANDB_API_KEY") or (netrc_file.is_file() and url.hostname in netrc(netrc_file).hosts)
         if mode == "online" and not has_key:
             mode = "offline"
+            cause = "no WANDB_API_KEY and no netrc entry"
             warn(
-                f"trainer.logger=wandb: no WANDB_API_KEY and no netrc entry, so the run is recorded offline; "
-                f"`wandb sync {run_dir}/wandb/offline-run-*` uploads it",
+                f"trainer.logger=wandb: {cause}; the run is recorded {self.offline.format(run_dir=run_dir)}",
                 "logger-offline",
             )
+        if mode == "online" and not getproxies():  # W&B itself would retry for 90 s
+            port = url.port or (443 if url.scheme == "https" else 80)
+            socket.create_connection((url.hostname or "", port), timeout=CONNECT_SECONDS).close()
         self._page = run_dir / "report.html"
         self._run = init(
-            project=project_name,
-            name=experiment_name,
+            project=project,
+            name=name,
             config=config,
             dir=run_dir,
             mode=mode,

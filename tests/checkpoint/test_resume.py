@@ -88,7 +88,9 @@ def test_a_configuration_that_was_written_and_read_again_is_unchanged(tmp_path):
     (tmp_path / "model.safetensors").touch()
     common = ["trainer.device=cpu", f"model.path={tmp_path}", f"data.train_files={tmp_path / 'rows.jsonl'}"]
     sft = load_sft_config([*common, "optim.lr=1e-7"])
+    (tmp_path / "config.yaml").write_text("of an earlier run, readable by everyone")
     save_config(sft, tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o077 == 0
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert config_changes(written, as_dict(sft), step=tmp_path, same_rows=True) == []
     other = load_sft_config([*common, "optim.lr=2e-7", "optim.optimizer=Muon"])

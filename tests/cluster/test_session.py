@@ -57,6 +57,7 @@ def test_only_the_owner_can_reach_its_ray_and_a_lost_raylet_ends_all_waiting(ses
     directory = Path(session.directory.path)
     assert directory.stat().st_mode & 0o777 == 0o700
     assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert (directory / "ray_token").stat().st_mode & 0o777 == 0o600
     listening = [address for pid in (*working_in(directory), os.getpid()) for address in listens(pid)]
     assert len(listening) > 5
     assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}

@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.doctor import __main__ as doctor
-from hybridrl.doctor.archive import Masker, pack
+from hybridrl.doctor.archive import mask, pack
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording
@@ -27,7 +27,13 @@ SECRETS = {
     "environment": "only-in-the-environment",
     "link": "p4ss-in-a-link",
     "person": "jane.doe",
-}  # fmt: skip
+    "judge": "lower-case-key",
+    "option": "after-an-option",
+    "netrc": "in-a-netrc",
+    "camel": "refreshed",
+    "private": "MIIEowIBAAKCAQEAfirst",
+    "end of private": "Zm9vYmFylast",
+}
 
 
 @pytest.fixture
@@ -47,6 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"data:\n  train_files: [s3://me:{secret['link']}@host/x.parquet, /home/{secret['person']}/y.parquet]\n"
         f"  prompt_key: question\n  max_token_len_per_gpu: 16384\n"
         f"own:\n  judge:\n    api_key: {secret['named']}\n    token: {secret['open']}\n"
+        f"  judge_key: >-\n    {secret['judge']}\n"
         f"  service_password: '{secret['password']}'\n"
         f"ray_kwargs: {{ray_init: {{runtime_env: {{env_vars: {{OPENAI_KEY: {secret['named']}}}}}}}}}\n"
     )
@@ -59,6 +66,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "logs" / "rollout-0.log").write_text(
         f"GET https://host/x?X-Amz-Signature={secret['signature']}&n=1\n--token={secret['git']}\n{secret['wandb']}\n"
         "generated 512 tokens, token: 17\n"
+        f"serve --token {secret['option']}\nmachine host login me password {secret['netrc']}\n"
+        f"{{'refreshToken': '{secret['camel']}'}}\n"
+        f"-----BEGIN PRIVATE KEY-----\n{secret['private']}\n{secret['end of private']}\n-----END PRIVATE KEY-----\n"
     )
     for log in ("reward.log", "scoring-0.log"):
         (directory / "logs" / log).write_text("a SAMPLE that the reward prints\n")
@@ -91,7 +101,7 @@ def test_what_explains_a_run_is_packed_and_stays_readable(run, tmp_path):
     assert json.loads(packed["checkpoints.json"])["2"]["healthy"] is True
     assert json.loads(packed["machine.json"])["environment"]["WANDB_API_KEY"] == "***"
     assert "prompt_key: question\n  max_token_len_per_gpu: 16384\n" in packed["config.yaml"]
-    assert "s3://***@host/x.parquet, /home/USER/y.parquet" in packed["config.yaml"]
+    assert "- s3://***@host/x.parquet\n  - /home/USER/y.parquet" in packed["config.yaml"]
     assert "default_local_dir: ~/run" in packed["config.yaml"]
     assert "X-Amz-Signature=***&n=1" in packed["logs/rollout-0.log"]
     assert "generated 512 tokens, token: 17" in packed["logs/rollout-0.log"]
@@ -125,7 +135,7 @@ def test_samples_are_packed_where_requested(run, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_what_is_no_secret_is_left(text):
-    assert Masker()(text) == text
+    assert mask(text) == text
 
 
 def test_a_directory_that_is_not_there_is_a_usage_error(tmp_path, capsys):

@@ -1,8 +1,11 @@
 """Launch scripts are evaluated as bash does, without any effect."""
 
+import socket
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hybridrl.config import PPOConfig
@@ -33,6 +36,9 @@ PYTHONUNBUFFERED=1 /usr/bin/python3 -m verl.trainer.main_ppo \\
     trainer.balance_batch=True actor_rollout_ref.actor.optim.total_training_steps=100 \\
     actor_rollout_ref.rollout.load_format=safetensors "$@" 2>&1 | tee train.log > /tmp/other.log
 """
+
+
+MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=a.parquet"
 
 
 @pytest.fixture
@@ -115,6 +121,146 @@ def test_a_script_that_does_not_finish_is_stopped(script: Path, monkeypatch: pyt
         migrate.commands_of(script)
 
 
+HOSTILE = {
+    "writing": """
+        builtin history -s 'import os'; builtin history -w yaml.py
+        builtin history -s x; builtin history -a made
+        builtin enable history kill exec; history -w made
+        builtin exec 3> made
+        builtin exec 3<> made
+        builtin eval 'echo x > made'
+        builtin set -o noclobber; builtin eval 'echo x >| made'
+        builtin trap 'echo x > made' EXIT DEBUG
+        builtin cd /tmp && builtin history -w yaml.py
+        coproc touch made
+        TMPDIR=. ; while read -r l; do :; done <<< "$(printf 'x%.0s' {1..70000})"
+        builtin set +r; touch made
+        builtin shopt -u restricted_shell; /bin/touch made
+        BASH_CMDS[touch]=/bin/touch; touch made
+        builtin hash -p /bin/touch t; t made
+        builtin command -p touch made
+        unset -f command_not_found_handle; PATH=/bin:/usr/bin; touch made
+        builtin unset -f exec; exec /bin/touch made
+        PROMPT_COMMAND='echo x > made'; builtin fc -e /bin/touch
+        HISTFILE=$PWD/made; builtin set -o history; echo x
+        builtin enable -f /usr/lib/bash/mkdir mkdir; mkdir made
+        builtin ulimit -f unlimited; builtin umask 0; builtin printf x > made
+        mapfile -C 'echo x > made #' -c 1 lines <<< a
+        BASH_ENV=evil ENV=evil bash -c 'touch made'
+        builtin source evil; builtin . evil
+        """,
+    "signals": """
+        builtin kill -9 VICTIM
+        builtin kill -9 -1
+        builtin kill -9 $PPID
+        builtin enable kill; builtin command kill -KILL VICTIM
+        builtin suspend -f
+        builtin unset -f kill; kill -TERM VICTIM
+        """,
+    "network": """
+        builtin exec 3<> /dev/tcp/127.0.0.1/PORT
+        builtin eval 'echo x > /dev/tcp/127.0.0.1/PORT'
+        read -r LEAK < /dev/tcp/127.0.0.1/PORT
+        builtin eval 'echo x > /dev/udp/127.0.0.1/PORT'
+        """,
+    "reading": """
+        echo "$MY_API_KEY $DATABASE $PLAIN"
+        for v in $(compgen -e); do echo "$v=${!v}"; done
+        printf -v v %s MY_API_; v+=KEY; echo "${!v}"
+        builtin export -p; builtin declare -p
+        echo "$(< netrc)"
+        mapfile -t lines < netrc; echo "${lines[@]}"
+        while read -r l; do echo "$l"; done < netrc
+        mapfile -t lines < <(printf '%s\\n' "$(< netrc)"); echo "${lines[@]}"
+        builtin history -r netrc; builtin history
+        builtin source netrc; builtin . ./netrc
+        echo "$(< /proc/self/environ)$(< /proc/$PPID/environ)"
+        echo * .* /etc/*
+        builtin compgen -f
+        """,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_script_reaches_nothing(
+    doctor: Doctor, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_API_KEY", "canary-named")
+    monkeypatch.setenv("DATABASE", "postgres://me:canary-form@host/x")
+    monkeypatch.setenv("UNNAMED", "canary-unnamed")
+    (tmp_path / "netrc").write_text("machine host login me password canary-file\n")
+    (tmp_path / "evil").write_text("echo x > made\n")
+    there = sorted(path.name for path in tmp_path.iterdir())
+    with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "60"]) as victim:
+        port = str(server.getsockname()[1])
+        lines = HOSTILE[kind].replace("VICTIM", str(victim.pid)).replace("PORT", port).strip().splitlines()
+        parts = "".join(f"LEAK+=$( {{ {line.strip()}\n}} 2>&1 )\n" for line in lines)
+        script.write_text(f'{parts}python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name="x$LEAK"\n')
+        output = doctor("migrate", str(script))[1]
+        assert victim.poll() is None
+        victim.kill()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert "trainer.experiment_name=" in output
+    assert "canary" not in output and "netrc run.sh" not in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "while :; do :; done &",
+        "f() { f | f & }; f",
+        "builtin trap '' TERM XFSZ XCPU; while echo 0123456789; do :; done >&2",
+        "x=xxxxxxxx; while :; do x=$x$x; done",
+        "f() { f; }; f",
+        "while program; do :; done",
+        "until program; do :; done",
+        "read -r line < <(while :; do :; done)",
+    ],
+)
+def test_a_script_that_takes_all_it_can_is_stopped(
+    doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, endless: str
+) -> None:
+    monkeypatch.setattr(migrate, "SECONDS", 1)
+    script.write_text(f"{endless}\n")
+    status, output = doctor("migrate", str(script))
+    assert status == 2 and len(output) < 2000
+    deadline = time.monotonic() + 20
+    while any(str(script) in (process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_secret_of_the_environment_is_read_when_the_command_runs(
+    doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "canary")
+    script.write_text(f"python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name=x-$MY_API_KEY\n")
+    output = doctor("migrate", str(script))[1]
+    assert 'trainer.experiment_name=x-"$(printenv MY_API_KEY)"' in output
+    assert "trainer.experiment_name=x-canary" in printed(output)
+
+
+def test_what_a_process_substitution_gives_is_read(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        "mapfile -t A < <(printf '%s\\n' trainer.nnodes=2 \"data.max_prompt_length=$(echo 64)\")\n"
+        f'while read -r one; do A+=("$one"); done < <(echo rollout.n=4)\n'
+        f'python3 -m verl.trainer.main_ppo {MODEL} "${{A[@]}}"\n'
+    )
+    words = printed(doctor("migrate", str(script))[1])
+    assert {"trainer.nnodes=2", "data.max_prompt_length=64", "actor_rollout_ref.rollout.n=4"} <= {*words}
+
+
+@pytest.mark.parametrize("content", [b"\0\1", b"# " + b"x" * 200_000, b"echo \xff\xfe\n"])
+def test_what_is_no_launch_script_is_rejected(doctor: Doctor, script: Path, content: bytes) -> None:
+    script.write_bytes(content)
+    status, output = doctor("migrate", str(script))
+    assert status == 2 and str(script) in output and "Traceback" not in output
+
+
 def printed(output: str, module: str = "main_ppo") -> list[str]:
     """The words of the printed command, which must be accepted unchanged."""
     command = output[output.index(f"python -m hybridrl.{module}") :].partition("hybridrl.")[2].partition(" ")[2]
@@ -123,9 +269,6 @@ def printed(output: str, module: str = "main_ppo") -> list[str]:
     schema, name = (PPOConfig, "ppo_trainer") if module == "main_ppo" else (SFTConfig, "sft_trainer")
     assert not resolve_config(schema, words, name, offline=True).findings.errors
     return words
-
-
-MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=a.parquet"
 
 
 def test_a_name_from_a_program_is_evaluated_when_the_command_runs(doctor: Doctor, script: Path) -> None:

@@ -1,15 +1,18 @@
 """The environment in which workers and engines are started."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hybridrl.rollout.vllm.settings import ENVIRONMENT
 from hybridrl.runtime import environment as environments
-from hybridrl.runtime.environment import worker_environment
+from hybridrl.runtime.environment import CACHES, worker_environment
 
 FAULTS = """
 import resource, torch
@@ -76,3 +79,50 @@ def test_slots_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_waits_for_its_threads_longer_than_a_trainer() -> None:
     assert int(ENVIRONMENT["GOMP_SPINCOUNT"]) > int(worker_environment("cpu", slots=2)["GOMP_SPINCOUNT"])
+
+
+HOMES = """
+import json, os
+from hybridrl.runtime.environment import CACHES, replace_unwritable_home
+directory = replace_unwritable_home()
+names = ["HOME", "HF_HOME", *CACHES]
+print(json.dumps({"directory": directory} | {name: os.environ.get(name) for name in names}))
+"""
+
+
+def home_as(home: Path, tmp_path: Path, *wrapper: str, **more: str) -> dict[str, str]:
+    """The variables of a process with this home, without the rights of root if it has them."""
+    if os.getuid() == 0:
+        wrapper = (shutil.which("setpriv") or pytest.skip("root can write everywhere"),)
+        wrapper += ("--bounding-set=-dac_override,-dac_read_search",)
+    known = {name: value for name, value in os.environ.items() if name not in CACHES}
+    environment = known | {"HOME": str(home), "TMPDIR": str(tmp_path)} | more
+    command = [*wrapper, sys.executable, "-c", HOMES]
+    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+def test_caches_are_private_where_the_home_cannot_be_written(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    models = home / ".cache" / "huggingface"
+    models.mkdir(parents=True)
+    assert home_as(home, tmp_path)["directory"] == ""
+    for path in (models, home / ".cache"):
+        path.chmod(0o555)
+    known = home_as(home, tmp_path)  # a cache that root made
+    assert Path(known["directory"]).stat().st_mode & 0o777 == 0o700
+    assert (known["HOME"], known["HF_HOME"]) == (str(home), str(models))
+    assert {known[name] for name in CACHES} == {f"{known['directory']}/{place}" for place in CACHES.values()}
+    (home / ".cache").chmod(0o755)
+    home.chmod(0o555)
+    assert home_as(home, tmp_path, MPLCONFIGDIR=str(tmp_path))["MPLCONFIGDIR"] == str(tmp_path)
+    missing = home_as(tmp_path / "none", tmp_path)
+    assert missing["HOME"] == missing["directory"] == known["directory"]
+    home.chmod(0o755)
+
+
+def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / f"hybridrl_home_{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"hybridrl_home_{os.getuid()}").chmod(0o777)
+    known = home_as(tmp_path / "none", tmp_path)
+    assert Path(known["directory"]).name != f"hybridrl_home_{os.getuid()}"
+    assert Path(known["directory"]).stat().st_mode & 0o777 == 0o700

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,100 @@ def test_wandb_without_a_key_records_offline_without_a_prompt(tmp_path, capsys, 
         run.samples(1, [SAMPLE])
     assert "recorded offline" in capsys.readouterr().out
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize("key", ["too-short", "0123456789abcdef" * 2 + "01234567"])
+def test_wandb_that_rejects_the_key_or_is_not_reached_records_offline(tmp_path, capsys, monkeypatch, key):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    with tracker(tmp_path, ["wandb"]) as run:
+        run.log(1, {"a": 1.0})
+        assert run.state_dict()["sinks"]["wandb"]["id"]
+    shown = capsys.readouterr().out
+    assert shown.count("warning:") == shown.count("the run is recorded offline; `wandb sync") == 1
+    assert key not in shown
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_tracker_that_cannot_start_costs_its_metrics_and_one_warning(tmp_path, capsys, monkeypatch):
+    class Unusable(Sink):
+        def __init__(self, *_: object) -> None:
+            raise RuntimeError("the token hf_abcdefghijklmnop is not valid")
+
+    monkeypatch.setitem(SINKS, "trackio", Unusable)
+    (tmp_path / "tensorboard").write_text("a file where the directory would be")
+    with tracker(tmp_path, ["trackio", "tensorboard"]) as run:
+        run.log(1, {"a": 1.0})
+    shown = capsys.readouterr().out
+    assert "trainer.logger=trackio: the token *** is not valid; training continues without it" in shown
+    assert "trainer.logger=tensorboard: [Errno 17]" in shown and shown.count("warning:") == 2
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_tracker_that_cannot_be_reached_records_offline(tmp_path, capsys, monkeypatch):
+    class Remote(Sink):
+        offline = "offline in {run_dir}/there"
+
+        def __init__(self, *arguments: object) -> None:
+            if not arguments[-1]:
+                raise ConnectionError("no route to host")
+
+        def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    monkeypatch.setitem(SINKS, "mlflow", Remote)
+    with tracker(tmp_path, ["mlflow"]) as run:
+        run.log(1, {"a": 1.0})
+    warning = f"trainer.logger=mlflow: no route to host; the run is recorded offline in {tmp_path}/there"
+    assert capsys.readouterr().out == f"warning: {warning} [logger-offline]\n"
+
+
+def test_a_server_that_is_gone_is_not_waited_for_in_each_step(tmp_path, monkeypatch):
+    calls = []
+
+    class Gone(Sink):
+        def __init__(self, *_: object) -> None: ...
+
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            calls.append(step)
+            time.sleep(1)
+            raise TimeoutError("the server does not respond")
+
+    monkeypatch.setitem(SINKS, "mlflow", Gone)
+    with tracker(tmp_path, ["mlflow"]) as run:
+        for step in range(1, 4):
+            run.log(step, {"a": 1.0})
+    assert calls == [1] and len(lines(tmp_path)) == 3
+
+
+def test_no_tracker_gets_a_secret(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    given = []
+
+    class Given(Sink):
+        def __init__(self, *arguments: object) -> None:
+            given.append((arguments, [*sys.argv]))
+
+        def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    monkeypatch.setitem(SINKS, "mlflow", Given)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = ["main_ppo", "reward.reward_kwargs.api_key=canary-argument", "--token", "canary-option"]
+    monkeypatch.setattr(sys, "argv", words)
+    config = {"data": {"prompt_key": "question"}, "reward": {"reward_kwargs": {"judge_key": "canary-value"}}}
+    chosen = {"own.judge.clientSecret": "canary-chosen", "data.prompt_key": "question"}
+    loggers = ["wandb", "tensorboard", "mlflow"]
+    with Tracker(loggers, tmp_path, "p", "e", config, 3, hyperparameters=chosen) as run:
+        run.log(1, {"a": 1.0})
+    assert sys.argv == words
+    assert "question" in str(given) and "canary" not in str(given)
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert any(b"question" in content for content in written.values())
+    assert any(path.suffix == ".wandb" for path in written)
+    assert [path for path, content in written.items() if b"canary" in content] == []
 
 
 def test_importing_the_package_imports_no_heavy_sink():

@@ -1,5 +1,6 @@
 """Confine this process for good: resource limits, no files, no capabilities, and only the system calls of computing.
-It opens no file, and so imports the standard library's modules from memory.
+It opens no file, and so imports the standard library's modules from memory. `become_bash` replaces it by a bash that
+evaluates and forks only.
 
 Imports the standard library only: it is loaded into the process that runs a model's program. The filter for system
 calls (seccomp) holds every guarantee of docs/rewards.md by itself; Landlock and the rest are a second barrier.
@@ -17,6 +18,7 @@ import platform
 import resource
 import struct
 import sys
+from collections.abc import Sequence
 from importlib import machinery
 from types import ModuleType
 
@@ -46,7 +48,14 @@ _ALLOWED = """
     clock_getres 229 114  clock_nanosleep 230 115  nanosleep 35 101  gettimeofday 96 169  time 201 -
     uname 63 160  sysinfo 99 179  getrlimit 97 163
 """
+# Those that bash needs in addition: its own processes, and whether a file exists.
+_OF_BASH = """
+    fork 57 -  wait4 61 260  getpgrp 111 -  getpgid 121 155  getgroups 115 158  umask 95 166  set_tid_address 218 96
+    arch_prctl 158 -  rt_sigsuspend 130 133  stat 4 -  lstat 6 -  newfstatat 262 79  statx 332 291  access 21 -
+    faccessat 269 48  faccessat2 439 439  readlink 89 -  readlinkat 267 78
+"""
 _CLONE, _CLONE3, _FCNTL, _NEWFSTATAT = (56, 220), (435, 435), (72, 25), (262, 79)
+_OPENAT, _EXECVE = (257, 56), (59, 221)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and audit architecture
 
 _LOAD, _JUMP_EQUAL, _JUMP_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -54,6 +63,9 @@ _ALLOW, _KILL, _DENY, _ABSENT = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in the data that the filter reads
 _NO_THREAD = 0xFFFFFFFF ^ 0x007D0F00  # every flag of clone except those with which C libraries start a thread
 _THREAD = 0x00010000  # CLONE_THREAD
+_NO_FORK = 0xFFFFFFFF ^ 0x012000FF  # every flag of clone except those with which C libraries fork
+_BASH, _BASH_AT = b"/bin/bash", 0x10000  # an address below every program's, which no other path can have after execve
+_MAP_NEW = 0x100022  # MAP_FIXED_NOREPLACE | MAP_ANONYMOUS | MAP_PRIVATE
 _EMPTY_PATH = 0x1000  # AT_EMPTY_PATH: newer C libraries query a descriptor with it
 _DUP, _GETFD, _SETFD, _GETFL, _SETFL, _DUP_CLOEXEC = 0, 1, 2, 3, 4, 1030
 _ASYNC = 0x2000  # O_ASYNC: a signal whenever the descriptor is ready
@@ -76,17 +88,34 @@ def hide() -> None:
     _LIBC.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def confine(limits: dict[str, int]) -> None:
-    """Apply `limits` (of `resource`, by name) and give up all access. OSError: the kernel has no such filters."""
+def confine(limits: dict[str, int], *, for_bash: bool = False) -> None:
+    """Apply `limits` (of `resource`, by name) and give up all access, `for_bash` except what that needs to start.
+    OSError: the kernel has no such filters."""
     for name, limit in limits.items():
         resource.setrlimit(vars(resource)[f"RLIMIT_{name}"], (limit, limit))
     if _LIBC.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs was denied")
-    give_up_files()
+    if not for_bash:  # the dynamic linker reads libraries
+        give_up_files()
     # Root keeps access to its own files, and no right beyond that.
     if _LIBC.capset(struct.pack("Ii", _CAPABILITIES_VERSION, 0), bytes(24)):
         raise OSError(ctypes.get_errno(), "capabilities could not be given up")
-    filter_system_calls()
+    filter_system_calls(for_bash)
+
+
+def become_bash(arguments: Sequence[str], limits: dict[str, int]) -> None:
+    """Replace this process by a confined bash, which writes, reads and lists no file, starts no program, and reaches no
+    other process and no network. It may fork within its process group."""
+    _LIBC.mmap.restype = ctypes.c_void_p
+    size, readable_and_writable = ctypes.c_size_t(mmap.PAGESIZE), 3
+    if _LIBC.mmap(ctypes.c_void_p(_BASH_AT), size, readable_and_writable, _MAP_NEW, -1, 0) != _BASH_AT:
+        raise OSError(ctypes.get_errno(), "no memory for the path of bash")
+    ctypes.memmove(_BASH_AT, _BASH, len(_BASH))
+    lists = [[_BASH, *map(os.fsencode, arguments)], [b"=".join(item) for item in os.environb.items()]]
+    vectors = [(ctypes.c_char_p * (len(texts) + 1))(*texts, None) for texts in lists]
+    confine(limits, for_bash=True)
+    _LIBC.execve(ctypes.c_void_p(_BASH_AT), *vectors)
+    raise OSError(ctypes.get_errno(), f"{_BASH.decode()} cannot be started")
 
 
 def give_up_files() -> None:
@@ -108,7 +137,7 @@ def supported() -> bool:
     return platform.system() == "Linux" and platform.machine() in _MACHINES
 
 
-def filter_system_calls() -> None:
+def filter_system_calls(for_bash: bool = False) -> None:
     """Install the filter in a process with no_new_privs. OSError: the kernel has no such filters.
 
     An instruction: operation, instructions to skip if true, if false, operand.
@@ -116,16 +145,15 @@ def filter_system_calls() -> None:
     column, architecture = _MACHINES[platform.machine()]
     filter_ = [(_LOAD, 0, 0, _ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
     filter_ += [(_LOAD, 0, 0, _NUMBER), (_JUMP_LEAST, 0, 1, _OTHER_ABI), (_RETURN, 0, 0, _DENY)]
-    for number in _ALLOWED.split()[1 + column :: 3]:
+    for number in f"{_ALLOWED} {_OF_BASH if for_bash else ''}".split()[1 + column :: 3]:
         filter_ += _where(None if number == "-" else int(number), (_RETURN, 0, 0, _ALLOW))
-    filter_ += _where(_NEWFSTATAT[column], *_if_any_bit(3, _EMPTY_PATH, _ALLOW, _DENY))
+    filter_ += _to_start_bash(column) if for_bash else _to_start_threads(column)
     # Copies of descriptors and their flags; other commands of fcntl name a process and the signal that it gets.
     fcntl = [(_LOAD, 0, 0, _ARGUMENTS + 8)]
     for command in (_DUP, _GETFD, _SETFD, _GETFL, _DUP_CLOEXEC):
         fcntl += _where(command, (_RETURN, 0, 0, _ALLOW))
     fcntl += [*_where(_SETFL, *_if_any_bit(2, _ASYNC, _DENY, _ALLOW)), (_RETURN, 0, 0, _DENY)]
     filter_ += _where(_FCNTL[column], *fcntl)
-    filter_ += _where(_CLONE[column], *_if_any_bit(0, _NO_THREAD, _DENY), *_if_any_bit(0, _THREAD, _ALLOW, _DENY))
     filter_ += _where(_CLONE3[column], (_RETURN, 0, 0, _ABSENT))  # the C library then falls back to clone
     filter_ += [(_RETURN, 0, 0, _DENY)]
 
@@ -133,6 +161,24 @@ def filter_system_calls() -> None:
     program = struct.pack("HxxxxxxP", len(filter_), ctypes.addressof(code))
     if _LIBC.prctl(_SET_SECCOMP, _FILTER, program, 0, 0):
         raise OSError(ctypes.get_errno(), "no filter for system calls (seccomp)")
+
+
+def _to_start_threads(column: int) -> list[tuple[int, int, int, int]]:
+    thread = [*_if_any_bit(0, _NO_THREAD, _DENY), *_if_any_bit(0, _THREAD, _ALLOW, _DENY)]
+    return [*_where(_NEWFSTATAT[column], *_if_any_bit(3, _EMPTY_PATH, _ALLOW, _DENY)), *_where(_CLONE[column], *thread)]
+
+
+def _to_start_bash(column: int) -> list[tuple[int, int, int, int]]:
+    """Allow to fork, to execute the one path, and to open what the C library opens, which closes it on execve; the
+    files that a script names are opened without that flag."""
+    not_reading = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECTORY
+    half, other_half = ((_LOAD, 0, 0, _ARGUMENTS + offset) for offset in (0, 4))
+    path = [half, (_JUMP_EQUAL, 0, 3, _BASH_AT), other_half, (_JUMP_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW)]
+    return [
+        *_where(_CLONE[column], *_if_any_bit(0, _NO_FORK, _DENY, _ALLOW)),
+        *_where(_EXECVE[column], *path, (_RETURN, 0, 0, _DENY)),
+        *_where(_OPENAT[column], *_if_any_bit(2, not_reading, _DENY), *_if_any_bit(2, os.O_CLOEXEC, _ALLOW, _DENY)),
+    ]
 
 
 def _where(number: int | None, *then: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
