@@ -20,6 +20,7 @@ from hybridrl.environments.environment import (
     ToolCall,
     ToolError,
 )
+from hybridrl.environments.returned import metrics_of
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.tools import Tool, ToolResult, to_result
 from hybridrl.environments.user_code import finished
@@ -71,7 +72,7 @@ class ToolEnvironment(Environment):
             except Exception as error:
                 report(name, error, self.row)
                 continue
-            metrics |= {f"{name}/{key}": value for key, value in ended.items()}
+            metrics |= {f"{name}/{key}": value for key, value in metrics_of(ended, f"the tool {name}").items()}
         self._states = {}
         return metrics
 
@@ -105,7 +106,7 @@ class ToolEnvironment(Environment):
             try:
                 seconds = self._settings.tool_timeout
                 returned = await finished(tool.call, self._states.get(tool.name), arguments, seconds=seconds)
-                return to_result(returned), "ok"
+                return to_result(returned, f"the tool {tool.name}"), "ok"
             except ToolError as error:
                 return ToolResult(str(error)), "error"
             except EpisodeFault:

@@ -14,6 +14,7 @@ from transformers.utils import get_json_schema
 
 from hybridrl.config import ConfigError
 from hybridrl.environments.environment import Schema, ToolError
+from hybridrl.environments.returned import metrics_of, reward_of
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 FUNCTION_TOOL = "_function_tool"  # the attribute of a function that is marked as a tool: its name and schema, if given
@@ -134,17 +135,17 @@ def check_schema(schema: Any, place: str) -> None:
         raise ConfigError(cause, fix="write object: arguments have names")
 
 
-def to_result(returned: Any) -> ToolResult:
-    """Read what a tool returned; ToolError if it is not text."""
+def to_result(returned: Any, source: Any = "the tool") -> ToolResult:
+    """Read what a tool returned; ToolError if it is not text, EpisodeFault if its reward is no finite number."""
     if isinstance(returned, ToolResult):
-        return returned
+        reward, metrics = reward_of(returned.reward, source), metrics_of(returned.metrics, source)
+        return ToolResult(_text(returned.text), reward, metrics)
     reward, metrics = None, {}
     if isinstance(returned, tuple) and 1 <= len(returned) <= 3:
         returned, reward, metrics = (*returned, None, None)[:3]
     if isinstance(returned, ToolResult):  # with a reward next to it
         returned = returned.text
-    numbers = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
-    return ToolResult(_text(returned), None if reward is None else float(reward), numbers)
+    return ToolResult(_text(returned), reward_of(reward, source), metrics_of(metrics, source))
 
 
 def _text(value: Any) -> str:
