@@ -109,8 +109,8 @@ def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_one_is_
 def test_a_server_ends_with_the_process_that_started_it(settings) -> None:
     code = (
         "import sys, time; from hybridrl.environments.load import load_tools; from hybridrl.environments.settings "
-        "import EnvironmentSettings; load_tools(EnvironmentSettings(tool_config_path=sys.argv[1])); print(1, flush=True); "
-        "time.sleep(60)"
+        "import EnvironmentSettings; load_tools(EnvironmentSettings(tool_config_path=sys.argv[1])); "
+        "print(1, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, settings.tool_config_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
