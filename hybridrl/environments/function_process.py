@@ -41,11 +41,11 @@ class FunctionProcesses:
         self._idle: list[_Process] = []
         self._count, self._changed = 0, threading.Condition()
 
-    def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, name: str, arguments: dict[str, Any], seconds: float | None = None) -> ToolResult:
         """Return what a function of the file returned, or raise what it raised. OutOfTime: its process was killed."""
         process = self._take() or _Process(self._path, self._libraries)
         try:
-            reply = process.ask((name, arguments), self._seconds)
+            reply = process.ask((name, arguments), seconds or self._seconds)
         except BaseException:
             process.kill()
             process = None
