@@ -37,7 +37,7 @@ class Tool:
         self.name: str = schema["function"]["name"]
         parameters = schema["function"].get("parameters") or {"type": "object", "properties": {}}
         self.argument_names = list(parameters.get("properties", {}))
-        self._validator = jsonschema.Draft202012Validator({"additionalProperties": False, **parameters})
+        self._validator = jsonschema.Draft202012Validator({"additionalProperties": False, **_with_null(parameters)})
 
     async def start(self, row: Mapping[str, Any]) -> Any:
         """Return the state of a new episode of this row."""
@@ -57,6 +57,18 @@ class Tool:
             return ""
         place = ".".join(str(part) for part in error.absolute_path)
         return f"{place}: {error.message}" if place else error.message
+
+
+def _with_null(schema: Any) -> Any:
+    """The schema with null among the types where it is `nullable`, as get_json_schema writes optional arguments."""
+    if isinstance(schema, list):
+        return [_with_null(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: _with_null(value) for key, value in schema.items()}
+    if schema.get("nullable") is True and isinstance(schema.get("type"), str):
+        found["type"] = [schema["type"], "null"]
+    return found
 
 
 class FunctionTool(Tool):

@@ -304,8 +304,8 @@ def test_the_formats_of_vllm_are_read_and_their_broken_calls_reported(dialogue_o
         "{{ '\n<arg_key>' + k + '</arg_key>\n<arg_value>' + v + '</arg_value>' }}{% endfor %}{{ '\n</tool_call>' }}"
         "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
-    parser = call_parser("auto", "glm4_moe", dialogue_of(glm))
-    assert parser.format == "glm45"
+    assert call_parser("auto", "glm4_moe", dialogue_of(glm)).format == "glm45"  # read here
+    parser = call_parser("glm47", "glm4_moe", dialogue_of(glm))
     written = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
     for _ in range(2):  # a parser keeps no state
         content, (call,) = parser(f"I add.{written}", TOOLS)
@@ -313,7 +313,9 @@ def test_the_formats_of_vllm_are_read_and_their_broken_calls_reported(dialogue_o
         _, (broken,) = parser("<tool_call>\n\n</tool_call>", TOOLS)
         assert "cannot be read" in broken.error
         assert parser("No.", TOOLS) == ("No.", [])
-    with pytest.raises(ConfigError, match=r"multi_turn.format=mistral: .*; set actor_rollout_ref"):
-        call_parser("mistral", "mistral", dialogue_of(CALLS))
+        for hostile in ("<tool_call>" * 1000, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>" + "[" * 100_000):
+            assert all(call.error for call in parser(hostile, TOOLS)[1])
+    with pytest.raises(ConfigError, match=r"multi_turn.format=jamba: .*; set actor_rollout_ref"):
+        call_parser("jamba", "jamba", dialogue_of(CALLS))
     with pytest.raises(ConfigError, match=r"multi_turn.format=hermse: unknown; set it to one of auto, .*mistral"):
         call_parser("hermse", "qwen2", dialogue_of(CALLS))

@@ -52,6 +52,14 @@ def test_public_functions_of_a_file_are_tools_with_the_schema_of_their_docstring
     assert weather.name == "weather"
 
 
+def test_an_optional_argument_may_be_null(tmp_path) -> None:
+    file = tmp_path / "functions.py"
+    file.write_text(TWO.replace("b: int = 1", "b: int | None = None"))
+    add = function_tools(str(file))[0]
+    assert add.invalid({"a": 1, "b": None}) == "" == add.invalid({"a": 1})
+    assert "is not of type 'integer'" in add.invalid({"a": None})
+
+
 def test_of_marked_functions_only_those_are_tools_under_the_names_given(tmp_path) -> None:
     file = tmp_path / "marked.py"
     schema = {"type": "function", "function": {"name": "own", "parameters": {"type": "object", "properties": {}}}}
