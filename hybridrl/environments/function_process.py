@@ -43,11 +43,13 @@ class FunctionProcesses:
 
     def call(self, name: str, arguments: dict[str, Any], seconds: float | None = None) -> ToolResult:
         """Return what a function of the file returned, or raise what it raised. OutOfTime: its process was killed."""
-        process = self._take() or _Process(self._path, self._libraries)
+        process = self._take()
         try:
+            process = process or _Process(self._path, self._libraries)
             reply = process.ask((name, arguments), seconds or self._seconds)
         except BaseException:
-            process.kill()
+            if process:
+                process.kill()
             process = None
             raise
         finally:
@@ -70,8 +72,12 @@ class FunctionProcesses:
             self._changed.wait_for(lambda: self._idle, SECONDS_BEFORE_ANOTHER if self._count else 0)
             if not self._idle and self._count == MOST:
                 self._changed.wait_for(lambda: self._idle or self._count < MOST)
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                process = self._idle.pop()
+                if process.alive:
+                    return process
+                process.kill()  # it was killed from outside: frees its socket
+                self._count -= 1
             self._count += 1
             return None
 
@@ -81,21 +87,23 @@ class _Process:
 
     def __init__(self, path: str, libraries: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
-        self._messages, self._setup = Messages(ours), (path, libraries)
+        self._messages, self._setup = Messages(ours), (path, libraries)  # until the file is imported
         descriptor = theirs.fileno()
         code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main({descriptor}, {os.getpid()})"
         options = {"pass_fds": [descriptor], "process_group": 0, "stdin": subprocess.DEVNULL}
         with theirs:
             self._process = subprocess.Popen([sys.executable, "-u", "-c", code], **options)
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def ask(self, call: tuple[str, dict[str, Any]], seconds: float) -> Any:
         """Return the reply to a call, whose time begins once the file is imported."""
+        if self._setup:
+            self._load(*self._setup)
+            self._setup = None
         try:
-            if self._setup:
-                self._messages.send(self._setup)
-                if reason := self._messages.receive(SECONDS_TO_LOAD):
-                    raise EpisodeFault(reason)
-                self._setup = None
             self._messages.send(call, seconds)
             return self._messages.receive(seconds)
         except TimeoutError:
@@ -103,13 +111,25 @@ class _Process:
         except (EOFError, OSError):
             raise RuntimeError(f"the tool's process {self.kill()}") from None
 
+    def _load(self, path: str, libraries: Sequence[str]) -> None:
+        try:
+            self._messages.send((path, libraries))
+            reason = self._messages.receive(SECONDS_TO_LOAD)
+        except TimeoutError:
+            reason = f"{KEY}={path} was not imported within {SECONDS_TO_LOAD:g} s"
+        except (EOFError, OSError):
+            reason = f"the process that imports {KEY}={path} {self.kill()}"
+        if reason:
+            raise EpisodeFault(reason)
+
     def kill(self) -> str:
         """Kill the process with all that it started; return how it ended."""
         self._messages.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.1)  # if it has ended by itself
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.1)  # if it has ended by itself
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 

@@ -142,7 +142,6 @@ def test_a_query_reads_and_can_change_nothing(database) -> None:
         "select " + ", ".join("a" for _ in range(1000)) + " from t",
         f"select {'(' * 1000}1{')' * 1000}",
         "select randomblob(1000000) from t, t x, t y, t z, t u",  # 243 MB
-        "select max(a) from (select randomblob(1000000) a from t, t x, t y, t z, t u, t v order by random())",
     ):
         with pytest.raises(ToolError, match="Error: "):
             sql.query(file, statement)
@@ -150,6 +149,15 @@ def test_a_query_reads_and_can_change_nothing(database) -> None:
     assert not (database / "new.db").exists()
     with pytest.raises(ToolError, match=r"time limit of 0\.2 s reached"):
         sql.query(file, "with recursive c(n) as (select 1 union all select n + 1 from c) select max(n) from c", 0.2)
+
+
+@pytest.mark.slow
+def test_a_query_has_a_limit_of_memory(database) -> None:
+    file = str(database / "spider/database/d/d.sqlite")
+    with pytest.raises(ToolError, match="more than 256 MiB of memory"):
+        sql.table(
+            file, "select max(a) from (select randomblob(1000000) a from t, t x, t y, t z, t u, t v order by random())"
+        )
 
 
 def test_a_query_may_read_the_schema(database) -> None:

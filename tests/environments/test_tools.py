@@ -3,6 +3,7 @@
 import asyncio
 import os
 
+import psutil
 import pytest
 
 from hybridrl.config import ConfigError
@@ -171,6 +172,20 @@ def test_a_plain_function_runs_in_another_process_which_is_used_again_and_a_coro
     assert one == other == ("ok", one[1], 0.5) and int(one[1]) != os.getpid()
     assert here == ("ok", str(os.getpid()), None)
     assert [act("count")[0][1] for _ in range(2)] == ["1", "2"]
+
+
+def test_a_process_that_is_killed_while_it_waits_is_replaced(act) -> None:
+    process = psutil.Process(int(act("process")[0][1]))
+    process.kill()
+    assert psutil.wait_procs([process], timeout=20)[0]
+    assert act("count") == [("ok", "1", None)]
+
+
+def test_a_process_that_ends_while_it_imports_the_file_is_a_fault(act, tmp_path) -> None:
+    act("", name="where")  # has read the file here
+    (tmp_path / "functions.py").write_text("import os; os._exit(3)")
+    with pytest.raises(EpisodeFault, match=r"imports .*function_tool_path=.*functions.py ended with exit code 3"):
+        act("count")
 
 
 def test_what_a_function_raises_is_as_if_it_ran_here(act, caplog) -> None:
