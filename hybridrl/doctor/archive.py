@@ -19,6 +19,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import psutil
+import yaml
 
 from hybridrl.checkpoint.store import list_checkpoints, saved_config
 from hybridrl.doctor import directory_parser

@@ -22,6 +22,7 @@ from hybridrl.environments import EpisodeFault, Message
 from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import Kit
 from hybridrl.environments.held import HeldPolicy
+from hybridrl.environments.returned import reward_of
 from hybridrl.rollout import Completion
 
 logger = logging.getLogger(__name__)
@@ -135,13 +136,14 @@ class Agents:
 
     def _take(self, session: Session, returned: Any) -> None:
         """Give the session the rewards that the agent returned."""
+        source = f"the agent {self.settings.path}:{self.settings.name}"
         if isinstance(returned, Mapping):
             for name, reward in returned.items():
-                session.set_reward(float(reward), name)
-        elif returned is not None and session.turns:
+                session.set_reward(reward_of(reward, source), name)
+        elif (reward := reward_of(returned, source)) is not None and session.turns:
             for turn in session.turns:
                 turn.reward = None
-            session.set_reward(float(returned))
+            session.set_reward(reward)
 
     async def start(self) -> str:
         """Return the endpoint's address, which is started once."""

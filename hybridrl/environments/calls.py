@@ -1,21 +1,21 @@
 """Tool calls in the text of a response: which format the model writes, and reading it.
 
 A call that cannot be read is a call with an error for the policy, never the end of the episode. The usual formats are
-read here; vLLM, which reads the others, is imported for these only.
+those of FORMATS; vLLM, which reads the others, is imported for these only.
 """
 
-import ast
-import contextlib
 import importlib
-import json
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.findings import ConfigError
+from hybridrl.environments.call_json import MOST_CALLS, Parse, bare, harmony, marked, tool_call
+from hybridrl.environments.call_python import pythonic
+from hybridrl.environments.call_tags import TagFormat
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.environment import Schema, ToolCall
 from hybridrl.environments.template import RESPONSE, TOOL
@@ -49,11 +49,52 @@ MODEL_TYPES = {
     "hunyuan": "hunyuan_a13b",
     "muse": "muse_glimmer",
 }
-SHAPE = 'a call is {"name": ..., "arguments": {...}}'
-REASONING_END = "</think>"
-JSON_NAMES = {"true": True, "false": False, "null": None}
+THINK, REASONING_END = "<think>", "</think>"
+BAR, BLANK = "\uff5c", "\u2581"  # of DeepSeek's tokens
 
-Parse = Callable[[str, Sequence[Schema]], tuple[str, list[ToolCall]]]
+FORMATS: dict[str, Parse] = {
+    "hermes": marked("<tool_call>", end="</tool_call>"),
+    "qwen3_coder": TagFormat(
+        "<tool_call>",
+        r"<function=([^<>\n]+)>",
+        r"<parameter=([^<>\n]+)>",
+        "</parameter>",
+        "</function>",
+        "</tool_call>",
+        lines=True,
+    ),
+    "gpt-oss": harmony,
+    "mistral": marked(
+        r"\[TOOL_CALLS\]", r"\s*(?=[\[{])|\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?", end="</s>"
+    ),
+    "deepseek_v3": marked(
+        f"(?:<{BAR}tool{BLANK}calls{BLANK}begin{BAR}>\\s*)?<{BAR}tool{BLANK}call{BLANK}begin{BAR}>",
+        rf"\w*<{BAR}tool{BLANK}sep{BAR}>([^<>\n]+)\n```(?:json)?",
+        end=f"```\\s*<{BAR}tool{BLANK}call{BLANK}end{BAR}>",
+    ),
+    "deepseek_v31": marked(
+        f"(?:<{BAR}tool{BLANK}calls{BLANK}begin{BAR}>\\s*)?<{BAR}tool{BLANK}call{BLANK}begin{BAR}>",
+        rf"\s*([^<>\n]+)<{BAR}tool{BLANK}sep{BAR}>",
+        end=f"<{BAR}tool{BLANK}call{BLANK}end{BAR}>",
+    ),
+    "kimi_k2": marked(
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
+        r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+        end=r"<\|tool_call_end\|>",
+    ),
+    "glm45": TagFormat(
+        "<tool_call>",
+        r"([^<>\s]+)",
+        r"<arg_key>([^<>\n]+)</arg_key>\s*<arg_value>",
+        "</arg_value>",
+        "",
+        "</tool_call>",
+    ),
+    "json": bare,  # last, as other formats have JSON and lists within their marks
+    "pythonic": pythonic,
+}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,11 +107,22 @@ class CallParser:
     def __call__(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
         """Return the content before the first call, and the calls; decode `text` with its special tokens, but without
         the end token."""
-        reasoning, end, rest = text.partition(REASONING_END)
-        if not end:
-            reasoning, rest = "", text
-        content, calls = self.parse(rest, tools)
-        return reasoning + end + content, [replace(call, id=f"call{n:05}") for n, call in enumerate(calls)]
+        at = self._reasoning_end(text, tools)
+        content, calls = self.parse(text[at:], tools)
+        return text[:at] + content, [replace(call, id=f"call{n:05}") for n, call in enumerate(calls)]
+
+    def _reasoning_end(self, text: str, tools: Sequence[Schema]) -> int:
+        """Return where the reasoning of a response ends; its beginning may be in the prompt. The tag may also be in the
+        arguments of a call, which can then be read, but not as far as the tag."""
+        at = text.find(REASONING_END)
+        if at < 0:
+            return 0
+        if not text.lstrip().startswith(THINK):
+            cut, whole = self.parse(text[:at], tools)[1], self.parse(text, tools)[1]
+            first = next((number for number, call in enumerate(cut) if call.error), len(whole))
+            if first < len(whole) and not whole[first].error:
+                return 0
+        return at + len(REASONING_END)
 
     def reads(self, written: str) -> bool:
         """Return whether this is the format of a call that the template has written (Dialogue.written_call)."""
@@ -117,135 +169,13 @@ def _from_vllm(name: str, written: str, tokenizer: PreTrainedTokenizerBase) -> C
     opening = tags[-1] if tags else None
 
     def read(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
-        content, pairs = parse(text, tools)
+        try:
+            content, pairs = parse(text, tools)
+        except Exception:  # whatever its parser raises at a text that it does not expect
+            logger.warning("vLLM's parser of %s calls failed on %.200r", name, text, exc_info=True)
+            content, pairs = text, []
         if pairs or opening is None or opening not in text:
-            return content, [_call(name, arguments) for name, arguments in pairs]
+            return content, [tool_call(name, arguments) for name, arguments in pairs[:MOST_CALLS]]
         return text.partition(opening)[0], [ToolCall("", {}, error=f"the call after {opening} cannot be read")]
 
     return CallParser(name, read)
-
-
-# -- formats -----------------------------------------------------------------------------------------------------------
-
-
-def _call(name: Any, arguments: Any) -> ToolCall:
-    """Return the call, with an error if its name is no text or its arguments no JSON object, nor the text of one."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            return ToolCall(str(name), {}, error=f"the arguments are not valid JSON ({error}); {SHAPE}")
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall(name if isinstance(name, str) else "", {}, error=f"name or arguments are missing; {SHAPE}")
-    return ToolCall(name, arguments)
-
-
-def _call_of(value: Any) -> ToolCall:
-    value = value if isinstance(value, dict) else {}
-    return _call(value.get("name"), value.get("arguments", value.get("parameters")))
-
-
-def _hermes(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
-    content, *bodies = text.split("<tool_call>")
-    calls = []
-    for body in bodies:
-        try:
-            calls.append(_call_of(json.loads(body.partition("</tool_call>")[0])))
-        except ValueError as error:
-            calls.append(ToolCall("", {}, error=f"the call is not valid JSON ({error}); {SHAPE}"))
-    return content, calls
-
-
-def _tagged(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
-    """<tool_call><function=name><parameter=word>value</parameter></function></tool_call>; values that are not text by
-    the tool's schema are JSON."""
-    content, *bodies = text.split("<tool_call>")
-    calls = []
-    for body in bodies:
-        function = re.match(r"\s*<function=([^>]+)>", body)
-        if not function:
-            calls.append(ToolCall("", {}, error="the call does not begin with <function=name>"))
-            continue
-        pairs = re.findall(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-        types = _types(function[1], tools)
-        calls.append(ToolCall(function[1], {key: _typed(value, types.get(key)) for key, value in pairs}))
-    return content, calls
-
-
-def _types(name: str, tools: Sequence[Schema]) -> dict[str, Any]:
-    """Return the types of a tool's arguments by name."""
-    functions = [tool["function"] for tool in tools if tool["function"]["name"] == name]
-    properties = functions[0].get("parameters", {}).get("properties", {}) if functions else {}
-    return {key: value.get("type") for key, value in properties.items()}
-
-
-def _typed(value: str, kind: Any) -> Any:
-    if kind in (None, "string"):
-        return value
-    with contextlib.suppress(ValueError):
-        return json.loads(value)
-    return value
-
-
-def _json(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
-    """{"name": ..., "parameters": {...}}, several of them in a list or separated by a semicolon."""
-    opening = re.search(r'(?:<\|python_tag\|>\s*)?(?:\[\s*)?\{\s*"(?:name|type)"\s*:', text)
-    if not opening:
-        return text, []
-    at, calls = text.index("[" if "[" in opening[0] else "{", opening.start()), []
-    while text[at : at + 1] in ("{", "["):
-        try:
-            value, at = json.JSONDecoder().raw_decode(text, at)
-        except ValueError as error:
-            calls.append(ToolCall("", {}, error=f"the call is not valid JSON ({error}); {SHAPE}"))
-            break
-        calls += [_call_of(item) for item in (value if isinstance(value, list) else [value])]
-        at += len(text[at:]) - len(text[at:].lstrip("; \n"))
-    return text[: opening.start()], calls
-
-
-def _pythonic(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
-    """[name(argument="value"), ...] at the beginning of a line."""
-    opening = re.search(r"^[ \t]*((?:<[^<>]*>)?\s*)\[\s*[A-Za-z_][\w.]*\(", text, re.MULTILINE)
-    if not opening:
-        return text, []
-    content, source = text[: opening.start()], text[opening.end(1) : text.rfind("]") + 1]
-    try:
-        calls = [_python_call(node) for node in ast.parse(source, mode="eval").body.elts]  # type: ignore[attr-defined]
-    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
-        reason = f"the calls cannot be read ({error}); they are a list of the form [name(argument=value)]"
-        calls = [ToolCall("", {}, error=reason)]
-    return content, calls
-
-
-def _python_call(node: ast.expr) -> ToolCall:
-    if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
-        raise ValueError("arguments are given by name")
-    return ToolCall(ast.unparse(node.func), {str(word.arg): _literal(word.value) for word in node.keywords})
-
-
-def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in JSON_NAMES:
-        return JSON_NAMES[node.id]
-    return ast.literal_eval(node)
-
-
-def _harmony(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
-    """to=functions.name ... <|message|>{...}, in the header of a message."""
-    content, *bodies = re.split(r"to=functions\.", text)
-    calls = []
-    for body in bodies:
-        header, _, arguments = body.partition("<|message|>")
-        name = re.match(r"[\w.-]*", header)[0]  # type: ignore[index]
-        calls.append(_call(name, re.split(r"<\|(?:call|end)\|>", arguments)[0]))
-    return content, calls
-
-
-FORMATS: dict[str, Parse] = {
-    "hermes": _hermes,
-    "qwen3_coder": _tagged,
-    "json": _json,
-    "pythonic": _pythonic,
-    "gpt-oss": _harmony,
-}

@@ -21,6 +21,7 @@ from hybridrl.environments.dialogue import LONG, Dialogue, characters
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step, ToolCall
 from hybridrl.environments.episode import Policy, Trajectory, Turn
 from hybridrl.environments.held import HeldPolicy
+from hybridrl.environments.returned import metrics_of, reward_of
 from hybridrl.environments.user_code import finished
 from hybridrl.rewards.score import OutOfTime
 
@@ -117,7 +118,7 @@ class EpisodeRun:
                 stop, fault, detail = "fault", f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
         finally:  # also if the episode is abandoned
             try:
-                self.metrics |= await self._call(self.environment.close)
+                self.metrics |= metrics_of(await self._call(self.environment.close), self.environment)
             except Exception:
                 logger.exception("an environment's close failed")
         if not self.turns and fault is None:
@@ -188,10 +189,11 @@ class EpisodeRun:
         if not isinstance(step, Step):
             kind, name = type(step).__name__, type(self.environment).__name__
             raise EpisodeFault(f"{name}.step returned {kind}, not a Step (hybridrl.environments.Step)")
-        self.turns[-1] = replace(self.turns[-1], calls=tuple(step.calls), reward=step.reward, seconds_tools=seconds)
-        if step.reward is not None:
-            self.reward = (self.reward or 0.0) + float(step.reward)
-        self.metrics |= step.metrics
+        reward = reward_of(step.reward, self.environment)
+        self.turns[-1] = replace(self.turns[-1], calls=tuple(step.calls), reward=reward, seconds_tools=seconds)
+        if reward is not None:
+            self.reward = (self.reward or 0.0) + reward
+        self.metrics |= metrics_of(step.metrics, self.environment)
 
     def _stop(self, response: Response, step: Step) -> str | None:
         """Return why the episode ends after this turn, or None."""

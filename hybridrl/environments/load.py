@@ -18,6 +18,7 @@ from hybridrl.environments.built_in.python import Python
 from hybridrl.environments.built_in.search import Search, SearchQuestions
 from hybridrl.environments.built_in.sql import Sql, TextToSql
 from hybridrl.environments.environment import Environment
+from hybridrl.environments.function_process import FunctionProcesses
 from hybridrl.environments.rows import field, mapping
 from hybridrl.environments.settings import ENVIRONMENT, MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.tool_environment import ToolEnvironment
@@ -89,7 +90,7 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
     choice = choice_of(row, settings)
     if choice is None or choice.kind == "function":
         return None
-    _prepare(settings.libraries)
+    prepare(settings.libraries)
     if choice.kind == "environment":
         return _named(choice.name, row, settings)
     if choice.kind == "agent":
@@ -155,13 +156,16 @@ def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
 
 def load_tools(settings: EnvironmentSettings) -> Mapping[str, Tool]:
     """All tools that the settings name, by name; ConfigError lists all that is wrong with them."""
-    _prepare(settings.libraries)
+    prepare(settings.libraries)
     configs = {name: mapping(settings.environment_kwargs.get(name)) for name in settings.tools}
-    return _tools(json.dumps(configs), settings.tool_config_path, settings.function_tool_path)
+    functions = (settings.function_tool_path, settings.libraries, settings.tool_timeout)
+    return _tools(json.dumps(configs), settings.tool_config_path, *functions)
 
 
 @functools.cache
-def _tools(built_in: str, classes: str | None, functions: str | None) -> Mapping[str, Tool]:
+def _tools(
+    built_in: str, classes: str | None, functions: str | None, libraries: tuple[str, ...], seconds: float
+) -> Mapping[str, Tool]:
     findings, tools = Findings(), []
     for name, config in json.loads(built_in).items():
         if name in TOOLS:
@@ -171,7 +175,7 @@ def _tools(built_in: str, classes: str | None, functions: str | None) -> Mapping
     with findings.gathered():
         tools += verl.load_verl_tools(classes, TOOLS) if classes else []
     with findings.gathered():
-        tools += function_tools(functions) if functions else []
+        tools += function_tools(functions, libraries, seconds) if functions else []
     by_name = {tool.name: tool for tool in tools}
     for name in (name for name in by_name if sum(tool.name == name for tool in tools) > 1):
         findings.error("input", f"two tools are named {name}", "rename one", keys=(FUNCTIONS, verl.TOOLS))
@@ -179,9 +183,12 @@ def _tools(built_in: str, classes: str | None, functions: str | None) -> Mapping
     return by_name
 
 
-def function_tools(path: str) -> list[Tool]:
-    """The functions of a file that are marked by @function_tool; all its public functions if none is."""
+def function_tools(path: str, libraries: tuple[str, ...] = (), seconds: float = 30.0) -> list[Tool]:
+    """The functions of a file that are marked by @function_tool; all its public functions if none is. Plain ones run in
+    processes that import the file, and are killed if a call takes more than `seconds`."""
     members = vars(module := load_module(path, FUNCTIONS))
+    processes = FunctionProcesses(path, libraries, seconds)
+    names = {member: key for key, member in reversed(members.items()) if inspect.isfunction(member)}
     functions = [member for member in members.values() if inspect.isfunction(member)]
     marked = [function for function in functions if hasattr(function, FUNCTION_TOOL)]
     own = [function for function in functions if function.__module__ == module.__name__ and function.__name__[0] != "_"]
@@ -191,7 +198,9 @@ def function_tools(path: str) -> list[Tool]:
         with findings.gathered():
             if schema is not None:
                 check_schema(schema, f"{FUNCTIONS}={path}: {function.__name__}")
-            tools.append(FunctionTool(function, name, schema))
+            in_process = functools.partial(processes.call, names[function])
+            run = None if inspect.iscoroutinefunction(function) else in_process
+            tools.append(FunctionTool(function, name, schema, run))
     if not functions:
         findings.error("input", "there is no function in the file", "write one", keys=FUNCTIONS, value=path)
     findings.close()
@@ -204,7 +213,8 @@ def _interactions(path: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _prepare(libraries: tuple[str, ...]) -> None:
+def prepare(libraries: tuple[str, ...]) -> None:
+    """Provide what custom files import: verl's names, and what the libraries register; once per process."""
     provide_verl_imports(NAMES)
     provide_verl_imports(LOOP_NAMES)
     import_libraries(list(libraries))
@@ -212,7 +222,7 @@ def _prepare(libraries: tuple[str, ...]) -> None:
 
 def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> None:
     """Load all files, and make the environment of the first row of each kind; ConfigError lists all that is wrong."""
-    _prepare(settings.libraries)
+    prepare(settings.libraries)
     findings, seen = Findings(), set()
     with findings.gathered():
         load_tools(settings)

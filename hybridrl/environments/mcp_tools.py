@@ -4,13 +4,14 @@ The servers' file is that of other clients: {"mcpServers": {name: {"command", "a
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import importlib
 import importlib.util
 import json
 import os
+import shutil
+import sys
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -21,61 +22,97 @@ from hybridrl.environments.environment import ToolError
 from hybridrl.environments.tools import Tool
 
 SECONDS_TO_START = 60.0
+SECONDS_TO_RESPOND = 5.0  # of a server that is asked whether it is there after a call has failed
+# The kernel kills a server with the thread that started it: a process of episodes that is killed closes nothing.
+ENDS_WITH_US = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+class Connection:
+    """A session with a server, from its start to its end, in the thread of `_loop`: one task opens and closes it."""
+
+    def __init__(self, name: str, spec: Mapping[str, Any]) -> None:
+        self._name, self._spec = name, spec
+        self.session: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._over = asyncio.Event()
+        self._task = asyncio.ensure_future(self._keep())
+
+    @property
+    def over(self) -> bool:
+        """Whether it is closed, or could not be opened."""
+        return self._over.is_set()
+
+    def close(self) -> None:
+        """End the session, and the server if it is a program."""
+        self._over.set()
+
+    async def responds(self) -> bool:
+        """Return whether the server responds; it is closed if not."""
+        try:
+            async with asyncio.timeout(SECONDS_TO_RESPOND):
+                await (await asyncio.shield(self.session)).send_ping()
+        except Exception:  # whatever its transport raises
+            self.close()
+        return not self.over
+
+    async def _keep(self) -> None:
+        client = importlib.import_module("mcp").ClientSession
+        try:
+            async with asyncio.timeout(SECONDS_TO_START) as start:
+                async with _streams(self._spec) as streams, client(*streams) as session:
+                    await session.initialize()
+                    start.reschedule(None)
+                    self.session.set_result(session)
+                    await self._over.wait()
+        except Exception as error:  # whatever its transport raises
+            if not self.session.done():
+                reason = f"MCP server {self._name} does not start: {_cause(error)}"
+                self.session.set_exception(ConnectionError(reason))
+        finally:
+            self.close()
 
 
 class McpServer:
-    """A connection to a server, opened when it is first used, and again after it was lost.
-
-    All connections of a process live in one thread: whoever opened one must also close it.
-    """
+    """A server, with which a session is opened when it is first used, and again after it was lost."""
 
     def __init__(self, name: str, spec: Mapping[str, Any]) -> None:
         self.name, self._spec = name, spec
-        self._session: concurrent.futures.Future[Any] | None = None
-        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._checks: set[asyncio.Task] = set()
 
     def tools(self) -> list[dict[str, Any]]:
         """The tools that the server offers, by the names of the protocol."""
         call = asyncio.run_coroutine_threadsafe(self._list(), _loop())
-        return call.result(SECONDS_TO_START)
+        return call.result(2 * SECONDS_TO_START)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The result of a tool, by the names of the protocol; ConnectionError if the server is lost."""
+        """The result of a tool, by the names of the protocol; ToolError if the server rejects the call, ConnectionError
+        if it is lost."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(name, arguments), _loop()))
 
     async def _list(self) -> list[dict[str, Any]]:
-        listed = await (await self._opened()).list_tools()
+        async with asyncio.timeout(SECONDS_TO_START):
+            listed = await (await asyncio.shield(self._connected().session)).list_tools()
         return [tool.model_dump(by_alias=True) for tool in listed.tools]
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        session = await self._opened()
+        connection = self._connected()
+        session = await asyncio.shield(connection.session)
         try:
             return (await session.call_tool(name, arguments)).model_dump(by_alias=True)
-        except Exception as error:  # whatever its transport raises
-            self._session = None
-            raise ConnectionError(f"MCP server {self.name}: {type(error).__name__}: {error}") from error
+        except asyncio.CancelledError:  # at the time limit: if the server hangs, later calls must not wait for it
+            check = asyncio.ensure_future(connection.responds())
+            self._checks.add(check)
+            check.add_done_callback(self._checks.discard)
+            raise
+        except Exception as error:  # an error that the server returned, or whatever its transport raises
+            if await connection.responds():
+                raise ToolError(f"Error: {_cause(error)}") from error
+            raise ConnectionError(f"MCP server {self.name}: {_cause(error)}") from error
 
-    async def _opened(self) -> Any:
-        with self._lock:
-            if self._session is None:
-                self._session = concurrent.futures.Future()
-                self._keeper = asyncio.ensure_future(self._keep(self._session))
-            session = self._session
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(session)), SECONDS_TO_START)
-
-    async def _keep(self, opened: concurrent.futures.Future[Any]) -> None:
-        try:
-            async with (
-                _streams(self._spec) as streams,
-                importlib.import_module("mcp").ClientSession(*streams) as session,
-            ):
-                await session.initialize()
-                opened.set_result(session)
-                await asyncio.Event().wait()
-        except Exception as error:  # whatever its transport raises
-            self._session = None
-            if not opened.done():
-                opened.set_exception(ConnectionError(f"MCP server {self.name} does not start: {_cause(error)}"))
+    def _connected(self) -> Connection:
+        if self._connection is None or self._connection.over:
+            self._connection = Connection(self.name, self._spec)
+        return self._connection
 
 
 class McpTool(Tool):
@@ -132,7 +169,10 @@ async def _streams(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Any, Any]]:
     if "command" in spec:
         stdio = importlib.import_module("mcp.client.stdio")
         environment = {**os.environ, **spec.get("env", {})}
-        started = stdio.StdioServerParameters(command=spec["command"], args=spec.get("args", []), env=environment)
+        if shutil.which(spec["command"], path=environment.get("PATH")) is None:
+            raise FileNotFoundError(f"there is no program {spec['command']}")
+        command = ["-IS", "-c", ENDS_WITH_US, spec["command"], *spec.get("args", [])]
+        started = stdio.StdioServerParameters(command=sys.executable, args=command, env=environment)
         async with stdio.stdio_client(started) as streams:
             yield streams[0], streams[1]
         return

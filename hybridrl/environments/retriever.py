@@ -21,7 +21,8 @@ import numpy as np
 
 WORD = re.compile(r"\w+")
 SATURATION, LENGTH_SHARE = 1.2, 0.75  # BM25's k1 and b
-MAX_TOPK = 100
+MAX_TOPK, MAX_QUERIES, MAX_BYTES = 100, 1000, 4 << 20  # of a request
+MAX_WORDS = 1000  # of a query
 
 
 class Index:
@@ -51,7 +52,7 @@ class Index:
     def search(self, query: str, topk: int) -> list[tuple[int, float]]:
         """Return the best passages and their scores; of equal scores the earlier passage comes first."""
         scores = np.zeros(self._size, np.float32)
-        for word in WORD.findall(query.lower()):
+        for word in WORD.findall(query.lower())[:MAX_WORDS]:
             if word in self._words:
                 number = self._words[word]
                 span = slice(self._ends[number], self._ends[number + 1])
@@ -79,8 +80,10 @@ def read_passages(path: str) -> list[dict[str, Any]]:
 
 def answer(index: Index, passages: Sequence[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request of the protocol."""
-    topk = min(int(request.get("topk") or 3), MAX_TOPK)
+    topk = min(max(int(request.get("topk") or 3), 1), MAX_TOPK)
     queries = request["queries"] if "queries" in request else [request["query"]]  # SkyRL's client sends one
+    if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
+        raise ValueError(f"queries is no list of at most {MAX_QUERIES}")
     found = [index.search(str(query), topk) for query in queries]
     if not request.get("return_scores"):
         return {"result": [[passages[number] for number, _ in best] for best in found]}
@@ -96,9 +99,13 @@ def serve(index: Index, passages: Sequence[dict[str, Any]], host: str, port: int
         def do_POST(self) -> None:
             status, body = 200, b""
             try:
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                length = int(self.headers["Content-Length"])
+                if not 0 <= length <= MAX_BYTES:
+                    self.close_connection = True  # what is not read would count as the next request
+                    raise ValueError(f"the request has {length} bytes, more than {MAX_BYTES}")
+                request = json.loads(self.rfile.read(length))
                 body = json.dumps(answer(index, passages, request)).encode()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 form = '{"queries": [...], "topk": 3, "return_scores": true}'
                 status, body = 400, json.dumps({"error": f"send {form}; {type(error).__name__}: {error}"}).encode()
             self.send_response(status)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridrl.config.compose import as_section
 from hybridrl.environments.environment import Environment, Message, Response, Step
+from hybridrl.environments.returned import metrics_of, reward_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,12 @@ class SkyRLEnvironment(Environment):
             _warned.add(kind)
             cause = "%s rewrites responses (postprocessed_action); what is trained on are the sampled tokens"
             logger.warning(cause, kind.__name__)
-        metrics = numbers(output.get("metadata") or {})
-        return Step(list(output["observations"]), float(output["reward"]), bool(output["done"]), metrics)
+        reward, metrics = reward_of(output["reward"], kind), numbers(output.get("metadata"), kind)
+        return Step(list(output["observations"]), reward, bool(output["done"]), metrics)
 
     def close(self) -> Mapping[str, float]:
         try:
-            return numbers(self._environment.get_metrics())
+            return metrics_of(self._environment.get_metrics(), self._environment)
         finally:
             self._environment.close()
 
@@ -66,9 +67,10 @@ def of_class(cls: type, config: Mapping[str, Any], row: Mapping[str, Any], max_t
     return SkyRLEnvironment(cls(env_config=_section(cls, config), extras=_extras(row, max_turns)), row)
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the values."""
-    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+def numbers(values: Any, source: Any) -> dict[str, float]:
+    """The metrics among values of any kind, which are no metrics otherwise."""
+    values = values if isinstance(values, Mapping) else {}
+    return metrics_of({name: value for name, value in values.items() if isinstance(value, int | float)}, source)
 
 
 def _extras(row: Mapping[str, Any], max_turns: int | None) -> dict[str, Any]:

@@ -3,12 +3,10 @@
 import asyncio
 import json
 import logging
-import socket
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.error import URLError
 
 from hybridrl.environments.environment import (
     CallRecord,
@@ -20,8 +18,9 @@ from hybridrl.environments.environment import (
     ToolCall,
     ToolError,
 )
+from hybridrl.environments.returned import ToolResult, metrics_of, to_result, unreachable
 from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.tools import Tool, ToolResult, to_result
+from hybridrl.environments.tools import Tool
 from hybridrl.environments.user_code import finished
 from hybridrl.rewards.score import OutOfTime
 
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 ROW_IN_LOG = 300  # characters
 SECONDS_BEFORE_RETRY = 0.5  # doubled each time
-# What clients of HTTP raise if nobody is at the other end; some are no subclass of ConnectionError.
-UNREACHABLE = ("ConnectError", "ConnectionError", "ConnectTimeout", "ReadTimeout", "ReadError", "RemoteProtocolError")
 _reported: set[tuple[str, type, str, int | None]] = set()  # what `report` has logged in this process
 
 
@@ -71,7 +68,7 @@ class ToolEnvironment(Environment):
             except Exception as error:
                 report(name, error, self.row)
                 continue
-            metrics |= {f"{name}/{key}": value for key, value in ended.items()}
+            metrics |= {f"{name}/{key}": value for key, value in metrics_of(ended, f"the tool {name}").items()}
         self._states = {}
         return metrics
 
@@ -103,9 +100,9 @@ class ToolEnvironment(Environment):
             if attempt:
                 await asyncio.sleep(SECONDS_BEFORE_RETRY * 2 ** (attempt - 1))
             try:
-                seconds = self._settings.tool_timeout
+                seconds = None if tool.limited else self._settings.tool_timeout
                 returned = await finished(tool.call, self._states.get(tool.name), arguments, seconds=seconds)
-                return to_result(returned), "ok"
+                return to_result(returned, f"the tool {tool.name}"), "ok"
             except ToolError as error:
                 return ToolResult(str(error)), "error"
             except EpisodeFault:
@@ -137,16 +134,6 @@ def truncated(text: str, length: int, side: str) -> str:
         return text[:length] + "...(truncated)"
     half = length // 2
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
-
-
-def unreachable(error: BaseException) -> bool:
-    """Whether an exception means that something outside cannot be reached or is broken, such as HTTP 5xx."""
-    answer = getattr(error, "response", None)
-    status = getattr(answer, "status_code", None) or getattr(error, "code", None)
-    if isinstance(status, int):
-        return 500 <= status < 600 or status == 429
-    kinds = {cls.__name__ for cls in type(error).__mro__}
-    return isinstance(error, ConnectionError | socket.gaierror | URLError) or not kinds.isdisjoint(UNREACHABLE)
 
 
 def first_line(error: BaseException) -> str:

@@ -2,10 +2,8 @@
 
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jsonschema
@@ -13,19 +11,12 @@ from jsonschema.exceptions import best_match
 from transformers.utils import get_json_schema
 
 from hybridrl.config import ConfigError
-from hybridrl.environments.environment import Schema, ToolError
+from hybridrl.environments.environment import Schema
+from hybridrl.environments.returned import ToolResult as ToolResult
+from hybridrl.environments.returned import to_result as to_result
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 FUNCTION_TOOL = "_function_tool"  # the attribute of a function that is marked as a tool: its name and schema, if given
-
-
-@dataclass(frozen=True)
-class ToolResult:
-    """What a call returned: the text for the policy, a reward of this call for the reward function, and metrics."""
-
-    text: str
-    reward: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Tool:
@@ -33,10 +24,12 @@ class Tool:
 
     `start`, `call` and `end` may be plain functions, which run in threads, or coroutines. A `network` tool depends on
     something that can be unreachable: it is called again if it fails, and then its episode is a fault. `on_failure` is
-    "message" or "exclude" in place of the configured treatment of failures.
+    "message" or "exclude" in place of the configured treatment of failures. A tool that is `limited` ends its calls at
+    the time limit itself.
     """
 
     network: bool = False
+    limited: bool = False
     on_failure: str | None = None
 
     def __init__(self, schema: Schema) -> None:
@@ -44,7 +37,7 @@ class Tool:
         self.name: str = schema["function"]["name"]
         parameters = schema["function"].get("parameters") or {"type": "object", "properties": {}}
         self.argument_names = list(parameters.get("properties", {}))
-        self._validator = jsonschema.Draft202012Validator({"additionalProperties": False, **parameters})
+        self._validator = jsonschema.Draft202012Validator({"additionalProperties": False, **_with_null(parameters)})
 
     async def start(self, row: Mapping[str, Any]) -> Any:
         """Return the state of a new episode of this row."""
@@ -66,16 +59,35 @@ class Tool:
         return f"{place}: {error.message}" if place else error.message
 
 
-class FunctionTool(Tool):
-    """A plain function or coroutine function as a tool; `network` is read from an attribute of the function."""
+def _with_null(schema: Any) -> Any:
+    """The schema with null among the types where it is `nullable`, as get_json_schema writes optional arguments."""
+    if isinstance(schema, list):
+        return [_with_null(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: _with_null(value) for key, value in schema.items()}
+    if schema.get("nullable") is True and isinstance(schema.get("type"), str):
+        found["type"] = [schema["type"], "null"]
+    return found
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None, schema: Schema | None = None) -> None:
+
+class FunctionTool(Tool):
+    """A function as a tool; `network` is read from an attribute of it. `run` calls it in another process, within the
+    time limit, with the arguments as a dict."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str | None = None,
+        schema: Schema | None = None,
+        run: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
         super().__init__(schema or function_schema(function, name))
-        self.network = getattr(function, "network", False)
-        self._function = function
+        self.network, self.limited = getattr(function, "network", False), run is not None
+        self._function, self._run = function, run
 
     def call(self, state: None, arguments: dict[str, Any]) -> Any:
-        return self._function(**arguments)
+        return self._run(arguments) if self._run else self._function(**arguments)
 
 
 def function_tool(name: Any = None, *, schema: Any = None) -> Any:
@@ -132,40 +144,3 @@ def check_schema(schema: Any, place: str) -> None:
     if parameters.get("type", "object") != "object":
         cause = f"{place}: tool_schema of {function['name']}: parameters.type is {parameters['type']}"
         raise ConfigError(cause, fix="write object: arguments have names")
-
-
-def to_result(returned: Any) -> ToolResult:
-    """Read what a tool returned; ToolError if it is not text."""
-    if isinstance(returned, ToolResult):
-        return returned
-    reward, metrics = None, {}
-    if isinstance(returned, tuple) and 1 <= len(returned) <= 3:
-        returned, reward, metrics = (*returned, None, None)[:3]
-    if isinstance(returned, ToolResult):  # with a reward next to it
-        returned = returned.text
-    numbers = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
-    return ToolResult(_text(returned), None if reward is None else float(reward), numbers)
-
-
-def _text(value: Any) -> str:
-    """The text that the policy reads."""
-    if isinstance(value, str):
-        return value
-    if any(getattr(value, kind, None) for kind in ("image", "video")):
-        raise ToolError("the tool returned an image or a video, which this model cannot read")
-    if hasattr(value, "text"):  # verl's ToolResponse
-        return value.text or ""
-    if isinstance(value, bytes | bytearray):
-        try:
-            return bytes(value).decode()
-        except UnicodeDecodeError:
-            raise ToolError(f"the tool returned {len(value)} bytes that are not text") from None
-    if value is None:
-        return ""
-    kind = type(value)
-    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
-        raise ToolError(f"the tool returned a {kind.__name__}, which is not text")
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)

@@ -16,6 +16,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, where
 from hybridrl.environments.environment import Environment, Message, Response, Schema, Step
 from hybridrl.environments.mcp_tools import load_mcp_tools
+from hybridrl.environments.returned import reward_of
 from hybridrl.environments.rows import mapping
 from hybridrl.environments.settings import MULTI_TURN
 from hybridrl.environments.skyrl import numbers
@@ -50,13 +51,13 @@ class VerlTool(Tool):
             returned = await accepted(self.tool.execute, identity, arguments, **named)
         else:  # some recipes name the arguments instead
             returned = await accepted(self.tool.execute, identity, **{**named, **arguments})
-        return to_result(returned)
+        return to_result(returned, self.tool)
 
     async def end(self, state: tuple[str, dict[str, Any]]) -> Mapping[str, float]:
         identity, kwargs = state
         try:
             reward = await accepted(self.tool.calc_reward, identity, **(kwargs.get("calc_reward_kwargs") or {}))
-            return {"reward": float(reward)} if isinstance(reward, int | float) else {}
+            return numbers({"reward": reward}, self.tool)
         finally:
             await accepted(self.tool.release, identity, **(kwargs.get("release_kwargs") or {}))
 
@@ -209,7 +210,7 @@ class InteractionEnvironment(Environment):
         done, text, score, more = said
         messages = [] if done else [{"role": "user", "content": text}]
         self._messages += messages
-        return Step(messages, None if score is None else float(score), bool(done), numbers(more or {}))
+        return Step(messages, reward_of(score, self._interaction), bool(done), numbers(more, self._interaction))
 
     async def close(self) -> Mapping[str, float]:
         try:

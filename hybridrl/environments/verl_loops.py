@@ -20,8 +20,10 @@ from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
 from hybridrl.environments.environment import EpisodeFault, Message
 from hybridrl.environments.episode import Policy, Trajectory, Turn
+from hybridrl.environments.returned import reward_of
 from hybridrl.environments.rows import mapping
 from hybridrl.environments.settings import AGENT
+from hybridrl.environments.skyrl import numbers
 from hybridrl.environments.verl import initialize_tools_from_config, load_verl_class, read_entries, taken
 from hybridrl.rewards.verl_names import get_event_loop
 from hybridrl.rollout import Completion
@@ -46,7 +48,7 @@ class AgentLoopOutput(BaseModel, extra="allow"):
     response_mask: list[int]
     response_logprobs: list[float] | None = None
     multi_modal_data: dict[str, Any] | None = None
-    reward_score: float | None = None
+    reward_score: Any = None
     num_turns: int = 0
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = Field(default_factory=dict)
@@ -248,7 +250,10 @@ class AgentLoop:
         fields = {**_as_dataset_item(self.row), "raw_prompt": messages, "messages": messages}
         returned = await loop.run(**taken(loop.run, {**fields, "sampling_params": dict(sampling_params)}))
         outputs = returned if isinstance(returned, list) else [returned]
-        return [_checked(output, server.sampled if len(outputs) == 1 else []) for output in outputs]
+        rows = [_checked(output, server.sampled if len(outputs) == 1 else []) for output in outputs]
+        for row in rows:
+            row.reward_score = reward_of(row.reward_score, self.cls)
+        return rows
 
 
 def agent_loop(name: str, path: str | None) -> AgentLoop:
@@ -338,9 +343,7 @@ def trajectory(outputs: Sequence[AgentLoopOutput], versions: np.ndarray, tokeniz
     last = outputs[-1]
     turns[-1] = replace(turns[-1], reward=last.reward_score)
     text = tokenizer.decode(last.response_ids, skip_special_tokens=True)
-    metrics = {
-        name: float(value) for name, value in last.metrics.model_dump().items() if isinstance(value, int | float)
-    }
+    metrics = numbers(last.metrics.model_dump(), "the agent loop")
     return Trajectory(turns, "completed", (), text, last.reward_score, metrics)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+LARGEST = 1e18  # of a score: estimators and losses square it in float32
+
 
 @dataclass
 class ScoringRequest:
@@ -82,23 +84,23 @@ def to_score(returned: Any, *, needs_score: bool = True) -> Score:
     sum.
     """
     if not isinstance(returned, dict):
-        score = _as_score(returned[0] if isinstance(returned, list | tuple) and returned else returned, {})
+        score = as_score(returned[0] if isinstance(returned, list | tuple) and returned else returned, {})
         score.extras = {"acc": score.value} if score.fault is None else {}
         return score
     extras = {str(key): plain(value) for key, value in returned.items() if key != "token_rewards"}
     if returned.get("token_rewards") is None:
         if "score" not in returned and needs_score:
             return Score(None, fault="type", detail=f'returned a dict without "score"; its keys: {list(returned)}')
-        return _as_score(returned.get("score", 0.0), extras)
+        return as_score(returned.get("score", 0.0), extras)
 
     tokens, total = returned["token_rewards"], returned.get("score")
-    numbers = [_as_float(number) for number in list(tokens)]
+    numbers = [as_number(number) for number in list(tokens)]
     if not numbers or None in numbers:
         return Score(None, fault="type", detail=f"token_rewards is not a list of numbers: {tokens!r:.80}")
     value = math.fsum(numbers)
     if not math.isfinite(value):
         return Score(None, fault="nan", detail=f"token_rewards add up to {value}")
-    if total is not None and not math.isclose(_as_float(total) or 0.0, value, rel_tol=1e-4, abs_tol=1e-6):
+    if total is not None and not math.isclose(as_number(total) or 0.0, value, rel_tol=1e-4, abs_tol=1e-6):
         detail = f"token_rewards sum to {value:g}, but score is {total!r:.40}; leave score out, or make them agree"
         return Score(None, fault="type", detail=detail)
     return Score(value, extras | {"score": value}, token_rewards=numbers)
@@ -148,28 +150,33 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [plain(item) for item in value]
-    number = _as_float(value)
+    number = as_number(value)
     return None if value is None else str(value) if number is None else number
 
 
-def _as_score(number: Any, extras: dict[str, Any]) -> Score:
+def as_score(number: Any, extras: dict[str, Any] | None = None) -> Score:
+    """Return the score of one returned number, or the fault that it is none, not finite, or beyond LARGEST."""
     if number is None:
         return Score(None, fault="none", detail="returned None")
-    value = _as_float(number)
+    value = as_number(number)
     if value is None:
         detail = f"returned {number!r:.80} ({type(number).__name__}), which is not a number"
         return Score(None, fault="type", detail=detail)
     if not math.isfinite(value):
         return Score(None, fault="nan", detail=f"returned {value}")
-    return Score(value, extras)
+    if abs(value) > LARGEST:
+        return Score(None, fault="nan", detail=f"returned {value:g}, more than {LARGEST:g}: its square is infinite")
+    return Score(value, extras or {})
 
 
-def _as_float(number: Any) -> float | None:
+def as_number(number: Any) -> float | None:
     """Convert anything with __float__ (numpy and torch scalars too), but not a text that looks like a number."""
     if not hasattr(number, "__float__"):  # ten times as fast as isinstance(number, SupportsFloat)
         return None
     try:
         return float(number)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf
     except (TypeError, ValueError):
         return None
 

@@ -122,6 +122,18 @@ def test_rewards_by_completion_are_those_of_its_turns(run):
     assert [turn.reward for turn in found.turns] == [0.25, 0.5] and found.reward == 0.75
 
 
+@pytest.mark.parametrize("returned", ["float('nan')", "'good'", "10**400", "{first.id: float('inf')}", "[1.0]"])
+def test_a_returned_reward_that_is_no_finite_number_is_a_fault_with_the_agent(run, returned):
+    code = f"""
+        async def run(data, **endpoint):
+            first = await ask(messages=data["messages"], **endpoint)
+            return {returned}
+    """
+    (found,) = run(code, {})
+    assert (found.fault, found.reward) == ("environment", None)
+    assert "agent.py:run is no finite number: it returned" in found.detail
+
+
 def test_an_agent_may_set_rewards_through_the_endpoint(run):
     code = """
         async def run(data, *, base_url, api_key, http_client):

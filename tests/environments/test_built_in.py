@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from hybridrl.environments import Response, ToolCall, ToolError
+from hybridrl.environments import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.environments.built_in import sql
 from hybridrl.environments.built_in.calculator import calculate
 from hybridrl.environments.built_in.games import GuessNumber, Wordle, best_guessing, marks
@@ -18,6 +18,7 @@ from hybridrl.environments.built_in.search import SearchQuestions
 from hybridrl.environments.load import environment_of
 from hybridrl.environments.retriever import Index, serve
 from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.rewards.score import OutOfTime
 
 
 def play(environment, *texts):
@@ -43,6 +44,10 @@ def play(environment, *texts):
         ("max(1, 2) - sqrt(16)", "-2"),
         ("7 \u00f7 2 \u00d7 2", "7"),
         ("-7 // 2", "-4"),
+        ("round(1, -10**7)", "0"),
+        ("round(7.25, 1)", "7.2"),
+        ("round(5, -10**2000)", "0"),
+        ("(-1) ** 10**9", "1"),
     ],
 )
 def test_the_calculator_evaluates_arithmetic(expression, value) -> None:
@@ -62,6 +67,15 @@ def test_the_calculator_evaluates_arithmetic(expression, value) -> None:
         "1e308 * 10 ** 400",
         "(-8) ** 0.5",
         "1+" * 600,
+        "1" * 1_000_000,
+        "9**9**9",
+        "9**3000*9**3000",
+        "*".join(["9**3000"] * 100),
+        "-" * 999 + "1",
+        "(" * 500,
+        "round(1, 1, 1)",
+        "min()",
+        "floor(1e308) ** 100",
     ],
 )
 def test_the_calculator_answers_anything_else_with_an_error(expression) -> None:
@@ -116,6 +130,18 @@ def test_a_query_reads_and_can_change_nothing(database) -> None:
         "pragma user_version = 5",
         "select randomblob(100000000)",
         "PRAGMA query_only=0; drop table t",
+        "PRAGMA query_only=0",
+        f"PRAGMA temp_store_directory='{database}'",
+        "PRAGMA writable_schema=1",
+        "PRAGMA hard_heap_limit=0",
+        "select load_extension('x')",
+        "create temp table u as select 1",
+        "begin",
+        "select zeroblob(100000000)",
+        "update sqlite_master set sql = ''",
+        "select " + ", ".join("a" for _ in range(1000)) + " from t",
+        f"select {'(' * 1000}1{')' * 1000}",
+        "select randomblob(1000000) from t, t x, t y, t z, t u",  # 243 MB
     ):
         with pytest.raises(ToolError, match="Error: "):
             sql.query(file, statement)
@@ -123,6 +149,43 @@ def test_a_query_reads_and_can_change_nothing(database) -> None:
     assert not (database / "new.db").exists()
     with pytest.raises(ToolError, match=r"time limit of 0\.2 s reached"):
         sql.query(file, "with recursive c(n) as (select 1 union all select n + 1 from c) select max(n) from c", 0.2)
+
+
+@pytest.mark.slow
+def test_a_query_has_a_limit_of_memory(database) -> None:
+    file = str(database / "spider/database/d/d.sqlite")
+    with pytest.raises(ToolError, match="more than 256 MiB of memory"):
+        sql.table(
+            file, "select max(a) from (select randomblob(1000000) a from t, t x, t y, t z, t u, t v order by random())"
+        )
+
+
+def test_a_query_may_read_the_schema(database) -> None:
+    file = str(database / "spider/database/d/d.sqlite")
+    assert [row[1] for row in sql.query(file, "pragma table_info(t)")[1]] == ["a", "b"]
+    assert sql.query(file, "select name from pragma_table_info('t')")[1] == [("a",), ("b",)]
+    assert sql.query(file, "explain query plan select * from t join t u on t.a = u.a")[1]
+    recursive = "with recursive c(n) as (select 1 union all select n + 1 from c where n < 3) select * from c"
+    assert sql.query(file, recursive)[1] == [(1,), (2,), (3,)]
+
+
+def test_a_query_that_sqlite_cannot_interrupt_ends_at_the_time_limit(database) -> None:
+    file = str(database / "spider/database/d/d.sqlite")
+    with pytest.raises(OutOfTime, match=r"time limit of 1 s reached"):
+        sql.table(file, "select printf('%.*c', 2000000000, 'x')", 0.5)
+    assert sql.table(file, "select 1 as n").text == "n\n1"
+    environment = sql.TextToSql({"db_path": file}, {"db_path": file, "reward_spec": {"ground_truth": "select nothing"}})
+    with pytest.raises(EpisodeFault, match="the query of the row's ground truth fails: Error: near"):
+        environment.step(Response("<think></think><solution>select 1</solution>"))
+
+
+@pytest.mark.parametrize("tag", ["search", "answer", "sql", "solution"])
+def test_many_open_tags_are_searched_once(tag, database) -> None:
+    text, file = f"<{tag}>" * 100_000, str(database / "spider/database/d/d.sqlite")
+    question = SearchQuestions({}, {"reward_spec": {"ground_truth": {"target": ["Rome"]}}})
+    for environment in (question, sql.TextToSql({"db_path": file}, {"reward_spec": {"ground_truth": ""}})):
+        (step,) = play(environment, text)
+        assert (step.done, step.reward) == (False, 0.0)
 
 
 def test_a_table_has_at_most_50_rows(database) -> None:

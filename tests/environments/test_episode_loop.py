@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.environments import Environment, EpisodeFault, Message, Response, Step
@@ -232,6 +233,64 @@ def test_what_an_environment_does_wrong_is_a_fault_of_the_episode(tokenizer, at,
     assert (trajectory.stop, trajectory.fault) == ("fault", fault)
     assert trajectory.detail.startswith(detail)
     assert environment.closed == 1
+
+
+class Giving(Environment):
+    """Gives the reward and the metrics of its configuration."""
+
+    def step(self, response: Response) -> Step:
+        return Step(reward=self.config.get("reward"), metrics=self.config.get("step"), done=True)
+
+    def close(self) -> Any:
+        return self.config.get("close")
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (float("nan"), "returned nan"),
+        (-np.inf, "returned -inf"),
+        (10**400, "returned inf"),
+        (1e39, "returned 1e+39, more than 1e+18"),
+        ("1.0", "returned '1.0' (str), which is not a number"),
+        (1j, "returned 1j (complex), which is not a number"),
+        (np.array([1.0, 2.0]), "returned array([1., 2.]) (ndarray)"),
+        (torch.tensor([1.0, 2.0]), "returned tensor([1., 2.]) (Tensor)"),
+        ([1.0], "returned [1.0] (list)"),
+    ],
+)
+def test_a_reward_that_is_no_finite_number_is_a_fault_with_the_class_its_file_and_the_value(tokenizer, reward, said):
+    trajectory, _ = run(tokenizer, ["7"], Giving({"reward": reward}, {}))
+    assert (trajectory.fault, trajectory.reward, trajectory.turns[0].reward) == ("environment", None, None)
+    assert trajectory.detail.startswith(f"the reward of Giving ({__file__}) is no finite number: it {said}")
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), torch.tensor(1.0), np.array(1.0)])
+def test_a_reward_of_any_kind_of_number_is_taken_as_a_plain_one(tokenizer, reward):
+    trajectory, _ = run(tokenizer, ["7"], Giving({"reward": reward}, {}))
+    assert (trajectory.fault, trajectory.reward, type(trajectory.turns[0].reward)) == (None, 1.0, float)
+
+
+def test_metrics_that_are_no_finite_numbers_are_left_out_and_said_once(tokenizer, caplog):
+    returned = {
+        "text": "x",
+        "nan": float("nan"),
+        "none": None,
+        "list": [1],
+        "many": torch.ones(2),
+        "huge": 10**400,
+        5: np.float32(1),
+    }
+    for _ in range(2):
+        trajectory, _ = run(
+            tokenizer, ["7"], Giving({"reward": 1.0, "step": returned, "close": {"t": 2, "u": "v"}}, {})
+        )
+        assert (trajectory.fault, trajectory.metrics) == (None, {"5": 1.0, "t": 2.0})
+    (warning,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert warning.startswith("metrics of Giving (") and warning.endswith(": text, nan, none, list, many, huge")
+    for metrics in (None, 5, "text"):
+        trajectory, _ = run(tokenizer, ["7"], Giving({"reward": 1.0, "step": metrics, "close": metrics}, {}))
+        assert (trajectory.fault, trajectory.metrics) == (None, {})
 
 
 def test_an_episode_that_takes_too_long_keeps_what_it_has(tokenizer):

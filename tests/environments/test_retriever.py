@@ -67,15 +67,26 @@ def test_requests_of_search_r1_are_answered_in_its_form(url) -> None:
     assert result[1] == []
     body = {"query": "flour"}
     assert json.load(post(url, json.dumps(body).encode()))["result"] == [[{"contents": TEXTS[2]}]]
+    assert len(json.load(post(url, b'{"query": "rome capital", "topk": -5}'))["result"][0]) == 1
     assert Searcher(url, topk=2).texts(["rome", "xyzzy"]) == [
         "Doc 1(Title: Rome) The capital of Italy is Rome",
         "Nothing was found.",
     ]
 
 
-def test_a_request_in_another_form_is_answered_with_the_right_one(url) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"question": "x"}',
+        b'{"query": "x", "topk": Infinity}',
+        b'{"queries": "rome"}',
+        json.dumps({"queries": ["rome"] * 1001}).encode(),
+        b'{"query": ' + b"[" * 100_000,
+    ],
+)
+def test_a_request_in_another_form_is_answered_with_the_right_one(url, body) -> None:
     with pytest.raises(urllib.error.HTTPError) as raised:
-        post(url, b'{"question": "x"}')
+        post(url, body)
     assert raised.value.code == 400
     assert '{"queries": [...]' in json.load(raised.value)["error"]
 

@@ -13,7 +13,7 @@ from hybridrl.environments import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.environments import tool_environment as module
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.tool_environment import ToolEnvironment, truncated
-from hybridrl.environments.tools import FunctionTool, Tool
+from hybridrl.environments.tools import FunctionTool, Tool, ToolResult
 
 
 def schema(name: str, **types: str) -> dict:
@@ -223,6 +223,23 @@ def test_state_lasts_for_an_episode_and_is_its_own() -> None:
     assert (first, second) == (["11", "12"], ["21", "22"])
     assert (made.calls[0].reward, made.metrics) == (0.5, {"count/calls": 1.0})
     assert (metrics, counter.ended) == ({"count/reward": 12.0}, 2)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), "good", 1e40])
+def test_a_reward_of_a_tool_that_is_no_finite_number_is_a_fault_with_its_name(reward) -> None:
+    def rated():
+        return "text", reward
+
+    with pytest.raises(EpisodeFault, match="the reward of the tool rated is no finite number: it returned"):
+        outcome([tool(rated)], ("rated", {}))
+
+
+def test_metrics_of_tools_that_are_no_numbers_are_left_out() -> None:
+    def measured():
+        return ToolResult("text", metrics={"page": "x", "hits": 2})
+
+    made = step([tool(measured)], ("measured", {}), ("measured", {}))
+    assert made.metrics == {"measured/hits": 4.0}
 
 
 def test_calls_of_the_last_response_are_not_run() -> None:

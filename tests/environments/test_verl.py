@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.environments import Response, ToolCall
+from hybridrl.environments import EpisodeFault, Response, ToolCall
 from hybridrl.environments.load import check, environment_of, load_tools
 from hybridrl.environments.settings import EnvironmentSettings
 
@@ -163,5 +163,10 @@ def test_an_interaction_of_verl_answers_what_calls_no_tool(tmp_path) -> None:
     assert [(step.reward, step.done) for step in steps] == [(0.0, False), (None, False), (1.0, True)]
     assert steps[2].metrics == {"tools": 1.0}
     assert environment.tools[0]["function"]["name"] == "calculator"
+    (tmp_path / "nan.py").write_text(INTERACTION.replace("float(right)", "float('nan')"))
+    (tmp_path / "nan.yaml").write_text("interaction: [{name: p, class_name: nan.Polite, config: {text: wrong}}]")
+    settings = EnvironmentSettings(interaction_config_path=str(tmp_path / "nan.yaml"))
+    with pytest.raises(EpisodeFault, match=r"the reward of Polite \(.*nan\.py\) is no finite number: it returned nan"):
+        episode(settings, row, Response("1"))
     with pytest.raises(ConfigError, match=r"row 0: interaction_kwargs\.name=q: .* has no such interaction; it has p"):
         check(settings, [{"extra_info": {"interaction_kwargs": {"name": "q"}}}])

@@ -171,6 +171,16 @@ def test_a_list_is_several_rows_and_lengths_that_differ_are_a_fault(settings) ->
         run("wrong", settings)
 
 
+@pytest.mark.parametrize("wanted", ["float('nan')", "'good'", "10.0**40"])
+def test_a_reward_of_a_loop_that_is_no_finite_number_is_a_fault_with_its_class(tmp_path, wanted) -> None:
+    score = 'float(kwargs["extra_info"]["wanted"] == second.token_ids[0])'
+    (tmp_path / f"scored{len(wanted)}.py").write_text(LOOPS.replace(score, wanted))
+    (tmp_path / "agent.yaml").write_text(f"- {{name: scored, _target_: scored{len(wanted)}.TwoTurns}}")
+    settings = EnvironmentSettings(agent_loop_config_path=str(tmp_path / "agent.yaml"))
+    with pytest.raises(EpisodeFault, match=r"the reward of TwoTurns \(.*scored\d+\.py\) is no finite number: it ret"):
+        run("scored", settings)
+
+
 def test_an_unknown_loop_is_rejected_with_those_that_there_are(settings, tmp_path) -> None:
     check(settings, [{"agent_name": "two"}])
     with pytest.raises(ConfigError, match=r"row 0: .*agent_name=mine: there is no such agent loop; it has early, two"):

@@ -27,7 +27,7 @@ SCHEMA: Schema = {
         },
     },
 }
-LONGEST, LARGEST_EXPONENT, DIGITS = 1000, 10_000, 12
+LONGEST, LARGEST_BITS, DIGITS = 1000, 10_000, 12
 OPERATIONS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -41,7 +41,8 @@ OPERATIONS: dict[type, Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(math, name) for name in ("sqrt", "log", "log2", "log10", "exp", "sin", "cos", "tan", "gcd")},
-    **{"floor": math.floor, "ceil": math.ceil, "round": round, "abs": abs, "min": min, "max": max},
+    **{"floor": math.floor, "ceil": math.ceil, "abs": abs, "min": min, "max": max},
+    "round": lambda number, *digits: _round(number, *digits),
 }
 CONSTANTS = {"pi": math.pi, "e": math.e}
 
@@ -58,11 +59,11 @@ class Calculator(Tool):
 
 def calculate(expression: str) -> str:
     """Return the value with 12 significant digits; ToolError says what cannot be calculated."""
+    if len(expression) > LONGEST:
+        raise ToolError(f"Error: the expression has {len(expression)} characters; at most {LONGEST} are allowed")
     text = expression.replace("^", "**").replace("\u00d7", "*").replace("\u00f7", "/")
     if "(" not in text:  # no arguments: commas separate thousands
         text = text.replace(",", "")
-    if len(text) > LONGEST:
-        raise ToolError(f"Error: the expression has {len(text)} characters; at most {LONGEST} are allowed")
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body)
         if isinstance(value, int):
@@ -83,15 +84,31 @@ def _value(node: ast.expr) -> Any:
         case ast.UnaryOp(op=operation, operand=operand) if type(operation) in OPERATIONS:
             return OPERATIONS[type(operation)](_value(operand))
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
-            return OPERATIONS[type(operation)](_value(left), _value(right))
+            return _bounded(OPERATIONS[type(operation)](_value(left), _value(right)))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
-            return FUNCTIONS[name](*map(_value, arguments))
+            return _bounded(FUNCTIONS[name](*map(_value, arguments)))
     raise ValueError(f"{ast.unparse(node)!r:.80} cannot be calculated")
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
+        raise ValueError(f"a number of more than {LARGEST_BITS} bits is too large")
+    return value
+
+
+def _round(number: Any, digits: int | None = None) -> Any:
+    """A rounded number. Rounding to 10,000 places before the decimal point gives 0 too, but in an acceptable time."""
+    return round(number, max(digits, -LARGEST_BITS) if isinstance(digits, int) else digits)
 
 
 def _power(base: Any, exponent: Any) -> Any:
     """A power whose result is of a bounded size; a negative base with a fraction has no real one."""
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > LARGEST_EXPONENT:
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and base.bit_length() * abs(exponent) > LARGEST_BITS
+        and abs(base) > 1
+    ):
         raise ValueError(f"{base}**{exponent} is too large".replace("\n", " ")[:100])
     result = base**exponent
     if isinstance(result, complex):

@@ -1,7 +1,6 @@
 """Search: a client of Search-R1's retrieval protocol, as a tool and as the environment `search`."""
 
 import json
-import re
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from hybridrl.environments.rows import field, ground_truth
 from hybridrl.environments.tools import Tool
 from hybridrl.environments.user_code import finished
 from hybridrl.rewards.scorers.short_answers import score_search_qa
+from hybridrl.rewards.scorers.texts import tagged
 
 SCHEMA: Schema = {
     "type": "function",
@@ -25,8 +25,7 @@ SCHEMA: Schema = {
     },
 }
 URL = "http://127.0.0.1:8000/retrieve"
-QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-ANSWER = re.compile(r"<answer>.*?</answer>", re.DOTALL)
+MAX_BYTES = 8 << 20  # of a retriever's answer
 
 
 class Searcher:
@@ -41,7 +40,10 @@ class Searcher:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=self._seconds) as answer:
-            found = json.load(answer)["result"]
+            content = answer.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConnectionError(f"the retriever at {self._url} returned more than {MAX_BYTES >> 20} MiB")
+        found = json.loads(content)["result"]
         return [_as_text(passages) for passages in found]
 
 
@@ -73,13 +75,13 @@ class SearchQuestions(Environment):
 
     async def step(self, response: Response) -> Step:
         self._texts.append(response.text)
-        if len(self._texts) >= self._most or ANSWER.search(response.text):
+        if len(self._texts) >= self._most or tagged(response.text, "answer"):
             return Step(reward=score_search_qa("".join(self._texts), ground_truth(self.row)), done=True)
-        query = QUERY.search(response.text)
-        if query is None:
+        queries = tagged(response.text, "search")
+        if not queries:
             found = "Nothing was searched: write a query in <search> tags, or the answer in <answer> tags."
         else:
-            found = (await finished(self._searcher.texts, [query[1].strip()]))[0]
+            found = (await finished(self._searcher.texts, [queries[0].strip()]))[0]
         return Step([{"role": "user", "content": f"\n<information>{found}</information>\n"}], reward=0.0)
 
 

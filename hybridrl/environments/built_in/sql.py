@@ -1,16 +1,19 @@
-"""SQL over sqlite databases, read only: a tool, and SkyRL's environment text2sql."""
+"""SQL over sqlite databases, read only: a tool, and SkyRL's environment text2sql. Queries run in processes."""
 
-import re
-import sqlite3
-import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.environments.environment import Environment, Response, Schema, Step, ToolError
+from hybridrl.environments.built_in import sql_query
+from hybridrl.environments.built_in.sql_query import SECONDS
+from hybridrl.environments.built_in.sql_query import as_table as as_table
+from hybridrl.environments.built_in.sql_query import query as query
+from hybridrl.environments.environment import Environment, EpisodeFault, Response, Schema, Step, ToolError
+from hybridrl.environments.function_process import FunctionProcesses
 from hybridrl.environments.rows import field, ground_truth
-from hybridrl.environments.tools import Tool
+from hybridrl.environments.tools import Tool, ToolResult
+from hybridrl.rewards.score import OutOfTime
+from hybridrl.rewards.scorers.texts import tagged
 
 SCHEMA: Schema = {
     "type": "function",
@@ -24,40 +27,11 @@ SCHEMA: Schema = {
         },
     },
 }
-SECONDS, MAX_ROWS, MAX_CHARACTERS = 5.0, 50, 9000
-LARGEST_VALUE = 1 << 20  # bytes
-MAX_FETCHED = 100_000  # rows of a result that is compared
-INSTRUCTIONS_BETWEEN_CHECKS = 10_000  # of sqlite's virtual machine
+SECONDS_TO_COMPARE = 2 * SECONDS  # of a solution, and of the true query
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
-QUERY = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
-SOLUTION = re.compile(r"<solution>(.*?)</solution>", re.DOTALL)
 
 
-def query(database: str, sql: str, seconds: float = SECONDS, most: int = MAX_FETCHED) -> tuple[list[str], list[tuple]]:
-    """Run a query that can change nothing; return the columns and at most `most` rows. ToolError says why it fails."""
-    connection = sqlite3.connect(f"{Path(database).absolute().as_uri()}?mode=ro", uri=True)
-    try:
-        connection.execute("PRAGMA query_only = ON")
-        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # a query must not open other files
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_VALUE)
-        end = time.monotonic() + seconds
-        connection.set_progress_handler(lambda: time.monotonic() > end, INSTRUCTIONS_BETWEEN_CHECKS)
-        cursor = connection.execute(sql)
-        return [column[0] for column in cursor.description or ()], cursor.fetchmany(most)
-    except sqlite3.OperationalError as error:
-        cause = f"time limit of {seconds:g} s reached" if "interrupted" in str(error) else str(error)
-        raise ToolError(f"Error: {cause}") from None
-    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
-        raise ToolError(f"Error: {error}") from None
-    finally:
-        connection.close()
-
-
-def as_table(columns: list[str], rows: list[tuple]) -> str:
-    """Write rows as lines of columns separated by |, at most 50 rows and 9,000 characters."""
-    lines = [" | ".join("NULL" if value is None else str(value) for value in row) for row in rows[:MAX_ROWS]]
-    text = "\n".join([" | ".join(columns), *lines])[:MAX_CHARACTERS]
-    return f"{text}\n... (more rows)" if len(rows) > MAX_ROWS else text
+_processes = FunctionProcesses(f"pkg://{sql_query.__name__}", (), 4 * SECONDS_TO_COMPARE)
 
 
 def database_of(row: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -72,6 +46,12 @@ def database_of(row: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     raise FileNotFoundError(f"no database of db_id={name}: there is no file {places[1]}; set db_path")
 
 
+def table(database: str, sql: str, seconds: float = SECONDS) -> ToolResult:
+    """Return the rows of a query, which runs in another process; ToolError or OutOfTime says why there are none."""
+    arguments = {"database": database, "sql": sql, "seconds": seconds}
+    return _processes.call("table", arguments, 2 * seconds)  # sqlite ends most queries before
+
+
 class Sql(Tool):
     """The tool `sql` for rows with `db_id`, or `db_path` of a file; its configuration may have `db_path`, `seconds`."""
 
@@ -82,9 +62,8 @@ class Sql(Tool):
     def start(self, row: Mapping[str, Any]) -> str:
         return database_of(row, self._config)
 
-    def call(self, state: str, arguments: dict[str, Any]) -> str:
-        seconds = float(self._config.get("seconds", SECONDS))
-        return as_table(*query(state, arguments["query"], seconds, MAX_ROWS + 1))
+    def call(self, state: str, arguments: dict[str, Any]) -> ToolResult:
+        return table(state, arguments["query"], float(self._config.get("seconds", SECONDS)))
 
 
 class TextToSql(Environment):
@@ -103,30 +82,33 @@ class TextToSql(Environment):
 
     def step(self, response: Response) -> Step:
         self._texts.append(response.text)
-        if len(self._texts) >= self._most or SOLUTION.search(response.text):
+        if len(self._texts) >= self._most or tagged(response.text, "solution"):
             return Step(reward=self._reward("".join(self._texts)), done=True)
-        found = QUERY.search(response.text)
+        queries = tagged(response.text, "sql")
         left = f"<reminder>You have {self._most - len(self._texts)} turns left to complete the task.</reminder>"
-        content = f"\n\n<observation>{self._answer(found)}\n{left}</observation>\n\n"
+        content = f"\n\n<observation>{self._answer(queries)}\n{left}</observation>\n\n"
         return Step([{"role": "user", "content": content}], reward=0.0)
 
-    def _answer(self, found: re.Match[str] | None) -> str:
-        if found is None:
+    def _answer(self, queries: list[str]) -> str:
+        if not queries:
             return (
                 "No query was found: think in <think> tags, then write a query in <sql> tags or end in <solution> tags."
             )
         try:
-            return as_table(*query(self._database, found[1], most=MAX_ROWS + 1))
+            return table(self._database, queries[0]).text
         except ToolError as error:
             return str(error)
+        except OutOfTime as error:
+            return f"Error: {error}"
 
     def _reward(self, said: str) -> float:
-        solutions = SOLUTION.findall(said)
+        solutions = tagged(said, "solution")
         if len(solutions) != 1 or said.count("<solution>") != 1 or "<think>" not in said:
             return -1.0
-        expected = query(self._database, self._truth, seconds=6 * SECONDS)[1]
+        queries = {"database": self._database, "sql": solutions[0].strip(), "truth": self._truth}
         try:
-            found = query(self._database, solutions[0].strip(), seconds=6 * SECONDS)[1]
-        except ToolError:
+            return float(_processes.call("same_rows", {**queries, "seconds": SECONDS_TO_COMPARE}).text == "same")
+        except OutOfTime:
             return 0.0
-        return float(Counter(found) == Counter(expected))
+        except ToolError as error:
+            raise EpisodeFault(f"the query of the row's ground truth fails: {error}") from error

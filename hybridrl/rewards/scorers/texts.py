@@ -87,6 +87,16 @@ def last_tagged(text: str) -> str | None:
     return content.strip() if closing and opening else None
 
 
+def tagged(text: str, tag: str) -> list[str]:
+    """Return the contents of all tags of this name that are closed. A regular expression would search the end of a tag
+    from each beginning."""
+    contents, parts = [], text.split(f"</{tag}>")
+    for part in parts[:-1]:
+        _, opening, content = part.partition(f"<{tag}>")
+        contents += [content] if opening else []
+    return contents
+
+
 def last_box(text: str, commands: tuple[str, ...] = (r"\boxed{",)) -> str | None:
     r"""Return the last \boxed{...} with its command; None if there is none or it never closes."""
     start = next((place for command in commands if (place := text.rfind(command)) >= 0), -1)
