@@ -18,7 +18,7 @@ import psutil
 from transformers import AutoTokenizer
 from vllm import EngineArgs, SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybridrl.config.checks.model import ENGINE_RANKS
@@ -197,7 +197,11 @@ def sampling_params(request: Request) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        structured_outputs=sampling.json_schema and StructuredOutputsParams(json=sampling.json_schema),
         min_tokens=sampling.min_tokens,
         max_tokens=sampling.max_tokens,
         stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_ids),
