@@ -43,7 +43,12 @@ class OneAtATime:
         task = asyncio.create_task(self._generate(ids, wanted))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by the end of the episode, not by the client
+                raise rejected(409, "the episode of this session has ended", code="session_closed") from None
+            raise
 
     async def _generate(self, ids: list[int], wanted: Wanted) -> Completion:
         async with self.lock:

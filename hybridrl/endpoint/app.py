@@ -130,9 +130,8 @@ class Api:
             if self.check is not None:
                 await asyncio.wait_for(self.check(), CHECK_SECONDS)
         except Exception as error:  # whatever the engine raises
-            return answer(
-                {"status": f"the policy cannot be sampled from: {error or type(error).__name__}"} | about, 503
-            )
+            cause = str(error) or type(error).__name__
+            return answer({"status": f"the policy cannot be sampled from: {cause}"} | about, 503)
         return answer({"status": "ok"} | about)
 
     async def start_session(self, request: Request, body: StartSession | None = None) -> Response:
@@ -141,9 +140,8 @@ class Api:
             session, row = self.sessions.start(task=body.task_id if body else ""), {}
         else:
             session, row = await while_connected(request, self.claim())
-        return answer(
-            {"session_id": session.id, "api_key": session.api_key} | ({"row": row} if row else {}), plain=_plain
-        )
+        taken = {"session_id": session.id, "api_key": session.api_key} | ({"row": row} if row else {})
+        return answer(taken, plain=_plain)
 
     async def set_reward(self, request: Request, body: SetReward) -> dict[str, Any]:
         session = self._own_session(request, body.session_id)
@@ -155,7 +153,7 @@ class Api:
         session.close()
         return {"session_id": session.id, "turns": len(session.turns)}
 
-    async def describe(self, request: Request, session_id: str, turn_discount: Discount = 1.0) -> dict[str, Any]:
+    async def describe(self, request: Request, session_id: str, turn_discount: Discount = 1.0) -> Response:
         session = self.sessions.by_id.get(session_id)
         if session is None or _key(request) != session.api_key:
             self._check_admin(request)
@@ -174,7 +172,7 @@ class Api:
             for row in (trajectory.rows() if turns else ())
         ]
         about = {"session_id": session_id, "task_id": session.task, "closed": session.closed, "forks": session.forks}
-        return about | {"reward": trajectory.reward, "turns": turns, "rows": rows}
+        return answer(about | {"reward": trajectory.reward, "turns": turns, "rows": rows})
 
     def session_of(self, request: Request, body: Sampled) -> Session | None:
         """Return the session that a request belongs to, by its key, or named with the admin key; None if to none."""

@@ -115,6 +115,8 @@ class Core:
                 raise rejected(400, "messages: something is nested too deeply", param="messages") from error
 
     async def _sample(self, session: Session, prompt: Prompt, wanted: Wanted) -> tuple[Completion, float]:
+        if (vocabulary := len(self.kit.tokenizer)) <= max(wanted.stop_ids, default=0):
+            raise rejected(400, f"stop_token_ids: token ids are below {vocabulary}", param="stop_token_ids")
         began, most = time.monotonic(), min(wanted.max_tokens or prompt.left, prompt.left)
         wanted = replace(wanted, max_tokens=most, min_tokens=min(wanted.min_tokens, most))
         completion = await self.generate(session, prompt.ids, wanted)

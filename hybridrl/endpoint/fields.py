@@ -210,7 +210,8 @@ def call_schema(tools: Sequence[Schema], name: str | None) -> str:
     calls, definitions = [], {}
     for function in functions:
         parameters = {"type": "object"} | function.get("parameters", {})
-        definitions |= parameters.pop("$defs", {})
+        if isinstance(parameters.get("$defs"), dict):  # references are from the root
+            definitions |= parameters.pop("$defs")
         properties = {"name": {"const": function["name"]}, "arguments": parameters}
         calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"]})
     return json.dumps({"anyOf": calls} | ({"$defs": definitions} if definitions else {}))

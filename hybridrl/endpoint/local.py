@@ -47,7 +47,8 @@ class Local:
         )
         try:
             return await self.engine.generate(Request(0, 0, ids, seed, sampling))
-        except ValueError as error:  # what the engine cannot sample, such as a schema that it does not support
+        except Exception as error:
+            await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
             raise rejected(400, f"the engine rejects this request: {error}") from error
 
     async def check(self) -> None:

@@ -32,8 +32,8 @@ def loop(turns: int = 3) -> None:
 def stream() -> None:
     question = [{"role": "user", "content": "What is 1+2?"}]
     with client.chat.completions.stream(model="policy", messages=question, max_tokens=20) as events:
-        kinds = [event.type for event in events]
-        print("stream:", kinds, repr(events.get_final_completion().choices[0].message.content))
+        parts = [event.delta for event in events if event.type == "content.delta"]
+        print("stream:", repr("".join(parts)))
 
 
 def parse() -> None:

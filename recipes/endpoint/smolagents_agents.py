@@ -21,10 +21,10 @@ def main() -> None:
         model_id="policy",
         api_base=os.environ["OPENAI_BASE_URL"],
         api_key=os.environ["OPENAI_API_KEY"],
-        max_tokens=200,
+        max_tokens=60,
     )
     for kind in (ToolCallingAgent, CodeAgent):
-        agent = kind(tools=[add], model=model, max_steps=2, verbosity_level=0)
+        agent = kind(tools=[add], model=model, max_steps=1, verbosity_level=0)
         try:
             print(f"{kind.__name__}:", repr(agent.run("What is 1+2?")))
         except AgentError as error:

@@ -306,6 +306,27 @@ def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokeniz
     assert asyncio.run(scenario()).fault == "no turns"
 
 
+def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, kit_of):
+    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of())
+
+    async def scenario() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False, timeout=30) as client:
+            episode = asyncio.create_task(agents.run(Counting(tokenizer, delay=60), MESSAGES, {}))
+            taken = (await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})).json()
+            own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}}
+            asked = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own))
+            while not agents.policies[taken["session_id"]].tasks:
+                await asyncio.sleep(0.01)
+            await client.post("/rl/end_session", **own)
+            await episode
+            reply = await asked
+        await agents.open.aclose()
+        return reply
+
+    reply = asyncio.run(scenario())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "session_closed")
+
+
 @pytest.fixture
 def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
     """What runs episodes in a process, with an agent for rows that name nothing else; two run at a time."""

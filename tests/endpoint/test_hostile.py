@@ -53,6 +53,7 @@ OF_ALL = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"n": 0}, "n"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"stream_options": 7}, "stream_options"),
     ({"metadata": {"session_id": []}}, "metadata.session_id"),
     ({"metadata": {HALF: "a"}}, "metadata"),
