@@ -66,7 +66,7 @@ class Reply:
 class Core:
     """The policy behind the endpoint. Requests without a session are answered and recorded nowhere.
 
-    Prompts are rendered and encoded in ENCODERS threads: a long one takes seconds, and a thousand times its size.
+    Prompts are rendered and encoded in ENCODERS threads: a long one takes seconds, and hundreds of times its size.
     """
 
     def __init__(self, generate: Generate, sessions: Sessions) -> None:
