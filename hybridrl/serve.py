@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if arguments else EXIT_REJECTED
     try:
         own, section = read(arguments)
-        run(own, section)
+        if cause := run(own, section):
+            print(f"error: serving ended: {cause}; start it again", file=sys.stderr)
+            return EXIT_FAILED
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REJECTED
@@ -71,8 +73,9 @@ def read(arguments: list[str]) -> tuple[dict[str, str], ActorRolloutRefConfig]:
     return OWN | given, reading.config.actor_rollout_ref
 
 
-def run(own: dict[str, str], section: ActorRolloutRefConfig) -> None:
-    """Serve until the process is stopped. Shards and adapters are merged into a temporary directory first."""
+def run(own: dict[str, str], section: ActorRolloutRefConfig) -> str:
+    """Serve until the process is stopped; returns why it ended otherwise. Shards and adapters are merged into a
+    temporary directory first."""
     model, rollout, device, source = section.model, section.rollout, own["device"], section.model.path
     if device == "auto":
         device = "cuda" if this_machine().gpus else "cpu"
@@ -88,7 +91,7 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> None:
     from hybridrl.endpoint.local import serve
 
     options = {"host": own["host"], "port": int(own["port"]), "name": own["served_model_name"], "source": source}
-    asyncio.run(serve(model, rollout, device, **options))
+    return asyncio.run(serve(model, rollout, device, **options))
 
 
 if __name__ == "__main__":

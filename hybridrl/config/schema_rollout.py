@@ -57,6 +57,7 @@ class AgentConfig(Section):
     mode: Literal["inline", "process", "online"]
     concurrency: values.Positive
     turn_discount: values.Share
+    forced_tool_choice: Literal["reject", "auto"]
     host: str
     port: values.Positive
 

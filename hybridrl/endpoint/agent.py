@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridrl.endpoint.app import create_app
 from hybridrl.endpoint.core import Wanted
+from hybridrl.endpoint.fields import AUTO, Rules
 from hybridrl.endpoint.functions import ONLINE, Agent, AgentSettings, call_agent, run_in_process
 from hybridrl.endpoint.messages import rejected
 from hybridrl.endpoint.server import serving
@@ -43,7 +44,12 @@ class OneAtATime:
         task = asyncio.create_task(self._generate(ids, wanted))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by the end of the episode, not by the client
+                raise rejected(409, "the episode of this session has ended", code="session_closed") from None
+            raise
 
     async def _generate(self, ids: list[int], wanted: Wanted) -> Completion:
         async with self.lock:
@@ -128,11 +134,14 @@ class Agents:
         found = session.trajectory(self.settings.turn_discount)
         if fault is None and not session.turns:
             fault, detail = "no turns", "the agent ended before the policy had responded"
+        if fault is None and not math.isfinite(found.reward or 0.0):
+            fault, detail = "nan", f"the rewards of the agent add up to {found.reward}, which is no finite number"
         if fault is None and found.reward is None and self.settings.needs_reward:
             fault = "no reward"
             detail = f"the agent set no reward, and the episode ended with {stop or found.stop}; return one from "
             detail += f"{self.settings.name}, or set reward.custom_reward_function.path"
-        return replace(found, stop="fault" if fault else stop or found.stop, fault=fault, detail=detail)
+        reward = None if fault == "nan" else found.reward
+        return replace(found, stop="fault" if fault else stop or found.stop, fault=fault, detail=detail, reward=reward)
 
     def _take(self, session: Session, returned: Any) -> None:
         """Give the session the rewards that the agent returned."""
@@ -149,7 +158,9 @@ class Agents:
         """Return the endpoint's address, which is started once."""
         if self.starting is None:
             claim, settings = self.waiting and self.waiting.claim, self.settings
-            app = create_app(self._generate, self.sessions, admin_key=settings.admin_key, claim=claim)
+            rules, host = Rules(trains=True, forced_as_auto=settings.forced_tool_choice == AUTO), settings.host
+            options = {"admin_key": settings.admin_key, "claim": claim, "rules": rules, "host": host}
+            app = create_app(self._generate, self.sessions, **options)
             self.starting = asyncio.ensure_future(
                 self.open.enter_async_context(serving(app, settings.host, settings.port))
             )

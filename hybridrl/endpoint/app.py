@@ -1,43 +1,50 @@
 """The endpoint as a web application: the routes and errors of OpenAI's API, and AReaL's for sessions."""
 
 import asyncio
-import json
-import logging
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel
+from fastapi.responses import Response, StreamingResponse
+from pydantic import Field
 from starlette.exceptions import HTTPException as RouteError
 
 from hybridrl.endpoint.core import Core, Generate, Reply
-from hybridrl.endpoint.formats import ChatRequest, CompletionRequest, Sampled, chat_body, completion_body, stream_of
-from hybridrl.endpoint.messages import as_rendered, rejected
-from hybridrl.endpoint.sessions import KEY_PREFIX, Session, Sessions
+from hybridrl.endpoint.fields import NONE, SERVED, Rules, Sampled
+from hybridrl.endpoint.formats import ChatRequest, CompletionRequest, chat_body, completion_body, stream_of
+from hybridrl.endpoint.messages import Fields, rejected
+from hybridrl.endpoint.requests import Route, answer, body_limit, on_invalid, on_rejection
+from hybridrl.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, Session, Sessions
 from hybridrl.endpoint.translations import MessagesRequest, ResponsesRequest
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Claim = Callable[[], Coroutine[Any, Any, tuple[Session, Mapping[str, Any]]]]  # a session and its row
+Check = Callable[[], Awaitable[Any]]  # raises if the policy cannot be sampled from
 
 CLIENT_GONE = 499  # which nobody reads
-WITHOUT_EFFECT = ("store", "parallel_tool_calls", "frequency_penalty", "presence_penalty", "service_tier")
+CHECK_SECONDS = 10.0
+MOST_REWARD = 1e30  # whose sums are finite too
+Discount = Annotated[float, Query(ge=0, le=1)]
 
 
-class StartSession(BaseModel):
+class StartSession(Fields):
     """A request for a session."""
 
-    task_id: str = ""
+    task_id: str = Field("", max_length=1000)
 
 
-class SetReward(BaseModel):
+class NamedSession(Fields):
+    """A session, by default that of the API key."""
+
+    session_id: str = ""
+
+
+class SetReward(NamedSession):
     """The reward of a completion, by default of the last one; AReaL's name of its id is accepted too."""
 
-    reward: float
+    reward: float = Field(ge=-MOST_REWARD, le=MOST_REWARD)
     completion_id: str | None = None
     interaction_id: str | None = None
 
@@ -49,21 +56,28 @@ class Api:
     that wait for an agent, with their rows.
     """
 
-    def __init__(self, core: Core, model: str, admin_key: str | None, claim: Claim | None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        model: str,
+        admin_key: str | None,
+        *,
+        claim: Claim | None,
+        check: Check | None,
+        rules: Rules,
+    ) -> None:
         self.core, self.sessions, self.model, self.admin_key = core, core.sessions, model, admin_key
-        self.claim = claim
+        self.claim, self.check, self.rules = claim, check, rules
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        wanted, tools, messages = body.wanted(), body.schemas(), as_rendered(body.messages)
-        session, reads_calls = self.session_of(request, body), bool(tools) and body.tool_choice == "auto"
-        work = self.core.respond(session, messages, tools, wanted, reads_calls=reads_calls)
-        reply = await while_connected(request, work)
-        return _answer(chat_body(reply, body, self.model, self.core.kit.tokenizer), body)
+        reply, warnings = await self._respond(request, body, template=body.chat_template_kwargs)
+        return _completion(chat_body(reply, body, self.model, self.core.kit.tokenizer) | warnings, body)
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
-        wanted, prompt, session = body.wanted(), body.single_prompt(), self.session_of(request, body)
-        reply: Reply = await while_connected(request, self.core.complete(session, prompt, wanted))
-        return _answer(completion_body(reply, body, self.model, self.core.kit.tokenizer), body)
+        wanted, prompt = body.wanted(self.rules), body.single_prompt(len(self.core.kit.tokenizer))
+        warnings, session = self._warnings(body), self.session_of(request, body)
+        reply = await self._sampled(request, session, self.core.complete(session, prompt, wanted))
+        return _completion(completion_body(reply, body, self.model, self.core.kit.tokenizer) | warnings, body)
 
     async def responses(self, request: Request, body: ResponsesRequest) -> Response:
         return await self._translated(request, body)
@@ -72,22 +86,53 @@ class Api:
         return await self._translated(request, body)
 
     async def _translated(self, request: Request, body: ResponsesRequest | MessagesRequest) -> Response:
-        wanted, tools, messages = body.wanted(), body.schemas(), as_rendered(body.chat())
-        session = self.session_of(request, body)
-        work = self.core.respond(session, messages, tools, wanted, reads_calls=body.reads_calls)
-        answer = body.body(await while_connected(request, work), self.model)
+        reply, warnings = await self._respond(request, body)
+        translated = body.body(reply, self.model) | warnings
         if body.stream:
-            return StreamingResponse(body.events(answer), media_type="text/event-stream")
-        return JSONResponse(answer)
+            return StreamingResponse(body.events(translated), media_type="text/event-stream")
+        return answer(translated)
+
+    async def _respond(
+        self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest, **options: Any
+    ) -> tuple[Reply, dict[str, Any]]:
+        """Sample the response to a conversation; returns it with the fields that had no effect."""
+        wanted, tools, messages = body.wanted(self.rules), body.schemas(), body.conversation()
+        warnings, session = self._warnings(body), self.session_of(request, body)
+        reads_calls = bool(tools) and body.choice() != NONE
+        work = self.core.respond(session, messages, tools, wanted, reads_calls=reads_calls, **options)
+        return await self._sampled(request, session, work), warnings
+
+    def _warnings(self, body: Sampled) -> dict[str, Any]:
+        warnings = body.warnings(self.rules)
+        return {"warnings": warnings} if warnings else {}
+
+    async def _sampled(self, request: Request, session: Session | None, work: Coroutine[Any, Any, Reply]) -> Reply:
+        """Return a response; where an agent outside the run disconnects, its episode waits for it LOST_SECONDS."""
+        if session is None:
+            return await while_connected(request, work)
+        try:
+            with session.request():
+                return await while_connected(request, work)
+        except HTTPException as error:
+            if error.status_code == CLIENT_GONE and self.claim is not None:
+                asyncio.get_running_loop().call_later(LOST_SECONDS, session.close_if_lost, session.requests)
+            raise
 
     async def models(self) -> dict[str, Any]:
         limit = self.core.kit.limits.context
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "hybridrl", "max_model_len": limit}
         return {"object": "list", "data": [model]}
 
-    async def health(self) -> dict[str, Any]:
+    async def health(self) -> Response:
         open_sessions = sum(not session.closed for session in self.sessions.by_id.values())
-        return {"status": "ok", "sessions": open_sessions, "unrecorded": self.sessions.unrecorded}
+        about = {"sessions": open_sessions, "unrecorded": self.sessions.unrecorded}
+        try:
+            if self.check is not None:
+                await asyncio.wait_for(self.check(), CHECK_SECONDS)
+        except Exception as error:  # whatever the engine raises
+            cause = str(error) or type(error).__name__
+            return answer({"status": f"the policy cannot be sampled from: {cause}"} | about, 503)
+        return answer({"status": "ok"} | about)
 
     async def start_session(self, request: Request, body: StartSession | None = None) -> Response:
         self._check_admin(request)
@@ -95,20 +140,20 @@ class Api:
             session, row = self.sessions.start(task=body.task_id if body else ""), {}
         else:
             session, row = await while_connected(request, self.claim())
-        answer = {"session_id": session.id, "api_key": session.api_key} | ({"row": row} if row else {})
-        return Response(json.dumps(answer, default=_plain), media_type="application/json")
+        taken = {"session_id": session.id, "api_key": session.api_key} | ({"row": row} if row else {})
+        return answer(taken, plain=_plain)
 
     async def set_reward(self, request: Request, body: SetReward) -> dict[str, Any]:
-        session = self._own_session(request)
+        session = self._own_session(request, body.session_id)
         session.set_reward(body.reward, body.completion_id or body.interaction_id)
         return {"session_id": session.id, "reward": body.reward}
 
-    async def end_session(self, request: Request) -> dict[str, Any]:
-        session = self._own_session(request)
+    async def end_session(self, request: Request, body: NamedSession | None = None) -> dict[str, Any]:
+        session = self._own_session(request, body.session_id if body else "")
         session.close()
         return {"session_id": session.id, "turns": len(session.turns)}
 
-    async def describe(self, request: Request, session_id: str, turn_discount: float = 1.0) -> dict[str, Any]:
+    async def describe(self, request: Request, session_id: str, turn_discount: Discount = 1.0) -> Response:
         session = self.sessions.by_id.get(session_id)
         if session is None or _key(request) != session.api_key:
             self._check_admin(request)
@@ -127,33 +172,34 @@ class Api:
             for row in (trajectory.rows() if turns else ())
         ]
         about = {"session_id": session_id, "task_id": session.task, "closed": session.closed, "forks": session.forks}
-        return about | {"reward": trajectory.reward, "turns": turns, "rows": rows}
+        return answer(about | {"reward": trajectory.reward, "turns": turns, "rows": rows})
 
     def session_of(self, request: Request, body: Sampled) -> Session | None:
-        """Return the session that a request belongs to; None if it names none."""
-        for name in WITHOUT_EFFECT:
-            if name in (body.model_extra or {}):
-                _warn_once(name)
-        key = _key(request)
-        if key.startswith(KEY_PREFIX):
+        """Return the session that a request belongs to, by its key, or named with the admin key; None if to none."""
+        if _key(request).startswith(KEY_PREFIX):
             return self._own_session(request)
-        named = request.headers.get("X-Session-ID") or (body.metadata or {}).get("session_id")
-        session = self.sessions.by_id.get(str(named or body.user))
-        if session is None and named:
-            raise rejected(404, f"there is no session {named}: start one, or leave the name out", code="no_session")
-        if session is None:
-            self.sessions.unrecorded += 1
-            return None
+        user = body.user if body.user in self.sessions.by_id else ""
+        if named := request.headers.get("X-Session-ID") or body.session_id() or user:
+            return self._own_session(request, named)
+        self.sessions.unrecorded += 1
+        return None
+
+    def _own_session(self, request: Request, named: str = "") -> Session:
+        """Return the session of the request's key, or the named one if it is the admin key."""
+        key = _key(request)
+        session = self.sessions.by_id.get(named) if named and self._is_admin(key) else self.sessions.by_key.get(key)
+        if session is None and named and self._is_admin(key):
+            raise rejected(404, f"there is no session {named}")
+        if session is None or named not in ("", session.id):
+            whose = f"session {named} needs its own API key, or the admin key" if named else "this key has no session"
+            raise rejected(401, whose, code="invalid_api_key")
         return self.sessions.opened(session)
 
-    def _own_session(self, request: Request) -> Session:
-        session = self.sessions.by_key.get(_key(request))
-        if session is None:
-            raise rejected(401, "this API key belongs to no session", code="invalid_api_key")
-        return self.sessions.opened(session)
+    def _is_admin(self, key: str) -> bool:
+        return self.admin_key is not None and secrets.compare_digest(key.encode(), self.admin_key.encode())
 
     def _check_admin(self, request: Request) -> None:
-        if self.admin_key is None or not secrets.compare_digest(_key(request), self.admin_key):
+        if not self._is_admin(_key(request)):
             raise rejected(401, "this needs the admin key, as Authorization: Bearer KEY", code="invalid_api_key")
 
 
@@ -164,10 +210,15 @@ def create_app(
     model: str = "policy",
     admin_key: str | None = None,
     claim: Claim | None = None,
+    check: Check | None = None,
+    rules: Rules = SERVED,
+    host: str = "127.0.0.1",
 ) -> FastAPI:
-    """Make the application over a function that samples, and the sessions that it records."""
-    api = Api(Core(generate, sessions), model, admin_key, claim)
+    """Make the application over a function that samples, and the sessions that it records, for requests to `host`."""
+    api = Api(Core(generate, sessions), model, admin_key, claim=claim, check=check, rules=rules)
     app = FastAPI(title="hybridrl", openapi_url=None)
+    app.router.route_class = Route
+    app.state.host, app.state.body_limit = host, body_limit(sessions.kit.limits.context)
     for method, path, route in (
         ("POST", "/v1/chat/completions", api.chat),
         ("POST", "/v1/completions", api.completions),
@@ -181,9 +232,8 @@ def create_app(
         ("GET", "/rl/session/{session_id}", api.describe),
     ):
         app.add_api_route(path, route, methods=[method], response_model=None)
-    app.add_exception_handler(RouteError, _on_rejection)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(Exception, _on_failure)
+    app.add_exception_handler(RouteError, on_rejection)
+    app.add_exception_handler(RequestValidationError, on_invalid)
     return app
 
 
@@ -205,10 +255,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _answer(body: dict[str, Any], request: Sampled) -> Response:
+def _completion(body: dict[str, Any], request: ChatRequest | CompletionRequest) -> Response:
     if request.stream:
-        return StreamingResponse(stream_of(body, request.stream_options), media_type="text/event-stream")
-    return JSONResponse(body)
+        chunks = stream_of(body, usage=request.stream_options.include_usage)
+        return StreamingResponse(chunks, media_type="text/event-stream")
+    return answer(body)
 
 
 def _key(request: Request) -> str:
@@ -219,30 +270,3 @@ def _key(request: Request) -> str:
 def _plain(value: Any) -> Any:
     """Return a value that JSON can hold: rows have arrays and numbers of numpy."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-@cache
-def _warn_once(name: str) -> None:
-    logger.warning("the endpoint ignores %s of requests", name)
-
-
-def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    """Return an error as OpenAI's clients read it, and Anthropic's."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"type": "error", "error": error}, status)
-
-
-async def _on_rejection(_: Request, error: Any) -> Response:
-    detail = error.detail if isinstance(error.detail, dict) else {"message": str(error.detail)}
-    return _error(error.status_code, **detail)
-
-
-async def _on_invalid(_: Request, error: Any) -> Response:
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:])
-    return _error(400, f"{param or 'body'}: {first['msg']}", param)
-
-
-async def _on_failure(_: Request, error: Exception) -> Response:
-    return _error(500, f"{type(error).__name__}: {error}")

@@ -1,16 +1,21 @@
 """From a conversation to a response of the policy, whatever form of the API the request has."""
 
+import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.endpoint.messages import rejected, split_reasoning
+from hybridrl.endpoint.messages import encodable, rejected, split_reasoning
 from hybridrl.endpoint.sessions import Prompt, SampledTurn, Session, Sessions
 from hybridrl.environments import Message, Schema, ToolCall
 from hybridrl.rollout import Completion
+
+ENCODERS = 2
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,16 @@ class Wanted:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    json_schema: str | None = None  # that the response must match
+    forced: bool = False  # it is that of a call
 
 
 # Samples a response to token ids for a session; max_tokens is a number.
@@ -50,10 +64,14 @@ class Reply:
 
 
 class Core:
-    """The policy behind the endpoint. Requests without a session are answered and recorded nowhere."""
+    """The policy behind the endpoint. Requests without a session are answered and recorded nowhere.
+
+    Prompts are rendered and encoded in ENCODERS threads: a long one takes seconds, and hundreds of times its size.
+    """
 
     def __init__(self, generate: Generate, sessions: Sessions) -> None:
         self.generate, self.sessions, self.kit = generate, sessions, sessions.kit
+        self.encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encoder")
 
     async def respond(
         self,
@@ -63,14 +81,15 @@ class Core:
         wanted: Wanted,
         *,
         reads_calls: bool,
+        template: Mapping[str, Any] = MappingProxyType({}),
     ) -> Reply:
-        """Sample the next message of a conversation, and record it."""
+        """Sample the next message of a conversation, and record it. `template` has arguments of the chat template."""
         session = session or Session(self.kit)
-        prompt = session.prompt_for(messages, tools)
+        prompt = await self._prepared(session, session.prompt_for, messages, tools, template)
         completion, seconds = await self._sample(session, prompt, wanted)
         text, calls = self._text(completion, wanted.stop, special=bool(tools)), []
         if reads_calls:
-            content, calls = self._read(text, tools)
+            content, calls = _forced_call(text) if wanted.forced else self._read(text, tools)
             # What cannot be read as a call is left in the text: the agent decides what follows from it.
             readable = not any(call.error for call in calls)
             text = content if readable else text
@@ -82,17 +101,25 @@ class Core:
     async def complete(self, session: Session | None, prompt: str | list[int], wanted: Wanted) -> Reply:
         """Continue a text or token ids, and record it."""
         session = session or Session(self.kit)
-        ids = self.kit.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-        if not ids:
-            raise rejected(400, "the prompt has no tokens", param="prompt")
-        place = session.prompt_of_ids(ids)
+        place = await self._prepared(session, session.prompt_of, prompt)
         completion, seconds = await self._sample(session, place, wanted)
         response = {"role": "assistant", "content": self._text(completion, wanted.stop)}
         return Reply(session.record(place, completion, response, seconds=seconds), place.ids)
 
+    async def _prepared(self, session: Session, prepare: Callable[..., Prompt], *arguments: Any) -> Prompt:
+        """Return the prompt of a request; those of one session in the order in which they arrived."""
+        async with session.preparing:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self.encoders, prepare, *arguments)
+            except RecursionError as error:
+                raise rejected(400, "messages: something is nested too deeply", param="messages") from error
+
     async def _sample(self, session: Session, prompt: Prompt, wanted: Wanted) -> tuple[Completion, float]:
+        if (vocabulary := len(self.kit.tokenizer)) <= max(wanted.stop_ids, default=0):
+            raise rejected(400, f"stop_token_ids: token ids are below {vocabulary}", param="stop_token_ids")
         began, most = time.monotonic(), min(wanted.max_tokens or prompt.left, prompt.left)
-        completion = await self.generate(session, prompt.ids, replace(wanted, max_tokens=most))
+        wanted = replace(wanted, max_tokens=most, min_tokens=min(wanted.min_tokens, most))
+        completion = await self.generate(session, prompt.ids, wanted)
         return completion, time.monotonic() - began
 
     def _text(self, completion: Completion, stop: Sequence[str], *, special: bool = False) -> str:
@@ -119,6 +146,18 @@ def _message(text: str, calls: Sequence[ToolCall], before: int) -> Message:
     return message
 
 
+def _forced_call(text: str) -> tuple[str, list[ToolCall]]:
+    """Return the call that a response is, as JSON; one that was cut off is text."""
+    try:
+        call = json.loads(text)
+        return "", [ToolCall(call["name"], call["arguments"])]
+    except (ValueError, KeyError, TypeError):
+        return text, []
+
+
 def _call(call: ToolCall, number: int) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    if not encodable(arguments):  # the policy may write half of a surrogate pair, which no response can hold
+        arguments = json.dumps(call.arguments)
+    function = {"name": call.name.encode(errors="replace").decode(), "arguments": arguments}
     return {"id": f"call{number:05}", "type": "function", "function": function}

@@ -1,107 +1,80 @@
 """The requests and responses of OpenAI's chat completions and completions."""
 
-import json
+import re
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
+import numpy as np
+from pydantic import Field
+from pydantic_core import to_json
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hybridrl.endpoint.core import Reply, Wanted
-from hybridrl.endpoint.messages import rejected
-from hybridrl.environments import Schema
+from hybridrl.endpoint.fields import COMMON_HINTS, Format, Rules, Sampled, tool_schema
+from hybridrl.endpoint.messages import Fields, Name, as_rendered, rejected, validated
+from hybridrl.environments import Message, Schema
 
-UNSUPPORTED = {
-    "logit_bias": "it changes what is sampled",
-    "audio": "the policy writes text only",
-    "functions": "write them as tools",
-}
 STREAM_END = "data: [DONE]\n\n"
-
-
-class Sampled(BaseModel):
-    """What all forms of a request share; other fields have no effect."""
-
-    model_config = ConfigDict(extra="allow")
-
-    n: int = 1
-    stop: str | list[str] | None = None
-    temperature: NonNegativeFloat | None = None
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = None
-    seed: int | None = None
-    max_tokens: PositiveInt | None = None
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
-    return_token_ids: bool = False
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-
-    def wanted(self) -> Wanted:
-        """Return how a response is sampled; rejects what no response can have."""
-        if self.n != 1:
-            raise rejected(400, f"n={self.n} is not supported: send one request per response", param="n")
-        for name, reason in UNSUPPORTED.items():
-            if (self.model_extra or {}).get(name):
-                raise rejected(400, f"{name} is not supported: {reason}", param=name)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Wanted(self.max_tokens, stop, self.temperature, self.top_p, self.top_k, self.seed)
+LOWEST = -9999.0  # OpenAI's log-prob of what is as good as impossible
 
 
 class ChatRequest(Sampled):
     """A request for a chat completion."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] = "auto"
-    max_completion_tokens: PositiveInt | None = None
-    response_format: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    HINTS = COMMON_HINTS | {"prediction"}
+    SCHEMA = "response_format"
 
-    def wanted(self) -> Wanted:
+    messages: list[Any] = Field(min_length=1)
+    tools: list[Any] = Field([])
+    max_completion_tokens: int | None = Field(None, gt=0)
+    response_format: Format = Format(type="text")
+    logprobs: bool = False
+    chat_template_kwargs: dict[Name, bool | int | float | str] = Field({})
+
+    def wanted(self, rules: Rules) -> Wanted:
         self.max_tokens = self.max_completion_tokens or self.max_tokens
-        if self.response_format and self.response_format.get("type") != "text":
-            message = "response_format: the policy is not constrained; ask for the format in the prompt"
-            raise rejected(400, message, param="response_format")
-        if self.tool_choice not in ("auto", "none"):
-            message = f"tool_choice={self.tool_choice} is not supported: choose auto or none"
-            raise rejected(400, message, param="tool_choice")
-        if self.top_logprobs:
-            raise rejected(400, "top_logprobs: only the sampled token has a log-prob", param="top_logprobs")
-        return super().wanted()
+        return super().wanted(rules)
+
+    def schema_wanted(self) -> str | None:
+        return self.response_format.schema_text(self.SCHEMA)
 
     def schemas(self) -> list[Schema]:
         """Return the tools as chat templates read them."""
-        for number, tool in enumerate(self.tools or ()):
-            if tool.get("type") != "function" or not (tool.get("function") or {}).get("name"):
-                param = f"tools[{number}]"
-                raise rejected(400, f"{param}: a tool is {{type: function, function: {{name, ...}}}}", param=param)
-        return [
-            {"type": "function", "function": {name: value for name, value in tool["function"].items() if value}}
-            for tool in self.tools or ()
-        ]
+        for number, tool in enumerate(self.tools):
+            validated(Tool, tool, f"tools[{number}]")
+        return [tool_schema(tool["function"], f"tools[{n}].function") for n, tool in enumerate(self.tools)]
+
+    def conversation(self) -> list[Message]:
+        return as_rendered(self.messages)
+
+
+class Tool(Fields):
+    """A tool of a chat."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
 
 
 class CompletionRequest(Sampled):
     """A request to continue a text or token ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = None
-    echo: bool = False
+    prompt: Any
+    logprobs: int | None = Field(None, ge=0, le=1)
 
-    def single_prompt(self) -> str | list[int]:
-        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
-            if len(self.prompt) > 1:
+    def single_prompt(self, vocabulary: int) -> str | list[int]:
+        """Return the text, or the token ids; rejects those that are not below `vocabulary`."""
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
                 raise rejected(400, "prompt: send one request per prompt", param="prompt")
-            return self.prompt[0]
-        return self.prompt  # type: ignore[return-value]
-
-    def wanted(self) -> Wanted:
-        if self.echo:
-            raise rejected(400, "echo is not supported", param="echo")
-        return super().wanted()
+            prompt = prompt[0]
+        ids = isinstance(prompt, list) and all(type(one) is int and 0 <= one < vocabulary for one in prompt)
+        if not ids and not isinstance(prompt, str):
+            message = f"prompt: a prompt is a text, or a list of token ids from 0 to {vocabulary - 1}"
+            raise rejected(400, message, param="prompt")
+        return prompt
 
 
 def chat_body(reply: Reply, request: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -135,23 +108,39 @@ def _body(reply: Reply, kind: str, choice: dict[str, Any], model: str, request: 
     body = {"id": reply.turn.id, "object": kind, "created": int(time.time()), "model": model, "choices": [choice]}
     if request.return_token_ids:
         body["prompt_token_ids"] = reply.prompt_ids
-    return body | {"usage": usage(reply)}
-
-
-def usage(reply: Reply) -> dict[str, int]:
-    prompt, sampled = len(reply.prompt_ids), len(reply.turn.completion.token_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    prompt, sampled = len(reply.prompt_ids), len(completion.token_ids)
+    used = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    return body | {"usage": used}
 
 
 def _chat_log_probs(reply: Reply, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    completion, found = reply.turn.completion, []
-    for token, log_prob in zip(completion.token_ids.tolist(), completion.log_probs.tolist(), strict=True):
-        text = tokenizer.decode([token])
-        found.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
+    completion, found, written = reply.turn.completion, [], token_bytes(tokenizer)
+    log_probs = np.nan_to_num(completion.log_probs, nan=LOWEST, neginf=LOWEST)
+    for token, log_prob in zip(completion.token_ids.tolist(), log_probs.tolist(), strict=True):
+        one = {"token": tokenizer.decode([token]), "logprob": log_prob, "bytes": list(written(token))}
+        found.append(one | {"top_logprobs": []})
     return found
 
 
-def stream_of(body: dict[str, Any], options: dict[str, Any] | None) -> Iterator[str]:
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
+    """Return a function that makes of a token its bytes, which need not be whole characters."""
+    added, alphabet = tokenizer.added_tokens_decoder, {text: byte for byte, text in bytes_to_unicode().items()}
+    by_byte = all(
+        tokenizer.convert_tokens_to_ids(text) not in (None, tokenizer.unk_token_id) for text in "\u0120\u010a"
+    )
+
+    def written(token: int) -> bytes:
+        piece = added[token].content if token in added else tokenizer.convert_ids_to_tokens(token) or ""
+        if token not in added and by_byte and all(character in alphabet for character in piece):
+            return bytes(alphabet[character] for character in piece)
+        if single := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of a vocabulary of pieces of text
+            return bytes.fromhex(single[1])
+        return piece.replace("\u2581", " ").encode()
+
+    return written
+
+
+def stream_of(body: dict[str, Any], *, usage: bool) -> Iterator[str]:
     """Return a completion as server-sent events: all of it in one chunk, then the usage if it is wanted."""
     body, (choice,) = dict(body), body["choices"]
     used = body.pop("usage")
@@ -160,11 +149,11 @@ def stream_of(body: dict[str, Any], options: dict[str, Any] | None) -> Iterator[
         choice["delta"] = message | ({"tool_calls": calls} if calls else {})
         body["object"] = "chat.completion.chunk"
     yield event(body)
-    if (options or {}).get("include_usage"):
+    if usage:
         yield event(body | {"choices": [], "usage": used})
     yield STREAM_END
 
 
 def event(body: dict[str, Any], name: str = "") -> str:
     """Return one server-sent event."""
-    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(body)}\n\n"
+    return (f"event: {name}\n" if name else "") + f"data: {to_json(body, inf_nan_mode='null').decode()}\n\n"

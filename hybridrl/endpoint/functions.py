@@ -35,7 +35,8 @@ class AgentSettings:
     `mode` is inline, in the process of the endpoint, process, one for each episode, or online: the endpoint is then at
     `host` and `port` and gives sessions to who has the `admin_key`. At most `concurrency` agents of one call of the
     driver run at a time in each process that runs episodes (None: all). An episode that gets no reward is a fault if
-    `needs_reward`, else the reward function scores it.
+    `needs_reward`, else the reward function scores it. `forced_tool_choice` is what becomes of a request that requires
+    a call: reject, or auto.
     """
 
     path: str = ""
@@ -47,6 +48,7 @@ class AgentSettings:
     host: str = "127.0.0.1"
     port: int = 0
     admin_key: str | None = None
+    forced_tool_choice: str = "reject"
 
     def load(self) -> Agent:
         """Return the function; ConfigError says what is wrong with the file."""

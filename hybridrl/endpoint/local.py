@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import signal
+import time
 
 from transformers import AutoConfig
 
@@ -11,6 +12,8 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.endpoint.app import create_app
 from hybridrl.endpoint.core import Wanted
+from hybridrl.endpoint.fields import OF_THE_RUN
+from hybridrl.endpoint.messages import rejected
 from hybridrl.endpoint.server import serving
 from hybridrl.endpoint.sessions import Session, Sessions
 from hybridrl.environments.episode_loop import Kit, Limits
@@ -19,6 +22,9 @@ from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.tracking.console import info
 
 LONGEST = 32768  # tokens of a context, unless rollout.max_model_len is set
+CHECK_SECONDS, STALLED_SECONDS = 0.5, 60.0
+# Fields of Sampling that a request may choose.
+SAMPLING = (*(name for name in OF_THE_RUN if name != "seed"), "min_tokens", "ignore_eos", "json_schema")
 
 
 class Local:
@@ -26,19 +32,42 @@ class Local:
 
     def __init__(self, engine: RolloutEngine, rollout: RolloutConfig, kit: Kit) -> None:
         self.engine, self.rollout, self.kit = engine, rollout, kit
+        self.moved = time.monotonic()  # when the engine was last seen to work, or to have nothing to do
 
     async def __call__(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
-        rollout, seed = self.rollout, secrets.randbits(31) if wanted.seed is None else wanted.seed
+        seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
+        defaults = {name: getattr(self.rollout, name, None) for name in SAMPLING}
+        values = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
+        chosen = {name: value for name, value in (defaults | values).items() if value is not None}
         sampling = Sampling(
             max_tokens=wanted.max_tokens or 1,
-            stop_ids=tuple(sorted(self.kit.end_ids)),
-            temperature=rollout.temperature if wanted.temperature is None else wanted.temperature,
-            top_p=wanted.top_p or rollout.top_p,
-            top_k=wanted.top_k or rollout.top_k,
-            repetition_penalty=rollout.repetition_penalty,
-            stop=(*rollout.stop, *wanted.stop),
+            stop_ids=tuple(sorted(self.kit.end_ids | {*wanted.stop_ids})),
+            stop=(*self.rollout.stop, *wanted.stop),
+            **chosen,
         )
-        return await self.engine.generate(Request(0, 0, ids, seed, sampling))
+        try:
+            return await self.engine.generate(Request(0, 0, ids, seed, sampling))
+        except Exception as error:
+            await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
+            raise rejected(400, f"the engine rejects this request: {error}") from error
+
+    async def check(self) -> None:
+        """Raise if the engine is dead, or has requests and samples nothing."""
+        await self.engine.check()
+        if (silence := time.monotonic() - self.moved) > STALLED_SECONDS:
+            raise TimeoutError(f"{self.engine.unfinished} requests and no token for {silence:.0f} s")
+
+    async def watch(self) -> str:
+        """Return why the engine is dead, once it is."""
+        tokens = -1
+        while True:
+            try:
+                before, tokens = tokens, await self.engine.check()
+            except Exception as error:  # whatever the engine died of
+                return str(error)
+            if tokens != before or not self.engine.unfinished:
+                self.moved = time.monotonic()
+            await asyncio.sleep(CHECK_SECONDS)
 
 
 def longest_context(model: ModelConfig) -> int:
@@ -69,24 +98,26 @@ async def serve(
     port: int,
     name: str,
     source: str,
-) -> None:
-    """Serve a Hugging Face model, made from `source`, until the process gets a signal to end; ConfigError if the port
-    cannot be used."""
+) -> str:
+    """Serve a Hugging Face model, made from `source`, until the process gets a signal to end; returns why it ended
+    otherwise. ConfigError if the port cannot be used."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)
     context = rollout.max_model_len = rollout.max_model_len or longest_context(model)
     kit = make_kit(model, rollout, context)
-    # The engine's own default is weights that a trainer sends.
-    rollout.engine_kwargs.vllm["load_format"] = "auto"
+    # The engine's own defaults are weights that a trainer sends, and no tokenizer, which schemas of responses need.
+    rollout.engine_kwargs.vllm |= {"load_format": "auto", "skip_tokenizer_init": False}
     engine = ENGINES[rollout.name].build(device, model, rollout, 1)
     await engine.connect()
-    admin = secrets.token_urlsafe(16)
-    app = create_app(Local(engine, rollout, kit), Sessions(kit), model=name, admin_key=admin)
+    admin, policy = secrets.token_urlsafe(16), Local(engine, rollout, kit)
+    app = create_app(policy, Sessions(kit), model=name, admin_key=admin, check=policy.check, host=host)
+    stopping, dying = asyncio.create_task(ended.wait()), asyncio.create_task(policy.watch())
     try:
         async with serving(app, host, port) as address:
             info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
             info(f"admin key of /rl/start_session: {admin}")
-            await ended.wait()
+            await asyncio.wait([stopping, dying], return_when=asyncio.FIRST_COMPLETED)
     except OSError as error:
         raise ConfigError(f"port={port}: {host}:{port} cannot be used ({error.strerror})", fix="set port=0") from error
+    return dying.result() if dying.done() else ""

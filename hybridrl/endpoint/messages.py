@@ -7,9 +7,19 @@ the reasoning. It is still the message that was sampled.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import from_json
 
 from hybridrl.environments import Message, Schema
 from hybridrl.environments.calls import REASONING_END
@@ -24,46 +34,117 @@ def rejected(status: int, message: str, *, code: str | None = None, param: str |
     return HTTPException(status, {"message": message, "param": param, "code": code})
 
 
-def as_rendered(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+class Fields(BaseModel):
+    """An object of a request. A field that is null is absent; numbers are finite."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        return {name: item for name, item in values.items() if item is not None} if isinstance(values, dict) else values
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def place(path: Sequence[str | int]) -> str:
+    """Return the name of a field: messages[0].content."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def validated(kind: type[F], value: Any, where: str) -> F:
+    """Return an object of a request that is at `where`; rejects one with other fields, by their names."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param, value = place((where, *first["loc"])), first["input"]
+        given = f", not {value!r:.80}" if first["type"] == "literal_error" else ""
+        raise rejected(400, f"{param}: {first['msg']}{given}", param=param) from error
+
+
+def encodable(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which JSON can hold and no tokenizer can read."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def joined(content: Any) -> str:
+    """Return the text of a content, which is a string or a list of parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [(part.get("text") or "") if _is_text(part) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the policy reads text only: a string, or a list of {type: text, text}")
+    return "".join(texts)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
+
+
+def _arguments(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise ValueError("the arguments of a call are JSON text")
+    if isinstance(value, str) and "\\u" in value:  # half of a surrogate pair, which templates would write
+        from_json(value)
+    return value or "{}"
+
+
+Text = Annotated[str, BeforeValidator(joined)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Function(Fields):
+    """The function of a call, with its arguments as text or as an object."""
+
+    name: Name
+    arguments: Annotated[Any, AfterValidator(_arguments)] = "{}"
+
+
+class Call(Fields):
+    """A call of a tool in a response."""
+
+    id: str = ""
+    function: Function
+
+
+class ChatMessage(Fields):
+    """A message of a chat; fields that no template reads are left out."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text = ""
+    reasoning_content: str = ""
+    tool_calls: list[Call] = Field([])
+    tool_call_id: str = ""
+    name: str = ""
+
+
+def as_rendered(messages: Sequence[Any], places: Sequence[str] = ()) -> list[Message]:
     """Return messages as a chat template reads them: texts as strings, results of tools with the name of the tool.
 
-    Fields that no template reads are left out. Rejects content that is not text.
+    Rejects content that is not text; `places` are the names of the fields that the messages come from.
     """
     names: dict[str, str] = {}  # of tools, by the id of the call
     rendered = []
-    for number, given in enumerate(messages):
-        role = given.get("role")
-        if not isinstance(role, str):
-            raise rejected(400, f"messages[{number}] has no role", param=f"messages[{number}].role")
-        message: Message = {"role": ROLES.get(role, role), "content": _text(given.get("content"), number)}
-        if reasoning := given.get("reasoning_content"):
-            message["reasoning_content"] = reasoning
-        if calls := given.get("tool_calls"):
-            message["tool_calls"] = [_call(call, number) for call in calls]
-            names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+    for number, item in enumerate(messages):
+        given = validated(ChatMessage, item, places[number] if places else f"messages[{number}]")
+        message: Message = {"role": ROLES.get(given.role, given.role), "content": given.content}
+        if given.reasoning_content:
+            message["reasoning_content"] = given.reasoning_content
+        if given.tool_calls:
+            message["tool_calls"] = [_call(call) for call in given.tool_calls]
+            names |= {call.id: call.function.name for call in given.tool_calls}
         if message["role"] == "tool":
-            called = str(given.get("tool_call_id", ""))
-            message |= {"tool_call_id": called, "name": given.get("name") or names.get(called, "")}
+            message |= {"tool_call_id": given.tool_call_id, "name": given.name or names.get(given.tool_call_id, "")}
         rendered.append(message)
     return rendered
 
 
-def _text(content: Any, number: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, Mapping) and part.get("type") in TEXT_PARTS for part in parts):
-        raise rejected(400, f"messages[{number}]: the policy reads text only", param=f"messages[{number}].content")
-    return "".join(part.get("text") or "" for part in parts)
-
-
-def _call(call: Any, number: int) -> dict[str, Any]:
-    try:
-        function = {"name": str(call["function"]["name"]), "arguments": call["function"].get("arguments") or "{}"}
-        return {"id": str(call.get("id", "")), "type": "function", "function": function}
-    except (TypeError, KeyError, AttributeError) as error:
-        param = f"messages[{number}].tool_calls"
-        raise rejected(400, f"{param}: a call is {{id, function: {{name, arguments}}}}", param=param) from error
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

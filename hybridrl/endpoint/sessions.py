@@ -7,17 +7,22 @@ again. Where the agent changed what the policy wrote, the conversation is render
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.endpoint.messages import digests, rejected
 from hybridrl.environments import Message, Schema
+from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.environments.episode_loop import SHORTEST_TURN, Kit
 from hybridrl.rollout import Completion
 
 KEY_PREFIX = "sk-sess-"
+LOST_SECONDS = 60.0  # after which a client that disconnected is not waited for
 
 
 @dataclass(eq=False)
@@ -86,6 +91,9 @@ class Session:
     stop: str = ""  # the limit that ended it
     closed: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    preparing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of one prompt at a time
+    requests: int = 0  # that came so far
+    open: int = 0  # requests that are not answered yet
     used: float = 0.0
 
     def close(self, why: str = "it has ended") -> None:
@@ -93,25 +101,56 @@ class Session:
         self.closed = self.closed or why
         self.ended.set()
 
-    def prompt_for(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Prompt:
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request while it is open."""
+        self.requests, self.open = self.requests + 1, self.open + 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+    def close_if_lost(self, requests: int) -> None:
+        """Take no more requests if none came since there were so many: the client has gone."""
+        if not self.open and self.requests == requests:
+            self.close(f"its client disconnected and sent nothing for {LOST_SECONDS:g} s")
+
+    def prompt_for(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Prompt:
         """Return the prompt of a conversation: the recorded ids and what its further messages add, or all rendered."""
-        found = (self.recorded.get(digest) for digest in reversed(digests(messages, tools)))
+        known = [*tools, dict(template)] if template else tools  # what a conversation is continued with
+        found = (self.recorded.get(digest) for digest in reversed(digests(messages, known)))
         parent = next((turn for turn in found if turn is not None), None)
         new = messages[len(parent.messages) :] if parent else messages
+        dialogue = self._dialogue(template)
         try:
             if parent is None or not new or _sampled(new):
                 self.forks += bool(self.turns) and _sampled(messages)
-                ids = self.kit.dialogue.start(messages, tools, trusted=self.trusted)
-                return self._prompt(None, ids, 0, messages, tools)
+                ids = dialogue.start(messages, tools, trusted=self.trusted)
+                return self._prompt(None, ids, 0, messages, known)
             sampled = parent.completion.token_ids.tolist()
             ended = sampled[-1] in self.kit.end_ids
-            delta = self.kit.dialogue.delta(new, sampled, ended=ended, called=parent.called, tools=tools)
+            delta = dialogue.delta(new, sampled, ended=ended, called=parent.called, tools=tools)
         except ConfigError as error:
             raise rejected(400, str(error), param="messages") from error
-        return self._prompt(parent, delta.ids, delta.dropped, messages, tools)
+        return self._prompt(parent, delta.ids, delta.dropped, messages, known)
 
-    def prompt_of_ids(self, ids: list[int]) -> Prompt:
-        """Return the prompt of token ids, which continue the longest recorded context that they begin with."""
+    def _dialogue(self, template: Mapping[str, Any]) -> Dialogue:
+        try:
+            return self.kit.dialogue.with_arguments(template) if template else self.kit.dialogue
+        except ConfigError as error:
+            raise rejected(400, f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
+
+    def prompt_of(self, prompt: str | list[int]) -> Prompt:
+        """Return the prompt of a text, or of token ids, which continue the longest recorded context that they begin
+        with."""
+        ids = self.kit.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        if not ids:
+            raise rejected(400, "prompt: it has no tokens", param="prompt")
         contexts = [(turn, context) for turn in self.turns if ids[: len(context := turn.ids())] == context]
         parent, known = max(contexts, key=lambda one: len(one[1]), default=(None, []))
         return self._prompt(parent, ids[len(known) :], 0, [{"role": "user", "content": self.kit.tokenizer.decode(ids)}])

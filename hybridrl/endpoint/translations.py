@@ -2,65 +2,77 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field
 
 from hybridrl.endpoint.core import Reply, Wanted
-from hybridrl.endpoint.formats import Sampled, event
-from hybridrl.endpoint.messages import rejected
-from hybridrl.environments import Schema
+from hybridrl.endpoint.fields import COMMON_HINTS, Format, Rules, Sampled, Stops, tool_schema
+from hybridrl.endpoint.formats import event
+from hybridrl.endpoint.messages import Fields, Text, as_rendered, rejected, validated
+from hybridrl.environments import Message, Schema
 
 Json = dict[str, Any]
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # Anthropic's
 
 
+class Item(Fields):
+    """A part of the conversation of Responses: a message, a call of a function, or its output."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: str = ""
+    content: Any = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: Text = ""
+
+
+class TextOptions(Fields):
+    """The format of the response of Responses."""
+
+    format: Format = Format(type="text")
+
+
 class ResponsesRequest(Sampled):
     """A request of OpenAI's Responses; the whole conversation is in `input`."""
 
-    input: str | list[Json]
-    instructions: str | None = None
-    tools: list[Json] | None = None
-    tool_choice: str | Json = "auto"
-    max_output_tokens: PositiveInt | None = None
-    previous_response_id: str | None = None
+    HINTS = COMMON_HINTS | {"include", "reasoning"}
+    SCHEMA = "text.format"
 
-    @property
-    def reads_calls(self) -> bool:
-        return bool(self.tools) and self.tool_choice == "auto"
+    input: Any
+    instructions: str = ""
+    tools: list[Any] = Field([])
+    max_output_tokens: int | None = Field(None, gt=0)
+    text: TextOptions = TextOptions()
 
-    def wanted(self) -> Wanted:
-        self.max_tokens = self.max_output_tokens
-        if self.previous_response_id:
-            message = "previous_response_id: responses are not stored; send the whole conversation as input"
-            raise rejected(400, message, param="previous_response_id")
-        if self.tool_choice not in ("auto", "none"):
-            raise rejected(400, "tool_choice: choose auto or none", param="tool_choice")
-        return super().wanted()
+    def wanted(self, rules: Rules) -> Wanted:
+        self.max_tokens = self.max_output_tokens or self.max_tokens
+        return super().wanted(rules)
+
+    def schema_wanted(self) -> str | None:
+        return self.text.format.schema_text(self.SCHEMA)
 
     def schemas(self) -> list[Schema]:
-        return [_schema(tool, "parameters", number) for number, tool in enumerate(self.tools or ())]
+        return [_schema(tool, "parameters", ("function",), number) for number, tool in enumerate(self.tools)]
 
-    def chat(self) -> list[Json]:
+    def conversation(self) -> list[Message]:
         """Return the conversation as chat messages; calls belong to the response before them."""
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        places = ["instructions"] * len(messages)
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        for item in items:
-            kind = item.get("type", "message")
-            if kind == "function_call":
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
-            elif kind == "function_call_output":
-                result = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
-                messages.append({"role": "tool", **result})
-            elif kind == "message":
-                messages.append({"role": item.get("role"), "content": item.get("content")})
-            elif kind != "reasoning":
-                raise rejected(400, f"input items of the type {kind} are not supported", param="input")
-        return messages
+        if not isinstance(items, list) or not items:
+            raise rejected(400, "input: a text, or a list with at least one item", param="input")
+        for number, given in enumerate(items):
+            item = validated(Item, given, f"input[{number}]")
+            if item.type == "function_call" and messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(_response_call(item))
+            elif item.type != "reasoning":
+                messages.append(_as_chat(item))
+                places.append(f"input[{number}]")
+        return as_rendered(messages, places)
 
     def body(self, reply: Reply, model: str) -> Json:
         message, cut = reply.message, reply.finish == "length"
@@ -82,7 +94,7 @@ class ResponsesRequest(Sampled):
             "output": [item | {"status": "completed"} for item in output],
             "parallel_tool_calls": True,
             "tool_choice": self.tool_choice,
-            "tools": self.tools or [],
+            "tools": self.tools,
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": 0},
@@ -109,53 +121,78 @@ class ResponsesRequest(Sampled):
             yield event(one | {"sequence_number": number}, one["type"])
 
 
+class Block(Fields):
+    """A part of a message of Anthropic's."""
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = Field({})
+    tool_use_id: str = ""
+    content: Text = ""
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+
+
+class AnthropicMessage(Fields):
+    """A message of Anthropic's, with a text or blocks."""
+
+    role: str
+    content: Blocks = Field([])
+
+
+class OutputOptions(Fields):
+    """The format of the response of Anthropic's Messages."""
+
+    format: Format = Format(type="text")
+
+
 class MessagesRequest(Sampled):
     """A request of Anthropic's Messages."""
 
-    messages: list[Json] = Field(min_length=1)
-    system: str | list[Json] | None = None
-    tools: list[Json] | None = None
-    tool_choice: Json | None = None
-    stop_sequences: list[str] | None = None
+    HINTS = COMMON_HINTS | {"thinking", "context_management", "betas", "cache_control", "inference_geo"}
+    SCHEMA = "output_config.format"
 
-    @property
-    def reads_calls(self) -> bool:
-        return bool(self.tools) and (self.tool_choice or {}).get("type", "auto") == "auto"
+    messages: list[Any] = Field(min_length=1)
+    system: Text = ""
+    tools: list[Any] = Field([])
+    stop_sequences: Stops = Field([])
+    output_config: OutputOptions = OutputOptions()
 
-    def wanted(self) -> Wanted:
-        self.stop = self.stop_sequences
-        if (self.tool_choice or {}).get("type", "auto") not in ("auto", "none"):
-            raise rejected(400, "tool_choice: choose auto or none", param="tool_choice")
-        return super().wanted()
+    def wanted(self, rules: Rules) -> Wanted:
+        self.stop = [*self.stop, *self.stop_sequences]
+        return super().wanted(rules)
+
+    def schema_wanted(self) -> str | None:
+        return self.output_config.format.schema_text(self.SCHEMA)
 
     def schemas(self) -> list[Schema]:
-        return [_schema(tool, "input_schema", number) for number, tool in enumerate(self.tools or ())]
+        kinds = ("function", "custom")
+        return [_schema(tool, "input_schema", kinds, number) for number, tool in enumerate(self.tools)]
 
-    def chat(self) -> list[Json]:
+    def conversation(self) -> list[Message]:
         """Return the conversation as chat messages; results of tools are messages of their own."""
         messages: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
-        for message in self.messages:
-            content = message.get("content")
-            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-            of_kind = {kind: [one for one in blocks if one.get("type") == kind] for kind in BLOCKS}
-            if unknown := [one.get("type") for one in blocks if one.get("type") not in BLOCKS]:
-                raise rejected(400, f"content of the type {unknown[0]} is not supported", param="messages")
-            for result in of_kind["tool_result"]:
-                messages.append(
-                    {"role": "tool", "tool_call_id": result.get("tool_use_id"), "content": result.get("content")}
-                )
-            if of_kind["text"] or of_kind["tool_use"] or not of_kind["tool_result"]:
-                messages.append({"role": message.get("role"), "content": of_kind["text"]})
-            if calls := of_kind["tool_use"]:
-                messages[-1]["tool_calls"] = [_chat_call(call) for call in calls]
-        return messages
+        places = ["system"] * len(messages)
+        for number, given in enumerate(self.messages):
+            message = validated(AnthropicMessage, given, f"messages[{number}]")
+            found = _as_chats(message)
+            messages += found
+            places += [f"messages[{number}]"] * len(found)
+        return as_rendered(messages, places)
 
     def body(self, reply: Reply, model: str) -> Json:
         message = reply.message
         content: list[Json] = [{"type": "text", "text": message["content"]}] if message["content"] else []
         for call in message.get("tool_calls", ()):
             function = call["function"]
-            arguments = json.loads(function["arguments"])
+            arguments = json.loads(function["arguments"], parse_constant=str)
             content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
         used = {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.turn.completion.token_ids)}
         about = {"id": reply.turn.id, "type": "message", "role": "assistant", "model": model, "content": content}
@@ -179,16 +216,37 @@ class MessagesRequest(Sampled):
             yield event(one, one["type"])
 
 
-BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+def _schema(tool: Any, parameters: str, kinds: Sequence[str], number: int) -> Schema:
+    where = f"tools[{number}]"
+    if not isinstance(tool, dict) or (tool.get("type") or "function") not in kinds:
+        raise rejected(400, f"{where}: a tool is a function; the provider's own tools are not here", param=where)
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get(parameters)}
+    return tool_schema(function, where)
 
 
-def _schema(tool: Mapping[str, Any], parameters: str, number: int) -> Schema:
-    if tool.get("type", "function") not in ("function", "custom") or not tool.get("name"):
-        raise rejected(400, f"tools[{number}] has no name, or is a tool of the provider", param=f"tools[{number}]")
-    function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get(parameters)}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value}}
+def _response_call(item: Item) -> Json:
+    return {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
 
 
-def _chat_call(call: Json) -> Json:
-    function = {"name": call.get("name"), "arguments": json.dumps(call.get("input") or {})}
-    return {"id": call.get("id"), "function": function}
+def _as_chat(item: Item) -> Json:
+    if item.type == "function_call":
+        return {"role": "assistant", "content": "", "tool_calls": [_response_call(item)]}
+    if item.type == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+    return {"role": item.role, "content": item.content}
+
+
+def _as_chats(message: AnthropicMessage) -> list[Json]:
+    """Return the results of tools in a message as messages, and then the message with its text and calls."""
+    kinds: dict[str, list[Block]] = defaultdict(list)
+    for block in message.content:
+        kinds[block.type].append(block)
+    found: list[Json] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content} for block in kinds["tool_result"]
+    ]
+    if kinds["text"] or kinds["tool_use"] or not kinds["tool_result"]:
+        found.append({"role": message.role, "content": "".join(block.text for block in kinds["text"])})
+    if calls := kinds["tool_use"]:
+        functions = [{"name": call.name, "arguments": json.dumps(call.input)} for call in calls]
+        found[-1]["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(calls, functions, strict=True)]
+    return found

@@ -71,12 +71,24 @@ class Dialogue:
     ) -> None:
         self.history_reasoning = history_reasoning
         self.tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, arguments)
+        self._end_ids = end_ids
         added = tokenizer.added_tokens_decoder
         self._ends = [added[i].content if i in added else tokenizer.decode([i]) for i in sorted(end_ids)]
         self._encoded_start = lru_cache(maxsize=64)(self._template.encode)  # of the samples of a prompt, unless long
+        self._others = lru_cache(maxsize=8)(self._with_arguments)
         self._stand_ins: dict[tuple[int, bool, str], _StandIn] = {}
         self.stop_ids = self._find_stop_ids(end_ids)
         self.strips_reasoning = self._drops_reasoning()
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "Dialogue":
+        """Return the dialogue with these arguments of the template too; ConfigError if it does not read them."""
+        if unread := sorted(arguments.keys() - self._template.reads(arguments)):
+            raise ConfigError(f"the chat template does not read {', '.join(unread)}", fix="leave it out")
+        return self._others(tuple(sorted(arguments.items())))
+
+    def _with_arguments(self, arguments: tuple[tuple[str, Any], ...]) -> "Dialogue":
+        options = {"arguments": {**self._template.arguments, **dict(arguments)}}
+        return Dialogue(self.tokenizer, self._end_ids, **options, history_reasoning=self.history_reasoning)
 
     def start(
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, trusted: Sequence[Message] | None = None

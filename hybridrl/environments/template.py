@@ -3,7 +3,8 @@
 import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from jinja2 import TemplateError
@@ -39,7 +40,7 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             cause = "conversations of several turns need a chat template, and the model has none"
             raise ConfigError(cause, fix=f"set {KEY}=chatml, or a file")
-        self._tokenizer, self._arguments = tokenizer, dict(arguments)
+        self._tokenizer, self.arguments = tokenizer, dict(arguments)
         source, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special}
         written = {token.content for token in added if token.content in source and token.content.strip()}
@@ -64,9 +65,15 @@ class ChatTemplate:
             if self._as_parts:
                 messages = [_with_parts(message) for message in messages]
             messages = [_with_arguments(m, as_text=self._as_text) if m.get("tool_calls") else m for m in messages]
-            return self._tokenizer.apply_chat_template(messages, **options, **self._arguments)
+            return self._tokenizer.apply_chat_template(messages, **options, **self.arguments)
         except REJECTIONS as error:
             raise ConfigError(f"the chat template rejects these messages: {error}", fix=f"set {KEY}") from error
+
+    def reads(self, names: Iterable[str]) -> set[str]:
+        """Return those of the names that are in the template, and are free for its arguments."""
+        taken = {"messages", "bos_token", *signature(self._tokenizer.apply_chat_template).parameters}
+        words = {*re.findall(r"\w+", str(self._tokenizer.chat_template))} - taken
+        return {name for name in names if name in words}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered text; the parts between marks that `plain` has set are encoded one by one."""

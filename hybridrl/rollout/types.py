@@ -13,7 +13,7 @@ Key = tuple[int, int, int]  # of a request: prompt, sample, turn
 @dataclass(frozen=True)
 class Sampling:
     """How responses are sampled; temperature 0 is greedy. Any of `stop_ids` ends a response, and so does a text of
-    `stop`, with the token that completes it."""
+    `stop`, with the token that completes it. One with a `json_schema` is constrained to match it."""
 
     max_tokens: int
     stop_ids: tuple[int, ...]
@@ -24,6 +24,10 @@ class Sampling:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    json_schema: str | None = None
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ def agent_settings(config: PPOConfig) -> AgentSettings | None:
     # With full_determinism turns are sampled once every episode wants one, so none may wait for another to end.
     concurrency = None if rollout.full_determinism else agent.concurrency
     shared = {"concurrency": concurrency, "turn_discount": agent.turn_discount}
+    shared |= {"forced_tool_choice": agent.forced_tool_choice}
     shared |= {"mode": agent.mode, "needs_reward": uses_built_in(config.reward)}
     if agent.mode == ONLINE:
         _check_online(config)

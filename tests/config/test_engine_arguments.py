@@ -49,7 +49,10 @@ def test_the_names_are_those_of_vllm_itself():
 
 
 # What hybridrl sets and a user may change, or what follows from keys of LoRA, which are checked with the model.
-FREE = {"disable_log_stats", "kv_cache_memory_bytes", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"}
+FREE = {
+    *("disable_log_stats", "kv_cache_memory_bytes", "structured_outputs_config"),
+    *("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"),
+}
 
 
 def test_every_argument_that_hybridrl_gives_the_engine_is_in_a_table():

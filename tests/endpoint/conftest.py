@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,12 @@ def endpoint(tokenizer: Qwen2Tokenizer, kit_of: Callable[..., Kit]) -> Callable[
     """Serve a script: `async with endpoint(texts) as served`."""
 
     @asynccontextmanager
-    async def serve(texts: Any, *, clock: Any = None, timeout: float = 3600, **limits: Any) -> AsyncIterator[Served]:
+    async def serve(
+        texts: Any, *, clock: Any = None, timeout: float = 3600, app: Any = MappingProxyType({}), **limits: Any
+    ) -> AsyncIterator[Served]:
         sessions = Sessions(kit_of(**limits), timeout, **({"clock": clock} if clock else {}))
         script = Script(tokenizer, texts)
-        async with serving(create_app(script, sessions, admin_key=ADMIN)) as address:
+        async with serving(create_app(script, sessions, admin_key=ADMIN, **app)) as address:
             yield Served(address, sessions, script)
 
     return serve

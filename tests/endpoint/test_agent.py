@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from hybridrl.endpoint import agent
+from hybridrl.endpoint import agent, app
 from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.episode import Trajectory
@@ -143,6 +143,12 @@ def test_an_agent_may_set_rewards_through_the_endpoint(run):
     """
     (found,) = run(code, {})
     assert found.reward == 0.75 and found.fault is None
+
+
+@pytest.mark.parametrize("reward", ["nan", "inf"])
+def test_an_agents_reward_that_is_no_finite_number_is_a_fault(run, reward):
+    (found,) = run(LOOP, {"turns": 1, "reward": float(reward)})
+    assert (found.fault, found.stop, found.reward) == ("nan", "fault", None) and reward in found.detail
 
 
 @pytest.mark.parametrize(
@@ -286,6 +292,51 @@ def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_
         return found
 
     assert asyncio.run(scenario()).fault == "no turns"
+
+
+@pytest.mark.parametrize("how", ["disconnects", "is ended by the owner"])
+def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokenizer, kit_of, monkeypatch, how):
+    monkeypatch.setattr(app, "LOST_SECONDS", 0.1)
+    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of(timeout=60))
+    policy, owner = Counting(tokenizer, delay=0.5), {"Authorization": "Bearer secret"}
+
+    async def scenario() -> Trajectory:
+        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+            episode = asyncio.create_task(agents.run(policy, MESSAGES, {}))
+            taken = (await client.post("/rl/start_session", headers=owner)).json()
+            if how == "disconnects":
+                own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}, "timeout": 0.1}
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own)
+            else:
+                named = {"session_id": taken["session_id"]}
+                assert (await client.post("/rl/end_session", json=named, headers=owner)).status_code == 200
+            found = await asyncio.wait_for(episode, 30)
+        await agents.open.aclose()
+        return found
+
+    assert asyncio.run(scenario()).fault == "no turns"
+
+
+def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, kit_of):
+    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of())
+
+    async def scenario() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False, timeout=30) as client:
+            episode = asyncio.create_task(agents.run(Counting(tokenizer, delay=60), MESSAGES, {}))
+            taken = (await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})).json()
+            own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}}
+            asked = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own))
+            while not agents.policies[taken["session_id"]].tasks:
+                await asyncio.sleep(0.01)
+            await client.post("/rl/end_session", **own)
+            await episode
+            reply = await asked
+        await agents.open.aclose()
+        return reply
+
+    reply = asyncio.run(scenario())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "session_closed")
 
 
 @pytest.fixture

@@ -116,12 +116,12 @@ def test_texts_and_token_ids_are_continued(endpoint, tokenizer):
     [
         ({"n": 2}, "n"),
         ({"temperature": -1}, "temperature"),
-        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"logit_bias": {"1": 1}}, "logit_bias"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": []}, "messages"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -160,13 +160,16 @@ def test_requests_belong_to_the_session_that_they_name(endpoint):
     async def run():
         async with endpoint(lambda prompt: "7") as served:
             session, plain = served.sessions.start(), served.client()
+            admin = plain.with_options(api_key=ADMIN)
             await ask(served.client(session))
-            await ask(plain, extra_headers={"X-Session-ID": session.id})
-            await ask(plain, metadata={"session_id": session.id})
-            await ask(plain, user=session.id)
+            named = {"X-Session-ID": session.id}, {"session_id": session.id}, session.id
+            for name, value in zip(("extra_headers", "metadata", "user"), named, strict=True):
+                await ask(admin, **{name: value})
+                with pytest.raises(openai.AuthenticationError):
+                    await ask(plain, **{name: value})
             await ask(plain, user="somebody")
             with pytest.raises(openai.NotFoundError):
-                await ask(plain, extra_headers={"X-Session-ID": "unknown"})
+                await ask(admin, extra_headers={"X-Session-ID": "unknown"})
             with pytest.raises(openai.AuthenticationError):
                 await ask(plain.with_options(api_key="sk-sess-unknown"))
             return session, served.sessions.unrecorded

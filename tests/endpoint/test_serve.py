@@ -1,19 +1,27 @@
 """The command that serves a model: its keys, its messages, and one real server."""
 
+import asyncio
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import openai
 import psutil
 import pytest
 
 from hybridrl import serve
 from hybridrl.config import ConfigError
+from hybridrl.endpoint import local
+from hybridrl.rollout import Completion, Request
+from hybridrl.rollout.engine import ENGINES
 
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 180
@@ -55,6 +63,51 @@ def test_without_arguments_the_usage_is_printed(capsys):
     assert "served_model_name=policy" in capsys.readouterr().out
 
 
+class DyingEngine:
+    """An engine that is dead once it has been asked for a response."""
+
+    unfinished, dead = 0, False
+
+    async def connect(self) -> None:
+        return None
+
+    async def generate(self, request: Request) -> Completion:
+        self.dead = True
+        raise RuntimeError("the engine is dead: no memory")
+
+    async def check(self) -> int:
+        if self.dead:
+            raise RuntimeError("the engine is dead: no memory")
+        return 0
+
+
+def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny, monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setitem(ENGINES, "vllm", SimpleNamespace(build=lambda *_: DyingEngine()))
+    _, section = serve.read([f"model.path={tiny}"])
+
+    async def scenario() -> str:
+        options = {"host": "127.0.0.1", "port": port, "name": "policy", "source": "tiny"}
+        serving = asyncio.create_task(local.serve(section.model, section.rollout, "cpu", **options))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            while True:
+                try:
+                    assert (await http.get("/health")).status_code == 200
+                    break
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.1)
+            body = {"messages": [{"role": "user", "content": "a"}]}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 500
+            assert (await http.get("/health")).status_code == 503
+        return await asyncio.wait_for(serving, 30)
+
+    cause = asyncio.run(scenario())
+    monkeypatch.setattr(serve, "run", lambda *_: cause)
+    assert serve.main([f"model.path={tiny}"]) == serve.EXIT_FAILED
+    assert "error: serving ended: the engine is dead: no memory" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_served_model_responds_repeatably_and_ctrl_c_leaves_nothing(tiny, tmp_path):
     arguments = [f"model.path={tiny}", "port=0", "device=cpu", "rollout.max_num_seqs=4"]
@@ -69,6 +122,9 @@ def test_a_served_model_responds_repeatably_and_ctrl_c_leaves_nothing(tiny, tmp_
         greedy = [client.chat.completions.create(**ask, temperature=0).choices[0] for _ in range(2)]
         seeds = (1, 1, 2)
         sampled = [client.chat.completions.create(**ask, seed=seed).choices[0].message.content for seed in seeds]
+        shape = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+        format = {"type": "json_schema", "json_schema": {"name": "shape", "schema": shape}}
+        shaped = client.chat.completions.create(**ask | {"max_tokens": 60}, response_format=format, temperature=0)
         started = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 0, log.read_text()
@@ -76,6 +132,7 @@ def test_a_served_model_responds_repeatably_and_ctrl_c_leaves_nothing(tiny, tmp_
         server.kill()
     assert greedy[0].message.content == greedy[1].message.content and greedy[0].finish_reason == "length"
     assert sampled[0] == sampled[1] != sampled[2]
+    assert json.loads(shaped.choices[0].message.content)["a"] in (1, 2)
     left = psutil.wait_procs(started, timeout=5)[1]
     assert started and not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
 

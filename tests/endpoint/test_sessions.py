@@ -177,9 +177,9 @@ def test_a_response_may_have_what_the_row_has_left(kit_of):
 
 def test_token_ids_continue_the_context_that_they_begin_with(session):
     turn, _ = say(session, [QUESTION], "7")
-    prompt = session.prompt_of_ids([*turn.ids(), 5, 6])
+    prompt = session.prompt_of([*turn.ids(), 5, 6])
     assert prompt.parent is turn and prompt.observed == [5, 6]
-    assert session.prompt_of_ids([1, 2]).parent is None
+    assert session.prompt_of([1, 2]).parent is None
 
 
 def test_names_of_tools_come_from_their_calls(session):

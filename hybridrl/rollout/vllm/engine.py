@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from transformers import AutoTokenizer
 from vllm import EngineArgs, SamplingParams, TokensPrompt
-from vllm.config import WeightTransferConfig
+from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybridrl.config.checks.model import ENGINE_RANKS
@@ -226,6 +226,8 @@ def engine_arguments(
         "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
         "disable_log_stats": False,  # the observer's; vLLM's own log shows them at its level INFO only
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        # Small models would not end white space that a JSON schema allows.
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
         "worker_extension_cls": f"{EngineProcess.__module__}.{EngineProcess.__name__}",
     }
     if device == "cpu":

@@ -3,7 +3,7 @@
 import numpy as np
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from hybridrl.rollout.types import RejectedRequest, Request
 
@@ -45,7 +45,11 @@ def _params(request: Request) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        structured_outputs=sampling.json_schema and StructuredOutputsParams(json=sampling.json_schema),
         min_tokens=sampling.min_tokens,
         max_tokens=sampling.max_tokens,
         stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_ids),

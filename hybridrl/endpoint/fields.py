@@ -1,0 +1,217 @@
+"""The fields of a request that all forms share, each with its bounds, and what becomes of every other field.
+
+A field either has its effect, or is in `HINTS` and answered with a warning, or is rejected by name: a request never has
+another result than the client reads out of it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from hybridrl.endpoint.core import Wanted
+from hybridrl.endpoint.messages import Fields, Name, rejected, validated
+from hybridrl.environments import Schema
+from hybridrl.environments.settings import AGENT
+
+INT64 = 2**63
+# Values of other fields that ask for nothing, unless they are false or empty.
+NEUTRAL = {
+    "modalities": ["text"],
+    "truncation": "disabled",
+    "best_of": 1,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "add_generation_prompt": True,
+}
+REASONS = {
+    "logit_bias": "it changes what is sampled",
+    "audio": "the policy writes text only",
+    "functions": "write them as tools",
+    "echo": "only what is sampled is returned",
+    "top_logprobs": "only the sampled token has a log-prob",
+    "previous_response_id": "responses are not stored; send the whole conversation as input",
+}
+COMMON_HINTS = {
+    *("store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key", "cache_salt"),
+    *("prompt_cache_retention", "prompt_cache_options", "verbosity", "reasoning_effort", "request_id"),
+}
+# In training these are the run's, since log-probs are needed of what is sampled from; the others are rejected there.
+OF_THE_RUN = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+SERVED_ONLY = ("stop_token_ids", "min_tokens", "ignore_eos")
+FORCED_KEY = f"{AGENT}.forced_tool_choice"
+AUTO, NONE, FORCED = "auto", "none", "forced"
+CHOICES = {"auto": AUTO, "none": NONE, **dict.fromkeys(("required", "any", "function", "tool"), FORCED)}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an endpoint makes of requests: one that `trains` samples as the run does, and is never constrained; a tool
+    choice that forces a call is then rejected, or with `forced_as_auto` read as auto."""
+
+    trains: bool = False
+    forced_as_auto: bool = False
+
+
+SERVED = Rules()
+
+
+def listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[StopText], Field(max_length=64), BeforeValidator(listed)]
+Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
+class StreamOptions(Fields):
+    """Which chunks a stream has."""
+
+    include_usage: bool = False
+
+
+class Sampled(Fields):
+    """The fields that all forms share. `HINTS` are further ones that have no effect and are accepted."""
+
+    HINTS: ClassVar[set[str]] = COMMON_HINTS
+    SCHEMA: ClassVar[str] = ""  # the field with the format of a response
+
+    model: str = ""
+    n: int = 1
+    stop: Stops = Field([])
+    stop_token_ids: list[Token] = Field([], max_length=64)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    max_tokens: int | None = Field(None, gt=0)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    user: str = ""
+    metadata: dict[str, Any] = Field({})
+    tool_choice: Any = AUTO
+
+    def choice(self) -> str:
+        """Return whether calls of tools are read (AUTO), left in the text (NONE), or required (FORCED)."""
+        kind = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
+        if not isinstance(kind, str) or kind not in CHOICES:
+            raise rejected(400, "tool_choice: choose auto or none", param="tool_choice")
+        return CHOICES[kind]
+
+    def session_id(self) -> str:
+        """Return the session that the metadata name, "" if none."""
+        name = self.metadata.get("session_id", "")
+        if not isinstance(name, str):
+            raise rejected(400, "metadata.session_id: a session is named by a text", param="metadata.session_id")
+        return name
+
+    def wanted(self, rules: Rules) -> Wanted:
+        """Return how a response is sampled; rejects what no response can have."""
+        if self.n != 1:
+            raise rejected(400, f"n={self.n} is not supported: send one request per response", param="n")
+        schema = self.schema_wanted()
+        if rules.trains:
+            served = {name: getattr(self, name) for name in SERVED_ONLY}
+            if name := next((name for name, value in served.items() if value), None):
+                raise rejected(400, f"{name} is not supported while the policy is trained", param=name)
+            if schema is not None:
+                what = "the policy that is trained is not constrained; ask for the format in the prompt"
+                raise rejected(400, f"{self.SCHEMA}: {what}", param=self.SCHEMA)
+            return Wanted(self.max_tokens, tuple(self.stop))
+        forced = self.choice() == FORCED
+        if forced:
+            schema = call_schema(self.schemas(), self._function_chosen())
+        names = {*OF_THE_RUN, *SERVED_ONLY, "max_tokens"} - {"stop_token_ids"}
+        options = {name: getattr(self, name) for name in names} | {"json_schema": schema, "forced": forced}
+        return Wanted(stop=tuple(self.stop), stop_ids=tuple(self.stop_token_ids), **options)
+
+    def _function_chosen(self) -> str | None:
+        """Return the name of the function that the tool choice names, None if any may be called."""
+        chosen = self.tool_choice if isinstance(self.tool_choice, dict) else {}
+        inner = chosen.get("function")
+        return inner.get("name") if isinstance(inner, dict) else chosen.get("name")
+
+    def schemas(self) -> list[Schema]:
+        """Return the tools as chat templates read them."""
+        return []
+
+    def schema_wanted(self) -> str | None:
+        """Return the JSON schema that a response must match, as text."""
+        return None
+
+    def warnings(self, rules: Rules) -> list[str]:
+        """Return which fields have no effect; rejects those that would change the result."""
+        run = [name for name in OF_THE_RUN if rules.trains and name in self.model_fields_set]
+        found = [f"{name} has no effect: the run's sampling is used" for name in run]
+        if self.choice() == FORCED and rules.trains:
+            if not rules.forced_as_auto:
+                what = f"the policy that is trained is not constrained; choose auto, or set {FORCED_KEY}=auto"
+                raise rejected(400, f"tool_choice: {what}", param="tool_choice")
+            found.append("tool_choice is read as auto: calls are parsed, and none is enforced")
+        for name, value in (self.model_extra or {}).items():
+            if value == NEUTRAL[name] if name in NEUTRAL else not value:
+                continue
+            if name not in self.HINTS:
+                reason = REASONS.get(name, "the endpoint has no such field; leave it out")
+                raise rejected(400, f"{name} is not supported: {reason}", param=name)
+            found.append(f"{name} has no effect")
+        return found
+
+
+class Format(Fields):
+    """The format of a response: text, or JSON of a schema."""
+
+    type: str
+    json_schema: dict[str, Any] = Field({})
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    def schema_text(self, field: str) -> str | None:
+        """Return the JSON schema, which OpenAI's chats have one level deeper; None for text."""
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.type == "json_object" else self.json_schema.get("schema", self.schema_)
+        if self.type not in ("json_object", "json_schema") or not isinstance(schema, dict):
+            raise rejected(400, f"{field}: a format is text, json_object, or json_schema with its schema", param=field)
+        return json.dumps(schema)
+
+
+class ToolFunction(Fields):
+    """A tool as chat templates read it."""
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = Field({})
+
+
+def tool_schema(function: Mapping[str, Any], where: str) -> Schema:
+    """Return a tool as chat templates read it, with the fields in the client's order."""
+    validated(ToolFunction, function, where)
+    return {"type": "function", "function": {name: value for name, value in function.items() if value}}
+
+
+def call_schema(tools: Sequence[Schema], name: str | None) -> str:
+    """Return the JSON schema of a call of one of the tools, or of the named one."""
+    functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
+    if not functions:
+        raise rejected(400, "tool_choice: there is no such tool", param="tool_choice")
+    calls, definitions = [], {}
+    for function in functions:
+        parameters = {"type": "object"} | function.get("parameters", {})
+        if isinstance(parameters.get("$defs"), dict):  # references are from the root
+            definitions |= parameters.pop("$defs")
+        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"]})
+    return json.dumps({"anyOf": calls} | ({"$defs": definitions} if definitions else {}))
