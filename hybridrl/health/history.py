@@ -17,7 +17,7 @@ SCORE = "critic/score/mean"
 LEAST_STEPS, PARTS = 12, 10  # of a change that is recognised; equal parts of a series that is looked at for a trend
 # Times its usual change, and times its standard error: fewer than 3 of 100 random walks of 200 steps ever move so far,
 # and hardly one of them as far as a rule has its threshold too.
-JUMP, TREND = 6.0, 8.0
+JUMP, TREND = 6.0, 10.0
 SPANS = (20, 40, WINDOW)  # steps in which a trend is looked for
 NORMAL = 1.4826  # the standard deviation of normal values over their median absolute value
 
@@ -127,7 +127,7 @@ class History:
         its variance if it is noise around a constant level, and a small part of it if it is a random walk."""
         values = self.last(name, WINDOW)
         changes = [(after - before) ** 2 for before, after in pairwise(values)]
-        return len(values) > 2 and fmean(changes) >= variance(values) / 2
+        return len(values) > 2 and fmean(changes) >= 1.5 * variance(values)
 
 
 def moved_up(values: Sequence[float]) -> bool:

@@ -103,7 +103,7 @@ def exploding(value: float, step: int) -> float:
         (series(49, perf_device_free_gb=lambda step: 20.0 - 0.001 * step), []),
         (series(40, critic_score_mean=lambda step: noisy(0.4 if step <= 30 else 0.01, step)), [(32, "score-fall")]),
         (series(40, critic_score_mean=lambda step: noisy(0.4 if step != 30 else 0.01, step)), []),
-        (series(99, critic_score_mean=lambda step: noisy(0.4 - 0.004 * step, step)), [(57, "score-fall")]),
+        (series(99, critic_score_mean=lambda step: noisy(0.4 - 0.004 * step, step)), [(62, "score-fall")]),
         (series(20, actor_kl_loss=lambda step: 0.3 * step), [(12, "kl-drift")]),
         (series(49, actor_kl_loss=lambda step: noisy(0.03 * step, step)), [(39, "kl-drift")]),
         (series(8, actor_ppo_kl=0.15), [(5, "kl-drift")]),
