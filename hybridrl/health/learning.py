@@ -55,6 +55,8 @@ def no_signal(history: History) -> Diagnosis | None:
     best, worst = history.last("critic/score/max", 3), history.last("critic/score/min", 3)
     if len(best) == 3 and best == worst:
         cause = f"every response of the last 3 steps has the score {best[-1]:g}, so there is nothing to learn from"
+        if unparsed := history.now("reward/unparsed", 1):
+            cause += f", and in {unparsed:.0%} the reward function found no answer"
         fix = "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward"
         return Diagnosis(cause, fix)
     if history.last("critic/advantages/max", 3) + history.last("critic/advantages/min", 3) == [0.0] * 6:

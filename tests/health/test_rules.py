@@ -342,6 +342,11 @@ def test_a_policy_that_moves_far_with_hardly_a_token_clipped_wants_a_narrower_cl
     assert ("set actor_rollout_ref.actor.clip_ratio=0.1 and actor_rollout_ref.actor.optim.lr=" in text) == narrower
 
 
+def test_scores_that_are_all_equal_are_reported_with_the_share_that_could_not_be_read():
+    rows = [row | {"reward/unparsed": 0.97} for row in series(3, critic_score_max=0.0, critic_score_mean=0.0)]
+    assert "has the score 0, so there is nothing to learn from, and in 97% the reward function found" in diagnosis(rows)
+
+
 def test_the_kl_coefficient_that_applies_is_named():
     assert "raise actor_rollout_ref.actor.kl_loss_coef, or" in diagnosis(series(1, actor_kl_loss=2.0))
     rows = [HEALTHY | {"actor/reward_kl_penalty": 2.0}]
