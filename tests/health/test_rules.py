@@ -1,5 +1,6 @@
 """The rules of a run's health, each with the series that it is made for and one that only looks like it."""
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -356,3 +357,26 @@ def test_the_kl_coefficient_that_applies_is_named():
 def test_a_score_that_stays_low_after_its_fall_is_reported_once():
     rows = series(60, critic_score_mean=lambda step: min(0.3 + 0.05 * step, 0.9) if step <= 15 else 0.02)
     assert [code for _, code in begun(rows)] == ["score-fall"]
+
+
+# Metrics of real runs: recipes/quickstart on two cores, with --seed as written; the last two with a reward that scores
+# only responses without an answer from step 13 on, and with 100 times the learning rate.
+RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ("quickstart, seed 2", []),
+        ("asynchronous, seed 2", []),
+        ("agents, seed 2", []),
+        ("reward turns after step 12", [(14, "score-fall"), (21, "no-signal")]),
+        (
+            "learning rate x 100",
+            [(1, "policy-jump"), (8, "truncation"), (15, "repetition"), (16, "length-rise"), (17, "kl-drift")],
+        ),
+    ],
+)
+def test_recorded_runs_have_the_diagnoses_of_their_faults_and_no_other(run, expected):
+    names, columns = RECORDED[run].keys(), RECORDED[run].values()
+    assert begun([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]) == expected
