@@ -1,7 +1,7 @@
 """Rules about what a run learns from: its responses, their scores and their lengths."""
 
 import math
-from statistics import fmean
+from statistics import fmean, median
 
 from hybridrl.health.history import FIRST, SCORE, WINDOW, Diagnosis, History
 from hybridrl.health.stability import ACTOR, ROLLOUT, rate
@@ -74,9 +74,8 @@ def no_signal(history: History) -> Diagnosis | None:
 
 
 def score_fall(history: History) -> Diagnosis | None:
-    """The mean score has lost half of what it had above the lowest score of a response."""
-    lowest = min(history.last("critic/score/min", WINDOW), default=0.0)
-    highest = max(history.last("critic/score/max", WINDOW), default=1.0)
+    """The mean score has lost half of what it had above the lowest score of a response, in a usual step."""
+    lowest, highest = (median(history.last(f"critic/score/{end}", WINDOW) or [0.0]) for end in ("min", "max"))
 
     def half_lost(best: float, now: float) -> bool:
         return best - now >= max((best - lowest) / 2, (highest - lowest) / 20)

@@ -354,6 +354,12 @@ def test_the_kl_coefficient_that_applies_is_named():
     assert "raise algorithm.kl_ctrl.kl_coef, or" in diagnosis(rows)
 
 
+def test_a_single_very_low_score_does_not_hide_a_fall():
+    rows = series(40, critic_score_mean=lambda step: noisy(0.4 if step <= 30 else 0.01, step))
+    rows[12]["critic/score/min"] = -100.0
+    assert begun(rows) == [(32, "score-fall")]
+
+
 def test_a_score_that_stays_low_after_its_fall_is_reported_once():
     rows = series(60, critic_score_mean=lambda step: min(0.3 + 0.05 * step, 0.9) if step <= 15 else 0.02)
     assert [code for _, code in begun(rows)] == ["score-fall"]
