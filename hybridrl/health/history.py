@@ -15,10 +15,10 @@ Enough = Callable[[float, float], bool]  # of a metric's extreme level so far, a
 FIRST, WINDOW = 10, 100  # training steps kept from the start of a run, and up to now
 SCORE = "critic/score/mean"
 LEAST_STEPS, PARTS = 12, 10  # of a change that is recognised; equal parts of a series that is looked at for a trend
-# Times its usual change, and times its standard error: fewer than 3 of 100 random walks of 200 steps ever move so far,
-# and hardly one of them as far as a rule has its threshold too.
+# Times its usual change or its noise, and times its standard error: few random walks of 200 steps ever move so far, and
+# hardly one of them as far as a rule has its threshold too.
 JUMP, TREND = 6.0, 10.0
-SPANS = (20, 40, WINDOW)  # steps in which a trend is looked for
+SMOOTHED = 21  # steps over which noise around the course of a metric is measured
 NORMAL = 1.4826  # the standard deviation of normal values over their median absolute value
 
 
@@ -122,21 +122,28 @@ class History:
         self.moved.discard((name, sign))
         return None
 
-    def varies(self, name: str) -> bool:
-        """Return whether a metric varies from step to step rather than wanders: the mean square of its changes is twice
-        its variance if it is noise around a constant level, and a small part of it if it is a random walk."""
-        values = self.last(name, WINDOW)
-        changes = [(after - before) ** 2 for before, after in pairwise(values)]
-        return len(values) > 2 and fmean(changes) >= 1.5 * variance(values)
-
 
 def moved_up(values: Sequence[float]) -> bool:
-    """Return whether the values rose at once, or rise steadily, by more than a random walk with their steps would."""
+    """Return whether the values rose at once, or rise steadily, by more than a random walk with their steps would, or
+    are no random walk, since they vary around their course, and rose by more than that."""
     middles = [median(values[start : start + 3]) for start in range(len(values) - 2)]
     changes = _changes(middles)
     # Of a walk and of noise both are the standard deviation of a change; of a trend the second one is smaller.
     usual = min(median(map(abs, changes)), median(map(abs, _changes(changes))) / math.sqrt(2))
-    return max(changes) > JUMP * NORMAL * usual or any(steady_rise(levels(values[-span:])) for span in SPANS)
+    if max(changes) > JUMP * NORMAL * usual or steady_rise(levels(values)):
+        return True
+    if len(values) < 2 * SMOOTHED:
+        return False
+    half = SMOOTHED // 2
+    noise = [values[at] - median(values[at - half : at + half + 1]) for at in range(half, len(values) - half)]
+    return varies(noise) and median(values[-3:]) - min(levels(values)) > JUMP * NORMAL * median(map(abs, noise))
+
+
+def varies(values: Sequence[float]) -> bool:
+    """Return whether values vary from one to the next rather than wander: the mean square of their changes is twice
+    their variance if they are noise around a constant level, and a small part of it if they are a random walk."""
+    changes = [(after - before) ** 2 for before, after in pairwise(values)]
+    return len(values) > 2 and fmean(changes) >= 1.7 * variance(values)
 
 
 def _changes(values: Sequence[float]) -> list[float]:

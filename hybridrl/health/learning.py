@@ -3,7 +3,7 @@
 import math
 from statistics import fmean, median
 
-from hybridrl.health.history import FIRST, SCORE, WINDOW, Diagnosis, History
+from hybridrl.health.history import FIRST, SCORE, WINDOW, Diagnosis, History, varies
 from hybridrl.health.stability import ACTOR, ROLLOUT, rate
 
 # The limits that cut episodes of several turns, by the reason that they are logged as.
@@ -93,7 +93,7 @@ def score_fall(history: History) -> Diagnosis | None:
 def length_rise(history: History) -> Diagnosis | None:
     """Responses are half as long again as at first, and either the score has not risen or some are cut off by now."""
     cut = fmean(history.last("response_length/clip_ratio", 3) or [0.0])
-    harmful = cut >= 0.1 or history.flat()
+    harmful = cut >= 0.1 or history.flat(20)
     rose = history.rose("response_length/mean", lambda low, now: harmful and now >= 1.5 * low)
     if rose is None:
         return None
@@ -112,7 +112,7 @@ def flat_score(history: History) -> Diagnosis | None:
     highest = max(history.last("critic/score/max", WINDOW), default=0.0)
     if history.steps < FLAT_STEPS or now is None or now >= 0.9 * highest or not history.flat(FLAT_STEPS // 2):
         return None
-    if not history.varies(SCORE):
+    if not varies(history.last(SCORE, WINDOW)):
         return None
     # What else was measured, in the order in which it would explain the most.
     candidates = (

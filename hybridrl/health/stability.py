@@ -32,8 +32,7 @@ def kl_jump(history: History) -> Diagnosis | None:
 def kl_drift(history: History) -> Diagnosis | None:
     """The distance to the reference has become large, at whatever pace, or that to the policy before each update is."""
     for name in REFERENCE_KL:
-        least = min(history.last(name, 5), default=0.0)
-        if rose := history.rose(name, lambda _, now, least=least: least >= 1, by_factors=False):
+        if rose := history.rose(name, lambda _, now: now >= 1, by_factors=False):
             change = f"rose from {max(rose[0], 0):.2g} to {rose[1]:.2g} nats per token"
             return _far_from_reference(history, name, change)
     kl = history.sustained("actor/ppo_kl", 5, 0.1)

@@ -106,7 +106,7 @@ def exploding(value: float, step: int) -> float:
         (series(40, critic_score_mean=lambda step: noisy(0.4 if step != 30 else 0.01, step)), []),
         (series(99, critic_score_mean=lambda step: noisy(0.4 - 0.004 * step, step)), [(62, "score-fall")]),
         (series(20, actor_kl_loss=lambda step: 0.3 * step), [(12, "kl-drift")]),
-        (series(49, actor_kl_loss=lambda step: noisy(0.03 * step, step)), [(39, "kl-drift")]),
+        (series(49, actor_kl_loss=lambda step: noisy(0.03 * step, step)), [(38, "kl-drift")]),
         (series(8, actor_ppo_kl=0.15), [(5, "kl-drift")]),
         (series(20, actor_entropy=lambda step: noisy(0.1 if step <= 15 else 1.0, step)), [(17, "entropy-rise")]),
         (series(40, actor_grad_norm=lambda step: exploding(0.3, step)), [(30, "gradient-rise")]),
@@ -352,6 +352,15 @@ def test_the_kl_coefficient_that_applies_is_named():
     assert "raise actor_rollout_ref.actor.kl_loss_coef, or" in diagnosis(series(1, actor_kl_loss=2.0))
     rows = [HEALTHY | {"actor/reward_kl_penalty": 2.0}]
     assert "raise algorithm.kl_ctrl.kl_coef, or" in diagnosis(rows)
+
+
+@pytest.mark.parametrize("steps", [1, 10, 50, 100])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_score_that_varies_as_that_of_256_responses_is_reported_before_its_fall_ends(steps, seed):
+    draw = Random(seed)
+    rows = series(31 + steps, critic_score_mean=lambda step: 0.4 - 0.39 * min(max((step - 30) / steps, 0), 1))
+    noise = [row | {"critic/score/mean": row["critic/score/mean"] + draw.gauss(0, 0.03)} for row in rows]
+    assert "score-fall" in [code for step, code in begun([*noise, *noise[-15:]]) if step > 30]
 
 
 def test_a_single_very_low_score_does_not_hide_a_fall():
