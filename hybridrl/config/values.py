@@ -117,8 +117,9 @@ TopK = Annotated[int, Range(least=-1)]
 Frequency = Annotated[int, Means({"false": -1})]
 
 DIAGNOSES = (
-    "policy-jump", "kl-jump", "truncation", "no-signal", "not-finite", "unknown-tokens", "clipping", "entropy-collapse",
-    "length-collapse", "repetition", "overfitting", "memory-full", "flat-score",
+    "policy-jump", "kl-jump", "kl-drift", "truncation", "no-signal", "score-fall", "not-finite", "unknown-tokens",
+    "clipping", "entropy-collapse", "length-collapse", "entropy-rise", "length-rise", "gradient-rise",
+    "value-loss-rise", "repetition", "overfitting", "memory-full", "flat-score",
 )  # fmt: skip
 ACTIONS = ("off", "warn", "stop", "rollback")
 REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")

@@ -4,7 +4,7 @@ Pure functions of the metrics. They are silent unless what they propose is worth
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 from typing import Any
@@ -37,18 +37,19 @@ class Run:
 
 def advise(steps: Mapping[int, Metrics], config: Any) -> list[str]:
     """Return at most one sentence about each of the run's reward, time, memory and length, with what to do."""
-    run = Run([metrics for step, metrics in sorted(steps.items()) if step > 0 and STEP_SECONDS in metrics][1:], config)
-    parts = _about_reward(run), _about_time(run), _about_memory(run), _about_length(run)
+    done = [metrics for step, metrics in sorted(steps.items()) if step > 0 and STEP_SECONDS in metrics]
+    run = Run(done[1:], config)
+    parts = _about_reward(done), _about_time(run), _about_memory(run), _about_length(run)
     return [sentence for sentence in parts if sentence]
 
 
-def _about_reward(run: Run) -> str | None:
-    """Return that nothing could be learned, if every response had the same score."""
-    ends = {step.get(name, math.nan) for step in run.steps for name in (f"{SCORE_RANGE}/min", f"{SCORE_RANGE}/max")}
-    if len(ends) != 1 or not math.isfinite(score := ends.pop()):
+def _about_reward(steps: Sequence[Metrics]) -> str | None:
+    """Return that nothing could be learned, if every response of all steps, the first one too, had the same score."""
+    ends = {step.get(name, math.nan) for step in steps for name in (f"{SCORE_RANGE}/min", f"{SCORE_RANGE}/max")}
+    if len(steps) < 2 or len(ends) != 1 or not math.isfinite(score := ends.pop()):
         return None
     return (
-        f"the score was {score:g} for every response of all {len(run.steps) + 1} steps, so nothing could be learned; "
+        f"the score was {score:g} for every response of all {len(steps)} steps, so nothing could be learned; "
         "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward, with the run's keys"
     )
 

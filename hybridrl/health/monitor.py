@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hybridrl.health.rules import RULES, WINDOW, Diagnosis, History, Rule
+from hybridrl.health.history import WINDOW, Diagnosis, History
+from hybridrl.health.rules import RULES, Rule
 from hybridrl.tracking.console import info, warn
 
 OVER = 5  # steps in a row without a diagnosis after which it is over

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from statistics import fmean
 
-from hybridrl.health.rules import RULES, VALIDATION, Diagnosis, History, Rule
+from hybridrl.health.history import Diagnosis, History
+from hybridrl.health.rules import RULES, VALIDATION, Rule
 from hybridrl.report.contents import Contents
 from hybridrl.report.samples import Samples
 from hybridrl.report.verdicts import number, series, validation_mean

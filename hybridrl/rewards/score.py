@@ -12,6 +12,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e18  # of a score: estimators and losses square it in float32
+NO_ANSWER = (None, "", "[INVALID]")  # what reward functions return as `pred`; the last one is verl's
 
 
 @dataclass
@@ -132,13 +133,16 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
 
 
 def component_means(scores: Sequence[Score]) -> dict[str, float]:
-    """Return the mean of every reward component other than the score, over the responses that have it."""
+    """Return the mean of every reward component other than the score, over the responses that have it, and the share
+    of responses in which no answer was found, of those with a `pred`."""
     components: dict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.extras.items():
             if isinstance(value, bool | int | float) and name != "score":
                 components[name].append(float(value))
-    return {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in components.items()}
+    means = {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in components.items()}
+    unparsed = [score.extras["pred"] in NO_ANSWER for score in scores if "pred" in score.extras]
+    return means | ({"reward/unparsed": sum(unparsed) / len(unparsed)} if any(unparsed) else {})
 
 
 def plain(value: Any) -> Any:

@@ -97,7 +97,7 @@ def test_a_metric_is_explained(doctor: Doctor) -> None:
     status, output = doctor("explain", "critic/score/mean")
     fields = {line[:11].strip(): line[11:] for line in output.splitlines()}
     assert (status, [*fields]) == (0, ["metric", "meaning", "healthy", "otherwise", "diagnoses"])
-    assert fields["diagnoses"] == "health/no-signal, health/flat-score"
+    assert fields["diagnoses"] == "health/no-signal, health/score-fall, health/flat-score"
 
 
 def test_an_unknown_metric_is_answered_with_the_nearest(doctor: Doctor) -> None:

@@ -60,8 +60,16 @@ def test_a_score_that_was_always_the_same_is_said_to_teach_nothing(score):
     assert sentence.startswith(
         f"the score was {score:g} for every response of all 8 steps, so nothing could be learned"
     )
-    once = {step: WELL | ranges | ({"critic/score/max": score + 1} if step == 5 else {}) for step in range(1, 9)}
-    assert advise(once, config()) == []
+    for other in (1, 5):
+        once = {step: WELL | ranges | {"critic/score/max": score + (step == other)} for step in range(1, 9)}
+        assert advise(once, config()) == []
+
+
+def test_a_first_step_with_other_scores_is_not_forgotten_in_a_run_of_two():
+    zero = {"critic/score/min": 0.0, "critic/score/max": 0.0}
+    assert advise({1: WELL | zero | {"critic/score/max": 1.0}, 2: WELL | zero}, config()) == []
+    assert "of all 2 steps" in advise({1: WELL | zero, 2: WELL | zero}, config())[0]
+    assert advise({1: WELL | zero}, config()) == []
 
 
 def test_preemptions_want_a_larger_share_of_the_device_or_fewer_requests():

@@ -80,6 +80,11 @@ def test_parts_are_told_as_means_over_the_responses_that_have_them():
     assert component_means([*scores, Score(None, fault="died")]) == {"reward/acc/mean": 0.5, "reward/bonus/mean": 0.5}
 
 
+def test_responses_without_an_answer_that_can_be_read_are_counted():
+    scores = [Score(0.0, {"pred": pred}) for pred in ("4", "", None, "[INVALID]")]
+    assert component_means([*scores, Score(0.0, {"acc": 0.0})])["reward/unparsed"] == 0.75
+
+
 # Token by token
 
 

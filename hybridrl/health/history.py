@@ -1,0 +1,173 @@
+"""The steps of a run as its health rules read them, and whether a metric has moved or only wanders."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median, stdev, variance
+
+from hybridrl.tracking.sink import is_validation_score
+
+Metrics = Mapping[str, float]
+Enough = Callable[[float, float], bool]  # of a metric's extreme level so far, and its level now
+
+FIRST, WINDOW = 10, 100  # training steps kept from the start of a run, and up to now
+SCORE = "critic/score/mean"
+LEAST_STEPS, PARTS = 12, 10  # of a change that is recognised; equal parts of a series that is looked at for a trend
+# Times its usual change or its noise, and times its standard error: few random walks of 200 steps ever move so far, and
+# hardly one of them as far as a rule has its threshold too.
+JUMP, TREND = 6.0, 10.0
+SMOOTHED = 21  # steps over which noise around the course of a metric is measured
+NORMAL = 1.4826  # the standard deviation of normal values over their median absolute value
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was measured, and what to set."""
+
+    cause: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean score of one validation, and the mean training score of the steps before it."""
+
+    step: int
+    score: float
+    training: float
+
+
+@dataclass
+class History:
+    """The training steps of a run: the first ones, the last ones, an even selection of all, and every validation."""
+
+    first: list[Metrics] = field(default_factory=list)
+    recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    selected: list[Metrics] = field(default_factory=list)  # WINDOW to twice as many, of a run that has them
+    validations: list[Validation] = field(default_factory=list)
+    steps: int = 0
+    step: int = 0
+    stride: int = 1  # steps from one that is selected to the next
+    moved: set[tuple[str, int]] = field(default_factory=set)  # metrics that rose (1) or fell (-1), and did not return
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        self.steps, self.step = self.steps + 1, step
+        self.recent.append(metrics)
+        if len(self.first) < FIRST:
+            self.first.append(metrics)
+        if self.steps % self.stride == 0:
+            self.selected.append(metrics)
+        if len(self.selected) == 2 * WINDOW:
+            self.selected, self.stride = self.selected[1::2], 2 * self.stride
+        scores = [value for name, value in metrics.items() if is_validation_score(name)]
+        if scores:
+            self.validations.append(Validation(step, fmean(scores), mean(self.last(SCORE, 5)) or 0.0))
+
+    def last(self, name: str, count: int) -> list[float]:
+        """Return a metric's values in the last `count` steps, fewer if it has fewer."""
+        return finite(name, list(self.recent)[-count:])
+
+    def now(self, name: str, count: int = 5) -> float | None:
+        """Return a metric's mean over the last `count` steps; None as long as there are fewer."""
+        values = self.last(name, count)
+        return fmean(values) if len(values) == count else None
+
+    def start(self, name: str) -> float | None:
+        """Return a metric's mean over the first steps."""
+        return mean(finite(name, self.first))
+
+    def sustained(self, name: str, count: int, least: float) -> float | None:
+        """Return a metric's value now if it was at least `least` in each of the last `count` steps."""
+        values = self.last(name, count)
+        return values[-1] if len(values) == count and min(values) >= least else None
+
+    def collapsed(self, name: str, share: float) -> tuple[float, float] | None:
+        """Return a metric's start and its value now if it fell to `share` or less while the score did not rise."""
+        start, now = self.start(name), self.now(name)
+        if start is None or now is None or now > share * start or not self.flat():
+            return None
+        return (start, now) if self.fell(name, lambda high, low: low <= share * high) else None
+
+    def flat(self, count: int = 5) -> bool:
+        """Return whether the mean score of the last steps is not above that of the first ones by its standard error."""
+        now, scores = self.now(SCORE, count), finite(SCORE, self.first)
+        if now is None or len(scores) < 2:
+            return False
+        return now <= fmean(scores) + stdev(scores) / math.sqrt(len(scores))
+
+    def rose(self, name: str, enough: Enough, *, by_factors: bool = True) -> tuple[float, float] | None:
+        """Return a metric's lowest level and its level now if it rose: if these are `enough`, and the change is more
+        than it usually moves, now or when they began to be enough. With `by_factors` that holds for its logarithm too,
+        as far as it has one."""
+        return self._moved(name, 1, enough, by_factors)
+
+    def fell(self, name: str, enough: Enough, *, by_factors: bool = True) -> tuple[float, float] | None:
+        """Return a metric's highest level and its level now if it fell; otherwise as `rose`."""
+        return self._moved(name, -1, enough, by_factors)
+
+    def _moved(self, name: str, sign: int, enough: Enough, by_factors: bool) -> tuple[float, float] | None:
+        for rows in (self.recent, self.selected):
+            values = finite(name, rows)
+            if len(values) < LEAST_STEPS:
+                continue
+            past, now = sign * min(sign * level for level in levels(values)), median(values[-3:])
+            if not enough(past, now):
+                continue
+            scales = [values, [*map(math.log, values)]] if by_factors and min(values) > 0 else [values]
+            if (name, sign) in self.moved or all(moved_up([sign * value for value in scale]) for scale in scales):
+                self.moved.add((name, sign))
+                return past, now
+        self.moved.discard((name, sign))
+        return None
+
+
+def moved_up(values: Sequence[float]) -> bool:
+    """Return whether the values rose at once, or rise steadily, by more than a random walk with their steps would, or
+    are no random walk, since they vary around their course, and rose by more than that."""
+    middles = [median(values[start : start + 3]) for start in range(len(values) - 2)]
+    changes = _changes(middles)
+    # Of a walk and of noise both are the standard deviation of a change; of a trend the second one is smaller.
+    usual = min(median(map(abs, changes)), median(map(abs, _changes(changes))) / math.sqrt(2))
+    if max(changes) > JUMP * NORMAL * usual or steady_rise(levels(values)):
+        return True
+    if len(values) < 2 * SMOOTHED:
+        return False
+    half = SMOOTHED // 2
+    noise = [values[at] - median(values[at - half : at + half + 1]) for at in range(half, len(values) - half)]
+    return varies(noise) and median(values[-3:]) - min(levels(values)) > JUMP * NORMAL * median(map(abs, noise))
+
+
+def varies(values: Sequence[float]) -> bool:
+    """Return whether values vary from one to the next rather than wander: the mean square of their changes is twice
+    their variance if they are noise around a constant level, and a small part of it if they are a random walk."""
+    changes = [(after - before) ** 2 for before, after in pairwise(values)]
+    return len(values) > 2 and fmean(changes) >= 1.7 * variance(values)
+
+
+def _changes(values: Sequence[float]) -> list[float]:
+    """Return what changes within three steps."""
+    return [after - before for before, after in zip(values, values[3:], strict=False)]
+
+
+def steady_rise(levels: Sequence[float]) -> float:
+    """Return the mean rise from one level to the next, or 0 if it is not clear of its own standard error. One large
+    rise among small ones is not."""
+    rises = [after - before for before, after in pairwise(levels)]
+    rise = fmean(rises)
+    return rise if rise > TREND * stdev(rises) / math.sqrt(len(rises)) else 0.0
+
+
+def levels(values: Sequence[float]) -> list[float]:
+    """Return the medians of equal parts of a series."""
+    ends = [len(values) * part // PARTS for part in range(PARTS + 1)]
+    return [median(values[start:end]) for start, end in pairwise(ends)]
+
+
+def finite(name: str, rows: Iterable[Metrics]) -> list[float]:
+    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+
+
+def mean(values: list[float]) -> float | None:
+    return fmean(values) if values else None

@@ -1,0 +1,166 @@
+"""Rules about what a run learns from: its responses, their scores and their lengths."""
+
+import math
+from statistics import fmean, median
+
+from hybridrl.health.history import FIRST, SCORE, WINDOW, Diagnosis, History, varies
+from hybridrl.health.stability import ACTOR, ROLLOUT, rate
+
+# The limits that cut episodes of several turns, by the reason that they are logged as.
+EPISODE_LIMITS = {
+    "stop/max_tokens": (
+        "all tokens after an episode's first prompt",
+        "raise data.max_response_length, or the max_tokens of an agent's requests",
+    ),
+    "stop/max_turn_tokens": (
+        "the tokens of one response",
+        f"raise {ROLLOUT}.multi_turn.max_assistant_response_length",
+    ),
+    "stop/context_overflow": (
+        "what tools or the environment add",
+        f"lower {ROLLOUT}.multi_turn.max_tool_response_length, or raise data.max_response_length",
+    ),
+}
+FLAT_STEPS = 50  # without a higher score
+
+
+def truncation(history: History) -> Diagnosis | None:
+    share, longest = history.sustained("response_length/clip_ratio", 2, 0.3), history.now("response_length/max", 1) or 0
+    if share is None:
+        return None
+    if stop := _stop(history):
+        limited = EPISODE_LIMITS[stop][0]
+        cause = f"{share:.0%} of the episodes are cut off by a limit of tokens, {history.now(stop, 1):.0%} by that of "
+        return Diagnosis(cause + limited, _longer(history))
+    return Diagnosis(
+        f"{share:.0%} of the responses are cut off at {longest:.0f} tokens, before the model ended them",
+        f"set data.max_response_length={2 * longest:.0f}, or shape the reward towards shorter responses",
+    )
+
+
+def _stop(history: History) -> str:
+    """Return the name of the limit that cuts most episodes of the step; empty for single responses."""
+    shares = {name: history.now(name, 1) or 0.0 for name in EPISODE_LIMITS}
+    return max(shares, key=lambda name: shares[name]) if any(shares.values()) else ""
+
+
+def _longer(history: History) -> str:
+    """Return the fix for responses that are cut off."""
+    stop = _stop(history)
+    return EPISODE_LIMITS[stop][1] if stop else "raise data.max_response_length"
+
+
+def no_signal(history: History) -> Diagnosis | None:
+    """Every advantage is 0 for three steps, or nearly all groups have responses of equal score for ten."""
+    best, worst = history.last("critic/score/max", 3), history.last("critic/score/min", 3)
+    if len(best) == 3 and best == worst:
+        cause = f"every response of the last 3 steps has the score {best[-1]:g}, so there is nothing to learn from"
+        if unparsed := history.now("reward/unparsed", 1):
+            cause += f", and in {unparsed:.0%} the reward function found no answer"
+        fix = "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward"
+        return Diagnosis(cause, fix)
+    if history.last("critic/advantages/max", 3) + history.last("critic/advantages/min", 3) == [0.0] * 6:
+        cause = "every advantage of the last 3 steps is 0: no two responses to the same prompt differ in score"
+        fix = f"raise {ROLLOUT}.n, or use data of other difficulty; {ACTOR}.optim.skip_zero_gradient=true keeps such "
+        return Diagnosis(cause, f"{fix}steps from moving the weights")
+    share = history.sustained("critic/zero_signal_share", 10, 0.9)
+    if share is None:
+        return None
+    cause = f"{share:.0%} of the prompts have responses of equal score, and 90% or more in each of the last 10 steps"
+    return Diagnosis(
+        f"{cause}, at a mean score of {history.now(SCORE) or 0.0:.2g}",
+        f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true",
+    )
+
+
+def score_fall(history: History) -> Diagnosis | None:
+    """The mean score has lost half of what it had above the lowest score of a response, in a usual step."""
+    lowest, highest = (median(history.last(f"critic/score/{end}", WINDOW) or [0.0]) for end in ("min", "max"))
+
+    def half_lost(best: float, now: float) -> bool:
+        return best - now >= max((best - lowest) / 2, (highest - lowest) / 20)
+
+    fell = history.fell(SCORE, half_lost, by_factors=False)
+    if fell is None:
+        return None
+    return Diagnosis(
+        f"the mean score fell from {fell[0]:.2g} to {fell[1]:.2g}",
+        f"set {ACTOR}.optim.lr={rate(history, 3)} and start from a checkpoint before the fall; if the reward or its "
+        "services may have changed, see what it gives: python -m hybridrl.doctor reward",
+    )
+
+
+def length_rise(history: History) -> Diagnosis | None:
+    """Responses are half as long again as at first, and either the score has not risen or some are cut off by now."""
+    cut = fmean(history.last("response_length/clip_ratio", 3) or [0.0])
+    harmful = cut >= 0.1 or history.flat(20)
+    rose = history.rose("response_length/mean", lambda low, now: harmful and now >= 1.5 * low)
+    if rose is None:
+        return None
+    result = f"{cut:.0%} of them are cut off" if cut >= 0.1 else "the score did not rise"
+    return Diagnosis(
+        f"responses grew from {rose[0]:.0f} to {rose[1]:.0f} tokens, and {result}",
+        "see whether the reward favours long responses (hybridrl show RUN --sort length); "
+        "reward.reward_manager.name=dapo with reward.reward_kwargs.overlong_buffer_cfg.enable=true lowers the score of "
+        "long ones",
+    )
+
+
+def flat_score(history: History) -> Diagnosis | None:
+    """After fifty steps the score only varies around where it was in the first ten, and not at its upper end."""
+    first, now = history.start(SCORE), history.now(SCORE, FLAT_STEPS // 2)
+    highest = max(history.last("critic/score/max", WINDOW), default=0.0)
+    if history.steps < FLAT_STEPS or now is None or now >= 0.9 * highest or not history.flat(FLAT_STEPS // 2):
+        return None
+    if not varies(history.last(SCORE, WINDOW)):
+        return None
+    # What else was measured, in the order in which it would explain the most.
+    candidates = (
+        ("critic/zero_signal_share", 0.5, "of the prompts have responses of equal score", f"raise {ROLLOUT}.n"),
+        ("response_length/clip_ratio", 0.2, "of the responses are cut off", _longer(history)),
+        ("actor/pg_clipfrac", 0.1, "of the tokens are clipped", f"lower {ACTOR}.optim.lr"),
+    )
+    measured = ((history.now(name) or 0.0, least, what, fix) for name, least, what, fix in candidates)
+    likely = [(f"; {share:.0%} {what}", fix) for share, least, what, fix in measured if share >= least]
+    reason, fix = likely[0] if likely else ("", f"raise {ACTOR}.optim.lr or {ROLLOUT}.n, or use easier data")
+    means = f"{first:.3g} in the first {FIRST}, {now:.3g} in the last {FLAT_STEPS // 2}"
+    return Diagnosis(f"the mean score has not risen in {history.steps} steps: {means}{reason}", fix)
+
+
+def overfitting(history: History) -> Diagnosis | None:
+    """Two validations in a row are clearly below the best one, while the training score did not fall."""
+    best = max(history.validations, key=lambda one: one.score, default=None)
+    last = history.validations[-2:]
+    if best is None or any(one.step <= best.step for one in last) or len(last) < 2:
+        return None
+    gained = best.score - history.validations[0].score
+    if max(one.score for one in last) > best.score - max(0.02, 0.25 * gained) or last[-1].training < best.training:
+        return None
+    return Diagnosis(
+        f"the validation score fell from {best.score:.3g} (step {best.step}) to {last[-1].score:.3g} "
+        f"while the training score went from {best.training:.3g} to {last[-1].training:.3g}",
+        f"use the checkpoint of step {best.step}, or more data",
+    )
+
+
+def repetition(history: History) -> Diagnosis | None:
+    first, now = history.start("response/repeated_ngrams"), history.now("response/repeated_ngrams")
+    if first is None or now is None or now < first + 0.3:
+        return None
+    return Diagnosis(
+        f"{now:.0%} of the 4-grams of a response are repeated, {first:.0%} at the start",
+        f"lower {ACTOR}.optim.lr, or have the reward punish repetition",
+    )
+
+
+def unknown_tokens(history: History) -> Diagnosis | None:
+    """In two steps in a row the policy samples rows of its embedding that its tokenizer has no text for: more than the
+    single ones that any model with a padded embedding samples at times."""
+    last = list(history.recent)[-2:]
+    shares = [row.get("sampling/unknown_tokens", 0.0) / row.get("perf/total_num_tokens", math.inf) for row in last]
+    if len(shares) < 2 or not min(shares) >= 0.01:
+        return None
+    return Diagnosis(
+        f"{shares[-1]:.0%} of all tokens were sampled and are not in the tokenizer, so the reward does not see them",
+        "name the model's own tokenizer in data.tokenizer, or resize the model's embedding to the tokenizer",
+    )
