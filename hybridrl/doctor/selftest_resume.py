@@ -133,7 +133,11 @@ class Selftest:
         while self._finish(run) != 0:
             run = run.restart()
         lost = [f"a kill cost {steps} complete steps" for steps in self.lost if steps > MOST_LOST]
-        return differences(self.unbroken.directory, directory, self.steps) + lost + run.left_running()
+        return self.differences(directory) + lost + run.left_running()
+
+    def differences(self, directory: Path) -> list[str]:
+        """Return how a run that was killed differs from the unbroken one."""
+        return differences(self.unbroken.directory, directory, self.steps)
 
     def _finish(self, run: "Run") -> int:
         """Wait for the end of a run, and record what it had to train again. Returns the exit status."""
