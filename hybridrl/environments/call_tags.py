@@ -100,10 +100,12 @@ class _Reader:
         index = bisect_left(self.end_starts, begin)
         if index == len(self.ends):
             raise TagError(f"{argument[1]} has no end")
-        pair = self.pairs.get(begin)
+        end, pair = self.ends[index], self.pairs.get(begin)
         if pair and self.end_starts[bisect_left(self.end_starts, pair.start()) % len(self.ends)] == pair.start():
+            following = self.argument.match(self.text, end.end())
+            if end is not pair and following and following[1] in known:
+                raise TagError(f"it is not clear where {argument[1]} ends")
             return pair
-        end = self.ends[index]
         inner = self.tags[bisect_left(self.starts, begin) : bisect_left(self.starts, end.start())]
         names = [tag[1] for tag in inner]
         if any(name in known for name in names) or (None in names and any(names)):

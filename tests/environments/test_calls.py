@@ -73,6 +73,8 @@ BROKEN = {
                     "<tool_call><function=add><parameter=a>1</function></tool_call>",
                     "<tool_call><function=add><parameter=a>1<parameter=b>2</parameter></function></tool_call>",
                     "<tool_call><function=add>1</function></tool_call>",
+                    "<tool_call><function=add><parameter=b><parameter=q></parameter><parameter=a></parameter></parameter>"
+                    "</function></tool_call>",
                     "<tool_call><function=add><parameter=b>x</parameter></function></tool_call></parameter>"],
     "mistral": ["[TOOL_CALLS]", '[TOOL_CALLS]add[ARGS]{"a": 1'],
     "deepseek_v3": ["<\uff5ctool\u2581call\u2581begin\uff5c>add"],

@@ -5,6 +5,7 @@ Ray is a stand-in whose calls fail; the callers are those of a run."""
 import asyncio
 import inspect
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from copy import deepcopy
@@ -16,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store
-from hybridrl.cluster import Group, OutOfMemory, WorkerDied, gather
+from hybridrl.cluster import Group, OutOfMemory, WorkerDied, failures, gather
 from hybridrl.cluster import group as groups
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.environments.pool import EpisodeDispatch
@@ -156,7 +157,10 @@ def test_an_end_by_a_full_object_store_and_disk_has_the_code_of_a_full_disk():
     assert code_of(raised.value) == "disk-full"
 
 
-def test_what_the_memory_monitor_kills_lowers_the_micro_batches_and_the_largest_processes_are_named(config, capsys):
+def test_what_the_memory_monitor_kills_lowers_the_micro_batches_and_the_largest_processes_are_named(
+    config, capsys, monkeypatch
+):
+    monkeypatch.setattr(failures, "LARGEST", 10**6)  # this process may not be among the five largest
     group = Group([Actor(made(exceptions.OutOfMemoryError))], "train worker", ["/run/logs/train-0.log"])
 
     def fail() -> None:
@@ -179,7 +183,7 @@ def test_what_the_memory_monitor_kills_lowers_the_micro_batches_and_the_largest_
     text = capsys.readouterr().out
     assert "the process of train-0 died: Task was killed due to the node running low on memory" in text
     assert "the largest processes of the driver's machine now:" in text and "GiB" in text
-    assert text.count("(pid ") == 5 and " of this run (pid " in text
+    assert text.count("(pid ") > 1 and f" of this run (pid {os.getpid()})" in text
 
 
 @every_error
