@@ -13,7 +13,7 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.endpoint.messages import encodable, rejected, split_reasoning
 from hybridrl.endpoint.sessions import Prompt, SampledTurn, Session, Sessions
 from hybridrl.environments import Message, Schema, ToolCall
-from hybridrl.rollout import Completion
+from hybridrl.rollout import Completion, RequestFault
 
 ENCODERS = 2
 
@@ -119,7 +119,10 @@ class Core:
             raise rejected(400, f"stop_token_ids: token ids are below {vocabulary}", param="stop_token_ids")
         began, most = time.monotonic(), min(wanted.max_tokens or prompt.left, prompt.left)
         wanted = replace(wanted, max_tokens=most, min_tokens=min(wanted.min_tokens, most))
-        completion = await self.generate(session, prompt.ids, wanted)
+        try:
+            completion = await self.generate(session, prompt.ids, wanted)
+        except RequestFault as fault:
+            raise rejected(400, str(fault)) from fault
         return completion, time.monotonic() - began
 
     def _text(self, completion: Completion, stop: Sequence[str], *, special: bool = False) -> str:

@@ -17,14 +17,14 @@ from hybridrl.cluster.watchdog import explain
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.client import RolloutClient
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
-from hybridrl.rollout.ladder import MARK, MemoryLadder, Settings, with_settings
+from hybridrl.rollout.ladder import MARK, MemoryLadder, Settings, logged, shortage, with_settings
 from hybridrl.rollout.lanes import ServerFailure
 from hybridrl.rollout.server import RolloutServer
 from hybridrl.rollout.statistics import engine_metrics
 from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
-from hybridrl.runtime.stacks import death_note
+from hybridrl.runtime.stacks import death_note, kill_writers
 from hybridrl.tracking.console import info
 
 CHECK_SECONDS = 30.0
@@ -62,7 +62,9 @@ class RemoteServer:
         return (await asyncio.to_thread(explain, [self.log]))[self.log]
 
     def kill(self) -> None:
+        """End the server's processes, which must not keep memory that the next ones need."""
         kill(self.actor)
+        kill_writers(self.log)  # a stopped one ends only so: Ray waits for it
 
     async def _result(self, ref: Pending) -> Any:
         try:
@@ -92,6 +94,7 @@ class RolloutFleet:
         self.built_with: dict[int, Settings] = {}
         self.started_with = self.ladder.settings
         self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned
+        self.log_starts: dict[int, int] = {}  # the sizes of the logs then
         count = session.rollout.devices // self.tp_size
         names = [str(logs / f"rollout-{index}.log") for index in range(count)]
         self.holders: list[Actor] = []  # of devices that are the servers' own
@@ -148,6 +151,8 @@ class RolloutFleet:
             reason = match[1]
         elif KILLED in cause and oom_kills() != self.oom_kills[index]:
             reason = "it was killed by the kernel for lack of memory"
+        elif KILLED in cause and (line := shortage(logged(Path(self.servers.logs[index]), self.log_starts[index]))):
+            reason = line  # of one that was ended by an exception of C++ or by its own processes
         elif KILLED not in cause and LACK_OF_MEMORY.search(cause):  # Ray's memory monitor killed it
             reason = cause
         else:
@@ -205,7 +210,7 @@ class RolloutFleet:
 
     def kill(self, indices: Sequence[int]) -> None:
         for index in indices:
-            kill(self.servers.actors[index])
+            self.handle(index).kill()
 
     def rebuild(self, index: int, *, asleep: bool = False) -> None:
         """Replace a server by a new one, awake and without weights; an old process that still lives is killed. An
@@ -223,6 +228,7 @@ class RolloutFleet:
         device = self.session.rollout.first + index * self.tp_size
         environment = worker_environment(self.session.device, self.session.sharing(device))
         self.oom_kills[index] = oom_kills()
+        self.log_starts[index] = Path(log).stat().st_size if Path(log).exists() else 0
         environment |= ENGINES[self.rollout.name].environment(self.rollout)
         # Control calls must get through while requests run: an asynchronous actor accepts as many as come.
         return spawn(RolloutServer, self.session, device, environment, log, max_concurrency=1000)

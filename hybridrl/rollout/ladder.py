@@ -3,7 +3,9 @@
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hybridrl.cluster.failures import LACK_OF_MEMORY
@@ -36,6 +38,14 @@ def shortage(texts: Iterable[str]) -> str | None:
     lines = (line for text in texts for line in text.splitlines())
     found = next((line for line in lines if SHORTAGE.search(line) and " raise " not in line), None)
     return None if found is None else (ERROR.search(found) or [found])[0].strip()[:300]
+
+
+def logged(log: Path, start: int) -> list[str]:
+    """Return what a server has logged from this place on, without warnings; nothing if it is on another machine."""
+    with suppress(OSError), log.open(errors="replace") as file:
+        file.seek(start)
+        return [line for line in file if " WARNING " not in line]
+    return []
 
 
 def memory_settings(rollout: RolloutConfig) -> Settings:

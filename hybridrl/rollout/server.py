@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
-from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, shortage
+from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, logged, shortage
 from hybridrl.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
 from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private
@@ -75,10 +75,7 @@ class RolloutServer:
 
     def _raise_if_short(self, error: Exception) -> None:
         """Raise EngineShortOfMemory if that is why an engine failed. Its own processes write the reason to the log."""
-        with self.log.open(errors="replace") as file:
-            file.seek(self.log_start)
-            logged = [line for line in file if " WARNING " not in line]
-        self.lacked = shortage([f"{type(error).__name__}: {error}", *logged]) or ""
+        self.lacked = shortage([f"{type(error).__name__}: {error}", *logged(self.log, self.log_start)]) or ""
         if not self.lacked and oom_kills() != self.oom_kills:
             self.lacked = "the kernel killed a process of its machine for lack of memory"
         if self.lacked:

@@ -130,6 +130,13 @@ def _writers(logs: dict[str, str]) -> dict[str, list[int]]:
     return writers
 
 
+def kill_writers(log: str) -> None:
+    """Kill the processes of this machine that write to this log, also those that are stopped."""
+    for pid in _writers({os.path.realpath(log): log}).get(log, []):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _activity(log: str, pids: Sequence[int]) -> str:
     parts = []
     for pid in pids:

@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from hybridrl.rollout.types import RejectedRequest
 from tests.endpoint.conftest import ADMIN
 
 QUESTION = [{"role": "user", "content": "Guess."}]
@@ -154,6 +155,19 @@ def test_a_failing_policy_is_a_server_error(endpoint):
             return error.value
 
     assert "IndexError" in asyncio.run(run()).message
+
+
+def test_a_request_that_the_engine_rejects_is_the_client_s_error(endpoint):
+    def reject(prompt):
+        raise RejectedRequest("the prompt has the token id 99999")
+
+    async def run():
+        async with endpoint(reject) as served:
+            with pytest.raises(openai.BadRequestError) as error:
+                await ask(served.client())
+            return error.value
+
+    assert "token id 99999" in asyncio.run(run()).message
 
 
 def test_requests_belong_to_the_session_that_they_name(endpoint):

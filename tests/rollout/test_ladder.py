@@ -1,6 +1,7 @@
 """What an engine that ran out of memory is built with next."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,13 +141,17 @@ def test_what_worked_is_used_by_a_resumed_run_unless_its_configuration_has_chang
 
 
 @pytest.fixture
-def fleet(monkeypatch) -> RolloutFleet:
+def fleet(monkeypatch, tmp_path) -> RolloutFleet:
     """Two servers, as far as they know why they were lost; the kernel has killed `fleet.kills` processes."""
     fleet = RolloutFleet.__new__(RolloutFleet)
     fleet.rollout = Section()
     fleet.ladder = MemoryLadder(fleet.rollout, "cuda")
     fleet.gone, fleet.started_with = {}, fleet.ladder.settings
     fleet.built_with, fleet.oom_kills, fleet.kills = dict.fromkeys((0, 1), fleet.ladder.settings), {0: 3, 1: 3}, 3
+    fleet.servers = SimpleNamespace(
+        actors=["a", "b"], logs=[str(tmp_path / f"rollout-{index}.log") for index in (0, 1)]
+    )
+    fleet.log_starts = {0: 0, 1: 0}
     monkeypatch.setattr(fleets, "oom_kills", lambda: fleet.kills)
     return fleet
 
@@ -158,7 +163,6 @@ def test_two_servers_that_lack_memory_at_the_same_time_lower_the_settings_once(f
 
 
 def test_the_failure_that_a_client_gets_has_all_that_was_tried(fleet):
-    fleet.servers = SimpleNamespace(actors=["server"], logs=["rollout-0.log"])
     failure = fleet.handle(0).failure(RuntimeError(f"EngineShortOfMemory: the engine ran out of memory: {OOM}"))
     assert (
         "tried without enough memory:\n  max_num_seqs=256  gpu_memory_utilization=0.5  rollout server 0: torch"
@@ -187,6 +191,18 @@ def test_a_server_lost_for_another_reason_is_built_with_the_same_settings(fleet)
     assert fleet.rollout == Section()
     fleet.kills = 4  # since these servers were spawned
     assert fleet.lost(0, killed) and fleet.rollout.max_num_seqs == 128
+
+
+def test_a_server_that_ended_without_a_message_lacked_memory_if_its_log_says_so(fleet):
+    before = "RuntimeError: CUDA out of memory, of the server before this one\n"
+    Path(fleet.servers.logs[0]).write_text(f"{before}terminate called after throwing an instance of 'std::bad_alloc'\n")
+    fleet.log_starts[0] = len(before)
+    killed = "it ended without a message, as if killed by hand or by a scheduler"
+    assert fleet.lost(0, killed)
+    assert "std::bad_alloc" in fleet.ladder.table() and "before this one" not in fleet.ladder.table()
+    Path(fleet.servers.logs[1]).write_text(before)
+    fleet.log_starts[1] = len(before)
+    assert not fleet.lost(1, killed)
 
 
 @pytest.fixture

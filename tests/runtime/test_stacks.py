@@ -238,3 +238,11 @@ ENGINE = """Stack (most recent call first):
 )
 def test_the_place_is_the_innermost_function_and_our_line_that_leads_there(text, shown):
     assert place(text) == shown
+
+
+def test_a_stopped_process_that_writes_to_a_log_is_killed_and_no_other(start, tmp_path):
+    pid, other = start("time.sleep(60)"), start("time.sleep(60)", tmp_path / "train-1.log")
+    os.kill(pid, signal.SIGSTOP)
+    stacks.kill_writers(str(tmp_path / "train-0.log"))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert os.waitpid(other, os.WNOHANG) == (0, 0), "it runs"
