@@ -285,8 +285,7 @@ class RolloutClient:
                 f"missing responses of the step; the last reason:\n{failure}"
             )
         jobs = lane.given if self.fixed and self._suspects.window is None else list(lane.running.values())
-        lost = self._suspects.lost(jobs, failure.cause, at_once=not (self.fixed or lane.hung))
-        lane.hung = False
+        lost = self._suspects.lost(jobs, failure.cause)
         logger.warning(
             "rollout server %d was lost (%s); rebuilding it and retrying %d requests",
             index,
@@ -352,7 +351,7 @@ class RolloutClient:
         warn(f"{message}{limit}: {activity}", "server-silent")
         if hung:
             server.kill()
-            lane.moved, lane.hung = loop.time(), True
+            lane.moved = loop.time()
 
     def _fail(self, error: Exception) -> None:
         """End every request in flight with the error."""

@@ -53,7 +53,7 @@ class Lane:
 
     `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
     Its silence is not reported before the loop time `due`. A `lost` server is replaced before the next weight sync.
-    `deaths` counts those without a response in between; one that is `hung` was killed for its silence.
+    `deaths` counts those without a response in between.
     """
 
     server: Server
@@ -64,7 +64,6 @@ class Lane:
     rebuilding: bool = False
     lost: bool = False
     deaths: int = 0
-    hung: bool = False
     tokens: int = 0
     checked: float = 0.0
     moved: float = 0.0

@@ -1,7 +1,7 @@
 """Requests that are at fault: rejected by an engine, or servers die of them.
 
-Requests that were running when a server died are run again a few at a time, so that one of which servers die is found.
-One runs first, and with each response one more. A server that dies again with only one of them has died of that.
+Requests that were running when two servers died are run again a few at a time, so that one of which servers die is
+found. One runs first, and with each response one more. A server that dies again with only one of them has died of that.
 """
 
 import logging
@@ -24,12 +24,12 @@ class Suspects:
         self.found: list[tuple[Job, str]] = []  # with the reason of the last death
         self.rejected = False  # a request, which was reported
 
-    def lost(self, jobs: Sequence[Job], reason: str, *, at_once: bool) -> list[Job]:
-        """Count the death of a server with these requests, and return those to run again. They are suspects after the
-        second death, or `at_once`."""
+    def lost(self, jobs: Sequence[Job], reason: str) -> list[Job]:
+        """Count the death of a server with these requests, and return those to run again. They are suspects after their
+        second one: most servers die for other reasons, and to run a few requests at a time takes long."""
         for job in jobs:
             job.attempts += 1
-            job.suspect = at_once or job.attempts > 1
+            job.suspect = job.attempts > 1
         if not any(job.suspect for job in jobs):
             return list(jobs)
         self.window = 1

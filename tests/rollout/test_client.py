@@ -339,13 +339,15 @@ def test_servers_that_die_of_every_request_end_the_run_although_calls_are_short(
     assert ended == 1
 
 
-def test_after_one_death_more_and_more_requests_run_at_a_time():
-    new = FakeServer()
-    new.per_take = 1
-    made, wanted = client([FakeServer(dies=0)], lambda index: new), requests(16)
+def test_after_one_death_all_requests_run_again_and_after_two_more_and_more_of_them():
+    last, wanted = FakeServer(), requests(16)
+    last.per_take, second = 1, FakeServer(dies=0)
+    replacements = iter([second, last])
+    made = client([FakeServer(dies=0)], lambda _: next(replacements), retries=3)
     assert tokens(made.generate_all(wanted)) == expected(wanted)
-    assert [len(call) for call in new.submitted][:4] == [1, 2, 2, 2], "one more with each response"
-    assert made.restarts == 1
+    assert [len(call) for call in second.submitted] == [32]
+    assert [len(call) for call in last.submitted][:4] == [1, 2, 2, 2], "one more with each response"
+    assert made.restarts == 2
 
 
 def test_a_stream_yields_the_fault_of_a_request_in_place_of_its_response():
