@@ -27,6 +27,7 @@ from hybridrl.config.files import SHARDS
 from hybridrl.doctor import add_run_arguments
 from hybridrl.runtime.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.tracking.console import info
+from hybridrl.tracking.records import open_records, record_files
 
 SHOWN = 5
 POLL_SECONDS = 0.005
@@ -282,9 +283,10 @@ def differences(expected: Path, actual: Path, last_step: int) -> list[str]:
         for step, name in sorted(left.keys() | right.keys())
         if left.get((step, name)) != right.get((step, name))
     ]
-    samples = [{file.name: _samples(file) for file in run.glob("samples/*.jsonl")} for run in (expected, actual)]
-    names = sorted(samples[0].keys() | samples[1].keys())
-    lines += [f"{name}: other samples" for name in names if samples[0].get(name) != samples[1].get(name)]
+    files = [record_files(run / "samples") for run in (expected, actual)]
+    samples = [{step: _samples(file) for step, file in files_of_run.items()} for files_of_run in files]
+    steps = sorted(samples[0].keys() | samples[1].keys())
+    lines += [f"step {step}: other samples" for step in steps if samples[0].get(step) != samples[1].get(step)]
     checkpoint = f"global_step_{last_step}"
     models = sorted(path.parent.name for path in expected.glob(f"{checkpoint}/*/{SHARDS}"))
     assert models, f"{expected / checkpoint} holds no model"
@@ -314,7 +316,8 @@ def _metrics(directory: Path) -> dict[tuple[int, str], float]:
 
 def _samples(file: Path) -> list[Any]:
     """Return the rows of a file of samples without the seconds of their turns and calls."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with open_records(file) as lines:
+        rows = [json.loads(line) for line in lines]
     for turn in (turn for row in rows for turn in row.get("turns", ())):
         for timed in (turn, *turn["calls"]):
             del timed["seconds"]

@@ -21,6 +21,7 @@ from pathlib import Path
 from warm_start import TOP, python, warm_start
 
 from hybridrl.doctor.selftest_resume import ON_DISK, Kill, Selftest, draw_kills
+from hybridrl.tracking.records import read_records, record_files
 
 MODES = {
     "synchronous": [],
@@ -53,9 +54,9 @@ class EachOnce(Selftest):
         return lines
 
     def trained(self, directory: Path) -> Counter[tuple[int, int]]:
-        files = [directory / "samples" / f"{step}.jsonl" for step in range(1, self.steps + 1)]
-        records = [json.loads(line)["episode"] for file in files for line in file.read_text().splitlines()]
-        return Counter((record["position"], record["sample"]) for record in records if record["trained"])
+        records = [record for file in record_files(directory / "samples").values() for record in read_records(file)]
+        episodes = [record.episode for record in records if record.episode["trained"]]
+        return Counter((episode["position"], episode["sample"]) for episode in episodes)
 
 
 def main() -> int:

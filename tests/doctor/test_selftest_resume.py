@@ -53,7 +53,7 @@ def test_a_step_that_was_never_logged_is_a_difference(runs):
 def test_different_or_absent_samples_are_named(runs, damage):
     whole, killed = runs
     damage(killed / "samples" / "1.jsonl")
-    assert differences(whole, killed, 1) == ["1.jsonl: other samples"]
+    assert differences(whole, killed, 1) == ["step 1: other samples"]
 
 
 def test_one_bit_of_a_critic_s_moment_is_a_difference(runs):
