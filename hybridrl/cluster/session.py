@@ -1,36 +1,30 @@
 """The Ray of a run: an existing one is joined and left running, otherwise one is started and stopped at the end."""
 
-import logging
 import os
-import signal
 import socket
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from typing import Any
 
 import ray
-import ray._private.ray_constants
 import ray._private.state
 import ray._private.worker
-import ray._raylet
-from ray._raylet import Config
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from hybridrl.cluster.failures import WorkerDied, typed
+from hybridrl.cluster.start import start_ray
 from hybridrl.config import ConfigError
-from hybridrl.runtime.environment import joins, ray_token
+from hybridrl.runtime.environment import joins
 from hybridrl.runtime.forks import ForkServer
 from hybridrl.runtime.keeper import PrivateDirectory
 from hybridrl.tracking.console import info
 
-CONNECT_SECONDS = 10.0
 OWN_RAY_SECONDS = 60.0  # for a Ray that was started here to reserve its devices
 POLL_SECONDS = 2.0
 READY_SECONDS = 10.0  # for the actors of an earlier run to respond
@@ -39,8 +33,6 @@ COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration
 
 Place = tuple[type, int]  # an actor's class, and its device
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ def query_cluster(ray_init: dict[str, Any]) -> Cluster:
 @contextmanager
 def joined(ray_init: dict[str, Any]) -> Iterator[None]:
     """Join the existing Ray for the time of the block. Raises ConfigError if it does not respond."""
-    _start(ray_init, None)
+    start_ray(ray_init, None)
     try:
         yield
     finally:
@@ -183,7 +175,7 @@ class RaySession:
         self.kept: dict[Place, tuple[ActorHandle, Any]] | None = None  # what a later run may take over; None: nothing
         self.left: dict[Place, tuple[ActorHandle, Any]] = {}  # what the last run has kept, until `spawn` takes it
         try:
-            _start(ray_init, self.directory)
+            start_ray(ray_init, self.directory)
             self._reserve()
         except BaseException:
             self.close()
@@ -341,62 +333,3 @@ def bundle_of(device: str) -> dict[str, float]:
 def request_of(device: str, devices: int) -> dict[str, float]:
     """Return the resources that a number of devices of one machine request from Ray."""
     return {name: amount * devices for name, amount in bundle_of(device).items()}
-
-
-def _start(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None:
-    """Join the existing Ray, or start one that keeps its files in `directory`."""
-    if hook := os.environ.pop("RAY_RUNTIME_ENV_HOOK", None):  # workers run the driver's interpreter and sources
-        logger.info("RAY_RUNTIME_ENV_HOOK=%s is not used: workers need no other environment", hook)
-    if loader := vars(ray._raylet).get("AuthenticationTokenLoader"):
-        loader.instance().reset_cache()  # this process may have had another Ray, with another token
-    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    if directory:
-        # Ray makes its directory accessible to everyone, so it is placed inside the private one.
-        options |= {"address": "local", "include_dashboard": False, "_temp_dir": f"{directory.path}/ray"}
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        Config.initialize("")  # Ray reads its environment again
-    else:
-        # From 2.60 on `ray start` requires the token it made, and ray.init does not send it by itself.
-        send_token = vars(ray._private.worker).get("maybe_enable_token_auth_if_token_available")
-        if send_token:
-            send_token(warn_if_disabled=False)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray prints a page per dead actor; RemoteFailure names the actor and the cause if it matters.
-    ray._private.worker.listen_error_messages = lambda *_: None
-    on_termination = signal.getsignal(signal.SIGTERM)
-    address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
-    try:
-        host, _, port = address.rpartition("://")[2].rpartition(":")
-        if not directory and port.isdecimal():  # ray.init would retry an address where nothing listens indefinitely
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-            except OSError as error:
-                raise ConnectionError(str(error)) from error
-        with _isolated(directory) if directory else nullcontext():
-            ray.init(**options | ray_init)
-    except ConnectionError as error:
-        raise ConfigError(
-            f"no Ray responds at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address)",
-            fix="start it with ray start --head, or unset the address to have one started here",
-        ) from error
-    finally:
-        signal.signal(signal.SIGTERM, on_termination)
-
-
-@contextmanager
-def _isolated(directory: PrivateDirectory) -> Iterator[None]:
-    """Have a Ray that is started here use its private directory and listen on this machine's loopback only."""
-    tempfile.gettempdir()  # cached before TMPDIR changes: this process keeps its directory
-    environment = directory.environment | ray_token(directory.path)
-    constants, before = ray._private.ray_constants, {name: os.environ.get(name) for name in environment}
-    clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = clusters
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
