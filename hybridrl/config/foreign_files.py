@@ -106,7 +106,9 @@ FIELDS: dict[str, dict[str, Kind]] = {
         }
     ),
 }
-REQUIRED = {"adapter_config.json": ("r", "lora_alpha", "target_modules")}  # others have defaults in the library
+REQUIRED = {
+    "adapter_config.json": ("peft_type", "r", "lora_alpha", "target_modules")
+}  # others have defaults in the library
 NOT_NULL = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *REQUIRED["adapter_config.json"]}
 
 

@@ -134,14 +134,11 @@ class Agents:
         found = session.trajectory(self.settings.turn_discount)
         if fault is None and not session.turns:
             fault, detail = "no turns", "the agent ended before the policy had responded"
-        if fault is None and not math.isfinite(found.reward or 0.0):
-            fault, detail = "nan", f"the rewards of the agent add up to {found.reward}, which is no finite number"
         if fault is None and found.reward is None and self.settings.needs_reward:
             fault = "no reward"
             detail = f"the agent set no reward, and the episode ended with {stop or found.stop}; return one from "
             detail += f"{self.settings.name}, or set reward.custom_reward_function.path"
-        reward = None if fault == "nan" else found.reward
-        return replace(found, stop="fault" if fault else stop or found.stop, fault=fault, detail=detail, reward=reward)
+        return replace(found, stop="fault" if fault else stop or found.stop, fault=fault, detail=detail)
 
     def _take(self, session: Session, returned: Any) -> None:
         """Give the session the rewards that the agent returned."""

@@ -18,6 +18,7 @@ from hybridrl.endpoint.messages import Fields, rejected
 from hybridrl.endpoint.requests import Route, answer, body_limit, on_invalid, on_rejection
 from hybridrl.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, Session, Sessions
 from hybridrl.endpoint.translations import MessagesRequest, ResponsesRequest
+from hybridrl.rewards.score import LARGEST
 
 T = TypeVar("T")
 Claim = Callable[[], Coroutine[Any, Any, tuple[Session, Mapping[str, Any]]]]  # a session and its row
@@ -25,7 +26,6 @@ Check = Callable[[], Awaitable[Any]]  # raises if the policy cannot be sampled f
 
 CLIENT_GONE = 499  # which nobody reads
 CHECK_SECONDS = 10.0
-MOST_REWARD = 1e30  # whose sums are finite too
 Discount = Annotated[float, Query(ge=0, le=1)]
 
 
@@ -44,7 +44,7 @@ class NamedSession(Fields):
 class SetReward(NamedSession):
     """The reward of a completion, by default of the last one; AReaL's name of its id is accepted too."""
 
-    reward: float = Field(ge=-MOST_REWARD, le=MOST_REWARD)
+    reward: float = Field(ge=-LARGEST, le=LARGEST)
     completion_id: str | None = None
     interaction_id: str | None = None
 

@@ -160,7 +160,7 @@ def try_reward(
             trial.finish(findings, seconds, log)
             return sum(one.score is None for row in trial.trials for one in row.responses)
     except ScorerDied as error:
-        findings.warn("reward.fault.died", f"{error}, so it was not tried")
+        findings.warn("reward.load", f"{error}, so it was not tried")
         return 0
 
 

@@ -95,7 +95,7 @@ def mask_text(text: str) -> str:
 
 def _mask_named(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
-    if not is_secret(name) or NO_VALUE.fullmatch(value) or name.lower() == "key":  # of any mapping, in a text
+    if not is_secret(name) or NO_VALUE.fullmatch(value) or name.lower().rpartition(".")[2] == "key":  # of any mapping
         return match[0]
     if NUMBER.fullmatch(value) and not CERTAIN.search(name.lower()):
         return match[0]

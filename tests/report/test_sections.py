@@ -154,7 +154,10 @@ def test_a_run_whose_directory_is_locked_is_running_until_its_end_is_recorded(tm
         assert read_contents(run).ending == "running" and not read_contents(run).crashed
     assert read_contents(run).ending == "killed after step 12"
     with (run / "faults.jsonl").open("a") as file:
-        file.write(json.dumps({"time": "t", "step": 12, "code": "finished", "text": "", "end": True}) + "\n")
+        file.write(
+            json.dumps({"time": "2026-11-26T09:00:00+00:00", "step": 12, "code": "finished", "text": "", "end": True})
+            + "\n"
+        )
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_contents(run).ending == "ended normally"
