@@ -91,12 +91,13 @@ def test_an_error_of_the_protocol_is_read_by_the_policy_and_the_server_stays(set
 
 def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_one_is_gone(settings, monkeypatch) -> None:
     monkeypatch.setattr(mcp_tools, "SECONDS_TO_RESPOND", 0.2)
-    settings = replace(settings, tool_timeout=2, on_tool_failure="message", tool_retries=0)
+    settings = replace(settings, tool_timeout=2)
+    once = replace(settings, on_tool_failure="message", tool_retries=0)
 
     async def both():
         assert await outcomes(settings, ToolCall("add", {"a": 1, "b": 1})) == [("ok", "2")]
         first = servers(settings)
-        assert (await outcomes(settings, ToolCall("hang", {})))[0][0] == "timeout"
+        assert (await outcomes(once, ToolCall("hang", {})))[0][0] == "timeout"
         found = await outcomes(settings, ToolCall("add", {"a": 1, "b": 2}))
         return first, found
 
