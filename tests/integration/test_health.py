@@ -12,7 +12,6 @@ GAE = {"algorithm.adv_estimator": "gae"}
 FAULTS = {
     "score-fall": (f"{DISTINCT} * (1.0 if number <= 12 * 32 else 0.02)", {}, 13, 16),
     "value-loss-rise": (f"{DISTINCT} * (1.0 if number <= 12 * 32 else 30.0)", GAE, 13, 16),
-    "no-signal": ("0.5 if number % 64 == 0 else len(ground_truth) % 2", {"data.train_batch_size": 16}, 1, 11),
 }
 
 
