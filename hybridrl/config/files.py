@@ -8,11 +8,12 @@ hub is not contacted here.
 import glob
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from hybridrl.config.foreign_files import fault_in
+from hybridrl.config.foreign_files import fault_in, read_mapping
 from hybridrl.config.values import Fault
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
@@ -158,10 +159,13 @@ def adapter_path(value: str) -> Fault | None:
         return _no_directory(value)
     if not holds_adapter(value):
         return Fault(f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter")
-    if cause := fault_in(resolve_model(value) / ADAPTER_CONFIG):
-        return Fault(cause, "save the adapter again")
-    kind = adapter_settings(value).get("peft_type")
-    return None if kind == "LORA" else Fault(f"it is an adapter of the type {kind}; only LORA can be trained")
+    cause, file = "", resolve_model(value) / ADAPTER_CONFIG
+    with suppress(ValueError):  # which `fault_in` describes
+        kind = read_mapping(file).get("peft_type")
+        cause = "" if kind == "LORA" else f"it is an adapter of the type {kind}; only LORA can be trained"
+    if cause:
+        return Fault(cause)
+    return Fault(cause, "save the adapter again") if (cause := fault_in(file)) else None
 
 
 def script_file(value: str) -> Fault | None:
