@@ -87,7 +87,7 @@ def _read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
         raise ValueError("missing") from None
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError("damaged") from None
     # The manifest has a checksum of its own: otherwise a damaged name in it would be blamed on an intact file.
     if not isinstance(content, dict) or text != _manifest_text(content.get("files")):

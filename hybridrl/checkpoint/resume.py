@@ -3,7 +3,6 @@
 Almost every key may change. Changes that make it a different run must be allowed; impossible ones are rejected.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -253,10 +252,8 @@ def _mismatches(step: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[st
 def _shapes(model: Path, overrides: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the shape settings of a model's config.json with overrides applied; empty if it cannot be read."""
     try:
-        settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(settings, dict):
+        settings = read_mapping(model / "config.json")
+    except ValueError:
         return {}
     settings |= {key: overrides[prefix + key] for key in SHAPES if prefix + key in overrides}
     return {key: settings[key] for key in SHAPES if key in settings}

@@ -274,9 +274,9 @@ def _has_shards(directory: Path, sharded: list[str]) -> bool:
 def _complete_state(writing: Path) -> dict[str, Any] | None:
     """Return the state of a checkpoint of which everything is on disk; None if something is missing."""
     try:
-        state = json.loads((writing / STATE).read_text(encoding="utf-8"))
+        state = read_mapping(writing / STATE)
         return state if _has_shards(writing, state["sharded"]) else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

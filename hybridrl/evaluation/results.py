@@ -215,7 +215,7 @@ def read_results(directory: Path, setting: str) -> tuple[dict[str, Any], list[Sa
         lines = (directory / QUESTIONS).read_text(encoding="utf-8").split("\n")
         keys = [key for line in lines if line for key in json.loads(line)["keys"]]
         results["model"]["name"], results["datasets"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         cause = f"{setting}: its {RESULTS} and {QUESTIONS} do not say which samples they are of"
         raise ConfigError(cause, fix=fix) from error
     samples = {one.key: one for one in read_samples(directory / SAMPLES)}
