@@ -25,6 +25,11 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_KILLED = 128 + signal.SIGKILL
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KERNEL_COUNTS = Path("/proc/vmstat")
+ENDED = b"."  # from a driver that has ended by itself, with or without an exception
+ENDED_BY_LIBRARY = (
+    "a library ended the driver without a message (exit status {}), as Ray does at some calls once its raylet is lost; "
+    "all its processes are stopped, and the same command continues from the last checkpoint"
+)
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -34,12 +39,18 @@ def guarded(work: Callable[[], int]) -> int:
     if sys.platform != "linux":
         return work()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    reader, writer = os.pipe()
     guard, child = os.getpid(), os.fork()
     if child == 0:
         end_with_parent(guard, signal.SIGTERM)
         os.setsid()
         write_stacks_on_request()
-        return work()
+        try:
+            return work()
+        finally:
+            os.write(writer, ENDED)
+
+    os.close(writer)
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -60,7 +71,17 @@ def guarded(work: Callable[[], int]) -> int:
     if status == -signal.SIGKILL:
         print(f"failed: the driver was killed (signal 9, {kill_cause()}); all its processes are stopped", flush=True)
         return EXIT_KILLED
+    if status > 0 and not _has_ended_by_itself(reader):
+        print(f"failed: {ENDED_BY_LIBRARY.format(status)}", flush=True)
     return status if status >= 0 else 128 - status
+
+
+def _has_ended_by_itself(reader: int) -> bool:
+    os.set_blocking(reader, False)
+    try:
+        return os.read(reader, 1) == ENDED
+    except BlockingIOError:  # a process that the driver had forked was killed a moment ago
+        return False
 
 
 def end_with_parent(parent: int, how: signal.Signals) -> None:

@@ -220,3 +220,22 @@ def test_without_counts_of_the_kernel_both_causes_are_named(counts, text):
     assert "by hand, or by the kernel for lack of memory" in guard.kill_cause()
     guard.KERNEL_COUNTS.unlink()
     assert "by hand, or by the kernel for lack of memory" in guard.kill_cause()
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "said"),
+    [
+        ("os._exit(1)", 1, True),  # as Ray's library does
+        ("sys.exit(2)", 2, False),
+        ("raise OSError", 1, False),
+        ("return 1", 1, False),
+        ("os._exit(0)", 0, False),
+    ],
+)
+def test_a_driver_that_a_library_ended_without_a_message_has_one(work, status, said):
+    code = (
+        f"import os, sys\nfrom hybridrl.runtime.guard import guarded\ndef work():\n    {work}\nsys.exit(guarded(work))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True)
+    assert done.returncode == status
+    assert ("failed: a library ended the driver without a message (exit status 1)" in done.stdout) is said
