@@ -25,7 +25,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 
 class Kind(NamedTuple):
-    """What a field may be, as a text for messages and as a test."""
+    """The values that a field may have: a description for messages, and a test."""
 
     description: str
     accepts: Callable[[Any], bool]

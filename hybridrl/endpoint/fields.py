@@ -51,7 +51,7 @@ CHOICES = {"auto": AUTO, "none": NONE, **dict.fromkeys(("required", "any", "func
 
 @dataclass(frozen=True)
 class Rules:
-    """What an endpoint makes of requests: one that `trains` samples as the run does, and is never constrained; a tool
+    """The use of an endpoint: one that `trains` samples as the run does, and is never constrained; a tool
     choice that forces a call is then rejected, or with `forced_as_auto` read as auto."""
 
     trains: bool = False
@@ -71,7 +71,7 @@ Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class StreamOptions(Fields):
-    """Which chunks a stream has."""
+    """The options of a stream: whether a last chunk has the usage."""
 
     include_usage: bool = False
 

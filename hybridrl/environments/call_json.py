@@ -25,13 +25,15 @@ BARE = re.compile(r'(?:<\|python_tag\|>\s*)?((?:\[\s*)?\{\s*"(?:name|type|id|fun
 BETWEEN_BARE = re.compile(r"(?:[;,\s]|<\|python_tag\|>)*")
 GIVES_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*[{"]')
 HARMONY = re.compile(r"to=functions\.(?P<name>[\w.-]*)|<\|(?P<part>message|start|end|call|return)\|>")
+WHITE_SPACE = re.compile(r"\s+")
 HARMONY_END = re.compile(r"\s*(?:<\|(?:start|end|call|return)\|>|\Z)")
 
 
 def decoded(text: str, at: int = 0) -> tuple[Any, int, str]:
     """Return the JSON value at this place after white space, where it ends, and why it cannot be read."""
     try:
-        at = json.decoder.WHITESPACE.match(text, at).end()  # type: ignore[union-attr]
+        if space := WHITE_SPACE.match(text, at):
+            at = space.end()
         return *json.JSONDecoder().raw_decode(text, at), ""
     except json.JSONDecodeError as error:
         return None, max(error.pos, at), f"the call is not valid JSON ({error})"

@@ -1,4 +1,4 @@
-"""What the user's environments, tools and agents return or raise: results, rewards and metrics, checked where they
+"""Returned and raised by the user's environments, tools and agents: results, rewards and metrics, checked where they
 arrive. Imports nothing heavy, since the processes of functions import it."""
 
 import json
@@ -23,7 +23,7 @@ _warned: set[str] = set()  # whose metrics have been reported in this process
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call returned: the text for the policy, a reward of this call for the reward function, and metrics."""
+    """The result of a call: the text for the policy, a reward of this call for the reward function, and metrics."""
 
     text: str
     reward: float | None = None

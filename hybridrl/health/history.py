@@ -24,7 +24,7 @@ NORMAL = 1.4826  # the standard deviation of normal values over their median abs
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was measured, and what to set."""
+    """A measured cause, and the override to try."""
 
     cause: str
     fix: str

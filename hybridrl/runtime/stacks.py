@@ -1,4 +1,4 @@
-"""What a process of this machine is doing, asked from outside without a risk for it: a thread of the process writes the
+"""Stacks of a process of this machine, requested from outside without a risk for it: a thread of the process writes the
 stacks of all threads to its log, and the kernel knows about a process whose threads cannot run.
 
 The processes of an actor are those that write to its log: the actor itself, and an engine's own processes. Nothing is

@@ -1,4 +1,4 @@
-"""What a client may send without harm: every fault of a request is answered by name, and the endpoint keeps serving."""
+"""Hostile requests: every fault of one is answered by name, and the endpoint keeps serving."""
 
 import asyncio
 import json
