@@ -146,7 +146,7 @@ class ScorerPool:
         except ConfigError as error:
             self._stop(error, jobs)
         except Exception as error:  # no fault of the grader: nobody knows what its responses are worth
-            self._stop(error, jobs, raises=True)
+            self._stop(error, jobs, raises=self._end is None)  # or it is closed, and the scorer says that
         finally:
             scorer.close()
 

@@ -133,26 +133,33 @@ class ScoringProcess:
             return None if killed else f"a scoring process {ended} while it loaded the reward{see_log}"
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
-        """Yield one Score per request, in order; a request that ends the process does not affect the others.
+        """Yield one Score per request, in order; a request that ends the process does not affect the others. One whose
+        process was killed is scored once more: as a rule not the reward killed it, but the system or a user.
 
         ConfigError or ScorerDied: a process started in place of a lost one could not load the reward.
         """
-        waiting, detail = deque(requests), ""
+        waiting, whole = deque(requests), in_one_call(self._config)
+        detail, killed = "", False  # of the first that waits
         if self._lost:
             self.start()
         self._send(waiting)
         while waiting:
             score, request = self._receive(), waiting.popleft()
+            divided = whole and len(waiting) + 1 < len(requests)  # others of its call have their scores
             if score.fault == "overran" and request.solution:
                 detail = f"scoring took more than {CPU_SECONDS} s of CPU time, so the response counts as empty"
                 waiting.appendleft(replace(request, solution=""))
+            elif score.fault == "killed" and not killed and not divided:
+                waiting.appendleft(request)
+                killed = True
             else:
+                score = replace(score, fault="died") if score.fault == "killed" else score
                 yield replace(score, detail=detail) if detail else score
-                detail = ""
-            if self._lost:
-                while in_one_call(self._config) and waiting:  # the call was for all of them
+                while whole and self._lost and waiting:  # the call was for all of them
                     waiting.popleft()
                     yield score
+                detail, killed = "", False
+            if self._lost:
                 self.start()
                 if waiting:
                     self._send(waiting)
@@ -181,7 +188,8 @@ class ScoringProcess:
     def _receive(self) -> Score:
         """Return the next score; if it is a fault that cost the process its life, the process is lost.
 
-        The fault "overran": a built-in scorer reached its limit of CPU time.
+        The faults "overran": a built-in scorer reached its limit of CPU time; "killed": by a signal that nothing in a
+        program raises by mistake.
         """
         try:
             return Score(*self._reply(self._limit))
@@ -193,8 +201,8 @@ class ScoringProcess:
             fault, detail = "died", "what the scoring process sent is not a score: the reward wrote to its connection"
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
-            overran = self._process.returncode == -signal.SIGPROF
-            fault, detail = "overran" if overran else "died", f"the scoring process {ended}"
+            by_signal = {signal.SIGPROF: "overran", signal.SIGKILL: "killed", signal.SIGTERM: "killed"}
+            fault, detail = by_signal.get(-self._process.returncode, "died"), f"the scoring process {ended}"
         self._kill()
         return Score(None, fault=fault, detail=detail)
 

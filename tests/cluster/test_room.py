@@ -50,7 +50,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
         "placement_group_table": lambda group: {"bundles_to_node_id": {0: group.node_id}},
         "read_machines": lambda: machines,
         "join_command": lambda: "ray start --address=a:6379",
-        "_start": lambda *_: None,
+        "start_ray": lambda *_: None,
         "POLL_SECONDS": 0.01,
         "REPORT_SECONDS": 0.05,
     }

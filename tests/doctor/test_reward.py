@@ -284,7 +284,7 @@ def test_a_reward_that_would_run_in_the_driver_is_tried_in_a_process(tried):
     (one,) = tried(
         "import os\ndef compute_score(solution_str): os._exit(3)", ("a", "1"), more=("reward.num_workers=0",)
     )
-    assert one.code == "reward.load"
+    assert one.code == "reward.fault.died"
 
 
 def test_a_file_that_does_not_load_is_an_error(tried):

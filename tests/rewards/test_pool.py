@@ -59,6 +59,18 @@ def exists(pid: int) -> bool:
         return False
 
 
+SLOW_FIRST = """
+import os, time
+def score(text):
+    if text.startswith("slow") and not os.path.exists({file!r}):
+        with open({file!r} + "+", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename({file!r} + "+", {file!r})
+        time.sleep(60)
+    return float(text[-1])
+"""
+
+
 def wait_until(condition, seconds: float = 5) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
@@ -114,6 +126,37 @@ def test_a_process_killed_while_it_is_idle_costs_nothing(reward_config):
         os.kill(victim, signal.SIGKILL)
         assert wait_until(lambda: not exists(victim))
         assert values(results(pool.submit(requests("fine", "fine")))) == [0, 1]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("one_call", [False, True])
+def test_a_process_killed_from_outside_while_it_scores_costs_nothing(reward_config, tmp_path, one_call, sent):
+    call = {
+        False: "def compute_score(solution_str): return score(solution_str)",
+        True: "def compute_score(solution_strs): return [score(one) for one in solution_strs]",
+    }
+    source = SLOW_FIRST.format(file=str(tmp_path / "pid")) + call[one_call]
+    config = reward_config(source, manager="batch" if one_call else "naive")
+    with ScorerPool(config) as pool:
+        futures = pool.submit(requests("3", "slow 4", "5"))
+        assert wait_until((tmp_path / "pid").exists)
+        os.kill(int((tmp_path / "pid").read_text()), sent)
+        assert values(results(futures)) == [3, 4, 5]
+
+
+def test_a_reward_that_kills_its_process_each_time_is_a_fault(reward_config, tmp_path):
+    source = "import os\ndef compute_score(solution_str): return os.kill(os.getpid(), 9) if solution_str else 1.0"
+    with ScorerPool(reward_config(source)) as pool:
+        scores = results(pool.submit(requests("", "kill", "kill", "")))
+    assert [score.fault for score in scores] == [None, "died", "died", None]
+    assert "SIGKILL" in scores[1].detail
+
+
+def test_what_is_not_scored_when_the_pool_is_closed_is_a_fault_and_no_error(reward_config):
+    pool = ScorerPool(reward_config(OBEDIENT))
+    futures = pool.submit(requests("loop", "fine"))
+    pool.close()
+    assert [future.result().fault for future in futures] == ["died", "died"]
 
 
 def test_what_a_hung_scorer_has_started_is_killed_with_it(reward_config, tmp_path):
