@@ -16,6 +16,7 @@ from hybridrl.tracking.sink import Activity
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("hybridrl", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("hybridrl")
+torch.set_num_threads(1)  # of tiny tensors, whose threads would only wait for one another where other tests run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
