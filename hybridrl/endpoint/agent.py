@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from hybridrl.endpoint.app import create_app
+from hybridrl.endpoint.app import Check, create_app
 from hybridrl.endpoint.core import Wanted
 from hybridrl.endpoint.fields import AUTO, Rules
 from hybridrl.endpoint.functions import ONLINE, Agent, AgentSettings, call_agent, run_in_process
@@ -93,8 +93,8 @@ async def _until_ended(session: Session) -> None:
 class Agents:
     """The agents of a process that runs episodes, with one endpoint for all of them."""
 
-    def __init__(self, settings: AgentSettings, kit: Kit) -> None:
-        self.settings, self.kit = settings, kit
+    def __init__(self, settings: AgentSettings, kit: Kit, check: Check | None = None) -> None:
+        self.settings, self.kit, self.check = settings, kit, check
         self.sessions = Sessions(kit, timeout=math.inf)  # an episode has a time limit of its own
         self.policies: dict[str, OneAtATime] = {}
         self.concurrency = settings.concurrency
@@ -157,7 +157,7 @@ class Agents:
             claim, settings = self.waiting and self.waiting.claim, self.settings
             rules, host = Rules(trains=True, forced_as_auto=settings.forced_tool_choice == AUTO), settings.host
             options = {"admin_key": settings.admin_key, "claim": claim, "rules": rules, "host": host}
-            app = create_app(self._generate, self.sessions, **options)
+            app = create_app(self._generate, self.sessions, check=self.check, **options)
             self.starting = asyncio.ensure_future(
                 self.open.enter_async_context(serving(app, settings.host, settings.port))
             )

@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,12 +19,14 @@ from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
+from hybridrl.environments.pool import EpisodeDispatch
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, AgentLoopOutput, trajectory
 from hybridrl.environments.worker import Call, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
-from hybridrl.rollout import Completion, Sampling, request_seed
+from hybridrl.rollout import Completion, RolloutClient, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
 from tests.integration.agents import Echo, EchoLoop, echo
+from tests.rollout.test_client import FakeServer
 
 MESSAGES = [{"role": "user", "content": "Guess."}]
 HEAD = """
@@ -343,6 +346,54 @@ def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
     worker = object.__new__(EpisodeWorker)  # without what its process needs
     worker._begin(settings)
     return worker
+
+
+class Holding(FakeServer):
+    """A rollout server that responds once it may."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.may = asyncio.Event()
+
+    async def take(self) -> list:
+        await self.may.wait()
+        return await super().take()
+
+
+def driver_of(worker: EpisodeWorker, client: RolloutClient) -> EpisodeDispatch:
+    """The driver of a process of episodes that is this one."""
+
+    def here(method):
+        return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(method(*given)))
+
+    actor = SimpleNamespace(take=here(worker.take), give=here(worker.give), end=here(worker.end))
+    return EpisodeDispatch(SimpleNamespace(actors=[actor], limit=60, logs=["log"]), check=client.check)
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_the_health_of_a_run_is_that_of_its_engines_and_fine_while_the_policy_is_trained(worker, well):
+    async def run() -> tuple[list[httpx.Response], Trajectory]:
+        server = Holding(well=well)
+        client, sampling = RolloutClient([server], FakeServer, capacity=9, timeout=60, retries=2), Sampling(4, (0,))
+        spec = EpisodeSpec(0, 0, MESSAGES, {"turns": 1, "reward": 1.0}, sampling, 1, "key")
+        async with httpx.AsyncClient(base_url=await worker.agents.start(), trust_env=False) as http:
+            found = [await http.get("/health")]
+            dispatch = driver_of(worker, client)
+            (ended,) = dispatch.start([spec], client.generate)
+            while not server.submitted:
+                await asyncio.sleep(0.01)
+            found += await asyncio.gather(http.get("/health"), http.get("/health"))
+            server.may.set()
+            trajectory = await ended
+            found.append(await http.get("/health"))
+            dispatch.close()
+        await worker.agents.open.aclose()
+        return found, trajectory
+
+    found, trajectory = asyncio.run(run())
+    assert [one.status_code for one in found] == [200, *[200 if well else 503] * 2, 200] and trajectory.reward == 1.0
+    if not well:
+        assert found[1].json()["status"].endswith("sampled from: rollout server 0 is dead or does not respond")
 
 
 @pytest.mark.parametrize(("columns", "turns"), [({}, 2), ({"agent_name": "single_turn_agent"}, 1)])
