@@ -315,6 +315,39 @@ def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokeniz
     assert asyncio.run(scenario()).fault == "no turns"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, kit_of, monkeypatch, late):
+    monkeypatch.setattr(agent, "UNUSED_SECONDS", 0.3)
+    monkeypatch.setattr(agent, "CLAIM_SECONDS", 1.0)
+    agents, owner = (
+        Agents(AgentSettings(mode="online", admin_key="secret"), kit_of()),
+        {"Authorization": "Bearer secret"},
+    )
+
+    async def scenario() -> tuple[list[httpx.Response], list[httpx.Response], Trajectory]:
+        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+            episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
+            taken = [await client.post("/rl/start_session", headers=owner)]
+            if late:
+                await asyncio.sleep(0.5)  # it may still begin, and keeps the episode
+            else:
+                taken.append(await client.post("/rl/start_session", headers=owner))
+            keys = [{"headers": {"Authorization": f"Bearer {one.json()['api_key']}"}} for one in taken]
+            asked = [await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **key) for key in keys]
+            taken.append(await client.post("/rl/start_session", headers=owner))
+            await client.post("/rl/set_reward", json={"reward": 1}, **keys[-1])
+            await client.post("/rl/end_session", **keys[-1])
+            found = await asyncio.wait_for(episode, 30)
+        await agents.open.aclose()
+        return taken, asked, found
+
+    taken, asked, found = asyncio.run(scenario())
+    assert [one.status_code for one in taken] == [200, *([] if late else [200]), 429]
+    assert [one.status_code for one in asked] == ([200] if late else [401, 200])
+    assert (found.reward, found.fault, len(found.turns)) == (1.0, None, 1)
+    assert len({one.json().get("session_id") for one in taken[:-1]}) == 1
+
+
 def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, kit_of):
     agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of())
 
