@@ -170,16 +170,16 @@ class Agents:
     async def _outside(self, waiting: Waiting, session: Session, data: Mapping[str, Any], clock: Timeout) -> None:
         """Wait until the agent ends its session; its rewards were set before. While it has sent no request for long,
         another one may take the episode, each time after twice as long: it may take long to begin."""
-        seconds, loop = UNUSED_SECONDS, asyncio.get_running_loop()
+        seconds, now = UNUSED_SECONDS, asyncio.get_running_loop().time
         async with asyncio.TaskGroup() as tasks:
             begun = tasks.create_task(session.begun.wait())
             while not (await asyncio.wait([begun], timeout=seconds))[0]:
                 logger.warning("session %s: no request for %g s; another agent may take it", session.id, seconds)
-                clock.reschedule(None)
                 offered = tasks.create_task(waiting.offer(session, data))
                 await asyncio.wait([begun, offered], return_when=asyncio.FIRST_COMPLETED)
+                if offered.done():
+                    clock.reschedule(now() + self.kit.limits.timeout)
                 offered.cancel()
-                clock.reschedule(loop.time() + self.kit.limits.timeout)
                 seconds *= 2
         await session.ended.wait()
 

@@ -84,7 +84,7 @@ class Session:
     trusted: Sequence[Message] = ()
     task: str = ""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    api_key: str = field(default_factory=lambda: _new_key())
+    api_key: str = field(default_factory=lambda: KEY_PREFIX + secrets.token_urlsafe(24))
     turns: list[SampledTurn] = field(default_factory=list)
     recorded: dict[bytes, SampledTurn] = field(default_factory=dict)  # by the digest of the conversation
     forks: int = 0
@@ -226,10 +226,6 @@ class Session:
         return Trajectory(turns, stop, found.messages, text, reward, metrics)
 
 
-def _new_key() -> str:
-    return KEY_PREFIX + secrets.token_urlsafe(24)
-
-
 def _sampled(messages: Sequence[Message]) -> bool:
     return any(message["role"] == "assistant" for message in messages)
 
@@ -274,7 +270,7 @@ class Sessions:
     def renew_key(self, session: Session) -> None:
         """Give the session another key, so that who has the old one has it no more."""
         del self.by_key[session.api_key]
-        session.api_key = _new_key()
+        session.api_key = Session(self.kit).api_key
         self.by_key[session.api_key] = session
 
     def opened(self, session: Session) -> Session:
