@@ -45,16 +45,16 @@ class Fields(BaseModel):
     def _without_nulls(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: item for name, item in values.items() if item is not None} | dict(_beside_text(values))
+        present = {name: item for name, item in values.items() if item is not None}
+        texts = [name for name, field in cls.model_fields.items() if field.annotation is str]
+        return present | {at: item for name in texts for at, item in _beside_text(name, present.get(name))}
 
 
-def _beside_text(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what the parts of texts have beside their text: only that is read of them."""
-    for name, parts in values.items():
-        if isinstance(parts, list) and parts and isinstance(parts[0], dict):
-            for number, part in enumerate(parts):
-                others = part.items() if _is_text(part) else ()
-                yield from ((f"{name}[{number}].{one}", item) for one, item in others if one not in ("type", "text"))
+def _beside_text(name: str, content: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what the parts of a text have beside their text: only that is read of them."""
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        others = part.items() if _is_text(part) else ()
+        yield from ((f"{name}[{number}].{one}", item) for one, item in others if one not in ("type", "text"))
 
 
 def unread(fields: Fields, where: str = "") -> Iterator[tuple[str, Any]]:

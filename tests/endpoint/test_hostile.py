@@ -387,6 +387,7 @@ INSIDE = [
     (CHAT, {"messages": [{**USER, "name": "Ann"}, {**USER, "name": "Bob"}]}, ["messages[0].name"]),
     (CHAT, {"messages": [{"role": "user", "content": [part(), part(**CACHED)]}]},
      ["messages[0].content[1].cache_control"]),
+    (CHAT, {"messages": [{**USER, "type": "text"}]}, []),
     (CHAT, {"messages": [{"role": "assistant", "content": "7", "refusal": "No."}, USER]}, ["messages[0].refusal"]),
     (CHAT, {"messages": [*called({"name": "look", "arguments": "{}", "parsed": {"a": 1}}), USER]},
      ["messages[0].tool_calls[0].function.parsed"]),
