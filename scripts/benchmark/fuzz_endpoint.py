@@ -152,19 +152,18 @@ class Episodes:
     def __init__(self, http: httpx.Client) -> None:
         self.http, self.key, self.requests, self.lock = http, "", 0, Lock()
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> dict[str, str] | None:
+        """Return the headers of a request, None if no episode waits: others have to end, or the policy is trained."""
         with self.lock:
             if self.requests % EPISODE_REQUESTS == 0:
                 self.end()
                 self.key = self.taken()
-            self.requests += 1
-        return JSON | {"Authorization": f"Bearer {self.key}"}
+            self.requests += bool(self.key)
+            return JSON | {"Authorization": f"Bearer {self.key}"} if self.key else None
 
     def taken(self) -> str:
-        while True:
-            reply = self.http.post("/rl/start_session", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
-            if reply.status_code != 429:  # else the policy is being trained
-                return reply.raise_for_status().json()["api_key"]
+        reply = self.http.post("/rl/start_session", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+        return "" if reply.status_code == 429 else reply.raise_for_status().json()["api_key"]
 
     def end(self) -> None:
         own = {"Authorization": f"Bearer {self.key}"}
@@ -172,6 +171,7 @@ class Episodes:
             self.http.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 4}, headers=own)
             self.http.post("/rl/set_reward", json={"reward": 1}, headers=own)
             self.http.post("/rl/end_session", headers=own)
+            self.key = ""
 
 
 def fuzz(address: str, count: int, seed: int, *, episodes: bool = False) -> list[str]:
@@ -179,7 +179,6 @@ def fuzz(address: str, count: int, seed: int, *, episodes: bool = False) -> list
     wrong: list[str] = []
     with httpx.Client(base_url=address, timeout=300, trust_env=False) as http:
         open_ones = [Episodes(http) for _ in range(EPISODES_AT_A_TIME)] if episodes else []
-        # Those whose next episode has yet to come leave requests to the others, which end the step.
         free: Queue[Episodes] = Queue()
         for one in open_ones * (AT_A_TIME // EPISODES_AT_A_TIME):
             free.put(one)
@@ -203,15 +202,18 @@ def fuzz_form(http: httpx.Client, path: str, count: int, seed: int, free: "Queue
         bodies.append(content)
 
     def send(content: bytes) -> tuple[int, str]:
-        episodes = free.get() if free else None
-        try:
-            reply = http.post(path, content=content, headers=episodes.headers() if episodes else JSON)
-            return reply.status_code, reply.text
-        except httpx.HTTPError as error:
-            return 0, repr(error)
-        finally:
-            if episodes:
-                free.put(episodes)
+        while True:
+            episodes = free.get() if free else None
+            try:
+                headers = episodes.headers() if episodes else JSON
+                if headers:
+                    reply = http.post(path, content=content, headers=headers)
+                    return reply.status_code, reply.text
+            except httpx.HTTPError as error:
+                return 0, repr(error)
+            finally:
+                if episodes:
+                    free.put(episodes)
 
     draw()
     began = time.monotonic()
