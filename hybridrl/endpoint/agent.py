@@ -6,13 +6,14 @@ The turns of an agent are sampled as those of an environment are, with the seeds
 import asyncio
 import logging
 import math
+from asyncio import Timeout
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from hybridrl.endpoint.app import create_app
+from hybridrl.endpoint.app import Check, create_app
 from hybridrl.endpoint.core import Wanted
 from hybridrl.endpoint.fields import AUTO, Rules
 from hybridrl.endpoint.functions import ONLINE, Agent, AgentSettings, call_agent, run_in_process
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 HELD_SECONDS = 7 * 86400.0  # that a request may take where the policy is held while the devices train
 CLAIM_SECONDS = 4.0  # that a request for an episode waits for one; clients may have a time limit of 5 s
+UNUSED_SECONDS = 120.0  # after which an agent that took an episode and sent no request may be lost
 
 
 class OneAtATime:
@@ -63,7 +65,8 @@ class OneAtATime:
 class Waiting:
     """Episodes that wait for an agent outside the run: who asks first gets the one that has waited longest."""
 
-    def __init__(self) -> None:
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
         self.offers: asyncio.Queue[tuple[Session, Mapping[str, Any], asyncio.Future[None]]] = asyncio.Queue()
 
     async def offer(self, session: Session, data: Mapping[str, Any]) -> None:
@@ -78,27 +81,23 @@ class Waiting:
             async with asyncio.timeout(CLAIM_SECONDS):
                 while True:
                     session, data, taken = await self.offers.get()
-                    if not taken.done():  # else the episode was abandoned
+                    if not taken.done() and not session.begun.is_set():  # else abandoned, or its first agent came
                         taken.set_result(None)
+                        self.sessions.renew_key(session)
                         return session, data
         except TimeoutError:
             raise rejected(429, "no episode waits for an agent; ask again", code="no_episode") from None
 
 
-async def _until_ended(session: Session) -> None:
-    """Wait until the agent ends its session; its rewards were set before."""
-    await session.ended.wait()
-
-
 class Agents:
     """The agents of a process that runs episodes, with one endpoint for all of them."""
 
-    def __init__(self, settings: AgentSettings, kit: Kit) -> None:
-        self.settings, self.kit = settings, kit
+    def __init__(self, settings: AgentSettings, kit: Kit, check: Check | None = None) -> None:
+        self.settings, self.kit, self.check = settings, kit, check
         self.sessions = Sessions(kit, timeout=math.inf)  # an episode has a time limit of its own
         self.policies: dict[str, OneAtATime] = {}
         self.concurrency = settings.concurrency
-        self.waiting = Waiting() if settings.mode == ONLINE else None
+        self.waiting = Waiting(self.sessions) if settings.mode == ONLINE else None
         self.open = AsyncExitStack()
         self.starting: asyncio.Future[str] | None = None
 
@@ -115,7 +114,7 @@ class Agents:
             async with asyncio.timeout(self.kit.limits.timeout) as clock:
                 if self.kit.limits.held:
                     turns.policy = HeldPolicy(policy, clock)
-                self._take(session, await self._call(session, data, f"{address}/v1"))
+                self._take(session, await self._call(session, data, f"{address}/v1", clock))
         except EpisodeFault as error:
             fault, detail = "environment", str(error)
         except Exception as error:  # whatever the user's function raises
@@ -157,7 +156,7 @@ class Agents:
             claim, settings = self.waiting and self.waiting.claim, self.settings
             rules, host = Rules(trains=True, forced_as_auto=settings.forced_tool_choice == AUTO), settings.host
             options = {"admin_key": settings.admin_key, "claim": claim, "rules": rules, "host": host}
-            app = create_app(self._generate, self.sessions, **options)
+            app = create_app(self._generate, self.sessions, check=self.check, **options)
             self.starting = asyncio.ensure_future(
                 self.open.enter_async_context(serving(app, settings.host, settings.port))
             )
@@ -168,9 +167,25 @@ class Agents:
             raise rejected(401, "use the API key that the agent was called with", code="invalid_api_key")
         return await self.policies[session.id].generate(ids, wanted)
 
-    def _call(self, session: Session, data: Mapping[str, Any], base_url: str) -> Awaitable[Any]:
+    async def _outside(self, waiting: Waiting, session: Session, data: Mapping[str, Any], clock: Timeout) -> None:
+        """Wait until the agent ends its session; its rewards were set before. While it has sent no request for long,
+        another one may take the episode, each time after twice as long: it may take long to begin."""
+        seconds, now = UNUSED_SECONDS, asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as tasks:
+            begun = tasks.create_task(session.begun.wait())
+            while not (await asyncio.wait([begun], timeout=seconds))[0]:
+                logger.warning("session %s: no request for %g s; another agent may take it", session.id, seconds)
+                offered = tasks.create_task(waiting.offer(session, data))
+                await asyncio.wait([begun, offered], return_when=asyncio.FIRST_COMPLETED)
+                if offered.done():
+                    clock.reschedule(now() + self.kit.limits.timeout)
+                offered.cancel()
+                seconds *= 2
+        await session.ended.wait()
+
+    def _call(self, session: Session, data: Mapping[str, Any], base_url: str, clock: Timeout) -> Awaitable[Any]:
         if self.waiting:
-            return _until_ended(session)
+            return self._outside(self.waiting, session, data, clock)
         limits = self.kit.limits
         arguments = data, base_url, session.api_key, HELD_SECONDS if limits.held else limits.timeout
         if self.settings.mode == "process":

@@ -1,18 +1,20 @@
 """The fields of a request that all forms share, each with its bounds, and what becomes of every other field.
 
 A field either has its effect, or is in `HINTS` and answered with a warning, or is rejected by name: a request never has
-another result than the client reads out of it.
+another result than the client reads out of it. One within a field, such as a part of a message, is in none of the
+lists: it has its effect or is answered with a warning, unless `REASONS` has it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from hybridrl.endpoint.core import Wanted
-from hybridrl.endpoint.messages import Fields, Name, rejected, validated
+from hybridrl.endpoint.messages import F, Fields, Name, rejected, unread, validated
 from hybridrl.environments import Schema
 from hybridrl.environments.settings import AGENT
 
@@ -25,11 +27,18 @@ NEUTRAL = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "add_generation_prompt": True,
+    "parallel_tool_calls": True,
+}
+# What responses have within their fields, here or elsewhere: a client that sends one back asks for nothing by it.
+SENT_BACK = {
+    *("id", "type", "index", "status", "logprobs", "annotations", "citations"),
+    *("thinking", "signature", "data", "summary", "encrypted_content"),
 }
 REASONS = {
     "logit_bias": "it changes what is sampled",
     "audio": "the policy writes text only",
     "functions": "write them as tools",
+    "function_call": "write it as tool_calls, or as tool_choice",
     "echo": "only what is sampled is returned",
     "top_logprobs": "only the sampled token has a log-prob",
     "previous_response_id": "responses are not stored; send the whole conversation as input",
@@ -76,6 +85,19 @@ class StreamOptions(Fields):
     include_usage: bool = False
 
 
+class Named(Fields):
+    """A function that is named."""
+
+    name: str = ""
+
+
+class ToolChoice(Named):
+    """Which calls a response may have; of chats the function is one level deeper."""
+
+    type: Any = ""
+    function: Named = Named()
+
+
 class Sampled(Fields):
     """The fields that all forms share. `HINTS` are further ones that have no effect and are accepted."""
 
@@ -104,9 +126,21 @@ class Sampled(Fields):
     metadata: dict[str, Any] = Field({})
     tool_choice: Any = AUTO
 
+    _unread: dict[str, Any] = PrivateAttr(default_factory=dict)  # fields within those that `read` validated, by place
+
+    def read(self, kind: type[F], value: Any, where: str) -> F:
+        """Return an object that is at `where`; keeps which of its fields have no effect, for the warnings."""
+        fields = validated(kind, value, where)
+        self._unread |= unread(fields, f"{where}.")
+        return fields
+
+    def _chosen(self) -> ToolChoice:
+        given = self.tool_choice if isinstance(self.tool_choice, dict) else {"type": self.tool_choice}
+        return self.read(ToolChoice, given, "tool_choice")
+
     def choice(self) -> str:
         """Return whether calls of tools are read (AUTO), left in the text (NONE), or required (FORCED)."""
-        kind = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
+        kind = self._chosen().type
         if not isinstance(kind, str) or kind not in CHOICES:
             raise rejected(400, "tool_choice: choose auto or none", param="tool_choice")
         return CHOICES[kind]
@@ -140,9 +174,8 @@ class Sampled(Fields):
 
     def _function_chosen(self) -> str | None:
         """Return the name of the function that the tool choice names, None if any may be called."""
-        chosen = self.tool_choice if isinstance(self.tool_choice, dict) else {}
-        inner = chosen.get("function")
-        return inner.get("name") if isinstance(inner, dict) else chosen.get("name")
+        chosen = self._chosen()
+        return chosen.function.name or chosen.name or None
 
     def schemas(self) -> list[Schema]:
         """Return the tools as chat templates read them."""
@@ -161,29 +194,41 @@ class Sampled(Fields):
                 what = f"the policy that is trained is not constrained; choose auto, or set {FORCED_KEY}=auto"
                 raise rejected(400, f"tool_choice: {what}", param="tool_choice")
             found.append("tool_choice is read as auto: calls are parsed, and none is enforced")
-        for name, value in (self.model_extra or {}).items():
+        enforced = {"strict"} if self.choice() == FORCED and not rules.trains else set()
+        others: dict[str, str] = {}  # places, of each kind the first
+        for place, value in [*unread(self), *self._unread.items()]:
+            name, inside = place.rpartition(".")[2], "." in place
             if value == NEUTRAL[name] if name in NEUTRAL else not value:
                 continue
-            if name not in self.HINTS:
+            if inside and name in SENT_BACK | enforced:
+                continue
+            if name in REASONS if inside else name not in self.HINTS:
                 reason = REASONS.get(name, "the endpoint has no such field; leave it out")
-                raise rejected(400, f"{name} is not supported: {reason}", param=name)
-            found.append(f"{name} has no effect")
-        return found
+                raise rejected(400, f"{place} is not supported: {reason}", param=place)
+            others.setdefault(re.sub(r"\d+", "", place), place)
+        return found + [f"{place} has no effect" for place in others.values()]
 
 
-class Format(Fields):
+class JsonSchema(Named):
+    """A JSON schema of responses, which match it whether it is `strict` or not."""
+
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool = False
+
+
+class Format(JsonSchema):
     """The format of a response: text, or JSON of a schema."""
 
     type: str
-    json_schema: dict[str, Any] = Field({})
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: JsonSchema = JsonSchema()
 
     def schema_text(self, field: str) -> str | None:
         """Return the JSON schema, which OpenAI's chats have one level deeper; None for text."""
         if self.type == "text":
             return None
-        schema = {"type": "object"} if self.type == "json_object" else self.json_schema.get("schema", self.schema_)
-        if self.type not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        inner = self.json_schema.schema_
+        schema = {"type": "object"} if self.type == "json_object" else self.schema_ if inner is None else inner
+        if self.type not in ("json_object", "json_schema") or schema is None:
             raise rejected(400, f"{field}: a format is text, json_object, or json_schema with its schema", param=field)
         return json.dumps(schema)
 
@@ -196,10 +241,11 @@ class ToolFunction(Fields):
     parameters: dict[str, Any] = Field({})
 
 
-def tool_schema(function: Mapping[str, Any], where: str) -> Schema:
+def tool_schema(function: Mapping[str, Any], where: str, read: Callable[..., Any]) -> Schema:
     """Return a tool as chat templates read it, with the fields in the client's order."""
-    validated(ToolFunction, function, where)
-    return {"type": "function", "function": {name: value for name, value in function.items() if value}}
+    read(ToolFunction, function, where)
+    known = {name: value for name, value in function.items() if value and name in ToolFunction.model_fields}
+    return {"type": "function", "function": known}
 
 
 def call_schema(tools: Sequence[Schema], name: str | None) -> str:

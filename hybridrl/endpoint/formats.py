@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hybridrl.endpoint.core import Reply, Wanted
 from hybridrl.endpoint.fields import COMMON_HINTS, Format, Rules, Sampled, tool_schema
-from hybridrl.endpoint.messages import Fields, Name, as_rendered, rejected, validated
+from hybridrl.endpoint.messages import Fields, Name, as_rendered, rejected
 from hybridrl.environments import Message, Schema
 
 STREAM_END = "data: [DONE]\n\n"
@@ -42,12 +42,11 @@ class ChatRequest(Sampled):
 
     def schemas(self) -> list[Schema]:
         """Return the tools as chat templates read them."""
-        for number, tool in enumerate(self.tools):
-            validated(Tool, tool, f"tools[{number}]")
-        return [tool_schema(tool["function"], f"tools[{n}].function") for n, tool in enumerate(self.tools)]
+        tools = [self.read(Tool, tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]
+        return [tool_schema(tool.function, f"tools[{n}].function", self.read) for n, tool in enumerate(tools)]
 
     def conversation(self) -> list[Message]:
-        return as_rendered(self.messages)
+        return as_rendered(self.messages, read=self.read)
 
 
 class Tool(Fields):

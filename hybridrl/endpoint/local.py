@@ -32,6 +32,7 @@ class Local:
 
     def __init__(self, engine: RolloutEngine, rollout: RolloutConfig, kit: Kit) -> None:
         self.engine, self.rollout, self.kit = engine, rollout, kit
+        self.unfinished = 0  # requests
         self.moved = time.monotonic()  # when the engine was last seen to work, or to have nothing to do
 
     async def __call__(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
@@ -45,17 +46,20 @@ class Local:
             stop=(*self.rollout.stop, *wanted.stop),
             **chosen,
         )
+        self.unfinished += 1
         try:
             return await self.engine.generate(Request(0, 0, ids, seed, sampling))
         except Exception as error:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
             raise rejected(400, f"the engine rejects this request: {error}") from error
+        finally:
+            self.unfinished -= 1
 
     async def check(self) -> None:
         """Raise if the engine is dead, or has requests and samples nothing."""
         await self.engine.check()
         if (silence := time.monotonic() - self.moved) > STALLED_SECONDS:
-            raise TimeoutError(f"{self.engine.unfinished} requests and no token for {silence:.0f} s")
+            raise TimeoutError(f"{self.unfinished} requests and no token for {silence:.0f} s")
 
     async def watch(self) -> str:
         """Return why the engine is dead, once it is."""
@@ -65,7 +69,7 @@ class Local:
                 before, tokens = tokens, await self.engine.check()
             except Exception as error:  # whatever the engine died of
                 return str(error)
-            if tokens != before or not self.engine.unfinished:
+            if tokens != before or not self.unfinished:
                 self.moved = time.monotonic()
             await asyncio.sleep(CHECK_SECONDS)
 

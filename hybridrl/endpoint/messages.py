@@ -6,8 +6,8 @@ the reasoning. It is still the message that was sampled.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import HTTPException
 from pydantic import (
@@ -35,14 +35,36 @@ def rejected(status: int, message: str, *, code: str | None = None, param: str |
 
 
 class Fields(BaseModel):
-    """An object of a request. A field that is null is absent; numbers are finite."""
+    """An object of a request. A field that is null is absent; numbers are finite. What is neither among its fields nor
+    read as text is in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        return {name: item for name, item in values.items() if item is not None} if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        present = {name: item for name, item in values.items() if item is not None}
+        texts = [name for name, field in cls.model_fields.items() if field.annotation is str]
+        return present | {at: item for name in texts for at, item in _beside_text(name, present.get(name))}
+
+
+def _beside_text(name: str, content: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what the parts of a text have beside their text: only that is read of them."""
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        others = part.items() if _is_text(part) else ()
+        yield from ((f"{name}[{number}].{one}", item) for one, item in others if one not in ("type", "text"))
+
+
+def unread(fields: Fields, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of an object, and of those in it, that nothing reads, by their places."""
+    yield from ((f"{where}{name}", value) for name, value in (fields.model_extra or {}).items())
+    for name in type(fields).model_fields:
+        found = getattr(fields, name)
+        inner = [(f"{name}[{n}]", one) for n, one in enumerate(found)] if isinstance(found, list) else [(name, found)]
+        for at, one in inner:
+            yield from unread(one, f"{where}{at}.") if isinstance(one, Fields) else ()
 
 
 F = TypeVar("F", bound=Fields)
@@ -120,8 +142,16 @@ class ChatMessage(Fields):
     tool_call_id: str = ""
     name: str = ""
 
+    @model_validator(mode="after")
+    def _without_name(self) -> Self:
+        if self.name and self.role not in ("tool", "function"):  # no template reads it
+            self.__pydantic_extra__ = {"name": self.name} | (self.model_extra or {})
+        return self
 
-def as_rendered(messages: Sequence[Any], places: Sequence[str] = ()) -> list[Message]:
+
+def as_rendered(
+    messages: Sequence[Any], places: Sequence[str] = (), read: Callable[..., Any] = validated
+) -> list[Message]:
     """Return messages as a chat template reads them: texts as strings, results of tools with the name of the tool.
 
     Rejects content that is not text; `places` are the names of the fields that the messages come from.
@@ -129,7 +159,7 @@ def as_rendered(messages: Sequence[Any], places: Sequence[str] = ()) -> list[Mes
     names: dict[str, str] = {}  # of tools, by the id of the call
     rendered = []
     for number, item in enumerate(messages):
-        given = validated(ChatMessage, item, places[number] if places else f"messages[{number}]")
+        given = read(ChatMessage, item, places[number] if places else f"messages[{number}]")
         message: Message = {"role": ROLES.get(given.role, given.role), "content": given.content}
         if given.reasoning_content:
             message["reasoning_content"] = given.reasoning_content

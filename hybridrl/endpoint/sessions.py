@@ -90,6 +90,7 @@ class Session:
     forks: int = 0
     stop: str = ""  # the limit that ended it
     closed: str = ""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # it had a request, or is closed
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     preparing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of one prompt at a time
     requests: int = 0  # that came so far
@@ -99,6 +100,7 @@ class Session:
     def close(self, why: str = "it has ended") -> None:
         """Take no more requests."""
         self.closed = self.closed or why
+        self.begun.set()
         self.ended.set()
 
     @contextmanager
@@ -265,6 +267,12 @@ class Sessions:
         session.close()
         del self.by_id[session.id], self.by_key[session.api_key]
 
+    def renew_key(self, session: Session) -> None:
+        """Give the session another key, so that who has the old one has it no more."""
+        del self.by_key[session.api_key]
+        session.api_key = Session(self.kit).api_key
+        self.by_key[session.api_key] = session
+
     def opened(self, session: Session) -> Session:
         """Return the session for a request that changes it; rejects one that is closed."""
         now = self.clock()
@@ -273,4 +281,5 @@ class Sessions:
         if session.closed:
             raise rejected(409, f"session {session.id} is closed: {session.closed}", code="session_closed")
         session.used = now
+        session.begun.set()
         return session

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from hybridrl.endpoint.core import Reply, Wanted
 from hybridrl.endpoint.fields import COMMON_HINTS, Format, Rules, Sampled, Stops, tool_schema
 from hybridrl.endpoint.formats import event
-from hybridrl.endpoint.messages import Fields, Text, as_rendered, rejected, validated
+from hybridrl.endpoint.messages import Fields, Text, as_rendered, rejected
 from hybridrl.environments import Message, Schema
 
 Json = dict[str, Any]
@@ -56,7 +56,8 @@ class ResponsesRequest(Sampled):
         return self.text.format.schema_text(self.SCHEMA)
 
     def schemas(self) -> list[Schema]:
-        return [_schema(tool, "parameters", ("function",), number) for number, tool in enumerate(self.tools)]
+        kinds = ("function",)
+        return [_schema(tool, "parameters", kinds, number, self.read) for number, tool in enumerate(self.tools)]
 
     def conversation(self) -> list[Message]:
         """Return the conversation as chat messages; calls belong to the response before them."""
@@ -66,13 +67,13 @@ class ResponsesRequest(Sampled):
         if not isinstance(items, list) or not items:
             raise rejected(400, "input: a text, or a list with at least one item", param="input")
         for number, given in enumerate(items):
-            item = validated(Item, given, f"input[{number}]")
+            item = self.read(Item, given, f"input[{number}]")
             if item.type == "function_call" and messages and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).append(_response_call(item))
             elif item.type != "reasoning":
                 messages.append(_as_chat(item))
                 places.append(f"input[{number}]")
-        return as_rendered(messages, places)
+        return as_rendered(messages, places, self.read)
 
     def body(self, reply: Reply, model: str) -> Json:
         message, cut = reply.message, reply.finish == "length"
@@ -131,6 +132,13 @@ class Block(Fields):
     input: dict[str, Any] = Field({})
     tool_use_id: str = ""
     content: Text = ""
+    is_error: bool = False
+
+    def result(self) -> str:
+        """Return the result of a tool as the policy reads it: an error begins as those of environments do."""
+        if not self.is_error or self.content.startswith("Error"):
+            return self.content
+        return f"Error: {self.content}" if self.content else "Error"
 
 
 def _as_blocks(content: Any) -> Any:
@@ -174,18 +182,18 @@ class MessagesRequest(Sampled):
 
     def schemas(self) -> list[Schema]:
         kinds = ("function", "custom")
-        return [_schema(tool, "input_schema", kinds, number) for number, tool in enumerate(self.tools)]
+        return [_schema(tool, "input_schema", kinds, number, self.read) for number, tool in enumerate(self.tools)]
 
     def conversation(self) -> list[Message]:
         """Return the conversation as chat messages; results of tools are messages of their own."""
         messages: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
         places = ["system"] * len(messages)
         for number, given in enumerate(self.messages):
-            message = validated(AnthropicMessage, given, f"messages[{number}]")
+            message = self.read(AnthropicMessage, given, f"messages[{number}]")
             found = _as_chats(message)
             messages += found
             places += [f"messages[{number}]"] * len(found)
-        return as_rendered(messages, places)
+        return as_rendered(messages, places, self.read)
 
     def body(self, reply: Reply, model: str) -> Json:
         message = reply.message
@@ -216,12 +224,12 @@ class MessagesRequest(Sampled):
             yield event(one, one["type"])
 
 
-def _schema(tool: Any, parameters: str, kinds: Sequence[str], number: int) -> Schema:
+def _schema(tool: Any, parameters: str, kinds: Sequence[str], number: int, read: Callable[..., Any]) -> Schema:
     where = f"tools[{number}]"
     if not isinstance(tool, dict) or (tool.get("type") or "function") not in kinds:
         raise rejected(400, f"{where}: a tool is a function; the provider's own tools are not here", param=where)
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get(parameters)}
-    return tool_schema(function, where)
+    function = {"name": None, "description": None, "parameters": tool.get(parameters)}
+    return tool_schema(function | {name: value for name, value in tool.items() if name != parameters}, where, read)
 
 
 def _response_call(item: Item) -> Json:
@@ -242,7 +250,7 @@ def _as_chats(message: AnthropicMessage) -> list[Json]:
     for block in message.content:
         kinds[block.type].append(block)
     found: list[Json] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content} for block in kinds["tool_result"]
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.result()} for block in kinds["tool_result"]
     ]
     if kinds["text"] or kinds["tool_use"] or not kinds["tool_result"]:
         found.append({"role": message.role, "content": "".join(block.text for block in kinds["text"])})

@@ -8,7 +8,7 @@ import asyncio
 import os
 import pickle
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -20,7 +20,16 @@ from hybridrl.cluster import Actor, Pending, RaySession, cause, gather, kill, sp
 from hybridrl.cluster.failures import root
 from hybridrl.cluster.group import START_LIMIT
 from hybridrl.environments.episode import Trajectory
-from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec, EpisodeWorker, Given, Ticket
+from hybridrl.environments.worker import (
+    CHECK,
+    HEARTBEAT_SECONDS,
+    Answer,
+    EpisodeSettings,
+    EpisodeSpec,
+    EpisodeWorker,
+    Given,
+    Ticket,
+)
 from hybridrl.rollout import Completion, Request, RequestFault
 from hybridrl.tracking.console import info, warn
 
@@ -98,7 +107,7 @@ class Lane:
     actor: Actor
     episodes: dict[Ticket, Running] = field(default_factory=dict)
     new: list[Ticket] = field(default_factory=list)
-    turns: list[tuple[Ticket, Completion | RequestFault]] = field(default_factory=list)
+    turns: list[tuple[Ticket, Answer]] = field(default_factory=list)
     due: bool = False
     pump: asyncio.Task | None = None  # serves its episodes until all have ended
 
@@ -107,17 +116,27 @@ class Lane:
         return [ticket for ticket, episode in self.episodes.items() if episode.asked is None]
 
 
+async def _well() -> str:
+    return ""
+
+
 class EpisodeDispatch:
     """Runs episodes in the processes, which may be started at any time, all in one event loop, until it is closed.
 
     With `together` turns are requested once every episode that runs wants one, so that engines form the same batches
-    every time. `held` returns whether turns wait for the devices, so that no episode may end for long.
+    every time. `held` returns whether turns wait for the devices, so that no episode may end for long, and `check` why
+    none can be sampled, if so.
     """
 
     def __init__(
-        self, workers: EpisodeWorkers, *, together: bool = False, held: Callable[[], bool] = lambda: False
+        self,
+        workers: EpisodeWorkers,
+        *,
+        together: bool = False,
+        held: Callable[[], bool] = lambda: False,
+        check: Callable[[], Awaitable[str]] = _well,
     ) -> None:
-        self.workers, self.together, self.held = workers, together, held
+        self.workers, self.together, self.held, self.check = workers, together, held, check
         self.call = os.urandom(8).hex()  # names it, as the processes have episodes of others too
         self.lanes = [Lane(index, actor) for index, actor in enumerate(workers.actors)]
         self.tickets = count()
@@ -196,7 +215,9 @@ class EpisodeDispatch:
                     self._lost(lane, error)
                     continue
                 for ticket, what in pickle.loads(content):
-                    if isinstance(what, Request):
+                    if ticket == CHECK:
+                        self._keep(self._check(lane))
+                    elif isinstance(what, Request):
                         self._ask(lane, ticket, what)
                     else:
                         self._end(lane, ticket, what)
@@ -243,9 +264,17 @@ class EpisodeDispatch:
     def _give(self, lane: Lane) -> None:
         given: Given = [(ticket, lane.episodes[ticket].spec) for ticket in lane.new], lane.turns
         lane.new, lane.turns, lane.due = [], [], False
-        task = asyncio.create_task(self._send(lane.actor, pickle.dumps(given, pickle.HIGHEST_PROTOCOL)))
+        self._keep(self._send(lane.actor, pickle.dumps(given, pickle.HIGHEST_PROTOCOL)))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task, which ends with this at the latest."""
+        task = asyncio.create_task(work)
         self.sending.add(task)
         task.add_done_callback(self.sending.discard)
+
+    async def _check(self, lane: Lane) -> None:
+        lane.turns.append((CHECK, await self.check()))
+        self._give_soon(lane)
 
     async def _send(self, actor: Actor, content: bytes) -> None:
         """Give a process its episodes and turns. If it has died, or does not respond, the pump finds that out."""

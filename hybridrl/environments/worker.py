@@ -9,7 +9,7 @@ import contextlib
 import gc
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,8 +34,10 @@ COALESCE_SECONDS = 0.005  # a pause in which more becomes ready: a remote call c
 HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the process responds
 
 Ticket = int  # names an episode between driver and process
+CHECK: Ticket = -1  # no episode, but the question why no turn can be sampled, which is answered by a text
+Answer = Completion | RequestFault | str
 # Episodes to start, and turns.
-Given = tuple[list[tuple[Ticket, "EpisodeSpec"]], list[tuple[Ticket, Completion | RequestFault]]]
+Given = tuple[list[tuple[Ticket, "EpisodeSpec"]], list[tuple[Ticket, Answer]]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class EpisodeSettings:
     end_ids: tuple[int, ...]
     formats: Mapping[str, Any] = field(default_factory=dict)  # the arguments of Kit.of that are given by name
     configuration: Mapping[str, Any] = field(default_factory=dict)  # all of it, for verl's agent loops
-    agents: Callable[[Kit], "AgentRunner"] | None = None  # makes what runs the function of environments.agent_path
+    # Makes what runs the function of environments.agent_path, with EpisodeWorker.check.
+    agents: Callable[[Kit, Callable[[], Awaitable[None]]], "AgentRunner"] | None = None
 
 
 class AgentRunner(Protocol):
@@ -85,8 +88,8 @@ class Call:
     places: AbstractAsyncContextManager = field(default_factory=nullcontext)
 
     tasks: dict[Ticket, asyncio.Task] = field(default_factory=dict)
-    asked: dict[Ticket, asyncio.Future[Completion]] = field(default_factory=dict)
-    ready: asyncio.Queue[tuple[Ticket, Request | Trajectory]] = field(default_factory=asyncio.Queue)
+    asked: dict[Ticket, asyncio.Future] = field(default_factory=dict)
+    ready: asyncio.Queue[tuple[Ticket, Request | Trajectory | None]] = field(default_factory=asyncio.Queue)
     faults: dict[Ticket, RequestFault] = field(default_factory=dict)
 
     async def ask(self, ticket: Ticket, request: Request) -> Completion:
@@ -95,7 +98,14 @@ class Call:
         self.ready.put_nowait((ticket, request))
         return await future
 
-    def answer(self, ticket: Ticket, result: Completion | RequestFault) -> None:
+    async def check(self) -> str:
+        """Return why the driver can have no turn sampled; "" if it can, or no episode runs."""
+        if self.tasks and CHECK not in self.asked:
+            self.asked[CHECK] = asyncio.get_running_loop().create_future()
+            self.ready.put_nowait((CHECK, None))
+        return await asyncio.shield(self.asked[CHECK]) if CHECK in self.asked else ""
+
+    def answer(self, ticket: Ticket, result: Answer) -> None:
         future = self.asked.pop(ticket, None)
         if isinstance(result, RequestFault):
             self.faults[ticket] = result
@@ -103,6 +113,7 @@ class Call:
             future.set_exception(result) if isinstance(result, RequestFault) else future.set_result(result)
 
     def abandon(self) -> None:
+        self.answer(CHECK, "")
         for task in self.tasks.values():
             task.cancel()
 
@@ -156,7 +167,7 @@ class EpisodeWorker:
     def _begin(self, settings: EpisodeSettings) -> None:
         self.kit = Kit.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
         self.environments, self.configuration = settings.environments, settings.configuration
-        self.agents = settings.agents and settings.agents(self.kit)
+        self.agents = settings.agents and settings.agents(self.kit, self.check)
         self.calls: dict[str, Call] = {}
         self.over: set[str] = set()  # calls that have ended: what arrives late is not started
         gc.freeze()  # the many objects of the libraries need not be visited by every full collection
@@ -166,6 +177,12 @@ class EpisodeWorker:
         if self.agents:
             await self.agents.start()
         return True
+
+    async def check(self) -> None:
+        """Raise if episodes run and no turn can be sampled. While the policy is trained none run: the engines sleep."""
+        for call in [*self.calls.values()]:
+            if cause := await call.check():
+                raise RuntimeError(cause)
 
     async def give(self, name: str, content: bytes) -> None:
         """Start episodes of a call of the driver, and give sampled turns to those that asked for them; a pickled

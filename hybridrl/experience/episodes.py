@@ -200,7 +200,9 @@ class EpisodeRunner:
     ) -> list[Episode]:
         """Return `count` scored episodes of one prompt, while others run in the same event loop."""
         if self.workers is not None and self.dispatch is None:
-            self.dispatch = EpisodeDispatch(self.workers, held=lambda: bool(self.client.held()))
+            self.dispatch = EpisodeDispatch(
+                self.workers, held=lambda: bool(self.client.held()), check=self.client.check
+            )
         places = [Place(prompt, position, position, sample, position, sampling) for sample in range(count)]
         episodes, _ = await self._run(self._source(places, kept, self.dispatch), places, shown=False)
         return episodes
@@ -236,7 +238,7 @@ class EpisodeRunner:
         ]
         if dispatch is not None:
             return Conversations(self.client, nullcontext(dispatch), specs, spool)
-        own = EpisodeDispatch(self.workers, together=self.client.fixed)
+        own = EpisodeDispatch(self.workers, together=self.client.fixed, check=self.client.check)
         return Conversations(self.client, closing(own), specs, spool)
 
     async def _run(

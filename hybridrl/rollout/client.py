@@ -314,6 +314,20 @@ class RolloutClient:
             other.moved = asyncio.get_running_loop().time()
         self._dispatch()
 
+    async def check(self) -> str:
+        """Return why no server can be sampled from; "" if one can."""
+        found = await asyncio.gather(*map(self._ailment, self.lanes))
+        return "" if "" in found else "; ".join(found)
+
+    async def _ailment(self, lane: Lane) -> str:
+        name = f"rollout server {self.lanes.index(lane)}"
+        if lane.rebuilding or lane.lost:
+            return f"{name} was lost and is rebuilt"
+        if await self._tokens(lane) is None:
+            return f"{name} is dead or does not respond"
+        silence = asyncio.get_running_loop().time() - lane.moved
+        return f"{name} has sampled no token for {silence:.0f} s" if lane.running and silence > SILENT_SECONDS else ""
+
     async def _tokens(self, lane: Lane) -> int | None:
         """Return how many tokens a server has sampled; None if it is dead or does not respond."""
         try:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from threading import Lock
 from typing import Any
 
@@ -30,12 +31,15 @@ from hypothesis import strategies as st
 TOP = Path(__file__).absolute().parents[2]
 ADMIN_KEY, PORT = "fuzz", 8431
 READY_SECONDS, EPISODE_REQUESTS, AT_A_TIME = 600, 20, 8
+STEP_EPISODES, EPISODES_AT_A_TIME = 8, 4  # of a run
 JSON = {"Content-Type": "application/json"}
 USER, CALL = {"role": "user", "content": "What is 1+2?"}, {"name": "look", "arguments": '{"word": "a"}'}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": CALL}]}
 LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NAMED = {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a", "cache_control": {}}]}
 MESSAGES = [USER, CALLED, {"role": "tool", "tool_call_id": "1", "content": "3"}, {"role": "system", "content": "Add."}]
+MESSAGES += [NAMED]
 
 texts = st.text(max_size=20) | st.sampled_from(
     ["", "\ud83d", "\0", "<|im_end|>", "[" * 2000, "a" * 3000, "NaN", "1e999"]
@@ -76,12 +80,14 @@ messages = st.lists(st.sampled_from(MESSAGES) | values, min_size=1, max_size=4)
 FORMATS = st.sampled_from([{"type": "json_object"}, {"type": "json_schema", "schema": SCHEMA}, {"type": "text"}])
 CHAT_FORMATS = FORMATS | st.just({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}})
 TOOLS = st.lists(
-    st.sampled_from([LOOK, {"type": "function"} | LOOK, {"type": "function", "function": LOOK}]), max_size=2
+    st.sampled_from([LOOK, {"type": "function"} | LOOK, {"type": "function", "function": LOOK | {"strict": True}}]),
+    max_size=2,
 )
 CHOICES = st.sampled_from(["auto", "none", "required", {"type": "any"}, {"type": "function", "name": "look"}])
 ITEMS = [USER, {"type": "function_call", "call_id": "1", **CALL}, {"type": "reasoning"}]
 ITEMS += [{"type": "function_call_output", "call_id": "1", "output": "3"}]
 BLOCKS = [{"type": "tool_use", "id": "1", "name": "look", "input": {}}, {"type": "text", "text": "a"}]
+FAILED = [{"type": "tool_result", "tool_use_id": "1", "content": "no file", "is_error": True}]
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": (
         {"messages": [USER]},
@@ -112,7 +118,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/messages": (
         {"messages": [USER], "max_tokens": 8},
         {
-            "messages": messages | st.just([{"role": "assistant", "content": BLOCKS}, USER]),
+            "messages": messages
+            | st.just([{"role": "assistant", "content": BLOCKS}, {"role": "user", "content": FAILED}]),
             "system": texts | st.just([{"type": "text", "text": "Add."}]),
             "tools": st.lists(st.just({"name": "look", "input_schema": {"type": "object"}}), max_size=2),
             "tool_choice": CHOICES,
@@ -140,24 +147,23 @@ def contents(draw: st.DrawFn, path: str) -> bytes:
 
 
 class Episodes:
-    """The keys of a run's episodes: each serves for some requests, gets a reward and is ended."""
+    """The keys of a run's episodes, one after another: each serves for some requests, gets a reward and is ended."""
 
     def __init__(self, http: httpx.Client) -> None:
         self.http, self.key, self.requests, self.lock = http, "", 0, Lock()
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> dict[str, str] | None:
+        """Return the headers of a request, None if no episode waits: others have to end, or the policy is trained."""
         with self.lock:
-            self.requests += 1
-            if not self.key or self.requests % EPISODE_REQUESTS == 0:
+            if self.requests % EPISODE_REQUESTS == 0:
                 self.end()
                 self.key = self.taken()
-        return JSON | {"Authorization": f"Bearer {self.key}"}
+            self.requests += bool(self.key)
+            return JSON | {"Authorization": f"Bearer {self.key}"} if self.key else None
 
     def taken(self) -> str:
-        while True:
-            reply = self.http.post("/rl/start_session", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
-            if reply.status_code != 429:  # else the policy is being trained
-                return reply.raise_for_status().json()["api_key"]
+        reply = self.http.post("/rl/start_session", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+        return "" if reply.status_code == 429 else reply.raise_for_status().json()["api_key"]
 
     def end(self) -> None:
         own = {"Authorization": f"Bearer {self.key}"}
@@ -165,23 +171,27 @@ class Episodes:
             self.http.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 4}, headers=own)
             self.http.post("/rl/set_reward", json={"reward": 1}, headers=own)
             self.http.post("/rl/end_session", headers=own)
+            self.key = ""
 
 
 def fuzz(address: str, count: int, seed: int, *, episodes: bool = False) -> list[str]:
     """Send requests of each form; returns what went wrong."""
     wrong: list[str] = []
     with httpx.Client(base_url=address, timeout=300, trust_env=False) as http:
-        sessions = Episodes(http) if episodes else None
+        open_ones = [Episodes(http) for _ in range(EPISODES_AT_A_TIME)] if episodes else []
+        free: Queue[Episodes] = Queue()
+        for one in open_ones * (AT_A_TIME // EPISODES_AT_A_TIME):
+            free.put(one)
         for path in FORMS:
-            wrong += fuzz_form(http, path, count, seed, sessions)
-        if sessions:
-            sessions.end()
+            wrong += fuzz_form(http, path, count, seed, free if episodes else None)
+        for one in open_ones:
+            one.end()
         if (health := http.get("/health")).status_code != 200:
             wrong.append(f"/health: {health.text}")
     return wrong
 
 
-def fuzz_form(http: httpx.Client, path: str, count: int, seed: int, sessions: Episodes | None) -> list[str]:
+def fuzz_form(http: httpx.Client, path: str, count: int, seed: int, free: "Queue[Episodes] | None") -> list[str]:
     """Send requests of one form, some at a time."""
     bodies: list[bytes] = []
 
@@ -192,17 +202,26 @@ def fuzz_form(http: httpx.Client, path: str, count: int, seed: int, sessions: Ep
         bodies.append(content)
 
     def send(content: bytes) -> tuple[int, str]:
-        try:
-            reply = http.post(path, content=content, headers=sessions.headers() if sessions else JSON)
-            return reply.status_code, reply.text
-        except httpx.HTTPError as error:
-            return 0, repr(error)
+        while True:
+            episodes = free.get() if free else None
+            try:
+                headers = episodes.headers() if episodes else JSON
+                if headers:
+                    reply = http.post(path, content=content, headers=headers)
+                    return reply.status_code, reply.text
+            except httpx.HTTPError as error:
+                return 0, repr(error)
+            finally:
+                if episodes:
+                    free.put(episodes)
 
     draw()
+    began = time.monotonic()
     with ThreadPoolExecutor(AT_A_TIME) as threads:
         replies = list(threads.map(send, bodies))
     statuses = Counter(status for status, _ in replies)
-    print(f"{path}: {len(replies)} requests, {dict(sorted(statuses.items()))}", flush=True)
+    seconds = time.monotonic() - began
+    print(f"{path}: {len(replies)} requests, {dict(sorted(statuses.items()))}, {seconds:.0f} s", flush=True)
     wrong = [(body, *reply) for body, reply in zip(bodies, replies, strict=True) if not 0 < reply[0] < 500]
     return [f"{path} {body[:400]!r}: {status} {text[:400]}" for body, status, text in wrong]
 
@@ -237,11 +256,11 @@ def fuzz_serve(model: Path, arguments: argparse.Namespace) -> list[str]:
 
 def fuzz_run(model: Path, arguments: argparse.Namespace) -> list[str]:
     """Fuzz a run which ends once all its episodes have."""
-    episodes = 4 * arguments.count // EPISODE_REQUESTS + 4
+    episodes = len(FORMS) * arguments.count // EPISODE_REQUESTS + EPISODES_AT_A_TIME
     values = {
         "data.train_files": f"{model}/train.jsonl",
         "data.val_files": "null",
-        "data.train_batch_size": 4,
+        "data.train_batch_size": STEP_EPISODES // 2,
         "data.max_response_length": 400,
         "actor_rollout_ref.model.path": f"{model}/model",
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
@@ -251,7 +270,7 @@ def fuzz_run(model: Path, arguments: argparse.Namespace) -> list[str]:
         "actor_rollout_ref.rollout.agent.port": PORT,
         "trainer.device": "cpu",
         "trainer.logger": "[console]",
-        "trainer.total_training_steps": max(episodes // 8, 1),
+        "trainer.total_training_steps": -(-episodes // STEP_EPISODES),
         "trainer.default_local_dir": arguments.out / "run",
     }
     quickstart = ["hybridrl.main_ppo", "--config-path", "recipes/quickstart", "--config-name", "train"]

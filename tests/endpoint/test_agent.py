@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,12 +19,14 @@ from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import AgentSettings
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun
+from hybridrl.environments.pool import EpisodeDispatch
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, AgentLoopOutput, trajectory
 from hybridrl.environments.worker import Call, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
-from hybridrl.rollout import Completion, Sampling, request_seed
+from hybridrl.rollout import Completion, RolloutClient, Sampling, request_seed
 from tests.endpoint.conftest import completion_of
 from tests.integration.agents import Echo, EchoLoop, echo
+from tests.rollout.test_client import FakeServer
 
 MESSAGES = [{"role": "user", "content": "Guess."}]
 HEAD = """
@@ -312,6 +315,39 @@ def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokeniz
     assert asyncio.run(scenario()).fault == "no turns"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, kit_of, monkeypatch, late):
+    monkeypatch.setattr(agent, "UNUSED_SECONDS", 0.3)
+    monkeypatch.setattr(agent, "CLAIM_SECONDS", 1.0)
+    agents, owner = (
+        Agents(AgentSettings(mode="online", admin_key="secret"), kit_of()),
+        {"Authorization": "Bearer secret"},
+    )
+
+    async def scenario() -> tuple[list[httpx.Response], list[httpx.Response], Trajectory]:
+        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+            episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
+            taken = [await client.post("/rl/start_session", headers=owner)]
+            if late:
+                await asyncio.sleep(0.5)  # it may still begin, and keeps the episode
+            else:
+                taken.append(await client.post("/rl/start_session", headers=owner))
+            keys = [{"headers": {"Authorization": f"Bearer {one.json()['api_key']}"}} for one in taken]
+            asked = [await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **key) for key in keys]
+            taken.append(await client.post("/rl/start_session", headers=owner))
+            await client.post("/rl/set_reward", json={"reward": 1}, **keys[-1])
+            await client.post("/rl/end_session", **keys[-1])
+            found = await asyncio.wait_for(episode, 30)
+        await agents.open.aclose()
+        return taken, asked, found
+
+    taken, asked, found = asyncio.run(scenario())
+    assert [one.status_code for one in taken] == [200, *([] if late else [200]), 429]
+    assert [one.status_code for one in asked] == ([200] if late else [401, 200])
+    assert (found.reward, found.fault, len(found.turns)) == (1.0, None, 1)
+    assert len({one.json().get("session_id") for one in taken[:-1]}) == 1
+
+
 def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, kit_of):
     agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of())
 
@@ -343,6 +379,54 @@ def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
     worker = object.__new__(EpisodeWorker)  # without what its process needs
     worker._begin(settings)
     return worker
+
+
+class Holding(FakeServer):
+    """A rollout server that responds once it may."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.may = asyncio.Event()
+
+    async def take(self) -> list:
+        await self.may.wait()
+        return await super().take()
+
+
+def driver_of(worker: EpisodeWorker, client: RolloutClient) -> EpisodeDispatch:
+    """The driver of a process of episodes that is this one."""
+
+    def here(method):
+        return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(method(*given)))
+
+    actor = SimpleNamespace(take=here(worker.take), give=here(worker.give), end=here(worker.end))
+    return EpisodeDispatch(SimpleNamespace(actors=[actor], limit=60, logs=["log"]), check=client.check)
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_the_health_of_a_run_is_that_of_its_engines_and_fine_while_the_policy_is_trained(worker, well):
+    async def run() -> tuple[list[httpx.Response], Trajectory]:
+        server = Holding(well=well)
+        client, sampling = RolloutClient([server], FakeServer, capacity=9, timeout=60, retries=2), Sampling(4, (0,))
+        spec = EpisodeSpec(0, 0, MESSAGES, {"turns": 1, "reward": 1.0}, sampling, 1, "key")
+        async with httpx.AsyncClient(base_url=await worker.agents.start(), trust_env=False) as http:
+            found = [await http.get("/health")]
+            dispatch = driver_of(worker, client)
+            (ended,) = dispatch.start([spec], client.generate)
+            while not server.submitted:
+                await asyncio.sleep(0.01)
+            found += await asyncio.gather(http.get("/health"), http.get("/health"))
+            server.may.set()
+            trajectory = await ended
+            found.append(await http.get("/health"))
+            dispatch.close()
+        await worker.agents.open.aclose()
+        return found, trajectory
+
+    found, trajectory = asyncio.run(run())
+    assert [one.status_code for one in found] == [200, *[200 if well else 503] * 2, 200] and trajectory.reward == 1.0
+    if not well:
+        assert found[1].json()["status"].endswith("sampled from: rollout server 0 is dead or does not respond")
 
 
 @pytest.mark.parametrize(("columns", "turns"), [({}, 2), ({"agent_name": "single_turn_agent"}, 1)])

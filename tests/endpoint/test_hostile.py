@@ -376,6 +376,108 @@ def test_a_hint_without_effect_is_named_in_the_response(reply_to):
         assert "warnings" not in reply_to(path, body | {"store": False}).json()
 
 
+def part(**fields):
+    return {"type": "text", "text": "Guess.", **fields}
+
+
+LOOK = {"name": "look", "parameters": {"type": "object"}}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+TOLD = {"role": "assistant", "content": [{"type": "output_text", "text": "7", "annotations": [], "logprobs": []}]}
+INSIDE = [
+    (CHAT, {"messages": [{**USER, "name": "Ann"}, {**USER, "name": "Bob"}]}, ["messages[0].name"]),
+    (CHAT, {"messages": [{"role": "user", "content": [part(), part(**CACHED)]}]},
+     ["messages[0].content[1].cache_control"]),
+    (CHAT, {"messages": [{**USER, "type": "text"}]}, []),
+    (CHAT, {"messages": [{"role": "assistant", "content": "7", "refusal": "No."}, USER]}, ["messages[0].refusal"]),
+    (CHAT, {"messages": [*called({"name": "look", "arguments": "{}", "parsed": {"a": 1}}), USER]},
+     ["messages[0].tool_calls[0].function.parsed"]),
+    (CHAT, {"tools": [tool(strict=True)]}, ["tools[0].function.strict"]),
+    (CHAT, {"tools": [tool()], "tool_choice": {"type": "auto", "mode": "any"}}, ["tool_choice.mode"]),
+    (CHAT, {"stream_options": {"include_obfuscation": True}}, ["stream_options.include_obfuscation"]),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {
+        "name": "a", "description": "A.", "strict": True, "schema": {"type": "object"}}}},
+     ["response_format.json_schema.description"]),
+    (CHAT, {"parallel_tool_calls": False}, ["parallel_tool_calls"]),
+    (CHAT, {"parallel_tool_calls": True, "tools": [tool(strict=False)]}, []),
+    (TEXT, {"stream_options": {"continuous_usage_stats": True}}, ["stream_options.continuous_usage_stats"]),
+    (RESPONSES, {"tools": [{"type": "function", "strict": True} | LOOK]}, ["tools[0].strict"]),
+    (RESPONSES, {"input": [{**USER, "phase": "commentary"}]}, ["input[0].phase"]),
+    (RESPONSES, {"input": [{"role": "user", "content": [part(prompt_cache_breakpoint=True)]}]},
+     ["input[0].content[0].prompt_cache_breakpoint"]),
+    (RESPONSES, {"input": [USER, {"type": "message", "id": "msg_1", "status": "completed", **TOLD}, USER]}, []),
+    (RESPONSES, {"text": {"verbosity": "low"}}, ["text.verbosity"]),
+    (MESSAGES, {"tools": [{"name": "look", "input_schema": {}, "strict": True, **CACHED}]},
+     ["tools[0].strict", "tools[0].cache_control"]),
+    (MESSAGES, {"system": [part(**CACHED)], "messages": [{"role": "user", "content": [part(**CACHED)]}]},
+     ["system[0].cache_control", "messages[0].content[0].cache_control"]),
+    (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+     ["tool_choice.disable_parallel_tool_use"]),
+    (MESSAGES, {"output_config": {"effort": "low"}}, ["output_config.effort"]),
+]  # fmt: skip
+
+
+def test_a_field_within_another_without_effect_is_named_in_the_response(endpoint):
+    async def run():
+        async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
+            wrong = []
+            for path, fields, places in INSIDE:
+                reply = (await http.post(path, json=FORMS[path] | fields)).json()
+                if reply.get("warnings", []) != [f"{place} has no effect" for place in places] or reply.get("error"):
+                    wrong.append((path, fields, reply))
+            return wrong
+
+    assert not asyncio.run(run())
+
+
+@pytest.mark.parametrize(("name", "value"), [("audio", {"id": "1"}), ("function_call", {"name": "look"})])
+def test_a_field_of_a_message_that_changes_what_was_said_is_rejected(reply_to, name, value):
+    messages = [{"role": "assistant", "content": None, name: value}, USER]
+    error = reply_to(CHAT, {"messages": messages}).json()["error"]
+    assert error["param"] == f"messages[0].{name}" and error["param"] in error["message"]
+
+
+def test_where_a_call_is_enforced_strict_is(reply_to):
+    body = {"messages": [USER], "tools": [tool(strict=True)], "tool_choice": "required"}
+    assert "warnings" not in reply_to(CHAT, body).json()
+    hint = reply_to(CHAT, body, rules=Rules(trains=True, forced_as_auto=True)).json()["warnings"]
+    assert hint[0].startswith("tool_choice is read as auto") and hint[1:] == ["tools[0].function.strict has no effect"]
+
+
+def test_what_has_no_effect_is_not_shown_to_the_policy(endpoint):
+    async def run():
+        async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
+            for tools in ([tool(strict=True, title="Look")], [tool()]):
+                await http.post(CHAT, json={"messages": [USER], "tools": tools})
+            return served.script.prompts
+
+    first, second = asyncio.run(run())
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("result", "read"),
+    [
+        ({"content": "no file"}, "no file"),
+        ({"content": "no file", "is_error": False}, "no file"),
+        ({"content": "no file", "is_error": True}, "Error: no file"),
+        ({"content": [part(text="no"), part(text=" file")], "is_error": True}, "Error: no file"),
+        ({"content": "Error: no file", "is_error": True}, "Error: no file"),
+        ({"is_error": True}, "Error"),
+    ],
+)
+def test_the_result_of_a_tool_that_failed_is_read_as_an_error(endpoint, tokenizer, result, read):
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", **result}]}
+
+    async def run():
+        async with endpoint(["7"]) as served, client_of(served) as http:
+            reply = await http.post(MESSAGES, json={"messages": [USER, call, result], "max_tokens": 9})
+            return reply.json(), tokenizer.decode(served.script.prompts[0])
+
+    reply, prompt = asyncio.run(run())
+    assert f"<|im_start|>tool\n{read}<|im_end|>" in prompt and "warnings" not in reply
+
+
 def test_sampling_that_is_the_runs_is_named_and_what_would_change_a_response_rejected(reply_to):
     training = {"rules": Rules(trains=True)}
     for path, body in FORMS.items():

@@ -64,9 +64,9 @@ def test_without_arguments_the_usage_is_printed(capsys):
 
 
 class DyingEngine:
-    """An engine that is dead once it has been asked for a response."""
+    """An engine, with what RolloutEngine has and serving needs, that is dead once it was asked for a response."""
 
-    unfinished, dead = 0, False
+    dead = False
 
     async def connect(self) -> None:
         return None
@@ -97,6 +97,7 @@ def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny,
                     break
                 except httpx.ConnectError:
                     await asyncio.sleep(0.1)
+            await asyncio.sleep(3 * local.CHECK_SECONDS)  # without a request it goes on
             body = {"messages": [{"role": "user", "content": "a"}]}
             assert (await http.post("/v1/chat/completions", json=body)).status_code == 500
             assert (await http.get("/health")).status_code == 503

@@ -102,7 +102,7 @@ def test_an_agent_that_ignores_the_fault_of_its_request_is_excluded_too(tokenize
             except RequestFault:
                 return Trajectory([], "completed", text="", reward=1.0)
 
-    worker = make_worker(tokenizer, tmp_path, agents=lambda kit: Runner())
+    worker = make_worker(tokenizer, tmp_path, agents=lambda kit, check: Runner())
     (ended,) = run(worker, [{}], lambda request: RejectedRequest("stop cannot contain an empty string"))
     assert (ended.stop, ended.fault) == ("fault", "rejected")
 
@@ -120,7 +120,7 @@ def test_what_an_agent_sends_reaches_the_driver_as_plain_values(tokenizer, tmp_p
             return Trajectory([], "completed", text="")
 
     requests: list[Request] = []
-    worker = make_worker(tokenizer, tmp_path, agents=lambda kit: Runner())
+    worker = make_worker(tokenizer, tmp_path, agents=lambda kit, check: Runner())
     run(worker, [{}], lambda request: requests.append(request) or sampled(tokenizer, request))
     sampling = requests[0].sampling
     assert [type(one) for one in (*requests[0].prompt_ids, *sampling.stop)] == [int, int, str]

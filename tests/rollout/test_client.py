@@ -84,6 +84,15 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids.tolist() for completion in completions]
 
 
+def test_the_servers_are_well_while_one_of_them_can_be_sampled_from():
+    async def of(*servers: FakeServer) -> str:
+        return await client([*servers]).check()
+
+    well, dead = FakeServer(well=True), FakeServer()
+    assert [asyncio.run(of(well, well)), asyncio.run(of(dead, well))] == ["", ""]
+    assert "server 0 is dead or does not respond; rollout server 1" in asyncio.run(of(dead, dead))
+
+
 def test_every_request_gets_its_response_however_they_finish():
     wanted = requests(7, 3)
     servers = [FakeServer(), FakeServer()]
