@@ -166,9 +166,9 @@ class RolloutFleet:
         reason = cause_of(root(error), f"rollout server {index}")
         if reason.of_host:
             info("\n".join(largest_processes(self.servers.logs)))
-        self.lost(index, reason.text)
+        kind = "memory" if self.lost(index, reason.text) else "died"
         note = death_note(self.servers.logs[index])
-        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason.text + note)
+        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason.text + note, kind)
 
     def state_dict(self) -> dict[str, Any]:
         return self.ladder.state_dict()

@@ -221,6 +221,26 @@ def test_a_forecast_names_step_and_time_at_which_memory_is_full():
 
 
 @pytest.mark.parametrize(
+    ("share", "where", "fix"),
+    [
+        (
+            0.9,
+            ", most of it in the rollout servers (2.0 to 19.1 GiB), 80.0",
+            "set 'trainer.on_diagnosis={memory-full: reb",
+        ),
+        (0.2, "1024 MiB per step, 80.0 GiB are left", "set trainer.max_restarts=1"),
+    ],
+)
+def test_memory_that_falls_is_reported_with_the_processes_that_took_it(share, where, fix):
+    rows = series(20, perf_host_memory_free_gb=lambda step: 100.0 - step)
+    rows = [
+        row | {"perf/process_memory_gb/train": 4.0, "perf/process_memory_gb/rollout": 2.0 + share * step}
+        for step, row in enumerate(rows)
+    ]
+    assert where in diagnosis(rows) and fix in diagnosis(rows)
+
+
+@pytest.mark.parametrize(
     ("measured", "words"),
     [
         ({"critic/zero_signal_share": 0.7}, "; 70% of the prompts have responses of equal score; raise actor_"),
