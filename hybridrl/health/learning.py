@@ -1,9 +1,10 @@
 """Rules about what a run learns from: its responses, their scores and their lengths."""
 
 import math
+from itertools import pairwise
 from statistics import fmean, median
 
-from hybridrl.health.history import FIRST, SCORE, WINDOW, Diagnosis, History, varies
+from hybridrl.health.history import FIRST, NORMAL, SCORE, WINDOW, Diagnosis, History, varies
 from hybridrl.health.stability import ACTOR, ROLLOUT, rate
 
 # The limits that cut episodes of several turns, by the reason that they are logged as.
@@ -22,6 +23,7 @@ EPISODE_LIMITS = {
     ),
 }
 FLAT_STEPS = 50  # without a higher score
+VALIDATION_NOISE = 8  # times its noise below the best score: that one is high by chance, and the noise a rough estimate
 
 
 def truncation(history: History) -> Diagnosis | None:
@@ -128,13 +130,17 @@ def flat_score(history: History) -> Diagnosis | None:
 
 
 def overfitting(history: History) -> Diagnosis | None:
-    """Two validations in a row are clearly below the best one, while the training score did not fall."""
-    best = max(history.validations, key=lambda one: one.score, default=None)
-    last = history.validations[-2:]
-    if best is None or any(one.step <= best.step for one in last) or len(last) < 2:
+    """Three validations in a row are below the best one by a part of what it had gained and by more than validations
+    vary, while the training score did not fall."""
+    scores, last = [one.score for one in history.validations], history.validations[-3:]
+    if len(scores) < 5:
         return None
-    gained = best.score - history.validations[0].score
-    if max(one.score for one in last) > best.score - max(0.02, 0.25 * gained) or last[-1].training < best.training:
+    best = history.validations[scores.index(max(scores))]
+    # Around a course that bends little, the standard deviation of a second difference is that of noise times sqrt(6).
+    changes = [after - before for before, after in pairwise(scores)]
+    noise = NORMAL * median(abs(after - before) for before, after in pairwise(changes)) / math.sqrt(6)
+    fallen = max(0.02, 0.25 * (best.score - scores[0]), VALIDATION_NOISE * noise)
+    if max(one.score for one in last) > best.score - fallen or last[-1].training < best.training:
         return None
     return Diagnosis(
         f"the validation score fell from {best.score:.3g} (step {best.step}) to {last[-1].score:.3g} "

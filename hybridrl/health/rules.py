@@ -212,7 +212,7 @@ RULES = (
         reads=("critic/vf_loss",),
     ),
     Rule("repetition", learning.repetition, "0.3 above the start", reads=("response/repeated_ngrams",), shows=True),
-    Rule("overfitting", learning.overfitting, "2 validations clearly below the best", reads=(VALIDATION,)),
+    Rule("overfitting", learning.overfitting, "3 validations clearly below the best", reads=(VALIDATION,)),
     Rule("memory-full", memory_full, "full within 5 times the steps seen", reads=tuple(FREE_MEMORY)),
     Rule("flat-score", learning.flat_score, "no rise in 50 steps", reads=(SCORE,)),
 )
