@@ -60,7 +60,8 @@ def no_signal(history: History) -> Diagnosis | None:
         if unparsed := history.now("reward/unparsed", 1):
             cause += f", and in {unparsed:.0%} the reward function found no answer"
         fix = "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward"
-        return Diagnosis(cause, fix)
+        solved = best[-1] > min(history.last("critic/score/min", WINDOW))
+        return Diagnosis(cause, "use harder data: these prompts are solved" if solved else fix)
     if history.last("critic/advantages/max", 3) + history.last("critic/advantages/min", 3) == [0.0] * 6:
         cause = "every advantage of the last 3 steps is 0: no two responses to the same prompt differ in score"
         fix = f"raise {ROLLOUT}.n, or use data of other difficulty; {ACTOR}.optim.skip_zero_gradient=true keeps such "

@@ -112,6 +112,7 @@ def exploding(value: float, step: int) -> float:
         (series(20, actor_entropy=lambda step: noisy(0.1 if step <= 15 else 1.0, step)), [(17, "entropy-rise")]),
         (series(40, actor_grad_norm=lambda step: exploding(0.3, step)), [(30, "gradient-rise")]),
         (series(40, actor_grad_norm=lambda step: noisy(0.3, step) * (1 + 30 * (step == 20))), []),
+        (series(40, actor_grad_norm=lambda step: noisy(0.3, step) * (not 20 < step < 29)), []),
         (series(40, critic_vf_loss=lambda step: exploding(0.1, step)), [(30, "value-loss-rise")]),
         (series(40, response_length_mean=lambda step: 100 + 4 * max(step - 20, 0)), [(34, "length-rise")]),
         (series(12, critic_zero_signal_share=0.95), [(10, "no-signal")]),
@@ -126,7 +127,8 @@ def exploding(value: float, step: int) -> float:
         "away from the reference", "away from the start", "slowly away from the reference", "entropy", "length",
         "repetition", "flat", "leak", "noisy memory", "one large allocation", "a leak that does not matter",
         "score falls at once", "one low score", "score falls slowly", "fast drift", "slow drift",
-        "every update moves far", "entropy explodes", "gradient explodes", "one large gradient", "critic explodes",
+        "every update moves far", "entropy explodes", "gradient explodes", "one large gradient",
+        "some steps without a signal", "critic explodes",
         "length runs away", "hardly a prompt with a signal",
         "slow but rising", "solved",
     ],
@@ -386,6 +388,11 @@ def test_a_policy_that_moves_far_with_hardly_a_token_clipped_wants_a_narrower_cl
 def test_scores_that_are_all_equal_are_reported_with_the_share_that_could_not_be_read():
     rows = [row | {"reward/unparsed": 0.97} for row in series(3, critic_score_max=0.0, critic_score_mean=0.0)]
     assert "has the score 0, so there is nothing to learn from, and in 97% the reward function found" in diagnosis(rows)
+
+
+def test_scores_that_have_all_become_the_best_are_no_reason_to_doubt_the_reward():
+    rows = series(6, critic_score_min=lambda step: float(step > 3), critic_score_mean=1.0)
+    assert "has the score 1, so there is nothing to learn from; use harder data: these prompts are" in diagnosis(rows)
 
 
 def test_the_kl_coefficient_that_applies_is_named():
