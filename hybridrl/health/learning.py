@@ -53,7 +53,7 @@ def _longer(history: History) -> str:
 
 
 def no_signal(history: History) -> Diagnosis | None:
-    """Every advantage is 0 for three steps, or nearly all groups have responses of equal score for ten."""
+    """Every advantage is 0 for three steps, or in ten steps nearly all groups have responses of equal score."""
     best, worst = history.last("critic/score/max", 3), history.last("critic/score/min", 3)
     if len(best) == 3 and best == worst:
         cause = f"every response of the last 3 steps has the score {best[-1]:g}, so there is nothing to learn from"
@@ -66,10 +66,10 @@ def no_signal(history: History) -> Diagnosis | None:
         cause = "every advantage of the last 3 steps is 0: no two responses to the same prompt differ in score"
         fix = f"raise {ROLLOUT}.n, or use data of other difficulty; {ACTOR}.optim.skip_zero_gradient=true keeps such "
         return Diagnosis(cause, f"{fix}steps from moving the weights")
-    share = history.sustained("critic/zero_signal_share", 10, 0.9)
-    if share is None:
+    share = history.now("critic/zero_signal_share", 10)
+    if share is None or share < 0.9:
         return None
-    cause = f"{share:.0%} of the prompts have responses of equal score, and 90% or more in each of the last 10 steps"
+    cause = f"{share:.0%} of the prompts of the last 10 steps have responses of equal score"
     return Diagnosis(
         f"{cause}, at a mean score of {history.now(SCORE) or 0.0:.2g}",
         f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true",

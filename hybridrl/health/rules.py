@@ -124,7 +124,7 @@ RULES = (
     Rule(
         "no-signal",
         learning.no_signal,
-        "all scores or all advantages equal for 3 steps, or those of 90% of the prompts for 10",
+        "all scores or all advantages equal for 3 steps, or those of 90% of the prompts of 10",
         reads=("critic/zero_signal_share", "critic/score/max"),
         explains=("flat-score",),
         shows=True,

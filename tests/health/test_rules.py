@@ -421,8 +421,10 @@ def test_a_score_that_stays_low_after_its_fall_is_reported_once():
     assert [code for _, code in begun(rows)] == ["score-fall"]
 
 
-# Metrics of real runs: recipes/quickstart on two cores, with --seed as written; the last two with a reward that scores
-# only responses without an answer from step 13 on, and with 100 times the learning rate.
+# Metrics of real runs: recipes/quickstart on two cores, with --seed as written; the others with a reward that scores
+# only responses without an answer from step 13 on, with 100 times the learning rate, with actor.entropy_coeff=0.3 and ten
+# times the learning rate, with a reward of a response's characters and 128 tokens, with one of a sixteenth of the
+# answers, and with 10 MiB that the engine keeps at every weight sync until it is rebuilt in step 21.
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 
 
@@ -437,6 +439,10 @@ RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
             "learning rate x 100",
             [(1, "policy-jump"), (8, "truncation"), (15, "repetition"), (16, "length-rise"), (17, "kl-drift")],
         ),
+        ("entropy bonus", [(5, "policy-jump"), (7, "truncation"), (12, "score-fall"), (14, "entropy-rise")]),
+        ("paid for length", [(8, "truncation"), (21, "length-rise")]),
+        ("one prompt in sixteen can be solved", [(10, "no-signal")]),
+        ("an engine that leaks", [(20, "memory-full")]),
     ],
 )
 def test_recorded_runs_have_the_diagnoses_of_their_faults_and_no_other(run, expected):
