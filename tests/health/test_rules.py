@@ -422,8 +422,8 @@ def test_a_score_that_stays_low_after_its_fall_is_reported_once():
 
 
 # Metrics of real runs: recipes/quickstart on two cores, with --seed as written; the others with a reward that scores
-# only responses without an answer from step 13 on, with 100 times the learning rate, with actor.entropy_coeff=0.3 and ten
-# times the learning rate, with a reward of a response's characters and 128 tokens, with one of a sixteenth of the
+# only responses without an answer from step 13 on, with 100 times the learning rate, with actor.entropy_coeff=0.3 and
+# ten times the learning rate, with a reward of a response's characters and 128 tokens, with one of a sixteenth of the
 # answers, and with 10 MiB that the engine keeps at every weight sync until it is rebuilt in step 21.
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 
