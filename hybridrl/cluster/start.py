@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import ray
 import ray._private.ray_constants
+import ray._private.utils
 import ray._private.worker
 import ray._raylet
 from ray._raylet import Config
@@ -18,6 +18,7 @@ from ray._raylet import Config
 from hybridrl.config import ConfigError
 from hybridrl.runtime.environment import ray_token
 from hybridrl.runtime.keeper import PrivateDirectory
+from hybridrl.runtime.signals import REQUESTS
 
 CONNECT_SECONDS = 10.0
 
@@ -45,7 +46,7 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray prints a page per dead actor; RemoteFailure names the actor and the cause if it matters.
     ray._private.worker.listen_error_messages = lambda *_: None
-    on_termination = signal.getsignal(signal.SIGTERM)
+    ray._private.utils.set_sigterm_handler = lambda handler: None  # a signal stops the run by name, also meanwhile
     address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
     try:
         host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -56,13 +57,12 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
                 raise ConnectionError(str(error)) from error
         with _isolated(directory) if directory else nullcontext():
             ray.init(**options | ray_init)
+        REQUESTS.raise_again()
     except ConnectionError as error:
         raise ConfigError(
             f"no Ray responds at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address)",
             fix="start it with ray start --head, or unset the address to have one started here",
         ) from error
-    finally:
-        signal.signal(signal.SIGTERM, on_termination)
 
 
 @contextmanager

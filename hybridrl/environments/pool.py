@@ -39,11 +39,14 @@ class EpisodeWorkers:
         self.actors = [self._spawn(index) for index in range(count)]
         self.replacing = threading.Lock()  # calls run in event loops of several threads
         self.limit = settings.limits.call_timeout + HEARTBEAT_SECONDS + GRACE_SECONDS
+        self.start_limit = 0.0
+        self.starting: set[Actor] = set()  # of those that replace others
 
     def __len__(self) -> int:
         return len(self.actors)
 
     def wait_until_ready(self, timeout: float) -> None:
+        self.start_limit = timeout
         calls = [actor.start.remote() for actor in self.actors]
         gather(calls, "episode worker.start", timeout, self.logs, key=START_LIMIT)
 
@@ -54,7 +57,12 @@ class EpisodeWorkers:
             if self.actors[index] is lost:
                 kill(lost)
                 self.actors[index] = self._spawn(index)
+                self.starting.add(self.actors[index])
             return self.actors[index]
+
+    def limit_of(self, actor: Actor) -> float:
+        """Return the seconds within which a process responds; one that replaces another has to start first."""
+        return self.limit + self.start_limit * (actor in self.starting)
 
     def __enter__(self) -> Self:
         return self
@@ -179,11 +187,11 @@ class EpisodeDispatch:
                 )
 
     async def _pump(self, lane: Lane) -> None:
-        """Serve a process's episodes until all have ended; one that was just replaced has to start itself first."""
+        """Serve a process's episodes until all have ended."""
         try:
             while lane.episodes:
                 try:
-                    content = await self._result(lane.actor.take.remote(self.call))
+                    content = await self._result(lane.actor, lane.actor.take.remote(self.call))
                 except (RayError, TimeoutError) as error:
                     self._lost(lane, error)
                     continue
@@ -242,7 +250,7 @@ class EpisodeDispatch:
     async def _send(self, actor: Actor, content: bytes) -> None:
         """Give a process its episodes and turns. If it has died, or does not respond, the pump finds that out."""
         try:
-            await self._result(actor.give.remote(self.call, content))
+            await self._result(actor, actor.give.remote(self.call, content))
         except (RayError, TimeoutError):
             pass
         except Exception as error:
@@ -259,7 +267,8 @@ class EpisodeDispatch:
         """Replace a process and start its episodes again, but for those that have ended it too often."""
         log = self.workers.logs[lane.index]
         silent = isinstance(error, TimeoutError)
-        reason = f"did not respond for {self.workers.limit:g} s" if silent else f"died: {cause(error)}"
+        limit = self.workers.limit_of(lane.actor)
+        reason = f"did not respond for {limit:g} s" if silent else f"died: {cause(error)}"
         suspects = lane.thinking()
         for ticket in suspects:
             lane.episodes[ticket].deaths += 1
@@ -286,10 +295,12 @@ class EpisodeDispatch:
                     episode.ended.set_exception(error)
                     episode.ended.exception()  # counts as retrieved: one caller's report is enough
 
-    async def _result(self, ref: Pending) -> Any:
-        """Return the result of a remote call within the time limit of a process that responds."""
+    async def _result(self, actor: Actor, ref: Pending) -> Any:
+        """Return the result of a remote call within the time limit of the process."""
         try:
-            return await asyncio.wait_for(ref, self.workers.limit)
+            result = await asyncio.wait_for(ref, self.workers.limit_of(actor))
+            self.workers.starting.discard(actor)
+            return result
         except RayError as error:
             if isinstance(root(error), RayTaskError):
                 raise RuntimeError(f"an episode worker failed: {cause(error)}") from error

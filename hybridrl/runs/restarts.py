@@ -15,6 +15,7 @@ from hybridrl.cluster import OutOfMemory, WorkerDied
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.health import Unhealthy
 from hybridrl.rewards.process import ScorerDied
+from hybridrl.runtime import guard
 from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.faults import RESTART, record
 
@@ -84,7 +85,12 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
     """
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir).expanduser()
     adjusted, restarts_left, rollbacks_left = adjusted_before(config), trainer.max_restarts, ROLLBACKS
+    resumes = trainer.resume_mode == "auto"  # as a driver does that is started again
+    if guard.before:
+        restarts_left = guard.before.restarts_left
+        record(RESTART, f"{guard.before.ended}\n(restarts left: {restarts_left})")
     while True:
+        guard.may_restart(restarts_left * resumes)
         before = list_checkpoints(directory)
         try:
             return attempt(adjusted)

@@ -32,7 +32,7 @@ class ForkServer:
         self.environment = environment
         self.directory = PrivateDirectory()
         path, log = f"{self.directory.path}/socket", f"{self.directory.path}/log"
-        variables = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "OPENBLAS_NUM_THREADS": "1"} | environment
+        variables = {"VLLM_LOGGING_LEVEL": "WARNING"} | os.environ | {"OPENBLAS_NUM_THREADS": "1"} | environment
         with open(log, "wb") as output, socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(128)

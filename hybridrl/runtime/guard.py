@@ -11,8 +11,9 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -27,61 +28,110 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KERNEL_COUNTS = Path("/proc/vmstat")
 ENDED = b"."  # from a driver that has ended by itself, with or without an exception
 ENDED_BY_LIBRARY = (
-    "a library ended the driver without a message (exit status {}), as Ray does at some calls once its raylet is lost; "
-    "all its processes are stopped, and the same command continues from the last checkpoint"
+    "a library ended the driver without a message ({}), as Ray does at some calls once its raylet is lost; all its "
+    "processes are stopped"
 )
+CONTINUES = "the same command continues from the last checkpoint"
+
+
+class Before(NamedTuple):
+    """How the driver ended that this one continues, and how often it may still be done."""
+
+    ended: str
+    restarts_left: int
+
+
+before: Before | None = None
+_to_guard: int | None = None  # in a driver: its end of a pipe
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Run `work` in a child process and return its exit status after ending every process it started."""
+    """Run `work` in a child process and return its exit status after ending every process it started. A child that a
+    library ended is started again as often as `may_restart` said."""
+    global before
     if directory := replace_unwritable_home():
         print_text(f"the home directory cannot be written, so caches are in {directory}", error=True)
     if sys.platform != "linux":
         return work()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    reader, writer = os.pipe()
-    guard, child = os.getpid(), os.fork()
-    if child == 0:
-        end_with_parent(guard, signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (*FORWARDED, REQUEST)}
+    while True:
+        guard = _Guard(handlers)
+        if guard.child == 0:
+            return guard.run(work)
+        status, said = guard.wait(), guard.said()
+        if status == -signal.SIGKILL:
+            how = f"signal 9, {kill_cause()}"
+            print(f"failed: the driver was killed ({how}); all its processes are stopped", flush=True)
+            return EXIT_KILLED
+        code = status if status >= 0 else 128 - status
+        if status == 0 or -status in FORWARDED or ENDED in said:
+            return code
+        how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
+        ended, left = ENDED_BY_LIBRARY.format(how), int(said[-1]) if said else 0
+        if not left or guard.signalled:
+            print(f"failed: {ended}, and {CONTINUES}", flush=True)
+            return code
+        before = Before(ended, left - 1)
+        print(f"{ended}; starting it again from the last checkpoint (restarts left: {left - 1})", flush=True)
+
+
+class _Guard:
+    """A driver in a process of its own, from both sides."""
+
+    def __init__(self, handlers: Mapping[signal.Signals, Any]) -> None:
+        self.reader, self.writer = os.pipe()
+        self.signalled, guard, self.child = False, os.getpid(), os.fork()
+        if self.child == 0:
+            end_with_parent(guard, signal.SIGTERM)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            return
+        os.close(self.writer)
+        for number, handler in handlers.items():
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.forward)
+
+    def run(self, work: Callable[[], int]) -> int:
+        global _to_guard
+        _to_guard = self.writer
         os.setsid()
         write_stacks_on_request()
         try:
             return work()
         finally:
-            os.write(writer, ENDED)
+            os.write(self.writer, ENDED + b"\n")
 
-    os.close(writer)
-
-    def forward(number: int, _: object) -> None:
+    def forward(self, number: int, _: object) -> None:
+        self.signalled |= number in FORWARDED
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.kill(child, number)
+            os.kill(self.child, number)
 
-    for number in (*FORWARDED, REQUEST):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, forward)
-    pid, status = os.wait()
-    while pid != child:  # an adopted orphan
+    def wait(self) -> int:
+        """Wait for the end, and end every process that the driver leaves behind. Returns its status, negative for a
+        signal."""
         pid, status = os.wait()
-    status = os.waitstatus_to_exitcode(status)  # negative for a signal
-    keepers = []  # which end by themselves after cleaning up
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            keepers.append(process) if is_keeper(process.cmdline()) else process.kill()
-    psutil.wait_procs(keepers, timeout=END_SECONDS)
-    if status == -signal.SIGKILL:
-        print(f"failed: the driver was killed (signal 9, {kill_cause()}); all its processes are stopped", flush=True)
-        return EXIT_KILLED
-    if status > 0 and not _has_ended_by_itself(reader):
-        print(f"failed: {ENDED_BY_LIBRARY.format(status)}", flush=True)
-    return status if status >= 0 else 128 - status
+        while pid != self.child:  # an adopted orphan
+            pid, status = os.wait()
+        keepers = []  # which end by themselves after cleaning up
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                keepers.append(process) if is_keeper(process.cmdline()) else process.kill()
+        psutil.wait_procs(keepers, timeout=END_SECONDS)
+        return os.waitstatus_to_exitcode(status)
+
+    def said(self) -> list[bytes]:
+        """Return what the driver has written."""
+        os.set_blocking(self.reader, False)
+        with contextlib.suppress(BlockingIOError):  # a process that it had forked was killed a moment ago
+            return os.read(self.reader, 1 << 16).splitlines()
+        return []
 
 
-def _has_ended_by_itself(reader: int) -> bool:
-    os.set_blocking(reader, False)
-    try:
-        return os.read(reader, 1) == ENDED
-    except BlockingIOError:  # a process that the driver had forked was killed a moment ago
-        return False
+def may_restart(left: int) -> None:
+    """Say how often the guard may run this driver's work again if a library ends it; the work resumes by itself."""
+    if _to_guard is not None:
+        os.write(_to_guard, b"%d\n" % left)
 
 
 def end_with_parent(parent: int, how: signal.Signals) -> None:

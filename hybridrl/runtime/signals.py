@@ -39,6 +39,11 @@ class Requests:
             record(REQUESTED, self.last)
         return new
 
+    def raise_again(self) -> None:
+        """Raise the request, if there was one: a library may have caught what it raised."""
+        if self.last:
+            raise KeyboardInterrupt(self.last)
+
 
 REQUESTS = Requests()
 
@@ -71,18 +76,19 @@ def _install(handler: signal.Handlers) -> dict[signal.Signals, signal.Handlers]:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     if REQUESTS.receive(number):
-        raise KeyboardInterrupt(REQUESTS.last)
+        REQUESTS.raise_again()
 
 
 class StopRequest:
     """While it is open, `reason` names the first signal to stop, if there was one. Without `wait_for_step` a signal
-    raises KeyboardInterrupt at once."""
+    raises KeyboardInterrupt at once. One before it has ended the run already, unless a library has caught it."""
 
     def __init__(self, *, wait_for_step: bool) -> None:
         self.wait_for_step = wait_for_step
         self.reason = ""
 
     def __enter__(self) -> Self:
+        REQUESTS.raise_again()
         self._previous = _install(self._handle)
         return self
 

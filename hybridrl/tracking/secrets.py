@@ -34,22 +34,19 @@ NAMES = re.compile(
 )
 WORKING_DIRECTORIES = {"PWD", "OLDPWD"}
 
-VALUE = (  # quoted, with the quotes escaped or not; in brackets; a bare word
-    r"(?P<escaped>\\+[\"'])(?:(?!(?P=escaped)).)*(?P=escaped)|(?P<quote>[\"'])(?:\\.|(?!(?P=quote)).)*(?P=quote)?"
+VALUE = re.compile(  # quoted, with the quotes escaped or not; in brackets; a bare word
+    r"(?i)(?P<escaped>\\+[\"'])(?:(?!(?P=escaped)).)*(?P=escaped)|(?P<quote>[\"'])(?:\\+.|(?!(?P=quote)).)*(?P=quote)?"
     r"|\{[^{}\n]*\}|\[[^\[\]\n]*\]|(?:(?:bearer|basic|token) +)?[^\s\"',}\])&;]+"
 )
 NAMED = [
-    re.compile(rf"(?i)(?P<before>{pattern})(?P<value>{VALUE})")
-    for pattern in (
-        r"(?<![\w.-])-?-?(?P<name>[a-z_][\w.-]*)(?:\\*[\"'])?[ \t]*(?:=>|[:=])[ \t]*",
-        r"(?<![\w-])--?(?P<name>[a-z][\w-]*)(?:[ \t]+|(?:\\*[\"']),\s*)(?![ \t-])",
-    )
+    re.compile(r"(?i)(?<![\w.-])-?-?(?P<name>[a-z_][\w.-]*)(?:\\*[\"'])?[ \t]*(?:=>|[:=])[ \t]*"),
+    re.compile(r"(?i)(?<![\w-])--?(?P<name>[a-z][\w-]*)(?:[ \t]+|\\*[\"'],(?:\s|\\+n)*)(?![ \t-])"),
 ]
 NO_VALUE = re.compile(r"(?i)(?:\\*[\"'])?(?:null|none|true|false|~|\*+)?(?:\\*[\"'])?,?")
 NUMBER = re.compile(r"-?[\d.]+(?:e[+-]?\d+)?,?")
-GAP = r"(?:\s|\\n)"
+GAP = r"(?:\s|\\+n)"
 PRIVATE = r"(?:[A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?)"
-LINES = r"(?:[\w+/=:, \r\n\"-]|\\n)*"  # of a private key, whose other end may be cut off; as items of a list too
+LINES = r"(?:[\w+/=:, \r\n\"-]|\\+n)*"  # of a private key, whose other end may be cut off; as items of a list too
 # Hugging Face, OpenAI and others, Stripe, GitHub, GitLab, Slack, npm, PyPI, Docker, Vault, Groq, LangSmith, W&B, Google
 PREFIXES = (
     r"hf_|api_org_|sk-|[srp]k_(?:live|test)_|gh[opsur]_|github_pat_|gl[a-z]{2,4}-|xox[a-z]-|xapp-|npm_|pypi-|dckr_pat_"
@@ -89,18 +86,27 @@ def mask_text(text: str) -> str:
     for pattern, replacement in PATTERNS:
         text = pattern.sub(replacement, text)
     for pattern in NAMED:
-        text = pattern.sub(_mask_named, text)
+        text = _mask_named(text, pattern)
     return text
 
 
-def _mask_named(match: re.Match[str]) -> str:
-    name, value = match["name"], match["value"]
-    if not is_secret(name) or NO_VALUE.fullmatch(value) or name.lower().rpartition(".")[2] == "key":  # of any mapping
-        return match[0]
-    if NUMBER.fullmatch(value) and not CERTAIN.search(name.lower()):
-        return match[0]
-    quote = match["escaped"] or match["quote"] or ""
-    return f"{match['before']}{quote}{MASK}{quote}"
+def _mask_named(text: str, pattern: re.Pattern[str]) -> str:
+    """Mask what follows names of secrets. A value of another name is looked through: "ValueError: password=word"."""
+    parts, end = [], 0
+    for named in pattern.finditer(text):
+        value = VALUE.match(text, named.end()) if named.start() >= end and is_secret(named["name"]) else None
+        if value is None or _is_harmless(named["name"].lower(), value[0]):
+            continue
+        quote = value["escaped"] or value["quote"] or ""
+        parts += [text[end : named.end()], quote, MASK, quote]
+        end = value.end()
+    return "".join([*parts, text[end:]])
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    if NO_VALUE.fullmatch(value) or name.rpartition(".")[2] == "key":  # of any mapping
+        return True
+    return bool(NUMBER.fullmatch(value)) and not CERTAIN.search(name)
 
 
 def _values_here() -> list[str]:

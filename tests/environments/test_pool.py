@@ -28,6 +28,9 @@ import os, time
 from pathlib import Path
 from hybridrl.environments import Environment, Step
 
+if Path(__file__).with_name("slowly").exists():
+    time.sleep(4)
+
 
 class Game(Environment):
     """Ends after as many turns as the row has, unless the row wants something else."""
@@ -150,6 +153,19 @@ def test_a_process_that_dies_once_costs_no_episode(workers, tokenizer):
     (place / "died").unlink(missing_ok=True)
     trajectories = run(workers, specs({"turns": 2}, {"turns": 2, "kind": "dies once"}), Sampler(tokenizer))
     assert [one.fault for one in trajectories] == [None] * 4
+
+
+def test_a_replacement_that_starts_slowly_is_not_taken_for_one_that_does_not_respond(workers, tokenizer, monkeypatch):
+    place = Path(workers.settings.environments.environment_kwargs["place"])
+    (place / "died").unlink(missing_ok=True)
+    (place / "slowly").touch()
+    monkeypatch.setattr(workers, "limit", 2.0)
+    lost = []
+    monkeypatch.setattr("hybridrl.environments.pool.warn", lambda text, code: lost.append(text))
+    trajectories = run(workers, specs({"turns": 2}, {"turns": 2, "kind": "dies once"}), Sampler(tokenizer))
+    (place / "slowly").unlink()
+    assert [one.fault for one in trajectories] == [None] * 4
+    assert len(lost) == 1 and "died" in lost[0]
 
 
 def test_an_error_of_the_engines_ends_the_call(workers, tokenizer):

@@ -127,14 +127,9 @@ def test_a_lost_ray_restarts_the_run_by_its_name(overrides, tmp_path, component)
     process = start("main_ppo", keys)
     kill_in_step(process, component, tmp_path, 2, random.Random(5))
     output, _ = process.communicate(timeout=300)
-    assert "Cancelled" not in output
-    if process.returncode and component.startswith("raylet"):  # Ray's library ends a driver that calls it just then
-        assert "failed: a library ended the driver without a message" in output, output
-        output = finish(start("main_ppo", keys))
-        assert metrics(tmp_path)[6] and "resuming after step" in output
-        return
-    assert process.returncode == 0 and metrics(tmp_path)[6], output
-    lost = f"Ray's {Path(component).name} ended without a message, as if killed"
-    restarted = "restarting the workers from the last checkpoint (restarts left: 0)" in output
-    assert restarted is (lost in output)
+    assert "Cancelled" not in output and process.returncode == 0 and metrics(tmp_path)[6], output
+    lost = [f"Ray's {Path(component).name} ended without a message, as if killed"]
+    lost.append("a library ended the driver without a message")  # Ray's, where the driver called it just then
+    restarted = "from the last checkpoint (restarts left: 0)" in output
+    assert restarted is any(each in output for each in lost)
     assert restarted or component.startswith("gcs"), "steps as short as these may end without the gcs_server"

@@ -235,6 +235,16 @@ def test_a_worker_is_forked_only_if_its_libraries_would_read_the_same_environmen
     assert not server.serves({"GOMP_SPINCOUNT": "300000"}) and server.serves({"GOMP_SPINCOUNT": "5000"})
 
 
+def test_libraries_read_the_user_s_own_variables_where_they_are_imported(make, worker, tmp_path, monkeypatch):
+    (tmp_path / "lately.py").write_text("import os\nprint(os.environ['VLLM_LOGGING_LEVEL'], flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for value, read in ((None, "WARNING"), ("DEBUG", "DEBUG")):
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", value) if value else monkeypatch.delenv("VLLM_LOGGING_LEVEL", False)
+        server = make("lately")
+        worker(server, "0").communicate()
+        assert Path(server.directory.path, "log").read_text() == f"{read}\n"
+
+
 @pytest.mark.parametrize(("device", "address"), [("cuda", ""), ("cpu", "10.0.0.1:6379")])
 def test_on_cuda_and_in_a_joined_ray_workers_start_by_themselves(monkeypatch, device, address):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -225,11 +225,13 @@ def test_without_counts_of_the_kernel_both_causes_are_named(counts, text):
 @pytest.mark.parametrize(
     ("work", "status", "said"),
     [
-        ("os._exit(1)", 1, True),  # as Ray's library does
-        ("sys.exit(2)", 2, False),
-        ("raise OSError", 1, False),
-        ("return 1", 1, False),
-        ("os._exit(0)", 0, False),
+        ("os._exit(1)", 1, "exit status 1"),  # as Ray's library does
+        ("os.abort()", 128 + 6, "SIGABRT"),
+        ("sys.exit(2)", 2, ""),
+        ("raise OSError", 1, ""),
+        ("return 1", 1, ""),
+        ("os._exit(0)", 0, ""),
+        ("os.kill(os.getpid(), 15)", 128 + 15, ""),  # a scheduler's
     ],
 )
 def test_a_driver_that_a_library_ended_without_a_message_has_one(work, status, said):
@@ -238,4 +240,48 @@ def test_a_driver_that_a_library_ended_without_a_message_has_one(work, status, s
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True)
     assert done.returncode == status
-    assert ("failed: a library ended the driver without a message (exit status 1)" in done.stdout) is said
+    message = f"failed: a library ended the driver without a message ({said})"
+    assert message in done.stdout if said else "failed" not in done.stdout
+
+
+@pytest.mark.parametrize(("allowed", "status", "starts"), [(0, 3, 1), (1, 3, 2), (2, 0, 3), (9, 0, 3)])
+def test_a_driver_that_a_library_ends_is_started_again_as_often_as_it_may(tmp_path, allowed, status, starts):
+    code = f"""
+import os, sys
+from pathlib import Path
+from hybridrl.runtime import guard
+def work():
+    guard.may_restart(guard.before.restarts_left if guard.before else {allowed})
+    started = Path({str(tmp_path / "starts")!r})
+    with started.open("a") as file:
+        file.write("x")
+    if started.stat().st_size < 3:
+        os._exit(3)
+sys.exit(guard.guarded(work))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True)
+    assert done.returncode == status
+    assert (tmp_path / "starts").read_text() == "x" * starts
+    assert done.stdout.count("starting it again from the last checkpoint") == starts - 1
+
+
+def test_a_driver_that_is_started_again_gets_the_signals_that_its_guard_gets(tmp_path):
+    code = f"""
+import os, signal, sys, time
+from pathlib import Path
+from hybridrl.runtime import guard
+def work():
+    guard.may_restart(1)
+    if guard.before is None:
+        os._exit(3)
+    Path({str(tmp_path / "started")!r}).touch()
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return 7
+sys.exit(guard.guarded(work))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=TOP, start_new_session=True)
+    until((tmp_path / "started").exists)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 7

@@ -1,5 +1,6 @@
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -31,3 +32,10 @@ def test_two_signals_in_quick_succession_are_one_request():
 def test_without_a_step_to_wait_for_a_request_stops_at_once():
     with signals.StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGHUP"):
         os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_a_request_that_a_library_has_caught_is_raised_where_training_begins(monkeypatch):
+    with signals.StopRequest(wait_for_step=False), suppress(KeyboardInterrupt):  # as ray.init does at some places
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), signals.StopRequest(wait_for_step=True):
+        pass

@@ -1,5 +1,7 @@
 """What is masked as a secret, and what only looks like one."""
 
+import json
+
 import pytest
 
 from hybridrl.config import PPOConfig, SFTConfig
@@ -36,7 +38,10 @@ FORMS = [
 
 @pytest.mark.parametrize("text", FORMS)
 def test_forms_of_secrets(text):
-    assert C not in mask_text(f"a {text} b").replace("def\n", "")
+    for around in ("a {} b", "ValueError: {} (reward.py:3)", "kwargs={{{}, n: 1}}", "x=1, {}", "[rank 0]: step=3: {}"):
+        assert C not in mask_text(around.format(text)).replace("def\n", "")
+    record = json.dumps({"fault": "raised", "detail": f"ValueError: {text} (reward.py:3)"})
+    assert C not in mask_text(record) and C not in mask_text(json.dumps({"line": record}))
     assert C not in str(mask_values({"a": [text], "argv": ["--api-key", C]}))
 
 
