@@ -424,7 +424,8 @@ def test_a_score_that_stays_low_after_its_fall_is_reported_once():
 # Metrics of real runs: recipes/quickstart on two cores, with --seed as written; the others with a reward that scores
 # only responses without an answer from step 13 on, with 100 times the learning rate, with actor.entropy_coeff=0.3 and
 # ten times the learning rate, with a reward of a response's characters and 128 tokens, with one of a sixteenth of the
-# answers, and with 10 MiB that the engine keeps at every weight sync until it is rebuilt in step 21.
+# answers, with 10 MiB that the engine keeps at every weight sync until it is rebuilt in step 21, and with gae and a
+# reward of 30 instead of 1 from step 10 on.
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 
 
@@ -443,6 +444,7 @@ RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
         ("paid for length", [(8, "truncation"), (21, "length-rise")]),
         ("one prompt in sixteen can be solved", [(10, "no-signal")]),
         ("an engine that leaks", [(20, "memory-full")]),
+        ("rewards of a critic become thirty times as large", [(12, "gradient-rise"), (12, "value-loss-rise")]),
     ],
 )
 def test_recorded_runs_have_the_diagnoses_of_their_faults_and_no_other(run, expected):
