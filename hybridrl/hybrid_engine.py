@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from hybridrl.cluster import Group, Pending, RemoteFailure
+from hybridrl.cluster.failures import memory_by_role
 from hybridrl.rollout.client import ModeError
 from hybridrl.rollout.fleet import RemoteServer, RolloutFleet
 from hybridrl.tracking import Stopwatch
@@ -119,6 +120,10 @@ class HybridEngine:
                 self.client.replace(index, self.fleet.handle(index))
             self._move_trainers(to_host=False)
 
+    def rebuild_servers(self) -> None:
+        """Replace all servers by new ones before the next weight sync."""
+        self.fleet.gone |= dict.fromkeys(range(len(self.fleet)), "trainer.on_diagnosis=rebuild")
+
     def _rebuild(self, index: int, *, asleep: bool = False) -> None:
         self.fleet.rebuild(index, asleep=asleep)
         self.client.capacity = self.fleet.rollout.max_num_seqs  # less, if an engine ran out of memory
@@ -136,8 +141,10 @@ class HybridEngine:
     def take_metrics(self) -> dict[str, float]:
         """Return seconds, the engines' statistics and the probe's gap since the last call, memory, and servers lost
         since the start."""
-        lost = {"rollout/engine_restarts": self.client.restarts, "rollout/retried_requests": self.client.retried}
-        metrics = self.watch.take() | self.memory | self.sync.take_metrics() | self.fleet.take_metrics() | lost
+        lost = {f"rollout/retried_requests/{reason}": count for reason, count in self.client.retried.items()}
+        lost |= {"rollout/engine_restarts": self.client.restarts}
+        memory = self.memory | memory_by_role(self.ranks.logs)
+        metrics = self.watch.take() | memory | self.sync.take_metrics() | self.fleet.take_metrics() | lost
         if "perf/weights_gb" in metrics:
             metrics["perf/weights_gb_per_s"] = metrics["perf/weights_gb"] / metrics["timing_s/update_weights"]
         return metrics

@@ -52,6 +52,9 @@ class Task(Protocol):
         """Metrics collected since the last call, of training and validation together."""
         return {}
 
+    def rebuild(self) -> None:
+        """Replace the processes that have grown before the next step."""
+
     def problem(self) -> str:
         """Why a run should not resume from the last step if it can help it; empty: no reason."""
         return ""
@@ -70,6 +73,7 @@ class Devices(Protocol):
     """The devices of the run, which rollout may use at times."""
 
     def to_training(self) -> None: ...
+    def rebuild_servers(self) -> None: ...
     def take_metrics(self) -> dict[str, float]: ...
 
 
@@ -136,6 +140,8 @@ class Trainer:
             self.saver.completed(step, metrics, problem)
             self.workers.stop_if_broken(self.schedule.max_skipped_updates, self.saver.store)
             self.health.act()
+            if self.health.rebuilds:
+                self.task.rebuild()
             save = self.saver.due(step, (epochs, self.task.epochs), last=last)
             if save or stopping:
                 self.task.before_save()
@@ -155,11 +161,12 @@ class Trainer:
         metrics |= throughput_metrics(metrics, len(self.workers.group))
         if self.schedule.validates(step, self._is_last(step)):
             metrics |= self.task.validate(step)
+        metrics |= self.task.take_metrics()
         metrics |= self.health.judge(step, metrics)
         if self.health.new:
             self.task.diagnosed(step, show=self.health.shows)
         # Log before saving: otherwise a run resumed from this checkpoint would miss the step's metrics.
-        self.tracker.log(step, metrics | self.task.take_metrics() | {"training/global_step": step})
+        self.tracker.log(step, metrics | {"training/global_step": step})
         self.saver.poll()
         return metrics
 
@@ -228,6 +235,9 @@ class RLTask(Task):
 
     def take_metrics(self) -> dict[str, float]:
         return self.devices.take_metrics()
+
+    def rebuild(self) -> None:
+        self.devices.rebuild_servers()
 
     def problem(self) -> str:
         return self.experience.problem()

@@ -31,10 +31,15 @@ class Fleet:
         self.calls, self.gone, self.causes = calls, {}, []
         self.rollout = SimpleNamespace(request_retries=1, max_num_seqs=8)
 
+    def __len__(self):
+        return 2
+
     def client(self, revive):
         self.revive = revive
         return SimpleNamespace(
-            restarts=0, retried=0, replace=lambda index, server: self.calls.append(f"replace {index}")
+            restarts=0,
+            retried={"died": 0, "silent": 2},
+            replace=lambda index, server: self.calls.append(f"replace {index}"),
         )
 
     def handle(self, index):
@@ -162,6 +167,15 @@ def test_a_server_that_died_asleep_is_rebuilt_before_the_weights_are_published(e
     assert calls == rebuilt + TO_ROLLOUT
 
 
+def test_servers_that_have_grown_are_rebuilt_before_the_next_weights_are_published(engine, calls):
+    engine.to_rollout(3)
+    engine.rebuild_servers()
+    calls.clear()
+    engine.to_rollout(4)
+    assert [call for call in calls if "rebuild" in call] == ["rebuild 0 asleep", "rebuild 1 asleep"]
+    assert calls.index("rebuild 1 asleep") < calls.index("publish 4") and engine.fleet.gone == {}
+
+
 def test_a_server_that_dies_during_a_sync_is_killed_before_its_buckets_are_freed_and_all_is_sent_again(engine, calls):
     engine.sync.fails = [1]
     engine.to_rollout(3)
@@ -207,12 +221,13 @@ def test_metrics_are_seconds_memory_the_gap_the_rate_of_a_sync_the_engines_stati
     engine.to_rollout(0)
     metrics = engine.take_metrics()
     assert metrics.pop("perf/weights_gb_per_s") == 3.0 / metrics.pop("timing_s/update_weights")
-    assert metrics.pop("timing_s/switch") >= 0
+    assert metrics.pop("timing_s/switch") >= 0 and metrics.pop("perf/process_memory_gb/driver") > 0.01
     assert metrics == {
         "perf/max_memory": 2.0,
         "training/probe_log_prob_diff": 1e-6,
         "perf/weights_gb": 3.0,
         "rollout/preemptions": 4,
         "rollout/engine_restarts": 0,
-        "rollout/retried_requests": 0,
+        "rollout/retried_requests/died": 0,
+        "rollout/retried_requests/silent": 2,
     }

@@ -284,6 +284,23 @@ def test_a_diagnosis_shows_samples_and_ends_the_run_where_it_is_to_be_stopped():
     assert task.calls[-1][:2] == ("rescue", 2)
 
 
+def test_a_diagnosis_of_memory_sees_what_the_devices_measured_and_starts_new_servers():
+    task = RecordingTask()
+    task.diagnosed = lambda step, show: None
+    task.take_metrics = lambda: {"perf/host_memory_free_gb": 100.0 - len(task.calls)}
+    task.rebuild = lambda: task.calls.append("rebuild")
+    health = HealthMonitor(warn=lambda text, code: None, actions={"memory-full": "rebuild"})
+    loop = trainer(task, Schedule(22, validate_every=-1), health=health)
+    loop.fit(0, {})
+    assert loop.tracker.logged[20]["health/memory-full"] == 1.0
+    assert [call for call in task.calls if call[0] == "train" or call == "rebuild"][19:22] == [
+        ("train", 20),
+        "rebuild",
+        ("train", 21),
+    ]
+    assert task.calls.count("rebuild") == 1
+
+
 class RecordingStep:
     """Experience, algorithm and workers of a step in one; every call fills its field and is appended to `calls`."""
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -114,15 +115,34 @@ def largest_processes(logs: Sequence[str]) -> list[str]:
     name of their log, where they write to one in the directory of `logs`."""
     sizes = [(one.info["memory_info"], one) for one in psutil.process_iter(["name", "memory_info"])]
     largest = sorted(((size.rss, one.pid, one.info["name"]) for size, one in sizes if size), reverse=True)[:LARGEST]
-    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    own = dict.fromkeys([os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))], "")
+    own |= {pid: f", {name}" for pid, name in named_processes(logs).items()}
     lines = []
     for size, pid, program in largest:
-        mark = " of this run" if pid in own else ""
-        with suppress(OSError):  # it has ended, or is another user's
-            log = Path(os.readlink(f"/proc/{pid}/fd/2"))
-            mark = f", {log.stem} of this run" if logs and log.parent == Path(logs[0]).parent else mark
+        mark = f"{own[pid]} of this run" if pid in own else ""
         lines.append(f"  {program}{mark} (pid {pid}): {size / (1 << 30):.2f} GiB")
     return ["the largest processes of the driver's machine now:", *lines]
+
+
+def named_processes(logs: Sequence[str]) -> dict[int, str]:
+    """Return the processes of this machine that write to a log in the directory of `logs`, with the log's name."""
+    named = {}
+    for pid in psutil.pids() if logs else ():
+        with suppress(OSError):  # it has ended, or is another user's
+            log = Path(os.readlink(f"/proc/{pid}/fd/2"))
+            named |= {pid: log.stem} if log.parent == Path(logs[0]).parent else {}
+    return named
+
+
+def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
+    """Return metrics: the GiB of a run's processes on the driver's machine, of the driver and by what begins the names
+    of their logs."""
+    sizes = Counter[str]()
+    for pid, name in ({os.getpid(): "driver"} | named_processes(logs)).items():
+        with suppress(psutil.Error):
+            role = name.partition("-")[0]
+            sizes[f"perf/process_memory_gb/{role}"] += psutil.Process(pid).memory_info().rss / (1 << 30)
+    return dict(sizes)
 
 
 def describe(error: RayTaskError) -> str:

@@ -121,7 +121,7 @@ DIAGNOSES = (
     "clipping", "entropy-collapse", "length-collapse", "entropy-rise", "length-rise", "gradient-rise",
     "value-loss-rise", "repetition", "overfitting", "memory-full", "flat-score",
 )  # fmt: skip
-ACTIONS = ("off", "warn", "stop", "rollback")
+ACTIONS = ("off", "warn", "stop", "rollback", "rebuild")
 REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
 LOGGERS = ("console", "verl_console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 PACKAGES = LOGGERS[3:]  # loggers whose package has their name

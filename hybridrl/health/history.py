@@ -110,6 +110,8 @@ class History:
     def _moved(self, name: str, sign: int, enough: Enough, by_factors: bool) -> tuple[float, float] | None:
         for rows in (self.recent, self.selected):
             values = finite(name, rows)
+            if by_factors and sign > 0:  # anything is many times 0, such as the gradient of a step without a signal
+                values = [value for value in values if value > 0]
             if len(values) < LEAST_STEPS:
                 continue
             past, now = sign * min(sign * level for level in levels(values)), median(values[-3:])

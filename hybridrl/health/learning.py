@@ -1,9 +1,10 @@
 """Rules about what a run learns from: its responses, their scores and their lengths."""
 
 import math
+from itertools import pairwise
 from statistics import fmean, median
 
-from hybridrl.health.history import FIRST, SCORE, WINDOW, Diagnosis, History, varies
+from hybridrl.health.history import FIRST, NORMAL, SCORE, WINDOW, Diagnosis, History, varies
 from hybridrl.health.stability import ACTOR, ROLLOUT, rate
 
 # The limits that cut episodes of several turns, by the reason that they are logged as.
@@ -22,6 +23,7 @@ EPISODE_LIMITS = {
     ),
 }
 FLAT_STEPS = 50  # without a higher score
+VALIDATION_NOISE = 8  # times its noise below the best score: that one is high by chance, and the noise a rough estimate
 
 
 def truncation(history: History) -> Diagnosis | None:
@@ -51,22 +53,23 @@ def _longer(history: History) -> str:
 
 
 def no_signal(history: History) -> Diagnosis | None:
-    """Every advantage is 0 for three steps, or nearly all groups have responses of equal score for ten."""
+    """Every advantage is 0 for three steps, or in ten steps nearly all groups have responses of equal score."""
     best, worst = history.last("critic/score/max", 3), history.last("critic/score/min", 3)
     if len(best) == 3 and best == worst:
         cause = f"every response of the last 3 steps has the score {best[-1]:g}, so there is nothing to learn from"
         if unparsed := history.now("reward/unparsed", 1):
             cause += f", and in {unparsed:.0%} the reward function found no answer"
         fix = "see what the reward gives to right and wrong responses: python -m hybridrl.doctor reward"
-        return Diagnosis(cause, fix)
+        solved = best[-1] > min(history.last("critic/score/min", WINDOW))
+        return Diagnosis(cause, "use harder data: these prompts are solved" if solved else fix)
     if history.last("critic/advantages/max", 3) + history.last("critic/advantages/min", 3) == [0.0] * 6:
         cause = "every advantage of the last 3 steps is 0: no two responses to the same prompt differ in score"
         fix = f"raise {ROLLOUT}.n, or use data of other difficulty; {ACTOR}.optim.skip_zero_gradient=true keeps such "
         return Diagnosis(cause, f"{fix}steps from moving the weights")
-    share = history.sustained("critic/zero_signal_share", 10, 0.9)
-    if share is None:
+    share = history.now("critic/zero_signal_share", 10)
+    if share is None or share < 0.9:
         return None
-    cause = f"{share:.0%} of the prompts have responses of equal score, and 90% or more in each of the last 10 steps"
+    cause = f"{share:.0%} of the prompts of the last 10 steps have responses of equal score"
     return Diagnosis(
         f"{cause}, at a mean score of {history.now(SCORE) or 0.0:.2g}",
         f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true",
@@ -128,13 +131,17 @@ def flat_score(history: History) -> Diagnosis | None:
 
 
 def overfitting(history: History) -> Diagnosis | None:
-    """Two validations in a row are clearly below the best one, while the training score did not fall."""
-    best = max(history.validations, key=lambda one: one.score, default=None)
-    last = history.validations[-2:]
-    if best is None or any(one.step <= best.step for one in last) or len(last) < 2:
+    """Three validations in a row are below the best one by a part of what it had gained and by more than validations
+    vary, while the training score did not fall."""
+    scores, last = [one.score for one in history.validations], history.validations[-3:]
+    if len(scores) < 5:
         return None
-    gained = best.score - history.validations[0].score
-    if max(one.score for one in last) > best.score - max(0.02, 0.25 * gained) or last[-1].training < best.training:
+    best = history.validations[scores.index(max(scores))]
+    # Around a course that bends little, the standard deviation of a second difference is that of noise times sqrt(6).
+    changes = [after - before for before, after in pairwise(scores)]
+    noise = NORMAL * median(abs(after - before) for before, after in pairwise(changes)) / math.sqrt(6)
+    fallen = max(0.02, 0.25 * (best.score - scores[0]), VALIDATION_NOISE * noise)
+    if max(one.score for one in last) > best.score - fallen or last[-1].training < best.training:
         return None
     return Diagnosis(
         f"the validation score fell from {best.score:.3g} (step {best.step}) to {last[-1].score:.3g} "

@@ -21,7 +21,7 @@ class Unhealthy(RuntimeError):
 
 class HealthMonitor:
     """The diagnoses of a run. `earlier` are the metrics of the steps that a resumed run has done, by step; `actions`
-    say by code what a diagnosis does: off, warn (also without one), stop, rollback."""
+    say by code what a diagnosis does: off, warn (also without one), stop, rollback, rebuild."""
 
     def __init__(
         self,
@@ -70,6 +70,11 @@ class HealthMonitor:
     def shows(self) -> bool:
         """Whether responses make plain what began with the last step."""
         return any(rule.shows and rule.code in self.new for rule in self.rules)
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether what began with the last step is to be answered by new rollout servers."""
+        return any(self.actions.get(code) == "rebuild" for code in self.new)
 
     def act(self) -> None:
         """Raise Unhealthy if what began with the last step is to end the run."""

@@ -13,9 +13,22 @@ from hybridrl.health.history import PARTS, SCORE, WINDOW, Diagnosis, History, le
 from hybridrl.health.stability import ACTOR, REFERENCE_KL, ROLLOUT, rising
 
 VALIDATION = "validation"  # the mean of the validation scores, which is no metric by itself
+HOST_MEMORY = "perf/host_memory_free_gb"
+RESTARTS = "set trainer.max_restarts=1: a run that is killed is then continued"
 FREE_MEMORY = {
-    "perf/host_memory_free_gb": ("host memory", "set trainer.max_restarts=1: a run that is killed is then continued"),
+    HOST_MEMORY: ("host memory", RESTARTS),
     "perf/device_free_gb": ("device memory", f"lower {ROLLOUT}.gpu_memory_utilization"),
+}
+# The processes of a run, by what names their logs, and what to do if their memory grows.
+ROLES = {
+    "reward": (
+        "the processes of the reward function",
+        f"see what the reward function keeps from call to call; {RESTARTS}",
+    ),
+    "rollout": ("the rollout servers", "set 'trainer.on_diagnosis={memory-full: rebuild}', which starts new ones then"),
+    "episodes": ("the processes of environments", f"see what the environment or its tools keep; {RESTARTS}"),
+    "train": ("the training ranks", RESTARTS),
+    "driver": ("the driver", RESTARTS),
 }
 LEAST_STEPS, HORIZON = 20, 5  # steps of a trend, and how many times its own length it is extended
 
@@ -49,12 +62,22 @@ def memory_full(history: History) -> Diagnosis | None:
         steps = free[-1] / fall if fall else math.inf
         if steps <= HORIZON * len(free):
             hours = steps * (history.now("timing_s/step", 1) or 0.0) / 3600
+            grown, role_fix = _grown(history, len(free), fall * len(free) / 2) if name == HOST_MEMORY else ("", "")
             return Diagnosis(
-                f"{what} falls by {1024 * fall:.0f} MiB per step, {free[-1]:.1f} GiB are left: it is full at "
+                f"{what} falls by {1024 * fall:.0f} MiB per step{grown}, {free[-1]:.1f} GiB are left: it is full at "
                 f"step {history.step + steps:.0f}, in {hours:.1f} h",
-                fix,
+                role_fix or fix,
             )
     return None
+
+
+def _grown(history: History, count: int, least: float) -> tuple[str, str]:
+    """Return which processes took `least` GiB or more in the last steps, and what to do; empty: none alone."""
+    for role, (what, fix) in ROLES.items():
+        held = history.last(f"perf/process_memory_gb/{role}", count)
+        if len(held) == count and levels(held)[-1] - levels(held)[0] >= least:
+            return f", most of it in {what} ({held[0]:.1f} to {held[-1]:.1f} GiB)", fix
+    return "", ""
 
 
 RULES = (
@@ -101,7 +124,7 @@ RULES = (
     Rule(
         "no-signal",
         learning.no_signal,
-        "all scores or all advantages equal for 3 steps, or those of 90% of the prompts for 10",
+        "all scores or all advantages equal for 3 steps, or those of 90% of the prompts of 10",
         reads=("critic/zero_signal_share", "critic/score/max"),
         explains=("flat-score",),
         shows=True,
@@ -189,7 +212,7 @@ RULES = (
         reads=("critic/vf_loss",),
     ),
     Rule("repetition", learning.repetition, "0.3 above the start", reads=("response/repeated_ngrams",), shows=True),
-    Rule("overfitting", learning.overfitting, "2 validations clearly below the best", reads=(VALIDATION,)),
+    Rule("overfitting", learning.overfitting, "3 validations clearly below the best", reads=(VALIDATION,)),
     Rule("memory-full", memory_full, "full within 5 times the steps seen", reads=tuple(FREE_MEMORY)),
     Rule("flat-score", learning.flat_score, "no rise in 50 steps", reads=(SCORE,)),
 )

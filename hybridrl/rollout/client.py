@@ -69,7 +69,7 @@ class RolloutClient:
         self.capacity, self.timeout, self.retries, self.fixed = capacity, timeout, retries, fixed
         self.available = True
         self.restarts = 0
-        self.retried = 0
+        self.retried = dict.fromkeys(("died", "memory", "silent"), 0)  # requests, by what became of their server
         self.reprefilled = 0  # tokens of interrupted requests that were computed again
         self.on_finished: Callable[[], None] = lambda: None  # called after responses have arrived
         self._interrupted: asyncio.AbstractEventLoop | None = None  # in which requests are held
@@ -284,16 +284,18 @@ class RolloutClient:
                 f"(actor_rollout_ref.rollout.request_retries={self.retries}); started again, the run samples only the "
                 f"missing responses of the step; the last reason:\n{failure}"
             )
+        cause, kind = (lane.hung, "silent") if lane.hung else (failure.cause, failure.kind)
         jobs = lane.given if self.fixed and self._suspects.window is None else list(lane.running.values())
-        lost = self._suspects.lost(jobs, failure.cause)
+        lost = self._suspects.lost(jobs, cause)
         logger.warning(
             "rollout server %d was lost (%s); rebuilding it and retrying %d requests",
             index,
-            failure.cause,
+            cause,
             len(lost),
             extra={"code": "server-lost"},
         )
-        self.retried += len(lost)
+        self.retried[kind] += len(lost)
+        lane.hung = ""
         self._held = [job for job in self._held if job not in lost]  # interrupted before its server was lost
         lane.running, lane.given, lane.rebuilding = {}, [], True
         self._waiting.extendleft(reversed(lost))
@@ -364,6 +366,7 @@ class RolloutClient:
         message = f"rollout server {self.lanes.index(lane)} has sampled no token for {silence:.3g} s, with {unfinished}"
         warn(f"{message}{limit}: {activity}", "server-silent")
         if hung:
+            lane.hung = f"killed, as it had sampled no token for {silence:.3g} s"
             server.kill()
             lane.moved = loop.time()
 

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.cluster import Actor, Group, OutOfMemory, Pending, RaySession, RemoteFailure, gather, kill, spawn
-from hybridrl.cluster.failures import LACK_OF_MEMORY, cause_of, largest_processes, root
+from hybridrl.cluster.failures import LACK_OF_MEMORY, cause_of, describe, headline, largest_processes, root
 from hybridrl.cluster.group import START_LIMIT, check_ray
 from hybridrl.cluster.holder import hold_devices
 from hybridrl.cluster.watchdog import explain
@@ -163,12 +163,15 @@ class RolloutFleet:
 
     def _failure(self, index: int, error: RayError) -> ServerFailure:
         """Return a lost server's failure for the client, with all that was tried against a lack of memory."""
-        reason = cause_of(root(error), f"rollout server {index}")
+        error = root(error)
+        reason = cause_of(error, f"rollout server {index}")
         if reason.of_host:
             info("\n".join(largest_processes(self.servers.logs)))
-        self.lost(index, reason.text)
+        kind = "memory" if self.lost(index, reason.text) else "died"
         note = death_note(self.servers.logs[index])
-        return ServerFailure("\n".join(filter(None, [str(error), self.ladder.table()])), reason.text + note)
+        text = describe(error) if isinstance(error, RayTaskError) else headline(error, reason)
+        text += f"{note}; its log: {self.servers.logs[index]}"
+        return ServerFailure("\n".join(filter(None, [text, self.ladder.table()])), reason.text + note, kind)
 
     def state_dict(self) -> dict[str, Any]:
         return self.ladder.state_dict()

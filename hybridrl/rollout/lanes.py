@@ -8,11 +8,11 @@ from hybridrl.rollout.types import Completion, Goal, Request, RequestFault, cont
 
 
 class ServerFailure(RuntimeError):
-    """A call of a server failed; `cause` is the reason in one line."""
+    """A call of a server failed; `cause` is the reason in one line, `kind` how it is counted."""
 
-    def __init__(self, message: str, cause: str) -> None:
+    def __init__(self, message: str, cause: str, kind: str = "died") -> None:
         super().__init__(message)
-        self.cause = cause
+        self.cause, self.kind = cause, kind
 
 
 class Server(Protocol):
@@ -52,8 +52,8 @@ class Lane:
     """One server and its work; `given` is everything that it was given since it was last idle.
 
     `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
-    Its silence is not reported before the loop time `due`. A `lost` server is replaced before the next weight sync.
-    `deaths` counts those without a response in between.
+    Its silence is not reported before the loop time `due`; `hung` says that it was killed for it. A `lost` server is
+    replaced before the next weight sync. `deaths` counts those without a response in between.
     """
 
     server: Server
@@ -68,3 +68,4 @@ class Lane:
     checked: float = 0.0
     moved: float = 0.0
     due: float = 0.0
+    hung: str = ""

@@ -1,8 +1,9 @@
-"""The memory of a rollout server over many steps: `python scripts/benchmark/engine_memory.py [--steps 500]`
+"""The memory of a rollout server over many steps: `python scripts/benchmark/engine_memory.py [--synchronous]`
 
 One real engine on CPU with an untrained model of the quickstart. In a step all its responses are interrupted and then
-continued, as in colocate_async, so that each step prefills another number of tokens. Prints the private memory of the
-process, as MiB and as growth per step since the line before. `--products N` is what oneDNN keeps, by default what runs
+continued, as in colocate_async, so that each step prefills another number of tokens; with `--synchronous` a step loads
+all weights and samples whole responses to new prompts. Prints the private memory of the process, as MiB and as growth
+per step since the line before. `--products N` is what oneDNN keeps, by default what runs
 have; vLLM's own default is 1024.
 """
 
@@ -14,12 +15,17 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from hybridrl.config import load_ppo_config
 from hybridrl.rollout import Request, Sampling, request_seed
 from hybridrl.rollout.types import continuation
 from hybridrl.rollout.vllm.settings import vllm_environment
 from hybridrl.runtime.environment import worker_environment
+from hybridrl.weights.buckets import Bucket, SharedBuffer, buffer_bytes, digest, plan_buckets
 
 ROOT = Path(__file__).absolute().parents[2]
 RESPONSES, TOKENS, LINES = 8, 6, 20
@@ -31,26 +37,63 @@ def private_memory() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Anonymous:"))
 
 
-async def run(directory: Path, steps: int) -> None:
+async def interrupted_step(engine: Any, step: int, requests: list[Request]) -> list[Request]:
+    """Continue the responses, with new ones for those that ended. Returns those that are interrupted."""
+    requests = requests + new_requests(step, RESPONSES)[len(requests) :]
+    sampled = await engine.check()
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    while await engine.check() < sampled + RESPONSES * TOKENS and not all(task.done() for task in tasks):
+        await asyncio.sleep(0.001)
+    await engine.interrupt()
+    parts = zip(requests, await asyncio.gather(*tasks), strict=True)
+    return [continuation(request, part) for request, part in parts if part.interrupted]
+
+
+async def synchronous_step(engine: Any, step: int, weights: SharedBuffer, buckets: list[Bucket]) -> None:
+    """Load all weights and sample four times as many whole responses as the engine runs at a time."""
+    await engine.sleep()
+    await engine.wake("weights")
+    await engine.begin_weights()
+    for bucket in buckets:
+        await engine.load_bucket(bucket, [weights.handle], [digest(bucket.view(weights.tensor))], False)
+    await engine.finish_weights()
+    await engine.wake("kv_cache")
+    await engine.finish_sync(step, step)
+    await engine.score(new_requests(0, 1)[0].prompt_ids)
+    await asyncio.gather(*map(engine.generate, new_requests(step, 4 * RESPONSES)))
+
+
+def new_requests(step: int, count: int) -> list[Request]:
+    seeds = [request_seed(7, step, number) for number in range(count)]
+    prompts = [[3 + (seed + n) % 256 for n in range(16 + seed % 64)] for seed in seeds]
+    return [Request(seed, 0, prompt, seed, Sampling(80, (1,))) for seed, prompt in zip(seeds, prompts, strict=True)]
+
+
+def shared_weights(model: Path) -> tuple[SharedBuffer, list[Bucket]]:
+    """Return a model's weights as its trainer would send them."""
+    tensors = load_file(model / "model.safetensors")
+    buckets = plan_buckets([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], 1 << 30)
+    weights = SharedBuffer(buffer_bytes(buckets), torch.device("cpu"))
+    for bucket in buckets:
+        for tensor in bucket.tensors:
+            tensor.view(bucket.view(weights.tensor)).copy_(tensors[tensor.name])
+    return weights, buckets
+
+
+async def run(directory: Path, steps: int, synchronous: bool) -> None:
     from hybridrl.rollout.vllm.engine import VllmEngine  # reads the environment that this process was given
 
     section = load_ppo_config(overrides(directory)).actor_rollout_ref
     engine = VllmEngine("cpu", section.model, section.rollout, 1)
     await engine.connect()
     requests: list[Request] = []
+    weights = shared_weights(directory / "model")
     before = private_memory()
     for step in range(1, steps + 1):
-        while len(requests) < RESPONSES:
-            seed = request_seed(7, step, len(requests))
-            prompt = [3 + (seed + n) % 256 for n in range(16 + seed % 64)]
-            requests.append(Request(seed, 0, prompt, seed, Sampling(80, (1,))))
-        sampled = await engine.check()
-        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-        while await engine.check() < sampled + RESPONSES * TOKENS and not all(task.done() for task in tasks):
-            await asyncio.sleep(0.001)
-        await engine.interrupt()
-        parts = zip(requests, await asyncio.gather(*tasks), strict=True)
-        requests = [continuation(request, part) for request, part in parts if part.interrupted]
+        if synchronous:
+            await synchronous_step(engine, step, *weights)
+        else:
+            requests = await interrupted_step(engine, step, requests)
         await engine.take_stats()
         if step % (steps // LINES or 1) == 0:
             gc.collect()
@@ -74,11 +117,12 @@ def overrides(directory: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--synchronous", action="store_true")
     parser.add_argument("--products")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # of the model, in the measured process
     options = parser.parse_args()
     if options.directory:
-        asyncio.run(run(options.directory, options.steps))
+        asyncio.run(run(options.directory, options.steps, options.synchronous))
         os._exit(0)
     with TemporaryDirectory() as directory:
         make = [sys.executable, f"{ROOT}/recipes/quickstart/make_data.py", "--out", directory]
@@ -86,7 +130,7 @@ def main() -> None:
         rollout = load_ppo_config(overrides(Path(directory))).actor_rollout_ref.rollout
         environment = worker_environment("cpu", slots=1) | vllm_environment(rollout)
         environment |= {CAPACITY: options.products} if options.products else {}
-        command = [sys.executable, __file__, "--steps", str(options.steps), "--directory", directory]
+        command = [sys.executable, __file__, *sys.argv[1:], "--directory", directory]
         subprocess.run(command, check=True, env=os.environ | environment)
 
 

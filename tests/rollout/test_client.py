@@ -199,7 +199,7 @@ def test_what_a_dead_server_had_not_finished_is_retried(caplog):
     made, wanted = client([dying, FakeServer()], revive), requests(8)
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert [index for index, _ in revived] == [0]
-    assert (made.restarts, made.retried) == (1, 5)
+    assert (made.restarts, made.retried) == (1, {"died": 5, "memory": 0, "silent": 0})
     assert "rollout server 0 was lost (the engine died); rebuilding it and retrying 5 requests" in caplog.messages
 
 
@@ -394,10 +394,12 @@ class Slow(FakeServer):
 
 
 @pytest.mark.parametrize("dead", [FakeServer(hangs=True), Slow(works=False)], ids=["no reply", "no new tokens"])
-def test_a_server_that_samples_nothing_for_too_long_is_killed_and_rebuilt(dead, capsys):
+def test_a_server_that_samples_nothing_for_too_long_is_killed_and_rebuilt(dead, capsys, caplog):
     made, wanted = client([dead, FakeServer()], timeout=0.1), requests(6)
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert dead.killed.is_set() and made.restarts == 1
+    assert made.retried == {"died": 0, "memory": 0, "silent": 6}
+    assert "rollout server 0 was lost (killed, as it had sampled no token for 0." in caplog.text
     warning = capsys.readouterr().out.partition("\n")[0]  # log records may follow, if anything shows them
     assert re.fullmatch(
         r"warning: rollout server 0 has sampled no token for 0\.\d+ s, with 6 requests unfinished "
@@ -501,7 +503,7 @@ def test_fixed_a_lost_server_gets_its_whole_share_again():
     made, wanted = client([FakeServer(), dying], lambda index: new, fixed=True), requests(4)
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert new.submitted == dying.submitted == [[(1, 0), (1, 1), (3, 0), (3, 1)]]
-    assert made.retried == 4
+    assert made.retried["died"] == 4
     made.generate_all(wanted)
     assert new.submitted[1:] == [[(1, 0), (1, 1), (3, 0), (3, 1)]]
 

@@ -28,6 +28,7 @@ from hybridrl.rewards.score import ScoringRequest
 from hybridrl.rollout import Request, RolloutClient
 from hybridrl.rollout.fleet import RolloutFleet
 from hybridrl.rollout.ladder import MemoryLadder
+from hybridrl.rollout.lanes import ServerFailure
 from hybridrl.runs.restarts import with_restarts
 from hybridrl.tracking.faults import code_of
 from hybridrl.training.worker import TrainWorker
@@ -238,7 +239,14 @@ def test_a_rollout_server_whose_responses_are_lost_is_rebuilt_whether_or_not_it_
     client = RolloutClient([handle], revive, capacity=8, timeout=60.0, retries=2)
     (completion,) = client.generate_all([Request(0, 0, [1], 5, SAMPLING)])
     assert completion.token_ids.tolist() == [0, 0, 5] and rebuilt == [0]
-    assert fleet.rollout.max_num_seqs == (128 if isinstance(error, exceptions.OutOfMemoryError) else 256)
+    lacked = isinstance(error, exceptions.OutOfMemoryError)
+    assert fleet.rollout.max_num_seqs == (128 if lacked else 256)
+    assert client.retried == {"died": not lacked, "memory": lacked, "silent": 0}
+    with pytest.raises(ServerFailure) as lost:
+        asyncio.run(handle.take())
+    first, *table = str(lost.value).splitlines()
+    assert first.startswith("rollout server 0 gave no result: ") or "the process of rollout server 0 died: " in first
+    assert first.endswith("; its log: /run/logs/rollout-0.log") and bool(table) == lacked
 
 
 @every_error
