@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 from typing import Any
 from unittest import mock
 
@@ -399,8 +400,9 @@ def driver_of(worker: EpisodeWorker, client: RolloutClient) -> EpisodeDispatch:
     def here(method):
         return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(method(*given)))
 
-    actor = SimpleNamespace(take=here(worker.take), give=here(worker.give), end=here(worker.end))
-    return EpisodeDispatch(SimpleNamespace(actors=[actor], limit=60, logs=["log"]), check=client.check)
+    actor = Mock(take=here(worker.take), give=here(worker.give), end=here(worker.end))
+    workers = SimpleNamespace(actors=[actor], limit_of=lambda actor: 60, starting=set(), logs=["log"])
+    return EpisodeDispatch(workers, check=client.check)
 
 
 @pytest.mark.parametrize("well", [True, False])
@@ -413,7 +415,7 @@ def test_the_health_of_a_run_is_that_of_its_engines_and_fine_while_the_policy_is
             found = [await http.get("/health")]
             dispatch = driver_of(worker, client)
             (ended,) = dispatch.start([spec], client.generate)
-            while not server.submitted:
+            while not server.submitted and not ended.done():
                 await asyncio.sleep(0.01)
             found += await asyncio.gather(http.get("/health"), http.get("/health"))
             server.may.set()
