@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
 from typing import Any
 from unittest import mock
 
@@ -400,7 +399,7 @@ def driver_of(worker: EpisodeWorker, client: RolloutClient) -> EpisodeDispatch:
     def here(method):
         return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(method(*given)))
 
-    actor = Mock(take=here(worker.take), give=here(worker.give), end=here(worker.end))
+    actor = mock.Mock(take=here(worker.take), give=here(worker.give), end=here(worker.end))
     workers = SimpleNamespace(actors=[actor], limit_of=lambda actor: 60, starting=set(), logs=["log"])
     return EpisodeDispatch(workers, check=client.check)
 

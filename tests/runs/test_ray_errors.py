@@ -299,7 +299,10 @@ def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(e
     replaced: list[int] = []
 
     class Workers:
-        limit, logs, actors = 60.0, ["/run/logs/episodes-0.log"], [Actor(error)]
+        logs, actors, starting = ["/run/logs/episodes-0.log"], [Actor(error)], set()
+
+        def limit_of(self, actor: Actor) -> float:
+            return 60.0
 
         def replacement(self, index: int, lost: object) -> Actor:
             replaced.append(index)
