@@ -48,7 +48,10 @@ class Workers:
         worker = object.__new__(EpisodeWorker)  # without what its process needs
         ends = (tokenizer.eos_token_id,)
         worker._begin(EpisodeSettings(lambda: tokenizer, EnvironmentSettings(environment=ECHO), LIMITS, ends))
-        self.worker, self.actors, self.logs, self.limit = worker, [Remote(worker)], ["log"], 60.0
+        self.worker, self.actors, self.logs, self.starting = worker, [Remote(worker)], ["log"], set()
+
+    def limit_of(self, actor: Any) -> float:
+        return 60.0
 
 
 class Server(PatientServer):
