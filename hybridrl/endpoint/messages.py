@@ -47,11 +47,11 @@ class Fields(BaseModel):
             return values
         present = {name: item for name, item in values.items() if item is not None}
         texts = [name for name, field in cls.model_fields.items() if field.annotation is str]
-        return present | {at: item for name in texts for at, item in _beside_text(name, present.get(name))}
+        return present | {at: item for name in texts for at, item in _further_fields(name, present.get(name))}
 
 
-def _beside_text(name: str, content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what the parts of a text have beside their text: only that is read of them."""
+def _further_fields(name: str, content: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of the parts of a text that are not its text, which alone is read."""
     for number, part in enumerate(content if isinstance(content, list) else ()):
         others = part.items() if _is_text(part) else ()
         yield from ((f"{name}[{number}].{one}", item) for one, item in others if one not in ("type", "text"))
