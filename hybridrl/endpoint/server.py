@@ -9,6 +9,9 @@ import uvicorn
 from fastapi import FastAPI
 
 BACKLOG = 2048
+# Clients close a connection that was idle for 5 s (httpx, and with it OpenAI's and Anthropic's): one that the server closes
+# at the same moment loses the next request.
+IDLE_SECONDS = 75
 
 
 class _Server(uvicorn.Server):
@@ -23,7 +26,8 @@ class _Server(uvicorn.Server):
 async def serving(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """Serve an application while the context is open, and return its address; port 0 is a free one."""
     listening = socket.create_server((host, port), backlog=BACKLOG)
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=IDLE_SECONDS)
+    server = _Server(config)
     task = asyncio.create_task(server.serve([listening]))
     try:
         while not server.started and not task.done():

@@ -291,3 +291,18 @@ def test_the_model_and_its_context_are_listed(endpoint):
 
     (model,) = asyncio.run(run())
     assert (model.id, model.max_model_len) == ("policy", 6000)
+
+
+def test_a_connection_that_is_idle_for_as_long_as_clients_keep_one_is_not_closed(endpoint):
+    async def run() -> list[bytes]:
+        async with endpoint([]) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(served.address.rpartition(":")[2]))
+            answers = []
+            for pause in (0, 5.5):
+                await asyncio.sleep(pause)
+                writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                answers.append((await reader.read(4096))[:15])
+            writer.close()
+            return answers
+
+    assert asyncio.run(run()) == [b"HTTP/1.1 200 OK"] * 2
