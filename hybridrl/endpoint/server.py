@@ -9,8 +9,8 @@ import uvicorn
 from fastapi import FastAPI
 
 BACKLOG = 2048
-# Clients close a connection that was idle for 5 s (httpx, and with it OpenAI's and Anthropic's): one that the server closes
-# at the same moment loses the next request.
+# Clients close a connection that was idle for 5 s (httpx, and so OpenAI's and Anthropic's): one that the server closes
+# at that moment loses the next request.
 IDLE_SECONDS = 75
 
 
