@@ -92,7 +92,7 @@ class Named(Fields):
 
 
 class ToolChoice(Named):
-    """Which calls a response may have; of chats the function is one level deeper."""
+    """The calls that a response may have; in chats the function is one level deeper."""
 
     type: Any = ""
     function: Named = Named()

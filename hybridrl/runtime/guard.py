@@ -35,7 +35,7 @@ CONTINUES = "the same command continues from the last checkpoint"
 
 
 class Before(NamedTuple):
-    """How the driver ended that this one continues, and how often it may still be done."""
+    """The end of the driver that this one continues, and the number of restarts that are left."""
 
     ended: str
     restarts_left: int
