@@ -1,5 +1,6 @@
 """The differences between CPU and CUDA devices. The only module that uses `torch.cuda`."""
 
+import mmap
 import os
 import socket
 from datetime import timedelta
@@ -123,13 +124,28 @@ def allocated_bytes() -> int:
     return torch.cuda.memory_allocated()
 
 
+class _PageLocked(mmap.mmap):
+    """Host memory that CUDA has registered. It has pages of its own, as registrations must not share one, and gives the
+    registration back before the pages are freed: else CUDA rejects whatever the system puts there next, and from then
+    on every call of the process."""
+
+    address: int | None = None
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
 def host_buffer(size: int, device: str) -> torch.Tensor:
     """Allocate this many bytes of host memory, uninitialised; page-locked on CUDA, for fast and asynchronous copies.
     Memory that torch page-locks itself is rounded up to a power of two per tensor: nearly twice as much for a 7B
     model."""
-    buffer = torch.empty(size, dtype=torch.uint8)
-    if device == "cuda" and size:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)))
+    if device != "cuda" or not size:
+        return torch.empty(size, dtype=torch.uint8)
+    pages = _PageLocked(-1, size)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)))
+    pages.address = buffer.data_ptr()
     return buffer
 
 

@@ -31,7 +31,7 @@ LAYERS = """
     training  rollout  rewards  data
     algorithms  weights  checkpoint  cluster
     runtime  health
-    batch  config  device  tracking
+    batch  config  device  rounding  tracking
 """
 LAYER = {name: layer for layer, line in enumerate(reversed(LAYERS.split("\n"))) for name in line.split()}
 

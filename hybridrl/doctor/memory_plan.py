@@ -32,10 +32,10 @@ EXACT = ("parameters", "optimizer", "gradients", "reference", "critic", "process
 # Measured on CPU with models of negligible size (scripts/benchmark/memory_plan.py): the driver with Ray and two
 # scorers; per device, the train worker, the rollout server and the engine.
 MACHINE_BYTES, DEVICE_BYTES = 1007e6, 1447e6
-# Assumed, not measured here. The CUDA context of each process that uses a GPU, with loaded kernels: 543 MiB were
-# reported for a process without tensors (pytorch/pytorch#81257). A sleeping engine frees weights and cache, and keeps
-# CUDA graphs, kernel workspaces and NCCL buffers: 1.4 GiB were reported for a large model (vllm-project/vllm#47654).
-CONTEXT_BYTES, ASLEEP_BYTES, PROCESSES_PER_GPU = 0.5 * GIB, 1.5 * GIB, 2
+# Measured on one H100 with vLLM 0.26 (scripts/benchmark/gpu.py): what a train worker and an engine hold of the GPU
+# outside their tensors, with loaded kernels. A sleeping engine frees weights and cache, and keeps CUDA graphs, kernel
+# workspaces and NCCL buffers: 0.3 GiB with four captured sizes, while the usual number of them is assumed to take more.
+TRAINER_CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, ASLEEP_BYTES = 1.3 * GIB, 0.7 * GIB, 0.8 * GIB
 
 PHASES = ("start-up", "rollout", "log-probs", "critic update", "policy update", "weight sync", "save")
 # Phases in which offloaded parameters have left the device: policy and critic make room for each other.
@@ -183,7 +183,7 @@ def phase_memory(run: Run, phase: str) -> Held:
     if syncing or (run.on_cpu and not starting):
         held.device["sync buckets"] += run.models.bucket
     if cuda:
-        held.device["CUDA contexts"] = (1 if run.apart else PROCESSES_PER_GPU) * CONTEXT_BYTES
+        held.device["CUDA contexts"] = TRAINER_CONTEXT_BYTES + (0 if run.apart else ENGINE_CONTEXT_BYTES)
         if not run.apart and not syncing and phase != "rollout":
             held.device["sleeping engine"] = ASLEEP_BYTES
     if not starting and save_times(run.config.trainer).ever:  # the host copies that are written; they are kept

@@ -10,10 +10,9 @@ from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.model_merger.checks import checkpoint_model, outputs
 from hybridrl.model_merger.source import CheckFailed, Source, type_name
 from hybridrl.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
+from hybridrl.rounding import beyond_rounding
 
 PROMPT, RESPONSE = 8, 24  # tokens
-# The largest difference between log-probs that rounding explains, by the type of the weights.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 def check_in_vllm(source: Source, directory: Path) -> str:
@@ -40,7 +39,7 @@ def check_in_vllm(source: Source, directory: Path) -> str:
     steps = zip(response.token_ids, response.logprobs, strict=True)
     rollout = torch.tensor([step[token].logprob for token, step in steps])
     expected = outputs(checkpoint_model(source), torch.tensor([*prompt, *response.token_ids]))[-RESPONSE:]
+    if difference := beyond_rounding(rollout, expected, type_name(source.dtype)):
+        raise CheckFailed(f"in vLLM log-probs differ from those of the checkpoint {difference}")
     gap = float((rollout - expected).abs().max())
-    if not gap <= TOLERANCE[source.dtype]:
-        raise CheckFailed(f"in vLLM log-probs differ by up to {gap:.2g} from those of the checkpoint")
     return f"greedy log-probs of {RESPONSE} tokens within {gap:.1g} of transformers'"

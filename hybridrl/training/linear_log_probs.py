@@ -6,6 +6,7 @@ arithmetic of a chunk is `token_outputs.LogitTables`, on CUDA `logit_kernels.Log
 Knows neither models nor losses, but a loss can pass in a function that computes its gradient early.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,16 @@ CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}
 # Per chunk, however large the vocabulary: each one reads the entire head, and reads and writes its entire gradient.
 FEWEST_TOKENS = 256
 SAME = 1e-5  # gradients that differ by less, relative to their largest number, differ by rounding
+
+
+def _logit_kernels(head: Head, spec: OutputSpec, tokens: int) -> LogitTables:
+    from hybridrl.training.logit_kernels import LogitKernels  # needs Triton
+
+    return LogitKernels(head, spec, tokens)
+
+
+# What computes a chunk, by device: torch's own operations, or kernels that read each logit once.
+ARITHMETIC: dict[str, Callable[[Head, OutputSpec, int], LogitTables]] = {"cpu": LogitTables, "cuda": _logit_kernels}
 
 
 def tokens_at_once(device: str, vocabulary: int) -> int:
@@ -60,12 +71,7 @@ class _Chunks:
         return TokenOutputs(*(row if want else None for row, want in zip(zeros, wanted, strict=True)))
 
     def arithmetic(self) -> LogitTables:
-        """Return the memory of a chunk: torch's own operations, or on CUDA kernels that read each logit once."""
-        if self.hidden.device.type == "cpu":
-            return LogitTables(self.head, self.spec, self.size)
-        from hybridrl.training.logit_kernels import LogitKernels
-
-        return LogitKernels(self.head, self.spec, self.size)
+        return ARITHMETIC[self.hidden.device.type](self.head, self.spec, self.size)
 
     def fill_all(self) -> None:
         memory = self.arithmetic()

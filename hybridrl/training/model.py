@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 from hybridrl.batch import token_rows
 from hybridrl.checkpoint.read import ADAPTER, file_name
 from hybridrl.config.schema import ModelConfig
+from hybridrl.rounding import beyond_rounding
 from hybridrl.training import attention
 from hybridrl.training.linear_log_probs import token_outputs
 from hybridrl.training.loading import blank_model, fill, load_settings
@@ -29,8 +30,6 @@ from hybridrl.training.token_outputs import Head, LogitRule, LossGradient, Outpu
 
 HOST = torch.device("cpu")
 MIXED = 0.1  # relative change of a hidden state that only another row can cause; rounding causes less
-# The largest difference between a log-prob computed here and by the model itself, by the type of the computation.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 class TokenModel(nn.Module):
@@ -230,12 +229,11 @@ def check_log_probs(
     theirs = [language_model.own_log_probs(torch.tensor(row, device=device)) for row in rows]
     model.set_attn_implementation(attention.NAME)
     language_model.train(training)
-    gap = float((ours - torch.cat(theirs)).abs().max())
-    if not gap <= TOLERANCE[dtype]:
+    if difference := beyond_rounding(ours, torch.cat(theirs), str(dtype).removeprefix("torch.")):
         together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1" if group else ""
         raise ValueError(
-            f"{model.config.model_type}: the training log-probs differ by {gap:.2g} from the model's own, so this "
-            f"family cannot be trained here{together}"
+            f"{model.config.model_type}: the training log-probs differ from the model's own {difference}, so "
+            f"this family cannot be trained here{together}"
         )
 
 

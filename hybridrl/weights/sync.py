@@ -13,17 +13,8 @@ import torch
 
 from hybridrl.batch import Batch, token_rows
 from hybridrl.config.schema import RolloutConfig
+from hybridrl.rounding import beyond_rounding, coarser
 from hybridrl.weights.buckets import Bucket, Handle, SyncPlan
-
-# Largest allowed differences between the probe's log-probs of engine and trainer after a weight sync: mean and maximum.
-# In float32 1e-6 to 1e-5 were measured, and one update at the quickstart's learning rate causes more than 0.1. In
-# bfloat16 rounding alone causes 0.04 to 0.07, and 0.5 at a token whose expert it changes, so there the probe catches
-# gross faults only; the digests prove that the bytes arrived. The coarser of the two types counts.
-# They hold down to a mean log-prob of -TYPICAL and grow with it: rounding is relative to the logits, which are large
-# where a policy has collapsed.
-TYPICAL = 10.0
-TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (0.02, 0.5), "bfloat16": (0.1, 2.0)}
-
 
 # A bucket in a rank's memory: the handle, if an engine on its device will open it, and the digest of the bytes.
 Filled = tuple[Handle | None, int]
@@ -116,7 +107,7 @@ class BucketSync(ABC):
     ) -> None:
         self.trainers, self.servers, self.timeout = trainers, servers, timeout
         self.tp_size = rollout.tensor_model_parallel_size
-        self.tolerance = max(TOLERANCE[train_dtype], TOLERANCE[rollout.dtype or train_dtype])
+        self.rounded = coarser(train_dtype, rollout.dtype or train_dtype)  # the type that explains differences
         self.probe = probe
         self.sync_id = 0  # counts syncs: a version that is published again gets a new one
         self.version = -1
@@ -201,18 +192,14 @@ class BucketSync(ABC):
                     f"are those of {self.sync_id}, so no responses are sampled"
                 )
         scores = servers.broadcast(WeightTarget.score, self.probe, timeout=self.timeout)
-        level = float(self.expected.mean())
-        allowed = [limit * max(1.0, -level / TYPICAL) for limit in self.tolerance]
         for server, log_probs in zip(indices, scores, strict=True):
-            gaps = (torch.tensor(log_probs) - self.expected).abs()
-            mean, largest = float(gaps.mean()), float(gaps.max())
-            self.gaps.append(largest)
-            if not (mean <= allowed[0] and largest <= allowed[1]):
+            found = torch.tensor(log_probs)
+            self.gaps.append(float((found - self.expected).abs().max()))
+            if difference := beyond_rounding(found, self.expected, self.rounded):
                 raise StaleWeights(
-                    f"after the weight sync, rollout server {server} differs from the trainer by {mean:.3g} on average "
-                    f"and {largest:.3g} at most in the log-probs of a fixed sequence, whose mean is {level:.3g} "
-                    f"({allowed[0]:.3g} and {allowed[1]:.3g} are allowed). Every bucket that was sent has arrived as "
-                    "it was, so the engine computes something else from the weights; no responses are sampled"
+                    f"after the weight sync, rollout server {server} differs from the trainer in the log-probs of a "
+                    f"fixed sequence {difference}. Every bucket that was sent has arrived as it was, so the engine "
+                    "computes something else from the weights; no responses are sampled"
                 )
 
     def take_metrics(self) -> dict[str, float]:

@@ -34,6 +34,7 @@ from hybridrl.cluster import Group, RemoteFailure, gather, kill
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.hybrid_engine import Mode
 from hybridrl.rollout.vllm.settings import ENVIRONMENT
+from hybridrl.rounding import LIMITS
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
@@ -225,7 +226,7 @@ class Bench:
     def agreement(self) -> list[Row]:
         rows = self.workers.forward_log_probs(sampled(self.responses, self.load.requests(self.options.gpus)))
         gaps = (rows.old_log_probs - rows.rollout_log_probs).abs()
-        most = f"at most {self.engine.sync.tolerance[0]}"
+        most = f"at most {LIMITS[self.engine.sync.rounded][0]}"
         of = f"largest {float(gaps.max()):.3g}, of {len(gaps):,} tokens"
         return [Row(f"difference of log-probs, mean, {self.name}", of, "", float(gaps.mean()), most)]
 

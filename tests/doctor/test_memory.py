@@ -373,7 +373,7 @@ def test_offloaded_parameters_leave_a_gpu_while_the_other_model_is_updated(load:
     assert update.host == other.host == {"parameters": policy, "critic": critic}, "their place is kept"
 
 
-SLEEPING = {"CUDA contexts": 2 * 0.5 * GIB, "sleeping engine": 1.5 * GIB}
+SLEEPING = {"CUDA contexts": (1.3 + 0.7) * GIB, "sleeping engine": 0.8 * GIB}
 
 
 def test_the_update_of_qwen25_7b_on_eight_gpus(load: Load, memory: object, tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_the_update_of_qwen25_7b_on_eight_gpus(load: Load, memory: object, tmp_p
         "activations": 16384 * 2 * (28 * 3584 + 8 * 3584 + 2 * (3584 + 512) + 4 * 18944),  # 6.50 GiB
         "logits": (2**30 // (4 * 152064)) * 152064 * 2,  # a chunk in bfloat16: 0.50 GiB
     }
-    assert round(estimate.device.total() / GIB, 1) == 32.7
+    assert round(estimate.device.total() / GIB, 1) == 33.0
     key = "actor_rollout_ref.actor.fsdp_config.offload_policy=true"
     run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=8", *LONG_ROWS, key))
     without = 16 * parameters / 8  # 14.2 GiB
@@ -426,7 +426,7 @@ def test_the_update_of_qwen25_05b_on_one_gpu(load: Load, memory: object, tmp_pat
         "activations": 16384 * 2 * (24 * 896 + 8 * 896 + 2 * (896 + 128) + 4 * 4864),  # 1.53 GiB
         "logits": (2**30 // (4 * 151936)) * 151936 * 2,  # 0.50 GiB
     }
-    assert round(estimate.total() / GIB, 1) == 13.0
+    assert round(estimate.total() / GIB, 1) == 13.3
 
 
 def test_a_reference_is_held_only_if_one_is_used(load: Load, memory: object) -> None:

@@ -24,14 +24,22 @@ def check_interpreted() -> None:
     from hybridrl.training import linear_log_probs, logit_kernels
 
     logit_kernels.BLOCK = 4  # of the cases' 13 logits: several blocks, the last one not full
-    linear_log_probs.arithmetic = lambda device: logit_kernels.LogitKernels
+    made = []
+
+    class Counted(logit_kernels.LogitKernels):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(linear_log_probs.ARITHMETIC, "cpu", Counted)
         chunks_of(4, patch)
         for seed, early in enumerate([None, loss_gradient]):
             check(case(seed, loss_gradient=early))
             check(case(seed, loss_gradient=early, temperature=0.6, **ENTROPIES))
             check(case(seed, loss_gradient=early, **ALL))
             check(case(seed, loss_gradient=early, rule=CAPPED, bias=True, temperature=0.6, **ALL))
+    assert made, "the kernels were not called"
 
 
 @pytest.mark.skipif(Version(triton.__version__) < Version("3.9"), reason="older interpreters do not take NumPy 2.4")

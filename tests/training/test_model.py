@@ -259,7 +259,7 @@ def test_a_directory_that_lacks_weights_is_rejected_by_their_names(directory, tm
 def test_a_family_whose_packed_rows_interact_is_detected():
     config = StableLmConfig(**SMALL, num_key_value_heads=4)
     model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
-    with pytest.raises(ValueError, match=r"stablelm: .* differ by"):
+    with pytest.raises(ValueError, match=r"stablelm: .* differ from the model.s own by"):
         check_log_probs(model, torch.float32, padded=False)
     assert packed_rows_interact(model)
     check_log_probs(model, torch.float32, padded=True)
