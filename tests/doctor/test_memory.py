@@ -403,7 +403,7 @@ def test_the_update_of_qwen25_7b_on_eight_gpus(load: Load, memory: object, tmp_p
     key = "actor_rollout_ref.actor.fsdp_config.offload_policy=true"
     run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=8", *LONG_ROWS, key))
     without = 16 * parameters / 8  # 14.2 GiB
-    assert phase_memory(run, "policy update").device.total() == estimate.device.total() - without
+    assert phase_memory(run, "policy update").device.total() == pytest.approx(estimate.device.total() - without)
     assert machine_memory(run, "policy update").total() - MACHINE_BYTES - 8 * DEVICE_BYTES == 8 * without
 
 
