@@ -12,6 +12,7 @@ from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, logged, shortage
 from hybridrl.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
 from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private
+from hybridrl.runtime.spinning import give_way
 
 # A pause before finished responses are returned lets more of them finish: a remote call costs more than a response.
 COALESCE_SECONDS = 0.02
@@ -48,6 +49,8 @@ class RolloutServer:
             return os.getpid()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if device == "cpu":
+            give_way()
         self.fixed = rollout.full_determinism
         try:
             self.engine = ENGINES[rollout.name].build(device, model, rollout, engines_per_machine)

@@ -23,6 +23,8 @@ CACHES = {
     "HF_MODULES_CACHE": "huggingface/modules",
     "HF_DATASETS_CACHE": "huggingface/datasets",
 }
+# How long the threads of a parallel operation spin while they wait for each other (runtime/spinning.py).
+WAITING = {"GOMP_SPINCOUNT": "300000", "OMP_WAIT_POLICY": "PASSIVE"}
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -92,10 +94,8 @@ def worker_environment(device: str, slots: int) -> dict[str, str]:
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
         more = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": compiled}
         return common | more | without_expandable_segments()
-    # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing. Threads that wait for each other
-    # spin for some microseconds: without spinning an update takes 1.16 times as long on two cores, and with OpenMP's
-    # default of a millisecond 1.35 times as long if another program needs a core (scripts/benchmark/threads.py).
-    return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "5000"} | _allocator()
+    # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing.
+    return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads} | WAITING | _allocator()
 
 
 def without_expandable_segments() -> dict[str, str]:

@@ -15,14 +15,13 @@ from contextlib import contextmanager
 
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.runtime import forkserver
-from hybridrl.runtime.environment import joins, worker_environment
+from hybridrl.runtime.environment import WAITING, joins, worker_environment
 from hybridrl.runtime.keeper import PrivateDirectory
 
 TRAINING = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.attention.varlen", "peft")
 ENGINE = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_model_runner", "vllm.lora.worker_manager")
-# What libraries read when they are loaded. With one thread per process none waits for another.
-READ_ONCE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "MALLOC_CONF", "TORCH_COMPILE_DISABLE")
-READ_BY_THREADS = (*READ_ONCE, "GOMP_SPINCOUNT")
+# What libraries read when they are loaded.
+READ_ONCE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING, "LD_PRELOAD", "MALLOC_CONF", "TORCH_COMPILE_DISABLE")
 
 
 class ForkServer:
@@ -50,8 +49,8 @@ class ForkServer:
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Whether a worker with this environment may be forked."""
-        read = READ_ONCE if self.environment["OMP_NUM_THREADS"] == "1" else READ_BY_THREADS
-        return all(environment.get(name, value) == value for name, value in self.environment.items() if name in read)
+        read = ((name, self.environment[name]) for name in READ_ONCE if name in self.environment)
+        return all(environment.get(name, value) == value for name, value in read)
 
     def close(self) -> None:
         """End the process, and all workers that are left."""
@@ -67,7 +66,7 @@ def fork_server(config: PPOConfig | SFTConfig, *, engine: bool) -> Iterator[Fork
         yield None
         return
     environment = worker_environment("cpu", config.devices_per_machine)
-    server = ForkServer(environment, TRAINING + ENGINE * (engine and environment["OMP_NUM_THREADS"] == "1"))
+    server = ForkServer(environment, TRAINING + ENGINE * engine)
     try:
         yield server
     finally:

@@ -24,6 +24,7 @@ from hybridrl.checkpoint.export import parts as parts_of
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import ModelConfig, WrapPolicyConfig
 from hybridrl.runtime.guard import begin_actor
+from hybridrl.runtime.spinning import give_way
 from hybridrl.training import losses
 from hybridrl.training import model as models
 from hybridrl.training.fsdp import full_tensors, mesh, reshard, shard_and_fill
@@ -103,6 +104,8 @@ class TrainWorker:
         gpus = ray.get_gpu_ids()
         if config.device == "cuda" and gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
+        if config.device == "cpu":
+            give_way()
         torch.manual_seed(config.seed)
         if any(learner.fsdp.full_determinism for learner in (config.policy, config.critic) if learner):
             devices.enable_determinism(config.device)

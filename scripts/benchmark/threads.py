@@ -1,11 +1,13 @@
-"""How long a waiting thread should spin before it sleeps: `python scripts/benchmark/threads.py`
+"""How threads should wait for each other on a CPU: `python scripts/benchmark/threads.py`
 
-The settings of a trainer and of an engine (GOMP_SPINCOUNT) and no spinning, on all cores: many small products with
-Python between them, and an update of 25 million parameters; alone, and next to a program that uses one core.
+A worker's way (hybridrl/runtime/spinning.py: long spinning that gives way to other programs) next to spinning for long,
+for a short time and not at all (GOMP_SPINCOUNT), on all cores: many small products with Python between them, and an
+update of 25 million parameters; alone, and next to a program that uses one core.
 """
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,20 +20,23 @@ from child import Child, serve
 from compiled import side
 from side_by_side import Row, arguments, formatted, in_turn, report
 
-from hybridrl.rollout.vllm.settings import ENVIRONMENT
-from hybridrl.runtime.environment import worker_environment
+from hybridrl.runtime.environment import WAITING, worker_environment
+from hybridrl.runtime.spinning import INTERVAL, give_way
 
-TRAINERS = "the trainer's"
+OURS = "a worker's way"
 WAITS = {
-    TRAINERS: worker_environment("cpu", 1)["GOMP_SPINCOUNT"],
-    "the engine's": ENVIRONMENT["GOMP_SPINCOUNT"],
-    "none": "0",
+    OURS: WAITING,
+    "300,000 spins": {"GOMP_SPINCOUNT": "300000"},
+    "5,000 spins": {"GOMP_SPINCOUNT": "5000"},
+    "none": {"GOMP_SPINCOUNT": "0"},
 }
 WORK = {"products": "2,000 products of 128 rows, 384 x 1,280", "update": "an update of 25 M parameters, 8 rows"}
 
 
-def work(pipes: str) -> None:
+def work(pipes: str, gives_way: bool) -> None:
     """Compute on request; the process of a side."""
+    if gives_way:
+        give_way()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows, weights, update = torch.randn(128, 384), torch.randn(384, 1280), side(compiled=False)
 
@@ -47,6 +52,7 @@ def busy() -> Iterator[None]:
     """Run a program that uses one core."""
     program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
+        time.sleep(3 * INTERVAL)  # until the load has been read
         yield
     finally:
         program.kill()
@@ -54,30 +60,32 @@ def busy() -> Iterator[None]:
 
 
 def measured(directory: Path, load: str) -> list[Row]:
-    rows = []
+    rows, common = [], worker_environment("cpu", 1)
+    for name in WAITING:
+        del common[name]
     with ExitStack() as stack:
         sides = {}
-        for name, wait in WAITS.items():
-            environment = worker_environment("cpu", 1) | {"GOMP_SPINCOUNT": wait}
-            command = [sys.executable, __file__]
-            sides[name] = stack.enter_context(Child(command, directory / f"{wait}.log", environment))
+        for number, (name, variables) in enumerate(WAITS.items()):
+            command = [sys.executable, __file__, *["--give-way"] * (name == OURS)]
+            sides[name] = stack.enter_context(Child(command, directory / f"{number}.log", common | variables))
         if load:
             stack.enter_context(busy())
         for function, what in WORK.items():
             seconds_of = in_turn({name: partial(child.call, function) for name, child in sides.items()})
-            usual = seconds_of.pop(TRAINERS)
+            ours = seconds_of.pop(OURS)
             for name, seconds in seconds_of.items():
-                row = f"{what}, wait {name} over {TRAINERS}{load}"
-                rows.append(Row(row, formatted(seconds), formatted(usual), seconds.median / usual.median))
+                row = f"{what}, {OURS} over {name}{load}"
+                rows.append(Row(row, formatted(ours), formatted(seconds), ours.median / seconds.median))
     return rows
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--pipes", help="pipes of a side's process")
+    parser.add_argument("--give-way", action="store_true", help="for a side's process")
     options = parser.parse_args()
     if options.pipes:
-        return work(options.pipes)
+        return work(options.pipes, options.give_way)
     with TemporaryDirectory() as place:
         report([row for load in ("", ", next to a busy program") for row in measured(Path(place), load)], options.json)
 

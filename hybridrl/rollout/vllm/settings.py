@@ -16,9 +16,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Engines that pin themselves to the first cores would compete for them.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # A token takes many small matrix products with Python between them: OpenMP threads that slept in between would be
-    # woken for each of them. Trainers, whose products are larger, spin for a shorter time.
-    "GOMP_SPINCOUNT": "300000",
     # On CPU oneDNN keeps what it compiled for each number of tokens of an iteration, by default 1024 products of
     # 0.3 to 0.7 MB. Prompts that continue have ever new lengths; this many are the batch sizes of fifty responses.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
