@@ -323,9 +323,10 @@ def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_m
 
 
 @pytest.mark.slow
-def test_the_runs_of_a_sweep_are_those_of_their_own_commands(overrides, tmp_path):
-    steps, rate = {"trainer.total_training_steps": 2}, "actor_rollout_ref.actor.optim.lr"
-    base = tmp_path / "sweep"
+def test_the_runs_of_a_sweep_are_those_of_their_own_commands_also_next_to_a_busy_program(overrides, tmp_path):
+    # On one device, whose threads wait for each other in another way next to a busy program.
+    steps = {"trainer.total_training_steps": 2, "trainer.n_gpus_per_node": 1}
+    rate, base = "actor_rollout_ref.actor.optim.lr", tmp_path / "sweep"
     output = finish(start("main_ppo", ["-m", *overrides(base, steps | {rate: "1e-2,-1"})]), status=2)
     assert "lr--1: " in output and "at least 0" in output and not base.exists()
     samples = {"actor_rollout_ref.rollout.n": "4,2"}
@@ -335,7 +336,12 @@ def test_the_runs_of_a_sweep_are_those_of_their_own_commands(overrides, tmp_path
     assert [line.split()[0] for line in output.splitlines() if line.startswith("n-")] == names
     engines = [set(re.findall(r"pid=(\d+)", (base / name / "logs" / "rollout-0.log").read_text())) for name in names]
     assert engines[0] == engines[1] != engines[2] == engines[3] and {*map(len, engines)} == {1}
-    finish(start("main_ppo", overrides(tmp_path / "alone", steps | {rate: "5e-3"})))
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        finish(start("main_ppo", overrides(tmp_path / "alone", steps | {rate: "5e-3"})))
+    finally:
+        busy.kill()
+        busy.wait()
     of_sweep, alone = metrics(base / "n-4_lr-0.005"), metrics(tmp_path / "alone")
     assert [*of_sweep] == [*alone]
     for step, values in alone.items():
