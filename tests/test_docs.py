@@ -10,6 +10,11 @@ import pytest
 
 TOP = Path(__file__).parent.parent
 PAGES = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted(TOP.glob("recipes/**/*.md"))]
+# A measured figure in a sentence, and what names a command or a test that gives it.
+UNITS = r"(?:s|seconds|minutes|ms|GiB|GB|MiB|kB|bytes|times)"
+FIGURE = rf"\b\d[\d,.]*(?: to [\d,.]+)? {UNITS}\b"
+MEASURED = re.compile(rf"\b(?:took|takes?|grew|gained|measured)\b[^.;:|]{{0,60}}?{FIGURE}")
+PROOF = re.compile(r"(?:python|bash) scripts/|hybridrl [a-z]+ |python -m|pytest|tests/\w")
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
@@ -33,3 +38,10 @@ def test_relative_links_lead_to_files_and_their_headings(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors):
             missing.append(target)
     assert missing == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(TOP.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_a_section_with_a_measured_figure_names_a_command_that_gives_it(page: Path) -> None:
+    sections = re.split(r"^(?=#+ )", page.read_text(encoding="utf-8"), flags=re.M)
+    measured = {section: MEASURED.search(" ".join(section.split())) for section in sections}
+    assert [found[0] for section, found in measured.items() if found and not PROOF.search(section)] == []
