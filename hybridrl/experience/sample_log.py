@@ -131,17 +131,19 @@ def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode)
 def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
     """Yield what each row's tokens were sampled and trained with: pairs of a weight version and the number of tokens in
     turn, and the importance weight of each token, 0 where it was not trained on, if the step has such weights."""
-    ends = rows.response_lengths.cumsum(0).numpy()
-    versions = np.full(int(ends[-1]), version) if rows.staleness is None else version - rows.staleness.numpy()
     weights = None
     if rows.importance_weights is not None:
         trained = torch.where(rows.response_mask, rows.importance_weights, 0.0)
         weights = trained.double().numpy().round(WEIGHT_DIGITS)
-    for begin, end in zip(ends - rows.response_lengths.numpy(), ends, strict=True):
-        changes = begin + np.flatnonzero(np.diff(versions[begin:end], prepend=versions[begin] - 1))
-        counts = np.diff(changes, append=end)
-        audit: dict[str, Any] = {"versions": np.stack([versions[changes], counts], axis=1).tolist()}
-        yield audit if weights is None else audit | {"weights": weights[begin:end].tolist()}
+    begin = 0
+    for length in rows.response_lengths.tolist():
+        tokens = slice(begin, begin := begin + length)
+        pairs = [[version, length]]
+        if rows.staleness is not None:
+            versions = version - rows.staleness[tokens].numpy()
+            changes = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+            pairs = np.stack([versions[changes], np.diff(changes, append=length)], axis=1).tolist()
+        yield {"versions": pairs} | ({} if weights is None else {"weights": weights[tokens].tolist()})
 
 
 def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
