@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.experience.admission import QUEUED
+
 TOP = Path(__file__).parent.parent
 PAGES = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted(TOP.glob("recipes/**/*.md"))]
 # A measured figure in a sentence, and what names a command or a test that gives it.
@@ -71,3 +73,9 @@ def test_the_readme_begins_with_what_has_run_on_a_gpu_and_links_what_a_newcomer_
     first = " ".join(text.split("\n")[:10])
     assert "one H100 has run" in first and "have not run on CUDA yet" in first
     assert "(docs/comparison.md)" in text and "(docs/extensions.md)" in text
+
+
+def test_the_page_about_asynchronous_rollout_names_its_loss_and_how_much_is_started() -> None:
+    page = " ".join((TOP / "docs" / "asynchronous.md").read_text(encoding="utf-8").split())
+    assert "decoupled PPO" in page and "proximal policy" in page and "behaviour policy" in page
+    assert f"fewer responses are open than {1 + QUEUED:g} times what can run at once" in page
