@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.experience.admission import QUEUED
+
 TOP = Path(__file__).parent.parent
 PAGES = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted(TOP.glob("recipes/**/*.md"))]
+# A measured figure in a sentence, and what names a command or a test that gives it.
+UNITS = r"(?:s|seconds|minutes|ms|GiB|GB|MiB|kB|bytes|times)"
+FIGURE = rf"\b\d[\d,.]*(?: to [\d,.]+)? {UNITS}\b"
+MEASURED = re.compile(rf"\b(?:took|takes?|grew|gained|measured)\b[^.;:|]{{0,60}}?{FIGURE}")
+PROOF = re.compile(r"(?:python|bash) scripts/|hybridrl [a-z]+ |python -m|pytest|tests/\w")
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
@@ -33,3 +40,42 @@ def test_relative_links_lead_to_files_and_their_headings(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors):
             missing.append(target)
     assert missing == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(TOP.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_a_section_with_a_measured_figure_names_a_command_that_gives_it(page: Path) -> None:
+    sections = re.split(r"^(?=#+ )", page.read_text(encoding="utf-8"), flags=re.M)
+    measured = {section: MEASURED.search(" ".join(section.split())) for section in sections}
+    assert [found[0] for section, found in measured.items() if found and not PROOF.search(section)] == []
+
+
+@pytest.mark.parametrize("page", PAGES[:1], ids=lambda page: page.name)
+def test_the_readme_s_figures_are_those_of_the_page_that_it_names(page: Path) -> None:
+    parts = re.findall(r"<!-- figures: (\S+\.md) -->(.*?)<!-- /figures -->", page.read_text(encoding="utf-8"), re.S)
+    assert len(parts) == 2
+    for source, text in parts:
+        known = [float(number) for number in numbers((TOP / source).read_text(encoding="utf-8"))]
+        prose = re.sub(r"\(\S+\.md\S*\)|TRL \d\S+", "", text)
+        assert [shown for shown in numbers(prose) if not any(is_rounded(exact, shown) for exact in known)] == []
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)", text)
+
+
+def is_rounded(exact: float, shown: str) -> bool:
+    """Whether the figure is a known one, to its digits after the point."""
+    return round(exact, len(shown.partition(".")[2])) == float(shown)
+
+
+def test_the_readme_begins_with_what_has_run_on_a_gpu_and_links_what_a_newcomer_compares() -> None:
+    text = (TOP / "README.md").read_text(encoding="utf-8")
+    first = " ".join(text.split("\n")[:10])
+    assert "one H100 has run" in first and "have not run on CUDA yet" in first
+    assert "(docs/comparison.md)" in text and "(docs/extensions.md)" in text
+
+
+def test_the_page_about_asynchronous_rollout_names_its_loss_and_how_much_is_started() -> None:
+    page = " ".join((TOP / "docs" / "asynchronous.md").read_text(encoding="utf-8").split())
+    assert "decoupled PPO" in page and "proximal policy" in page and "behaviour policy" in page
+    assert f"fewer responses are open than {1 + QUEUED:g} times what can run at once" in page

@@ -6,7 +6,7 @@ entry. Functions are imported here, when they are looked up.
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from hybridrl.config import ConfigError, catalog
 from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
-from hybridrl.config.custom_code import load_function
+from hybridrl.config.custom_code import bound, load_function
 from hybridrl.config.values import Aggregation
 
 # What a custom function finds in the namespace `settings` besides the configuration keys: name there, and key.
@@ -75,12 +75,11 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any], rows: int = 1)
     to the value of its name. Custom functions may have one further positional parameter, of any other name: it is bound
     to a namespace of all values."""
     parameters = list(signature(function).parameters.values())
-    keywords = {item.name: values[item.name] for item in parameters if item.name in values}
     further = [item.name for item in parameters[rows:] if item.kind is Parameter.POSITIONAL_OR_KEYWORD]
     if further and further[0] not in values:
         present = {name: values[key] for name, key in SETTINGS.items() if key in values}
-        keywords[further[0]] = SimpleNamespace(**values, **present)
-    return partial(function, **keywords)
+        values = {**values, further[0]: SimpleNamespace(**values, **present)}
+    return bound(function, values)
 
 
 def _check(value: Any, known: tuple[Any, ...], subject: str) -> None:

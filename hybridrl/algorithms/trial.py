@@ -10,9 +10,10 @@ from torch import Tensor
 from hybridrl.algorithms.lookup import bind, find_estimator, find_policy_loss
 from hybridrl.batch import Batch
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import where
+from hybridrl.config.custom_code import call_custom
 
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
+PAGE = "docs/algorithms.md"
 GROUPS, LENGTHS, SCORES = 2, (3, 1, 2), (1.0, 0.0, 0.5)  # tokens and scores of the responses, in turn
 
 
@@ -49,7 +50,7 @@ def try_estimator(
         "sum_pi_squared": per_token + 0.5,
     }
     batch = replace(batch, **{field: filled[field] for field in find_estimator(name)[0].reads})
-    result = _called(ESTIMATOR, name, function, batch)
+    result = call_custom(ESTIMATOR, name, function, batch, page=PAGE)
     expected = f"advantages and returns, a tensor [{per_token.numel()}] each: a value per response token"
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         raise _unusable(ESTIMATOR, name, f"it returns {_kind(result)}", expected)
@@ -77,7 +78,7 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
     entry, function = find_policy_loss(name)
     if entry.token_selector is not None:
         batch = replace(batch, chosen=torch.ones_like(batch.response_mask))
-    result = _called(LOSS, name, bind(function, parameters, rows=2), log_probs, batch)
+    result = call_custom(LOSS, name, bind(function, parameters, rows=2), log_probs, batch, page=PAGE)
     expected = f"the loss, a tensor [{log_probs.numel()}] with a value per response token, and a dict of statistics"
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], dict):
         raise _unusable(LOSS, name, f"it returns {_kind(result)}", expected)
@@ -88,14 +89,6 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
     (gradient,) = torch.autograd.grad(per_token.sum(), log_probs, allow_unused=True, materialize_grads=True)
     _check(LOSS, name, "the gradient", gradient, log_probs.shape, "a loss with a finite gradient")
     return per_token.detach(), gradient
-
-
-def _called(key: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except Exception as error:  # whatever the user's code raises
-        cause = f"{key}={name} fails on made-up groups: {where(error, name.rpartition(':')[0])}"
-        raise ConfigError(cause, fix="docs/algorithms.md shows what it is called with", keys=key) from error
 
 
 def _check(key: str, name: str, part: str, value: Any, shape: torch.Size, expected: str) -> None:

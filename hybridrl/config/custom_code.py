@@ -2,12 +2,13 @@
 
 import functools
 import importlib
+import inspect
 import json
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -36,6 +37,29 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         cause = f"{key}={name}: {Path(path).name} has no function {function}"
         raise ConfigError(cause, fix=f"it has {', '.join(names) or 'none'}", keys=key)
     return members[function]
+
+
+def bound(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with each of its parameters bound that has the name of a value."""
+    names = [name for name in inspect.signature(function).parameters if name in values]
+    return functools.partial(function, **{name: values[name] for name in names})
+
+
+def call_custom(
+    key: str, name: str, function: Callable[..., Any], *arguments: Any, trial: str = "on made-up groups", page: str
+) -> Any:
+    """What a custom function returns in a trial; ConfigError names the line at which it fails, or says that it cannot
+    be called like this."""
+    fix = f"{page} shows what it is called with"
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{key}={name} has other parameters: {error}", fix=fix, keys=key) from error
+    try:
+        return function(*arguments)
+    except Exception as error:  # whatever the user's code raises
+        cause = f"{key}={name} fails {trial}: {where(error, name.rpartition(':')[0])}"
+        raise ConfigError(cause, fix=fix, keys=key) from error
 
 
 def load_module(path: str, key: str) -> ModuleType:

@@ -87,11 +87,12 @@ class OptimizerConfig(Section):
     betas: Annotated[list[values.Decay], values.pair]
     weight_decay: values.NonNegative
     skip_zero_gradient: bool
-    lr_scheduler_type: Literal["constant", "linear", "cosine"]
+    lr_scheduler_type: values.Schedule
     lr_warmup_steps: float | None
     lr_warmup_steps_ratio: values.Share
     min_lr_ratio: values.Share | None
     num_cycles: values.AboveZero
+    stable_ratio: values.Share
     muon_lr: values.NonNegative
     muon_momentum: values.Decay
     override_optimizer_config: dict[str, Any]
@@ -215,7 +216,7 @@ class SFTTrainerConfig(Section):
     project_name: str
     experiment_name: str
     default_local_dir: str
-    logger: list[str]
+    logger: Annotated[list[str], values.loggers]
     test_freq: values.Frequency
     save_freq: values.Frequency
     save_freq_epochs: values.AboveZero | None
@@ -229,7 +230,8 @@ class SFTTrainerConfig(Section):
     reset_optimizer: bool
     max_restarts: values.Natural
     max_skipped_updates: values.Positive
-    on_diagnosis: Annotated[dict[str, Any], values.diagnoses]
+    on_diagnosis: Annotated[dict[str, Any], values.actions]
+    health_rules: Annotated[list[str], values.functions]
     startup_timeout: values.Seconds
     step_timeout: values.Seconds
 

@@ -79,10 +79,25 @@ def pair(value: list[Any]) -> Fault | None:
     return None if len(value) == 2 else Fault("expected 2 values: [a, b]")
 
 
-def diagnoses(value: dict[str, Any]) -> Fault | None:
+def actions(value: dict[str, Any]) -> Fault | None:
     """A rule: actions by the code of a diagnosis."""
-    unknown = [f"{code}: {action}" for code, action in value.items() if code not in DIAGNOSES or action not in ACTIONS]
-    return Fault(f"{unknown[0]} is not one of {' | '.join(DIAGNOSES)}: {' | '.join(ACTIONS)}") if unknown else None
+    wrong = [f"{code}: {action}" for code, action in value.items() if action not in ACTIONS]
+    return Fault(f"{wrong[0]}: choose {' | '.join(ACTIONS)}") if wrong else None
+
+
+def functions(value: list[str]) -> Fault | None:
+    """A rule: custom functions, each as path/to/file.py:function."""
+    return next(filter(None, map(name_or_function(()), value)), None)
+
+
+def loggers(value: list[str]) -> Fault | None:
+    """A rule: the files of custom sinks; other names are checked together (checks/algorithm.py)."""
+    return functions([name for name in value if ":" in name])
+
+
+def rule_code(name: str) -> str:
+    """The code of a custom health rule: path/to/file.py:slow_grader is slow-grader."""
+    return name.rpartition(":")[2].replace("_", "-")
 
 
 def choices(value: Any, names: Sequence[Any], shown: Sequence[Any]) -> Fault:
@@ -121,6 +136,16 @@ DIAGNOSES = (
     "clipping", "entropy-collapse", "length-collapse", "entropy-rise", "length-rise", "gradient-rise",
     "value-loss-rise", "repetition", "overfitting", "memory-full", "flat-score",
 )  # fmt: skip
+SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+# With the names of transformers, of verl's other engines and of Megatron.
+Schedule = Annotated[
+    str,
+    name_or_function(SCHEDULES),
+    Means({
+        "wsd": "wsd", "warmup_stable_decay": "wsd", "inverse-square-root": "inverse_sqrt",
+        "inverse_square_root": "inverse_sqrt", "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine",
+    }),
+]  # fmt: skip
 ACTIONS = ("off", "warn", "stop", "rollback", "rebuild")
 REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
 LOGGERS = ("console", "verl_console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")

@@ -31,9 +31,10 @@ KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
 SAMPLES = "trainer.max_rollout_data_gb"
 # Size of each part of a checkpoint in copies of the parameters. Adam has two moments; SGD and Muon have fewer.
 COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
-# Bytes of a sample in its file: of each token of prompt and response, and of what is known besides; and of a token that
-# is written with its log-probs (trainer.rollout_tokens). Large files are compressed, prose to a third.
-TEXT_BYTES, SAMPLE_BYTES, TOKEN_BYTES, COMPRESSION = 4.5, 400, 70, 3
+# Bytes of a sample in its file: of each token of prompt and response, and of what is known besides; of the importance
+# weight of a token, and of one that is written with its log-probs (trainer.rollout_tokens). Large files are compressed,
+# prose to a third.
+TEXT_BYTES, SAMPLE_BYTES, WEIGHT_BYTES, TOKEN_BYTES, COMPRESSION = 4.5, 420, 6.5, 70, 3
 
 
 def check_run_start(config: PPOConfig | SFTConfig) -> None:
@@ -152,7 +153,9 @@ def _samples_bytes(config: PPOConfig | SFTConfig, steps: int, existing: Path) ->
         return 0
     data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
     length = data.max_prompt_length + data.max_response_length
-    written = data.train_batch_size * rollout.n * (SAMPLE_BYTES + TEXT_BYTES * length)
+    correction = config.algorithm.rollout_correction
+    weights = WEIGHT_BYTES * data.max_response_length * bool(correction.rollout_is and not correction.bypass_mode)
+    written = data.train_batch_size * rollout.n * (SAMPLE_BYTES + TEXT_BYTES * length + weights)
     written += trainer.rollout_tokens * TOKEN_BYTES * data.max_response_length
     of_step = written / COMPRESSION if written >= COMPRESSED else written
     most = math.inf if trainer.max_rollout_data_gb is None else trainer.max_rollout_data_gb * 1e9

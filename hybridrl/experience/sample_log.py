@@ -1,11 +1,12 @@
 """Sampled episodes in files, a few of them as tables, and the batches of steps that are worth another look."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hybridrl.batch import Batch
 from hybridrl.experience.conversations import transcript
@@ -15,6 +16,7 @@ from hybridrl.tracking.console import console, sample_table, warn
 from hybridrl.tracking.records import OWN_KEY, record_files, write_records
 
 EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are retained
+WEIGHT_DIGITS = 4  # of importance weights, after the point: float32 log-probs of engine and trainer differ by 1e-5
 TOKEN_VALUES = {  # in a record, by name of the field of a batch
     "log_probs": "rollout_log_probs",
     "train_log_probs": "old_log_probs",
@@ -53,7 +55,7 @@ class SampleLog:
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
         """Write the samples of a step with what `batch`, the rows that it trained on, says of them."""
         if self.training_dir:
-            trained = trained_fields(batch, self.with_tokens, self.decode)
+            trained = trained_fields(batch, step - 1, self.with_tokens, self.decode)
             self._write(Path(self.training_dir), step, episodes, trained)
 
     def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None:
@@ -109,17 +111,39 @@ def delete_oldest(directory: Path, most: float) -> None:
 Trained = Mapping[tuple[int, int], dict[str, Any]]  # by position and sample: what a step's batch says of an episode
 
 
-def trained_fields(batch: Batch, with_tokens: int, decode: Decode) -> Trained:
-    """Return the advantage of each episode of a batch, the mean over the tokens that it was trained on, and of some
-    `with_tokens` of them, evenly from the least to the largest, what is known of each token of the response."""
+def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode) -> Trained:
+    """Return the advantage of each episode of a batch, the mean over the tokens that it was trained on, the version of
+    the weights that sampled each token and what its loss was multiplied by, and of some `with_tokens` of the episodes,
+    evenly from the least to the largest advantage, what is known of each token of the response. `version` is that of
+    the weights that the step began with."""
     rows = batch.by_episode()
     advantages = rows.written_mean(rows.advantages)
     places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
     fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
+    for of_row, audit in zip(fields, _audits(rows, version), strict=True):
+        of_row |= audit
     evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
     for index in advantages.argsort(stable=True)[evenly].tolist():
         fields[index]["tokens"] = _tokens(rows.select([index]), decode)
     return dict(zip(places, fields, strict=True))
+
+
+def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
+    """Yield what each row's tokens were sampled and trained with: pairs of a weight version and the number of tokens in
+    turn, and the importance weight of each token, 0 where it was not trained on, if the step has such weights."""
+    weights = None
+    if rows.importance_weights is not None:
+        trained = torch.where(rows.response_mask, rows.importance_weights, 0.0)
+        weights = trained.double().numpy().round(WEIGHT_DIGITS)
+    begin = 0
+    for length in rows.response_lengths.tolist():
+        tokens = slice(begin, begin := begin + length)
+        pairs = [[version, length]]
+        if rows.staleness is not None:
+            versions = version - rows.staleness[tokens].numpy()
+            changes = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+            pairs = np.stack([versions[changes], np.diff(changes, append=length)], axis=1).tolist()
+        yield {"versions": pairs} | ({} if weights is None else {"weights": weights[tokens].tolist()})
 
 
 def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:

@@ -57,6 +57,10 @@ def health_rows(contents: Contents, samples: Samples) -> list[HealthRow]:
         )
         if row.held or not contents.supervised:
             rows.append(row)
+    known = {rule.code for rule in RULES}
+    for code, steps in held.items():  # of custom rules, whose code a reader of the files does not run
+        if code not in known:
+            rows.append(HealthRow(code, "", None, None, "", ranges(steps), holds_now=contents.last_step in steps))
     rows.sort(key=lambda row: not row.held)
     return rows + _sample_rows(contents, samples)
 

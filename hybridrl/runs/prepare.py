@@ -22,6 +22,7 @@ from hybridrl.data.conversations import ConversationDataset, load_conversations
 from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.health.custom import custom_rules
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.episodes import check_episodes, runs_episodes
@@ -31,8 +32,10 @@ from hybridrl.runs.settings import (
     build_critic_plan,
     build_policy_plan,
 )
+from hybridrl.runs.sinks import try_sinks
 from hybridrl.tracking.console import info
 from hybridrl.training.lora import check_adapter
+from hybridrl.training.schedule import try_schedule
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan
 
 
@@ -94,6 +97,7 @@ def prepare(config: PPOConfig) -> RunInputs:
     if config.critic.enable:
         with inputs.rejections.gathered():
             inputs.critic = build_critic_plan(config)
+    _try_extensions(config, inputs.rejections)
     with inputs.rejections.gathered():
         inputs.tokenizer = model_tokenizer(config, config.actor_rollout_ref.model)
     if inputs.tokenizer is not None:
@@ -102,6 +106,23 @@ def prepare(config: PPOConfig) -> RunInputs:
         if runs_episodes(config, inputs.environments):
             check_episodes(config, inputs.tokenizer, inputs.datasets, inputs.rejections)
     return inputs
+
+
+def _try_extensions(config: PPOConfig | SFTConfig, rejections: Findings) -> None:
+    """Try the custom sinks, health rules and learning-rate schedules of a run."""
+    trainer = config.trainer
+    with rejections.gathered():
+        try_sinks(trainer.logger, trainer.project_name, trainer.experiment_name)
+    with rejections.gathered():
+        custom_rules(trainer.health_rules)
+    if isinstance(config, SFTConfig):
+        optimizers = {"optim": config.optim}
+    else:
+        optimizers = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim}
+        optimizers |= {"critic.optim": config.critic.optim} if config.critic.enable else {}
+    for key, optimizer in optimizers.items():
+        with rejections.gathered():
+            try_schedule(f"{key}.lr_scheduler_type", optimizer)
 
 
 def model_tokenizer(
@@ -173,8 +194,10 @@ def load_sft_inputs(
     config: SFTConfig,
 ) -> tuple[PreTrainedTokenizerBase, ConversationDataset, ConversationDataset | None]:
     """Tokenizer, training and validation conversations of a supervised run; raises ConfigError."""
-    data, model = config.data, config.model
+    data, model, rejections = config.data, config.model, Findings()
     import_libraries(model.external_lib)
+    _try_extensions(config, rejections)
+    rejections.close()
     tokenizer = model_tokenizer(config, model, "model.path")
     reject_hub_model(model, "model.path")
     if model.lora_rank:

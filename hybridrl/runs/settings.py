@@ -18,6 +18,7 @@ from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.rollout import Sampling
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import MicroBatchBudget
+from hybridrl.training.schedule import located
 from hybridrl.training.worker import FrozenConfig, LearnerConfig, WorkerConfig
 from hybridrl.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
 
@@ -35,8 +36,8 @@ def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, 
     separate = not section.model.lora_rank or ref.model.path != section.model.path
     policy_steps = steps - max(config.trainer.critic_warmup - 1, 0)
     per_step, critic_per_step = policy_updates(config).updates(prompts), critic_updates(config).updates(prompts)
-    policy = LearnerConfig(section.model, actor.fsdp_config, actor.optim, policy_steps * per_step, per_step)
-    values = LearnerConfig(critic.model, critic.fsdp, critic.optim, steps * critic_per_step, critic_per_step)
+    policy = LearnerConfig(section.model, actor.fsdp_config, located(actor.optim), policy_steps * per_step, per_step)
+    values = LearnerConfig(critic.model, critic.fsdp, located(critic.optim), steps * critic_per_step, critic_per_step)
     return WorkerConfig(
         device=config.trainer.device,
         policy=policy,
@@ -60,7 +61,7 @@ def process_settings(config: PPOConfig, algorithm: Algorithm) -> tuple:
 def sft_worker_config(config: SFTConfig, directory: Path, steps: int) -> WorkerConfig:
     return WorkerConfig(
         device=config.trainer.device,
-        policy=LearnerConfig(config.model, config.engine.fsdp_config, config.optim, steps),
+        policy=LearnerConfig(config.model, config.engine.fsdp_config, located(config.optim), steps),
         collective_timeout=config.engine.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory / SKIPPED_UPDATES),

@@ -26,10 +26,13 @@ from hybridrl.config.help import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
+from hybridrl.health.custom import custom_rules
+from hybridrl.health.rules import RULES
 from hybridrl.report import write_report
 from hybridrl.report.prediction import predict_steps, run_sizes
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
+from hybridrl.runs.sinks import custom_sinks
 from hybridrl.runtime.environment import without_expandable_segments, worker_environment
 from hybridrl.runtime.forks import ForkServer
 from hybridrl.runtime.guard import oom_kills
@@ -199,7 +202,8 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
             closing(Saver(workers, store, save_plan(config, job, plan, adjusted), parts, tracker))
         )
         earlier = read_metrics(directory) if resume else {}
-        health = HealthMonitor(earlier, actions=config.trainer.on_diagnosis)
+        rules = [*RULES, *custom_rules(config.trainer.health_rules)]
+        health = HealthMonitor(earlier, rules, actions=config.trainer.on_diagnosis)
         gc.freeze()  # modules and data stay for the run: a collection would look through them all, for 0.3 s
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
         if "wandb" in config.trainer.logger:  # which uploads it as it closes
@@ -261,7 +265,8 @@ def open_tracker(
     trainer = config.trainer
     names = (trainer.project_name, trainer.experiment_name)
     more = {"ray": RayMetricsSink(*names)} if exported else {}
-    return Tracker(trainer.logger, directory, *names, as_dict(config), steps, resume, hyperparameters(config), more)
+    values = as_dict(config), steps, resume, hyperparameters(config), more
+    return Tracker(trainer.logger, directory, *names, *values, custom_sinks(trainer.logger))
 
 
 def start_session(

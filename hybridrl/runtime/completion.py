@@ -17,6 +17,7 @@ from hybridrl.config.compose import CONF, PRESET, SHIPPED, presets
 from hybridrl.config.help import key_meanings
 from hybridrl.config.keys import tree, value_keys
 from hybridrl.config.schema_eval import PRESETS as EVAL_PRESETS
+from hybridrl.config.values import SCHEDULES
 
 SCHEMAS = {"train": PPOConfig, "eval": PPOConfig, "sweep": PPOConfig, "doctor": PPOConfig, "sft": SFTConfig}
 # Names that a key takes as well as a function in a file.
@@ -24,6 +25,9 @@ NAMES = {
     "algorithm.adv_estimator": ESTIMATORS,
     "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     "eval.preset": EVAL_PRESETS,
+    **dict.fromkeys(
+        (f"{part}optim.lr_scheduler_type" for part in ("actor_rollout_ref.actor.", "critic.", "")), SCHEDULES
+    ),
 }
 
 

@@ -32,8 +32,9 @@ class Resume:
 
 
 class Tracker:
-    """All sinks of a run, with those in `more`; `metrics.jsonl` in `run_dir` (verl's `file`) is always among them. The
-    sinks of a resumed run continue after its step: anything logged for later steps is dropped."""
+    """All sinks of a run, with those in `more`, and a user's own, which `custom` makes as `SINKS` are. `metrics.jsonl`
+    in `run_dir` (verl's `file`) is always among them. The sinks of a resumed run continue after its step: anything
+    logged for later steps is dropped."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Tracker:
         resume: Resume | None = None,
         hyperparameters: dict[str, Any] | None = None,
         more: Mapping[str, Sink] = MappingProxyType({}),
+        custom: Mapping[str, Callable[..., Sink]] = MappingProxyType({}),
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         last_step, states = (resume.step, resume.sinks) if resume else (None, {})
@@ -61,7 +63,7 @@ class Tracker:
         if "tensorboard" in loggers:
             self._open("tensorboard", lambda _: _tensorboard(run_dir / "tensorboard", last_step, hyperparameters))
         names = (run_dir, project_name, experiment_name, config)
-        for name, make in ({"wandb": _wandb} | SINKS).items():
+        for name, make in ({"wandb": _wandb} | SINKS | dict(custom)).items():
             if name in loggers:
                 self._open(name, partial(make, *names, states.get(name, {})))
         for name, sink in more.items():

@@ -1,6 +1,5 @@
-"""Optimizers, learning-rate schedules and loss scaling from their configuration."""
+"""Optimizers and loss scaling from their configuration."""
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -10,6 +9,7 @@ from torch.optim import AdamW, Optimizer
 
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.training.fsdp import full_tensor, host_copies, local, own_shard
+from hybridrl.training.schedule import schedule
 
 # Coefficients of Muon's quintic iteration, from the author's description: steepest at zero, not exact at one.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -184,19 +184,3 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
                 place = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
                 state["step"] = torch.zeros((), device=place)
     return optimizers
-
-
-def schedule(update: int, total_updates: int, config: OptimizerConfig, updates_per_step: int = 1) -> float:
-    """Return the learning-rate factor at an update, counted from 0: linear warm-up, then constant, linear or cosine."""
-    # Warm-up is configured in steps of the trainer, as in verl, though the rate rises at every update.
-    steps = config.lr_warmup_steps or 0.0
-    warmup = round(steps * updates_per_step) if steps > 0 else int(config.lr_warmup_steps_ratio * total_updates)
-    if update < warmup:
-        return (update + 1) / warmup
-    done = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
-    if config.lr_scheduler_type == "constant":
-        return 1.0
-    if config.lr_scheduler_type == "linear":
-        return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 - done)
-    wave = 0.5 * (1 + math.cos(2 * math.pi * config.num_cycles * done))
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * wave

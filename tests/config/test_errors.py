@@ -124,7 +124,7 @@ def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load: Load, 
         (
             "trainer.logger=[console,tensorbord]",
             "trainer.logger=tensorbord: choose among console, verl_console, file, tensorboard, wandb, mlflow, swanlab, "
-            "trackio, clearml; did you mean tensorboard?",
+            "trackio, clearml, path/to/file.py:Class; did you mean tensorboard?",
         ),
         (
             "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",

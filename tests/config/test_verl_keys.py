@@ -302,6 +302,8 @@ def test_an_environment_of_skyrl_is_the_rows_environment(load: Load) -> None:
         ("rollout.n=4", "actor_rollout_ref.rollout.n", 4),
         ("critic.model.fsdp_config.param_offload=true", "critic.fsdp.param_offload", True),
         (f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
+        (f"{ACTOR}.optim.lr_decay_style=WSD", f"{ACTOR}.optim.lr_scheduler_type", "wsd"),
+        (f"{ACTOR}.optim.lr_decay_style=inverse-square-root", f"{ACTOR}.optim.lr_scheduler_type", "inverse_sqrt"),
         (f"{ACTOR}.checkpoint.contents=[model]", f"{ACTOR}.checkpoint.save_contents", ["model"]),
         (f"+{ACTOR}.policy_loss.tau_pos=1.5", f"{ACTOR}.tau_pos", 1.5),
         (f"+{ROLLOUT}.enable_sleep_mode=False", f"{ROLLOUT}.free_cache_engine", False),

@@ -1,4 +1,5 @@
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,24 @@ def test_stored_responses_are_scored_and_compared_with_their_stored_scores(files
     assert causes(findings, "reward.scores")[0].endswith("mean 0.6667; 0: 1, 1: 2")
     assert causes(findings, "reward.agreement") == ["1 of 2 scores agree with stored"]
     assert causes(findings, "reward.differs") == ["line 2: 0 here, 1 stored; ground truth '1'; response ends '#### 2'"]
+
+
+def test_the_page_about_a_first_reward_shows_what_the_command_prints(tmp_path: Path, doctor):
+    """On responses of the same four kinds, as many of each as the page counts."""
+    page = (Path(__file__).parents[2] / "docs" / "first_reward.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# my_reward.py\n.*?)```", page, re.S)
+    (shown,) = re.findall(r"```\n(reward\n.*?)  \.\.\.\n```", page, re.S)
+    work = "4+3+0=07; 3+2+0=05; 3+4+0=07\n#### "
+    kinds = [("#### 7", 0, 147), (f"{work}758", 0, 24), ("#### 757", 1, 1), (f"{work}757", 1, 84)]
+    rows = [{"output": text, "score": score} for text, score, count in kinds for _ in range(count)]
+    rows = [rows[0], rows[1], rows[-1], *rows[2:-1]]  # the page's first different one is in line 3
+    text = "".join(json.dumps({"input": "?", "gts": "757", "step": 1, **row}) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text)
+    (tmp_path / "my_reward.py").write_text(code)
+    status, output = doctor("reward", "--rows", f"{tmp_path}/rows.jsonl", "--reward", f"{tmp_path}/my_reward.py")
+    seconds = re.compile(r"in \S+ s \(\S+/s\)")
+    assert status == 0
+    assert " ".join(seconds.sub("", output).split()).startswith(" ".join(seconds.sub("", shown).split()))
 
 
 def test_two_reward_files_are_compared_and_faults_are_reported(files, capsys):

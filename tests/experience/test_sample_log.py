@@ -69,12 +69,30 @@ def test_a_keyword_of_the_reward_hides_nothing_that_hybridrl_knows():
 def test_a_training_record_has_the_mean_advantage_of_the_tokens_trained_on(batch):
     batch.response_mask = torch.tensor([True, False, True])
     batch.advantages = torch.tensor([0.5, 9.0, -0.25])
-    trained = trained_fields(batch, 0, lambda ids: [])
+    trained = trained_fields(batch, 6, 0, lambda ids: [])
     assert [trained[0, 0], trained[1, 0]] == [
-        {"trained": True, "advantage": 0.5},
-        {"trained": True, "advantage": -0.25},
+        {"trained": True, "advantage": 0.5, "versions": [[6, 2]]},
+        {"trained": True, "advantage": -0.25, "versions": [[6, 1]]},
     ]
     assert sample_record(1, RIGHT, trained)["episode"]["advantage"] == 0.5
+
+
+def test_a_training_record_has_the_weight_version_and_the_weight_of_each_token(make_batch):
+    batch = make_batch([4, 2], rewards=[1.0, 0.0], advantages=[0.5] * 6)
+    batch.staleness = torch.tensor([2, 2, 0, 0, 0, 0], dtype=torch.int32)
+    batch.importance_weights = torch.tensor([0.5, 2.0, 1.00004, 1.00006, 0.9, 1.0])
+    batch.response_mask = torch.tensor([True, True, True, True, False, True])
+    trained = trained_fields(batch, 6, 0, lambda ids: [])
+    first, second = trained[0, 0], trained[1, 0]
+    assert (first["versions"], first["weights"]) == ([[4, 2], [6, 2]], [0.5, 2.0, 1.0, 1.0001])
+    assert (second["versions"], second["weights"]) == ([[6, 2]], [0.0, 1.0]), "0: a token that was not trained on"
+
+
+def test_a_step_begins_with_the_weights_of_the_step_before(tracker, tmp_path, batch):
+    log = SampleLog(tracker, training_dir=str(tmp_path), validation_dir=None, replay_dir=tmp_path, shown=0)
+    log.training_samples(3, [RIGHT], batch)
+    (right,) = rows_of(tmp_path / "3.jsonl")
+    assert right["episode"]["versions"] == [[2, 2]] and "weights" not in right["episode"]
 
 
 def test_a_sample_that_was_not_trained_on_says_so():
@@ -86,7 +104,7 @@ def test_the_tokens_of_the_least_and_the_largest_advantage_are_written(make_batc
     batch = make_batch([2, 1, 1, 1, 1], rewards=rewards, advantages=advantages)
     batch.rollout_log_probs = torch.linspace(-1, 0, 6)
     batch.old_log_probs = batch.entropies = None
-    trained = trained_fields(batch, 2, lambda ids: [f"<{one}>" for one in ids])
+    trained = trained_fields(batch, 6, 2, lambda ids: [f"<{one}>" for one in ids])
     written = {place[0]: fields["tokens"] for place, fields in trained.items() if "tokens" in fields}
     assert sorted(written) == [1, 2], "with advantages of -0.2 and 0.3"
     assert written[2] == {
@@ -101,7 +119,7 @@ def test_the_tokens_of_the_least_and_the_largest_advantage_are_written(make_batc
 def test_an_episode_of_two_rows_is_one_record_with_all_of_its_tokens(make_batch):
     batch = make_batch([2, 1], rewards=[1.0, 1.0], advantages=[0.5, 0.5, 0.5])
     batch.sample, batch.episode = torch.tensor([0, 0]), torch.tensor([0, 0])
-    ((place, fields),) = trained_fields(batch, 4, lambda ids: ["?"] * len(ids)).items()
+    ((place, fields),) = trained_fields(batch, 6, 4, lambda ids: ["?"] * len(ids)).items()
     assert place == (0, 0) and len(fields["tokens"]["ids"]) == 3
 
 

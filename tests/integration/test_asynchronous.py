@@ -97,7 +97,23 @@ def test_a_run_trains_and_validates_with_responses_under_way_and_says_how_old_th
     )
     assert any(name.startswith("val-core/") for name in found[2])
     lines = (tmp_path / "rollouts" / "4.jsonl").read_text().splitlines()
-    assert len(lines) == 32 and all(json.loads(line)["episode"]["trained"] for line in lines)
+    episodes = [json.loads(line)["episode"] for line in lines]
+    assert len(episodes) == 32 and all(episode["trained"] for episode in episodes)
+    check_audit(episodes, found[4]["training/off_policy/trajectory_staleness_worst/max"])
+
+
+def check_audit(episodes: list[dict], oldest: float) -> None:
+    """The files of step 4 have the weights that sampled each token, and those that its loss was multiplied by."""
+    for episode in episodes:
+        versions, counts = zip(*episode["versions"], strict=True)
+        assert sum(counts) == len(episode["weights"]) == episode["sampled_tokens"]
+        assert list(versions) == sorted(versions) and versions[-1] <= 3
+    assert 3 - min(episode["versions"][0][0] for episode in episodes) == oldest
+    known = [episode for episode in episodes if "tokens" in episode]
+    assert len(known) == 4
+    for episode in known:
+        ratios = np.subtract(episode["tokens"]["train_log_probs"], episode["tokens"]["log_probs"])
+        assert episode["weights"] == pytest.approx(np.exp(ratios).clip(max=2).tolist(), abs=1e-4)
 
 
 @pytest.mark.slow

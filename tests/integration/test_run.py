@@ -280,8 +280,35 @@ def sft_arguments(tiny: Path, directory: Path, **more: object) -> list[str]:
     return [f"{key}={value}" for key, value in (values | more).items()]
 
 
+EXTENSIONS = """
+from hybridrl.health import Diagnosis
+from hybridrl.tracking import Sink
+
+class Lines(Sink):
+    def __init__(self, run_dir, name):
+        self.file = (run_dir / f"{name}.txt").open("w")
+
+    def log(self, step, metrics):
+        print(step, metrics.get("train/lr"), file=self.file, flush=True)
+
+def halves(update, total_updates):
+    return 1.0 if 2 * update < total_updates else 0.5
+
+def low_loss(history):
+    loss = history.now("train/loss", 1)
+    return Diagnosis(f"the loss is {loss:.2f}", "stop") if loss and loss < 5 else None
+"""
+
+
 def test_supervised_training_lowers_the_loss_and_saves(tiny, tmp_path):
-    finish(start("main_sft", sft_arguments(tiny, tmp_path)))
+    """With a custom sink, schedule and health rule: each is at work in the run."""
+    (file := tmp_path / "mine.py").write_text(EXTENSIONS)
+    custom = {"trainer.logger": f"[console,{file}:Lines]", "trainer.health_rules": f"[{file}:low_loss]"}
+    arguments = sft_arguments(tiny, tmp_path, **custom, **{"optim.lr_scheduler_type": f"{file}:halves"})
+    finish(start("main_sft", arguments))
+    rates = [line.split()[1] for line in (tmp_path / "default.txt").read_text().splitlines()[1:]]
+    assert rates == ["0.002"] * 10 + ["0.001"] * 10
+    assert metrics(tmp_path)[20]["health/low-loss"] == 1
     steps = metrics(tmp_path)
     assert max(steps) == 20
     assert steps[1]["train/loss"] == pytest.approx(5.7, abs=0.2)
@@ -294,7 +321,7 @@ def test_supervised_training_lowers_the_loss_and_saves(tiny, tmp_path):
         AutoModelForCausalLM.from_pretrained(merged).state_dict()["model.norm.weight"],
         AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()["model.norm.weight"],
     )
-    assert "the run is complete: 20 of 20 steps" in finish(start("main_sft", sft_arguments(tiny, tmp_path)))
+    assert "the run is complete: 20 of 20 steps" in finish(start("main_sft", arguments))
 
 
 @pytest.mark.parametrize("how", ["signal", pytest.param("worker", marks=pytest.mark.slow)])

@@ -32,6 +32,12 @@ def test_a_rule_that_held_comes_first_with_its_steps_and_what_it_measured_then(t
     assert "data.max_response_length=128" in row.fix and row.limit == "30% in 2 steps in a row"
 
 
+def test_a_custom_rule_that_held_has_a_row_with_its_steps(tmp_path):
+    write_metrics(tmp_path, [{"critic/score/mean": 0.5, "health/slow-grader": float(step > 2)} for step in range(1, 6)])
+    row = health_rows(read_contents(tmp_path), Samples())[0]
+    assert (row.code, row.held, row.holds_now, row.sign) == ("slow-grader", "steps 3 to 5", True, "bad")
+
+
 def test_steps_in_a_row_are_one_range():
     assert ranges([1, 2, 3, 7]) == "steps 1 to 3, 7"
     assert ranges([]) == ""

@@ -38,6 +38,24 @@ FILES = {
         "by_parts.reads = ('reward_parts',)\n"
     ),
     "own_data.py": "class Rows: ...\n",
+    "extensions.py": (
+        "from hybridrl.health import Diagnosis\n"
+        "from hybridrl.tracking import Sink\n"
+        "class Quiet(Sink):\n"
+        "    def log(self, step, metrics): pass\n"
+        "class Deaf(Sink):\n"
+        "    def log(self, step): pass\n"
+        "class Broken(Quiet):\n"
+        "    def __init__(self, run_dir): (run_dir / 'no' / 'file').touch()\n"
+        "class NoSink: ...\n"
+        "def half(update, total_updates): return 0.5\n"
+        "def short(update): return 1.0\n"
+        "def late(update, total_updates): return [1.0, 1.0][update]\n"
+        "def all_well(history): return None\n"
+        "def eager(history): return 'bad' if history.steps > 3 else None\n"
+        "def no_steps(history): return Diagnosis(str(history.recent[-1]), 'wait')\n"
+        "def flat_score(history): return None\n"
+    ),
     "broken.jsonl": '{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n{"prompt": \n',
     "no_truth.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
     "no_prompt.jsonl": '{"question": "1+1=", "reward_model": {"ground_truth": "2"}}\n',
@@ -226,6 +244,32 @@ REJECTED = {
     "an estimator of components without names": (
         ["algorithm.adv_estimator=shape.py:by_parts"], ["shape.py:by_parts", "algorithm.gdpo_reward_keys"],
     ),
+    # custom sinks, schedules and health rules
+    "no sink file": (["trainer.logger=[console,nowhere.py:Sink]"], ["trainer.logger", "there is no file nowhere.py"]),
+    "no such sink": (["trainer.logger=[extensions.py:Loud]"], ["trainer.logger=extensions.py:Loud", "Quiet"]),
+    "a sink's signature": (["trainer.logger=[extensions.py:Deaf]"], ["Deaf.log has other parameters", "extensions.md"]),
+    "a sink that raises": (["trainer.logger=[extensions.py:Broken]"], ["Broken fails when", "extensions.py:8"]),
+    "a class that is no sink": (["trainer.logger=[extensions.py:NoSink]"], ["is no hybridrl.tracking.Sink"]),
+    "a schedule": ([f"{ACTOR}.optim.lr_scheduler_type=cosin"], ["mean cosine?", "path/to/file.py:function"]),
+    "no schedule file": ([f"{ACTOR}.optim.lr_scheduler_type=nowhere.py:half"], ["there is no file nowhere.py"]),
+    "a schedule's signature": (
+        [f"{ACTOR}.optim.lr_scheduler_type=extensions.py:short"],
+        [f"{ACTOR}.optim.lr_scheduler_type=extensions.py:short has other parameters"],
+    ),
+    "a schedule that raises": (
+        ["algorithm.adv_estimator=gae", "critic.optim.lr_scheduler_type=extensions.py:late", "critic.model.path=model"],
+        ["critic.optim.lr_scheduler_type=extensions.py:late fails at update 2", "IndexError", "extensions.py:12"],
+    ),
+    "no rule file": (["trainer.health_rules=[nowhere.py:rule]"], ["trainer.health_rules", "no file nowhere.py"]),
+    "a rule without a name": (["trainer.health_rules=[a_file]"], ["path/to/file.py:function"]),
+    "a rule that returns text": (["trainer.health_rules=[extensions.py:eager]"], ["after 4 made-up", "Diagnosis("]),
+    "a rule that raises": (["trainer.health_rules=[extensions.py:no_steps]"], ["after 0 made-up steps", "IndexError"]),
+    "a rule with a known code": (["trainer.health_rules=[extensions.py:flat_score]"], ["a rule flat-score already"]),
+    "an action without a rule": (
+        ["trainer.on_diagnosis={all-wel: stop}", "trainer.health_rules=[extensions.py:all_well]"],
+        ["no rule has the code all-wel", "did you mean all-well?"],
+    ),
+    "an action": (["trainer.on_diagnosis={clipping: explode}"], ["clipping: explode: choose off | warn | stop"]),
     # devices and engines
     "no GPU": (["trainer.device=cuda"], ["trainer.device=cuda", "trainer.device=cpu"]),
     "devices that an engine does not divide": (
@@ -304,6 +348,13 @@ def test_a_directory_in_use_is_rejected(answer: Callable[..., Answer], tmp_path:
         store.close()
     assert (found.status, found.started) == (2, False), found.text
     assert str(os.getpid()) in found.text and "trainer.default_local_dir" in found.text
+
+
+def test_custom_sinks_schedules_and_rules_that_work_are_accepted(answer: Callable[..., Answer]) -> None:
+    keys = {"trainer.logger": "[console,extensions.py:Quiet]", "trainer.health_rules": "[extensions.py:all_well]"}
+    keys |= {f"{ACTOR}.optim.lr_scheduler_type": "extensions.py:half", "trainer.on_diagnosis": "{all-well: stop}"}
+    found = answer(*(f"{key}={value}" for key, value in keys.items()))
+    assert found.started, found.text
 
 
 def test_the_command_without_a_fault_starts(answer: Callable[..., Answer]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hybridrl.algorithms.lookup import bind, find_policy_loss
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.runs.settings import build_algorithm, policy_loss_config, ppo_worker_config, process_settings
-from hybridrl.training.optimizer import schedule
+from hybridrl.training.schedule import schedule
 from hybridrl.training.worker import LearnerConfig, WorkerConfig
 
 ACTOR = "actor_rollout_ref.actor"

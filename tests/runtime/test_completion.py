@@ -56,4 +56,5 @@ def test_files_are_completed_where_there_are_no_names(tmp_path: Path, monkeypatc
 
 
 def test_supervised_runs_have_their_own_keys() -> None:
+    assert [*completions("sft", "optim.lr_scheduler_type=w")] == ["optim.lr_scheduler_type=wsd"]
     assert {*completions("sft", "optim.lr_w")} == {"optim.lr_warmup_steps=", "optim.lr_warmup_steps_ratio="}

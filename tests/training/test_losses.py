@@ -16,7 +16,7 @@ from hybridrl.training.fsdp import full_tensor, mesh, shard
 from hybridrl.training.losses import LossConfig, gradient_function, policy_loss
 from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.packing import lay_out
-from hybridrl.training.token_outputs import ReferenceOutputs
+from hybridrl.training.token_outputs import ReferenceOutputs, TokenOutputs
 from tests.algorithms.parameters import LOSS_PARAMETERS
 from tests.training.families import model_config
 from tests.training.on_ranks import on_ranks
@@ -134,3 +134,19 @@ def test_a_sharded_model_has_the_same_gradient_either_way(directories, part, fam
     assert len(pairs) > 20
     for found, right in pairs:
         torch.testing.assert_close(found, right, **({"atol": 0.02, "rtol": 0.02} if dtype == "bfloat16" else {}))
+
+
+def test_importance_weights_apply_to_the_policy_loss_alone(part):
+    """Asynchronous training: the KL and entropy terms are means over the same tokens without weights."""
+    options = {"kl_form": "k3", "kl_coef": 0.3, "entropy_coeff": 0.1}
+    log_probs, entropies = part.old_log_probs + 0.05, part.old_log_probs.exp()
+    outputs, loss = TokenOutputs(log_probs, entropies=entropies), replace(LOSS, **options)
+    shares = [
+        policy_loss(outputs, replace(part, importance_weights=weight * torch.ones(15)), Totals.of(part), loss)[1]
+        for weight in (1.0, 2.0)
+    ]
+    once, twice = ({name: float(value) for name, value in each.items()} for each in shares)
+    assert twice["pg_loss"] == pytest.approx(2 * once["pg_loss"]) and once["pg_loss"] != 0
+    assert {name: twice[name] for name in ("kl_loss", "entropy_loss")} == {
+        name: once[name] for name in ("kl_loss", "entropy_loss")
+    }

@@ -3,8 +3,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from hybridrl.config import ConfigError
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.training.optimizer import Optimizers, build_optimizers, schedule
+from hybridrl.training.optimizer import Optimizers, build_optimizers
+from hybridrl.training.schedule import schedule, try_schedule
 
 
 def config(**changes: object) -> OptimizerConfig:
@@ -19,6 +21,7 @@ def config(**changes: object) -> OptimizerConfig:
         "lr_warmup_steps_ratio": 0.0,
         "min_lr_ratio": 0.0,
         "num_cycles": 0.5,
+        "stable_ratio": 0.9,
         "muon_lr": 0.02,
         "muon_momentum": 0.95,
         "override_optimizer_config": {},
@@ -68,6 +71,14 @@ def fill_gradients(model: nn.Module) -> None:
         ({"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}, [0.5, 1, 1, 0.5]),
         ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.2}, [1, 0.882843, 0.6, 0.317157]),
         ({"lr_scheduler_type": "cosine", "num_cycles": 1.0}, [1, 0.5, 0, 0.5]),
+        ({"lr_scheduler_type": "wsd", "stable_ratio": 0.5}, [1, 1, 1, 0.5]),
+        ({"lr_scheduler_type": "wsd", "stable_ratio": 0.5, "min_lr_ratio": 0.2}, [1, 1, 1, 0.6]),
+        ({"lr_scheduler_type": "wsd", "stable_ratio": 0.5, "lr_warmup_steps": 2}, [0.5, 1, 1, 1]),
+        ({"lr_scheduler_type": "wsd", "stable_ratio": 0}, [1, 0.853553, 0.5, 0.146447]),
+        ({"lr_scheduler_type": "wsd", "stable_ratio": 1}, [1, 1, 1, 1]),
+        ({"lr_scheduler_type": "inverse_sqrt"}, [1, 0.707107, 0.577350, 0.5]),
+        ({"lr_scheduler_type": "inverse_sqrt", "lr_warmup_steps": 2}, [0.5, 1, 0.816497, 0.707107]),
+        ({"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.6}, [1, 0.707107, 0.6, 0.6]),
     ],
 )
 def test_the_factor_of_each_of_four_updates(settings, expected):
@@ -83,10 +94,37 @@ def test_a_warm_up_lasts_for_steps_of_the_trainer_and_rises_at_each_of_their_upd
     assert [schedule(update, 40, settings, updates_per_step=4) for update in range(9)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
 def test_after_the_last_update_the_rate_stays_at_its_least(kind):
     settings = config(lr_scheduler_type=kind, min_lr_ratio=0.1)
     assert [schedule(step, 4, settings) for step in (4, 9)] == pytest.approx([0.1, 0.1])
+
+
+def test_a_custom_schedule_counts_the_updates_after_the_warm_up_and_gets_keys_by_name(tmp_path):
+    code = (
+        "def halves(update, total_updates, *, min_lr_ratio): return max(1 - update / total_updates / 2, min_lr_ratio)"
+    )
+    (tmp_path / "mine.py").write_text(code)
+    kind = f"{tmp_path}/mine.py:halves"
+    assert factors(4, lr_scheduler_type=kind) == [1, 0.875, 0.75, 0.625]
+    assert factors(4, lr_scheduler_type=kind, lr_warmup_steps=2, min_lr_ratio=0.8) == [0.5, 1, 1, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("def mine(update): return 1.0", "has other parameters: too many positional arguments"),
+        ("def mine(update, total, a, b): return 1.0", "has other parameters: missing a required argument: 'b'"),
+        ("def mine(update, total): return 1 / (5 - update)", r"fails at update 5 of 10: ZeroDivisionError.*mine.py:1"),
+        ("def mine(update, total): return 1 - update / 8", r"at update 9 of 10 it returns -0.125; return the factor"),
+        ("def mine(update, total): return None", "at update 0 of 10 it returns None"),
+        ("def mine(update, total): return float('inf')", "at update 0 of 10 it returns inf"),
+    ],
+)
+def test_a_custom_schedule_that_no_update_could_use_is_rejected(tmp_path, code, cause):
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ConfigError, match=f"^optim.lr_scheduler_type=.*mine.py:mine.*{cause}"):
+        try_schedule("optim.lr_scheduler_type", config(lr_scheduler_type=f"{tmp_path}/mine.py:mine"))
 
 
 def test_adamw_gets_every_trainable_parameter():

@@ -74,6 +74,7 @@ def optimizer_config(**changes: object) -> OptimizerConfig:
         "lr_warmup_steps_ratio": 0.0,
         "min_lr_ratio": 0.0,
         "num_cycles": 0.5,
+        "stable_ratio": 0.9,
         "muon_lr": 0.02,
         "muon_momentum": 0.95,
         "override_optimizer_config": {},

@@ -78,6 +78,7 @@ def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine
         cause = "with resume_mode=disable there is nothing to restart from"
         check.error("trainer.max_restarts trainer.resume_mode", cause, "set resume_mode=auto")
     algorithm.resolve_loggers(trainer, check)
+    algorithm.check_diagnoses(trainer, check)
 
 
 def _resolve_rollout(config: PPOConfig, check: Checker) -> None:

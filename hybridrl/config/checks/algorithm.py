@@ -6,7 +6,7 @@ from hybridrl.config.findings import Checker
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import DataConfig, PPOConfig, SFTTrainerConfig
 from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.config.values import LOGGERS, REWARD_MANAGERS
+from hybridrl.config.values import DIAGNOSES, LOGGERS, REWARD_MANAGERS, rule_code
 
 # Custom functions are not imported here: they may read anything, and nothing else is known about them.
 CUSTOM_ESTIMATOR = Estimator("", "", reads=("values", "reward_parts"))
@@ -151,16 +151,30 @@ def check_data(data: DataConfig, check: Checker) -> None:
 
 def resolve_loggers(trainer: SFTTrainerConfig, check: Checker) -> None:
     """Leave out other systems' loggers with a warning; reject unknown names."""
-    known = [name for name in trainer.logger if name in LOGGERS]
+    known = [name for name in trainer.logger if name in LOGGERS or ":" in name]
     others = [name for name in trainer.logger if name in OTHER_LOGGERS]
     for name in trainer.logger:
-        if name not in (*LOGGERS, *OTHER_LOGGERS):
-            cause = f"trainer.logger={name}: choose among {', '.join(LOGGERS)}"
+        if name not in (*known, *OTHER_LOGGERS):
+            cause = f"trainer.logger={name}: choose among {', '.join(LOGGERS)}, path/to/file.py:Class"
             check.findings.error("conflict", cause, _meant(name, LOGGERS), keys="trainer.logger", value=name)
     if others:
         trainer.logger = known or ["console"]
         cause = f"{', '.join(others)} {'are' if others[1:] else 'is'} not supported and left out; metrics go to "
         check.warn("trainer.logger", cause + f"{', '.join(trainer.logger)} and metrics.jsonl")
+
+
+def check_diagnoses(trainer: SFTTrainerConfig, check: Checker) -> None:
+    """Check the codes of diagnoses: those of the built-in rules, and of custom ones, which must be new."""
+    check, custom = check.at("trainer"), [rule_code(name) for name in trainer.health_rules]
+    for number, code in enumerate(custom):
+        if code in DIAGNOSES or code in custom[:number]:
+            cause = f"trainer.health_rules: there is a rule {code} already"
+            check.error(".health_rules", cause, "give the function another name", valued=False)
+    for code in trainer.on_diagnosis:
+        if code not in (*DIAGNOSES, *custom):
+            known = (*DIAGNOSES, *custom)
+            cause = f"trainer.on_diagnosis: no rule has the code {code}: choose {' | '.join(known)}"
+            check.error(".on_diagnosis .health_rules", cause, _meant(code, known), valued=False)
 
 
 def check_reward(reward: RewardConfig, check: Checker) -> None:
