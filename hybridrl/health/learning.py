@@ -164,10 +164,10 @@ def unknown_tokens(history: History) -> Diagnosis | None:
     """In two steps in a row the policy samples rows of its embedding that its tokenizer has no text for: more than the
     single ones that any model with a padded embedding samples at times."""
     last = list(history.recent)[-2:]
-    shares = [row.get("sampling/unknown_tokens", 0.0) / row.get("perf/total_num_tokens", math.inf) for row in last]
+    shares = [row.get("sampling/unknown_tokens", 0.0) / row.get("perf/response_tokens", math.inf) for row in last]
     if len(shares) < 2 or not min(shares) >= 0.01:
         return None
     return Diagnosis(
-        f"{shares[-1]:.0%} of all tokens were sampled and are not in the tokenizer, so the reward does not see them",
+        f"{shares[-1]:.0%} of the sampled tokens are not in the tokenizer, so the reward does not see them",
         "name the model's own tokenizer in data.tokenizer, or resize the model's embedding to the tokenizer",
     )

@@ -140,6 +140,7 @@ PANELS = {
         (
             Line("response_length/mean", "mean"),
             Line("response_length/max", "max"),
+            Line("episode/observed_tokens/mean", "mean, observed"),
             Line("response_length/clip_ratio", "share cut off", "right", least=0.1),
         ),
         unit="tokens",
