@@ -15,9 +15,10 @@ from statistics import fmean
 from reward import compute_score
 
 from hybridrl.tracking import read_metrics
-from hybridrl.tracking.sink import PHASES, RESPONSE_LENGTH, STEP_SECONDS, phase_seconds
+from hybridrl.tracking.change import change_of, last_steps
+from hybridrl.tracking.sink import PHASES, RESPONSE_LENGTH, REWARD, STEP_SECONDS, phase_seconds
 
-LAST_STEPS, LEAST_SAMPLED, LEAST_GREEDY = 5, 0.85, 0.95
+LEAST_SAMPLED, LEAST_GREEDY = 0.85, 0.95
 
 WHAT_CHANGED = """\
 Reinforcement learning changed mainly the choice of a strategy. Adding digit by digit, with carries, was in the
@@ -58,23 +59,28 @@ class Stage:
 
     sampled: list[Sample]
     greedy: list[Sample]
+    reward: float  # mean over the sampled responses
     tokens: float  # mean length of a sampled response
+    steps: int
 
 
 def read_stages(run_dir: Path) -> tuple[Stage, Stage]:
     """Return step 1 with the first validation, and the last steps with the last validation."""
     metrics = read_metrics(run_dir)
     trained = [step for step, values in metrics.items() if STEP_SECONDS in values]
+    last = trained[-last_steps(len(trained)) :]
     validated = [step for step, values in metrics.items() if "timing_s/testing" in values]
     if not trained or len(validated) < 2:
         sys.exit(f"{run_dir}/metrics.jsonl: no step between two validations, so there is nothing to compare")
 
-    def stage(steps: list[int], validation: int) -> Stage:
-        sampled = [sample for step in steps for sample in read_samples(run_dir / "rollouts" / f"{step}.jsonl")]
-        tokens = fmean(metrics[step][RESPONSE_LENGTH] for step in steps)
-        return Stage(sampled, read_samples(run_dir / "samples" / f"{validation}.jsonl"), tokens)
+    changes = [change_of(name, [metrics[step][name] for step in trained]) for name in (REWARD[0], RESPONSE_LENGTH)]
 
-    return stage(trained[:1], validated[0]), stage(trained[-LAST_STEPS:], validated[-1])
+    def stage(steps: list[int], validation: int, end: str) -> Stage:
+        sampled = [sample for step in steps for sample in read_samples(run_dir / "rollouts" / f"{step}.jsonl")]
+        greedy = read_samples(run_dir / "samples" / f"{validation}.jsonl")
+        return Stage(sampled, greedy, *(getattr(change, end) for change in changes), len(steps))
+
+    return stage(trained[:1], validated[0], "before"), stage(last, validated[-1], "after")
 
 
 def read_samples(file: Path) -> list[Sample]:
@@ -109,11 +115,10 @@ def example_page(before: Sample, after: Sample) -> str:
 
 
 def figures_page(*stages: Stage) -> str:
-    scores = [[sample.score for sample in stage.sampled if sample.score is not None] for stage in stages]
     worked = [[sample for sample in stage.sampled if sample.worked] for stage in stages]
     rows = [
-        (f"sampled responses (step 1; last {LAST_STEPS} steps)", "before", "after"),
-        ("  mean reward", *(_figure(values) for values in scores)),
+        (f"sampled responses (step 1; last {stages[-1].steps} steps)", "before", "after"),
+        ("  mean reward", *(f"{stage.reward:.3f}" for stage in stages)),
         ("  share with work shown", *(_figure([sample.worked for sample in stage.sampled]) for stage in stages)),
         ("  share of those that are right", *(_figure([sample.right for sample in samples]) for samples in worked)),
         ("  tokens", *(f"{stage.tokens:.1f}" for stage in stages)),
@@ -166,7 +171,7 @@ def main() -> int:
     if not has_learned(after):
         pages.append(
             f"This run did not reach the expected result: more than {LEAST_SAMPLED:.0%} of the sampled responses right "
-            f"over the last\n{LAST_STEPS} steps, and more than {LEAST_GREEDY:.0%} of the greedy ones. This can happen "
+            f"over the last\n{after.steps} steps, and more than {LEAST_GREEDY:.0%} of the greedy ones. This can happen "
             "with fewer steps or other values."
         )
     print("\n\n".join(pages))

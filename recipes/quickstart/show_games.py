@@ -6,7 +6,6 @@ Exits with status 1 if the run did not reach 90% of the best possible reward.
 import json
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from make_games import GUESSES, HIGH, LOW
@@ -14,8 +13,9 @@ from show import read_arguments, seconds_page
 
 from hybridrl.environments.built_in.games import best_guessing
 from hybridrl.tracking import read_metrics
+from hybridrl.tracking.change import change_of
 
-REWARD, WON, LAST_STEPS, LEAST = "critic/score/mean", "environment/won", 5, 0.9
+REWARD, WON, LEAST = "critic/score/mean", "environment/won", 0.9
 WHAT_CHANGED = """\
 The demonstrations often try the lowest number that is left, and the model imitates them. From a reward for finding
 the number in {guesses} guesses, less a little for each wrong one, it learned to bisect. All that it knows of the number
@@ -63,13 +63,12 @@ def main() -> int:
     if not trained or len(validated) < 2:
         sys.exit(f"{run_dir}/metrics.jsonl: no step between two validations, so there is nothing to compare")
     best = best_guessing(LOW, HIGH, max_turns=GUESSES)
-    ends = trained[:1], trained[-LAST_STEPS:]
-    rewards, won = ([fmean(step[key] for step in steps) for steps in ends] for key in (REWARD, WON))
-    reached = rewards[1] >= LEAST * best
+    reward, won = (change_of(key, [step[key] for step in trained]) for key in (REWARD, WON))
+    reached = reward.after >= LEAST * best
     figures = [
-        f"  sampled games (step 1; last {LAST_STEPS} steps)   before    after     best",
-        f"    mean reward                       {rewards[0]:8.3f} {rewards[1]:8.3f} {best:8.3f}",
-        f"    share of numbers found            {won[0]:8.3f} {won[1]:8.3f} {1:8.3f}",
+        f"  sampled games (step 1; last {reward.count} steps)   before    after     best",
+        f"    mean reward                       {reward.before:8.3f} {reward.after:8.3f} {best:8.3f}",
+        f"    share of numbers found            {won.before:8.3f} {won.after:8.3f} {1:8.3f}",
     ]
     pages = [example_page(run_dir / "samples", validated[0], validated[-1]), "\n".join(figures)]
     pages.append(WHAT_CHANGED.format(guesses=GUESSES))

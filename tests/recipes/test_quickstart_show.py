@@ -2,6 +2,7 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -23,10 +24,11 @@ def dump(file: Path, answers: list[str], scores: list[float] | None = None) -> N
 
 
 def made_up_run(run: Path, *, greedy_after: list[str] | None = None, scores: list[float] | None = None) -> Path:
-    """Write seven steps of 4 s after 10 s of start-up and a validation of 1 s; in the last five 9 of 10 are right."""
+    """Write seven steps of 4 s after 10 s of start-up and a validation of 1 s; from the third on 9 of 10 are right."""
     metrics = [{"step": 0, "timing_s/start_up": 10.0}, {"step": 0, "timing_s/testing": 1.0}]
     metrics += [
         {"step": step, "timing_s/step": 4.0, "timing_s/gen": 3.0, "response_length/mean": 10.0 * step}
+        | {"critic/rewards/mean": 0.25 if step < 3 else fmean(scores or [0, *[1] * 9])}
         for step in range(1, 8)
     ]
     metrics[-1]["timing_s/testing"] = 1.0
@@ -64,7 +66,7 @@ def test_the_output_shows_a_problem_that_became_right_and_the_figures(
     assert "mean reward 0.250 0.900" in lines
     assert "share with work shown 0.500 0.900" in lines
     assert "share of those that are right 0.500 1.000" in lines
-    assert "tokens 10.0 50.0" in lines  # steps 3 to 7
+    assert "tokens 10.0 60.0" in lines  # steps 5 to 7
     assert "accuracy 0.933 0.967" in lines  # 28 and 29 of 30
 
 

@@ -21,7 +21,7 @@ def test_a_reward_that_rises_by_more_than_its_noise_is_learning(tmp_path):
     steps = [{"critic/rewards/mean": value} for value in (0.1, 0.12, 0.11, 0.5, 0.6, 0.8, 0.79, 0.81, 0.8, 0.82)]
     state, reason = lights_of(tmp_path, steps)["Does it learn?"]
     assert state == "good"
-    assert reason == "reward 0.11 → 0.81 (2 steps each)"
+    assert reason == "reward 0.10 → 0.80 (first step; mean of the last 5)"
 
 
 @pytest.mark.parametrize(
