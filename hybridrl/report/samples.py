@@ -180,6 +180,7 @@ def _read(path: Path, step: int, files: int, samples: Samples) -> list[SampleRec
             records.append(replace(record, step=step, score=record.score if is_number(record.score) else None))
             room -= len(record.prompt) + len(record.response) + 1000 * bool(tokens_of(record))
             if room < 0:
+                records = _whole_groups(records)
                 samples.notes.append(f"of {path.parent.name}/{path.name} the first {len(records)} samples were read")
                 break
         else:
@@ -196,6 +197,12 @@ def _read(path: Path, step: int, files: int, samples: Samples) -> list[SampleRec
         if fault := fault_of(record):
             samples.faults[fault] += 1
     return records
+
+
+def _whole_groups(records: list[SampleRecord]) -> list[SampleRecord]:
+    """Return samples without those of the last prompt, of which there may be more; of a single prompt all."""
+    last = key_in_step(records[-1])
+    return [one for one in records if key_in_step(one) != last] or records
 
 
 def _steps_to_read(files: dict[int, Path]) -> list[int]:
@@ -249,9 +256,14 @@ def grouped(records: Sequence[SampleRecord]) -> list[Group]:
     """Group the samples of a step by prompt: by its place in the run, in files without one by its text."""
     groups: dict[str, Group] = defaultdict(list)
     for record in records:
-        position = record.episode.get("position")
-        groups[record.prompt if position is None else f"position {position}"].append(record)
+        groups[key_in_step(record)].append(record)
     return list(groups.values())
+
+
+def key_in_step(record: SampleRecord) -> str:
+    """What is equal of the samples of one prompt in one step."""
+    position = record.episode.get("position")
+    return record.prompt if position is None else f"position {position}"
 
 
 def key_across_steps(record: SampleRecord) -> str:

@@ -248,7 +248,7 @@ def summary(run_dir: Path) -> str:
 
 
 def run_table(runs: Mapping[str, Path]) -> str:
-    """Return a table of several runs by name: steps, seconds, and their main metrics before and after training and at best."""
+    """Return a table of several runs by name: steps, seconds, and their main metrics before, after and at best."""
     rows = [("run", "steps", "seconds", "metric", "before", "after", "best")]
     for name, run_dir in runs.items():
         steps = read_metrics(run_dir)
