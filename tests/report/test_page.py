@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import zlib
@@ -297,16 +298,40 @@ def test_the_command_writes_into_the_run_and_imports_nothing_heavy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["empty"], ["run", "--serve", "70000"], ["run", "--samples", "0"], ["missing"], ["run"] * 9]
+    ("arguments", "message"),
+    [
+        (["empty"], "error: empty: there are no metrics, faults, configuration and samples; name a run's directory\n"),
+        (["missing"], "error: missing: there is no such directory; name a run's directory\n"),
+        (["run"] * 9, "error: 9 runs are more than a page can compare; name at most 8\n"),
+        (["run", "--out", "nowhere/a.html"], "error: --out=nowhere/a.html: there is no directory nowhere; make it, or"),
+        (["run", "--out", "empty"], "error: --out=empty is a directory; name a file\n"),
+    ],
 )
-def test_arguments_that_cannot_be_are_rejected_and_nothing_is_written(tmp_path, arguments, monkeypatch, capsys):
+def test_what_no_page_can_be_made_of_is_rejected_in_a_sentence(tmp_path, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = write_run(tmp_path / "run", steps=1)
     (tmp_path / "empty").mkdir()
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert not list((tmp_path / "empty").iterdir()) and not (run / "report.html").exists()
+
+
+def test_a_port_that_is_taken_is_rejected(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([str(run), "--serve", str(port)]) == 2
+    assert f"error: --serve={port}: 127.0.0.1:{port} cannot be used (Address already in use)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["run", "--serve", "70000"], ["run", "--samples", "0"]])
+def test_arguments_that_cannot_be_are_rejected_and_nothing_is_written(tmp_path, arguments, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path / "run", steps=1)
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and "error" in capsys.readouterr().err
-    assert not list((tmp_path / "empty").iterdir()) and not (run / "report.html").exists()
+    assert not (run / "report.html").exists()
 
 
 def test_the_page_replaces_regular_files_only(tmp_path, capsys):
@@ -314,5 +339,5 @@ def test_the_page_replaces_regular_files_only(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for out in (run, tmp_path / "pipe"):
         before = sorted(out.parent.iterdir())
-        assert main([str(run), "--out", str(out)]) == 1
-        assert "name another file with --out" in capsys.readouterr().err and sorted(out.parent.iterdir()) == before
+        assert main([str(run), "--out", str(out)]) == 2
+        assert "name a file" in capsys.readouterr().err and sorted(out.parent.iterdir()) == before
