@@ -154,8 +154,11 @@ def repeated_ngrams(batch: Batch, size: int = 4, rows: int = 256) -> float:
 
 
 def zero_signal(batch: Batch) -> dict[str, float]:
-    """Number and share of groups whose responses all have the same score, so that they carry no signal."""
+    """Number and share of groups whose responses all have the same score, so that they carry no signal; an empty dict
+    if each prompt has a single response, which is compared with none."""
     groups, index = batch.group.unique(return_inverse=True)
+    if len(groups) == len(batch):
+        return {}
     largest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, index, batch.rewards, "amax")
     smallest = torch.full((len(groups),), torch.inf).scatter_reduce(0, index, batch.rewards, "amin")
     count = int((largest == smallest).sum())

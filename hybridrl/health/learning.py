@@ -70,10 +70,11 @@ def no_signal(history: History) -> Diagnosis | None:
     if share is None or share < 0.9:
         return None
     cause = f"{share:.0%} of the prompts of the last 10 steps have responses of equal score"
-    return Diagnosis(
-        f"{cause}, at a mean score of {history.now(SCORE) or 0.0:.2g}",
-        f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true",
-    )
+    score, lowest, highest = (history.now(name) or 0.0 for name in (SCORE, "critic/score/min", "critic/score/max"))
+    more = f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true"
+    solved = score > lowest + 0.9 * (highest - lowest)
+    fix = "use harder data: nearly all of these prompts are solved" if solved else more
+    return Diagnosis(f"{cause}, at a mean score of {score:.2g}", fix)
 
 
 def score_fall(history: History) -> Diagnosis | None:

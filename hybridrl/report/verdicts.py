@@ -183,9 +183,11 @@ def _usable(contents: Contents, samples: Samples) -> Light:
     held = contents.held
     for code in ("no-signal", "unknown-tokens"):
         if contents.last_step in held.get(code, ()):
-            measured.append(("bad", code))
+            is_solved = code == "no-signal" and (samples.solved or 0.0) > samples.stuck
+            measured.append(("fair" if is_solved else "bad", code))
     if not measured:
         return Light(question, "unknown", "no samples and no metrics of responses")
+    measured += _taught(samples)
     correlation = samples.length_correlation
     if correlation is not None and abs(correlation) > 0.5:
         longer = "longer" if correlation > 0 else "shorter"
@@ -194,6 +196,17 @@ def _usable(contents: Contents, samples: Samples) -> Light:
     worst = max((state for state, _ in measured), key=("good", "fair", "bad").index)
     ordered = sorted(measured, key=lambda one: ("bad", "fair", "good").index(one[0]))
     return Light(question, worst, "in the last steps: " + ", ".join(text for _, text in ordered))
+
+
+def _taught(samples: Samples) -> list[tuple[State, str]]:
+    """Return what share of the prompts teaches nothing, if it is most of them: no fault where these are solved."""
+    solved, share = samples.solved or 0.0, (samples.solved or 0.0) + samples.stuck
+    if share <= 0.5:
+        return []
+    if solved < share / 2:
+        cause = "all their responses score the same, and most of them not well"
+        return [("fair", f"{share:.0%} of the prompts teach nothing: {cause}")]
+    return [("good", f"{solved:.0%} of the prompts are solved by every response and teach nothing more")]
 
 
 def _busy(contents: Contents) -> Light:

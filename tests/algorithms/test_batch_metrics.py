@@ -87,6 +87,11 @@ def test_repeated_ngrams_are_counted_within_each_response(make_batch):
     assert repeated_ngrams(make_batch([2, 1])) == 0.0
 
 
+def test_prompts_with_one_response_each_have_no_groups_without_a_signal(make_batch):
+    assert zero_signal(make_batch([2, 1], rewards=[1.0, 1.0])) == {}
+    assert zero_signal(make_batch([2, 1], group=[0, 0], rewards=[1.0, 1.0]))["critic/zero_signal_share"] == 1.0
+
+
 def test_without_entropies_there_is_no_metric_of_them(step):
     step.entropies = None
     assert "actor/entropy" not in batch_metrics(step)
