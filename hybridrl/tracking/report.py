@@ -39,6 +39,7 @@ CONTENTS = {
     "global_step_*": "checkpoints",
 }
 SECONDS_BETWEEN_CURVES = 60.0  # at least
+ROUNDING = 1e-6  # of the size of values: what float32 rounds
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#64748b")
 INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
 STYLE = {
@@ -210,9 +211,12 @@ def _draw_lines(axes, lines: dict[str, Series], first_color: int) -> None:
         if len(lines) == 1:
             axes.set_ylabel(name)
             shown = f"{change.before:.3g} → {change.after:.3g}"
-            axes.set_title(shown, loc="right", pad=10, color=color)
+            axes.set_title(shown, loc="right", pad=10, fontweight="normal")
     if len(lines) > 1:
         axes.legend(fontsize=8)
+    every = [value for series in lines.values() for value in series.values()]
+    if max(every) - min(every) <= ROUNDING * (size := max(map(abs, every))):  # else rounding would fill the panel
+        axes.set_ylim(min(every) - 0.1 * (size or 1.0), max(every) + 0.1 * (size or 1.0))
 
 
 def summary(run_dir: Path) -> str:

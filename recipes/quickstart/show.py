@@ -27,20 +27,29 @@ model learned which strategy pays: {after:.0%} of the responses show work now, {
 discover addition."""
 
 NEXT = """\
-Three commands to try next, after
+To try next on this machine, after
 
     source .venv/bin/activate
 
-  GSM8K with Qwen2.5-0.5B, on a GPU (recipes/gsm8k/README.md):
-    python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
-    hybridrl train --config-path recipes/gsm8k --config-name 0.5b_1gpu
+  Read what it wrote: wrong responses, with the others to the same problems:
+    hybridrl show {run} --max-reward 0 --group --limit 2
 
-  A custom reward; change what compute_score returns:
-    cp recipes/quickstart/reward.py my_reward.py
-    bash scripts/quickstart.sh reward.custom_reward_function.path=my_reward.py
+  The run's page, with all samples within reach:
+    hybridrl report {run} --serve
 
-  This run's curves, and those of every other run:
-    tensorboard --logdir outputs"""
+  Talk to the model, and stop it with Ctrl-C; in a second terminal, a problem:
+    hybridrl serve model.path={model} device=cpu
+    curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{{"messages": [{{"role": "user", "content": "What is 767+488?"}}], "temperature": 0}}'
+
+  Two learning rates from the same warm start, and a table of both:
+    hybridrl sweep --config-path recipes/quickstart --config-name train \\
+        actor_rollout_ref.actor.optim.lr=1e-4,5e-5 trainer.default_local_dir=outputs/sweep
+
+  An agent: the same model learns a game of several turns:
+    bash scripts/quickstart.sh --agent
+
+With a GPU, a real task: recipes/gsm8k/README.md."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,13 @@ def seconds_page(run_dir: Path, total: float, warm_start: float) -> str:
     return "\n".join([f"  {'total seconds':<14}{total:8.1f} s", *rows])
 
 
+def next_page(commands: str, run_dir: Path) -> str:
+    """Return commands to try next, for this run and its newest model."""
+    saved = sorted(run_dir.glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    newest = saved[-1] if saved else run_dir / "global_step_N"
+    return commands.format(run=run_dir, model=newest / "actor")
+
+
 def has_learned(after: Stage) -> bool:
     sampled, greedy = (fmean(sample.right for sample in samples) for samples in (after.sampled, after.greedy))
     return sampled > LEAST_SAMPLED and greedy > LEAST_GREEDY
@@ -167,7 +183,7 @@ def main() -> int:
     pages.append(WHAT_CHANGED.format(**shares))
     if arguments.seconds:
         pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
-    pages += [f"Everything about the run, with its curves and samples: {run_dir}/report.html", NEXT]
+    pages += [f"Everything about the run, with its curves and samples: {run_dir}/report.html", next_page(NEXT, run_dir)]
     if not has_learned(after):
         pages.append(
             f"This run did not reach the expected result: more than {LEAST_SAMPLED:.0%} of the sampled responses right "

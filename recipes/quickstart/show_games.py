@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from make_games import GUESSES, HIGH, LOW
-from show import read_arguments, seconds_page
+from show import next_page, read_arguments, seconds_page
 
 from hybridrl.environments.built_in.games import best_guessing
 from hybridrl.tracking import read_metrics
@@ -21,16 +21,25 @@ The demonstrations often try the lowest number that is left, and the model imita
 the number in {guesses} guesses, less a little for each wrong one, it learned to bisect. All that it knows of the number
 it reads from its environment, turn by turn: "low" or "high"."""
 NEXT = """\
-Two commands to try next, after
+To try next on this machine, after
 
     source .venv/bin/activate
 
-  A tool: GSM8K with a calculator, on one GPU or eight (recipes/gsm8k/README.md):
-    python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
-    hybridrl train --config-path recipes/gsm8k --config-name calculator_1.5b_1gpu
+  Read its games: those that it lost, with the others for the same numbers:
+    hybridrl show {run} --max-reward 0 --group --limit 2
 
-  A custom environment; docs/environments.md shows how to write one:
-    bash scripts/quickstart.sh --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame"""
+  The run's page, with all games within reach:
+    hybridrl report {run} --serve
+
+  Play with the model, and stop it with Ctrl-C; in a second terminal, a first guess:
+    hybridrl serve model.path={model} device=cpu
+    curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{{"messages": [{{"role": "user", "content": "?"}}], "temperature": 0}}'
+
+  A custom game, once my_game.py has it (docs/environments.md shows how to write one):
+    bash scripts/quickstart.sh --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame
+
+With a GPU, a tool on a real task: recipes/gsm8k/README.md."""
 
 
 def games(file: Path) -> list[dict[str, Any]]:
@@ -74,7 +83,7 @@ def main() -> int:
     pages.append(WHAT_CHANGED.format(guesses=GUESSES))
     if arguments.seconds:
         pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
-    pages += [f"Everything about the run, with its curves and games: {run_dir}/report.html", NEXT]
+    pages += [f"Everything about the run, with its curves and games: {run_dir}/report.html", next_page(NEXT, run_dir)]
     if not reached:
         pages.append(f"This run did not reach the expected result: {LEAST:.0%} of the best possible mean reward.")
     print("\n\n".join(pages))
