@@ -1,20 +1,25 @@
 """Metrics of episodes with several turns are of what the policy wrote, not of what it read."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.batch_metrics import batch_metrics
 from hybridrl.algorithms.estimators import grpo
 from hybridrl.data.prompts import Prompt
+from hybridrl.doctor.replay import described
+from hybridrl.doctor.rescore import as_batch
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.batching import PromptGroup, to_batch
 from hybridrl.experience.conversations import conversation_metrics
 from hybridrl.experience.episodes import Episode
 from hybridrl.experience.sample_log import trained_fields
 from hybridrl.rewards.score import Score
+from hybridrl.tracking.records import SampleRecord
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})
 ANSWER = [50, 51, 52, 53, 54, 55]  # of the environment, always
@@ -66,3 +71,20 @@ def test_a_sampled_token_is_written_as_sampled_whether_or_not_it_is_trained_on()
     batch = algorithm.advantages(to_batch([PromptGroup(0, [cut, game([5], sample=1)])], mask_truncated=True))[0]
     tokens = trained_fields(batch, 2, lambda ids: [""] * len(ids))[0, 0]["tokens"]
     assert tokens["sampled"] == [1, 1, 0, 0, 0, 0, 0, 0, 1]
+
+
+def test_a_row_of_a_replay_is_described_by_what_the_policy_wrote():
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
+    batch = to_batch([PromptGroup(0, [game([7, 9], [8], sample=0), game([5], sample=1)])])
+    batch.advantages = batch.rollout_log_probs.clone()
+    batch.old_log_probs = torch.where(batch.response_mask, -1.25, -9.0)  # of what it read the trainer's are any
+    rows = described(batch, [1.0, 0.5], tokenizer)
+    assert [row["tokens"] for row in rows] == [3, 1]
+    assert [row["least_log_prob"] for row in rows] == [-1.25, -1.25]
+    assert [row["largest_gap"] for row in rows] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("stop", ["max_tokens", "max_turn_tokens", "context_overflow"])
+def test_a_rescored_episode_is_truncated_by_any_limit_of_tokens(stop):
+    episode = {"stop": stop, "sampled_tokens": 3, "position": 0}
+    assert as_batch([SampleRecord("?", "7", "7", 1.0, 1, {}, episode)]).truncated.tolist() == [True]
