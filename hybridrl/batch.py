@@ -46,7 +46,10 @@ class Batch:
     reward_parts: Tensor | None = field(default=None, metadata=ROW)  # [B, K] components of `rewards`
     greedy_rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] of the prompt's greedy response
     truncated: Tensor | None = field(default=None, metadata=ROW)  # [B] bool: stopped by the length limit
-    response_mask: Tensor | None = field(default=None, metadata=RESPONSE)  # bool: the policy wrote this token
+    # bool: the policy wrote this token, and it is trained on
+    response_mask: Tensor | None = field(default=None, metadata=RESPONSE)
+    # bool: the policy wrote this token, trained on or not; None: that is the response mask
+    sampled: Tensor | None = field(default=None, metadata=RESPONSE)
     rollout_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
     # int32: steps between the weights that sampled a token and those that the step starts with; None: the same weights.
     staleness: Tensor | None = field(default=None, metadata=RESPONSE)
@@ -76,6 +79,16 @@ class Batch:
         """Return the row that each response token belongs to."""
         rows = torch.arange(len(self), device=self.response_lengths.device)
         return torch.repeat_interleave(rows, self.response_lengths)
+
+    @property
+    def written(self) -> Tensor:
+        """Return the mask of the response tokens that the policy wrote; those of an environment are not."""
+        return self.response_mask if self.sampled is None else self.sampled
+
+    @property
+    def written_lengths(self) -> Tensor:
+        """Return the number of tokens of each row that the policy wrote [B]."""
+        return self.per_row(self.written.long())
 
     @property
     def last_tokens(self) -> Tensor:

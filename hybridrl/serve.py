@@ -4,19 +4,22 @@ Keys are those of a run below actor_rollout_ref, such as model.path and rollout.
 """
 
 import asyncio
+import difflib
 import os
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.config import ConfigError
 from hybridrl.config.checks.training import resolve_dtype, this_machine
 from hybridrl.config.compose import CONF, SHIPPED, existing, parse_overrides, plain_values, shipped
-from hybridrl.config.findings import Findings
+from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.keys import nearest_keys
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
 from hybridrl.config.values import Reading, value_of
+from hybridrl.endpoint.address import ADMIN_KEY, bound
 from hybridrl.model_merger.temporary import whole_model
 from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.runtime.guard import guarded
@@ -24,6 +27,7 @@ from hybridrl.runtime.keeper import work_in_private
 from hybridrl.runtime.signals import ended_by_closed_pipe
 
 SECTION = "actor_rollout_ref."
+DEVICES, LARGEST_PORT = ("auto", "cpu", "cuda"), 65535
 OWN = {"port": "8000", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
 USAGE = f"""usage: python -m hybridrl.serve model.path=MODEL [key=value ...]
 
@@ -65,12 +69,34 @@ def read(arguments: list[str]) -> tuple[dict[str, str], ActorRolloutRefConfig]:
     for key in reading.foreign:
         if key.startswith(SECTION):
             findings.error("unknown-key", f"unknown key {key}", nearest_keys(key, PPOConfig), keys=key)
+    findings.items = [_by_own_name(one) for one in findings.items]
     # What else a run needs, such as data, is not read.
     findings.add(*(one for one in reading.findings.items if one.keys and one.keys[0].startswith(SECTION)))
-    if not given.get("port", "0").isdigit():
-        findings.error("value", f"port={given['port']} is no number", "set port=8000, or 0 for a free one", keys="port")
+    _check_own(given, findings)
     findings.close()
     return OWN | given, reading.config.actor_rollout_ref
+
+
+def _check_own(given: dict[str, str], findings: Findings) -> None:
+    port, device = given.get("port", "0"), given.get("device", "auto")
+    if not port.isdecimal() or int(port) > LARGEST_PORT:
+        cause = f"port={port} is no number from 0 to {LARGEST_PORT}"
+        findings.error("value", cause, "set port=8000, or 0 for a free one", keys="port")
+    if device not in DEVICES:
+        findings.error("value", f"device={device}: choose {' | '.join(DEVICES)}", keys="device")
+    for key in ("host", "served_model_name"):
+        if not given.get(key, OWN[key]):
+            findings.error("value", f"{key}= is empty", f"set {key}={OWN[key]}", keys=key)
+
+
+def _by_own_name(finding: Finding) -> Finding:
+    """Return a finding about an unknown key under the name that was written; one that is like a key of this command is
+    taken for that."""
+    if finding.code != "unknown-key":
+        return finding
+    name = finding.keys[0].removeprefix(SECTION)
+    own = difflib.get_close_matches(name, OWN, n=1, cutoff=0.7)
+    return replace(finding, cause=f"unknown key {name}", fix=f"did you mean {own[0]}?" if own else finding.fix)
 
 
 def run(own: dict[str, str], section: ActorRolloutRefConfig) -> str:
@@ -80,6 +106,7 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> str:
     if device == "auto":
         device = "cuda" if this_machine().gpus else "cpu"
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
+    listening = bound(own["host"], int(own["port"]))  # before anything that takes long
     work_in_private()  # which is removed when this process ends
     model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")
     from hybridrl.rollout.engine import ENGINES
@@ -90,8 +117,9 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> str:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     from hybridrl.endpoint.local import serve
 
-    options = {"host": own["host"], "port": int(own["port"]), "name": own["served_model_name"], "source": source}
-    return asyncio.run(serve(model, rollout, device, **options))
+    options = {"host": own["host"], "name": own["served_model_name"], "source": source}
+    options |= {"admin_key": os.environ.get(ADMIN_KEY)}
+    return asyncio.run(serve(model, rollout, device, listening=listening, **options))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.json:
             print(printable_json("".join(record.line() + "\n" for record in shown)), end="")
         else:
-            print_samples(shown, tokens=options.tokens)
+            print_samples(shown, records, tokens=options.tokens)
             print_text(note)
     return 0
 
@@ -144,22 +144,29 @@ def _note(shown: int, there: int, what: str) -> str:
     return f"\n{shown} of {there} {what} are shown; --limit 0 shows all" if shown < there else ""
 
 
-def print_samples(records: Sequence[SampleRecord], *, tokens: bool) -> None:
-    """Print samples, the prompt of neighbours in a group once, with how the rewards of the group compare."""
-    console, last = Terminal(highlight=False, soft_wrap=True), None
-    for number, record in enumerate(records):
-        if record.group != last:
-            last = record.group
-            members = [other for other in records[number:] if other.group == last]
-            console.print(Rule(escape(f"step {record.step}, {_place(record)}"), align="left", style="dim"))
-            console.print(_conversation(record))
-            if len(members) > 1:
-                console.print(Text(comparison(members), "dim"))
-        console.print(Text(facts(record), "bold cyan"))
-        console.print(_tokens(record) if tokens and "tokens" in record.episode else Text(record.response))
-    if records and tokens:
+def print_samples(shown: Sequence[SampleRecord], records: Sequence[SampleRecord], *, tokens: bool) -> None:
+    """Print samples, those of one prompt in one step together where the first of them is, below the prompt and how the
+    rewards of its whole group in `records` compare."""
+    console = Terminal(highlight=False, soft_wrap=True)
+    groups, whole = _by_group(shown), _by_group(records)
+    for key, members in groups.items():
+        console.print(Rule(escape(f"step {members[0].step}, {_place(members[0])}"), align="left", style="dim"))
+        console.print(_conversation(members[0]))
+        if len(whole[key]) > 1:
+            console.print(Text(comparison(whole[key], len(members)), "dim"))
+        for record in members:
+            console.print(Text(facts(record), "bold cyan"))
+            console.print(_tokens(record) if tokens and "tokens" in record.episode else Text(record.response))
+    if shown and tokens:
         legend = (Text(f" below {bound:g} ", style) for bound, style in UNLIKELY)
         console.print(Text.assemble("\nprobability of a token ", *legend, (" not sampled ", "dim italic")))
+
+
+def _by_group(records: Sequence[SampleRecord]) -> dict[tuple[int, str | int], list[SampleRecord]]:
+    groups: dict[tuple[int, str | int], list[SampleRecord]] = {}
+    for record in records:
+        groups.setdefault(record.group, []).append(record)
+    return groups
 
 
 def _place(record: SampleRecord) -> str:
@@ -186,14 +193,25 @@ def facts(record: SampleRecord) -> str:
     return printable(", ".join(parts))
 
 
-def comparison(members: Sequence[SampleRecord]) -> str:
-    """Return mean and spread of the rewards of a group."""
+def comparison(members: Sequence[SampleRecord], shown: int) -> str:
+    """Return mean and spread of the rewards of a whole group, of which so many responses are shown."""
     scores = [record.score for record in members if record.score is not None]
+    part = f", of which {shown} {'is' if shown == 1 else 'are'} shown" if shown < len(members) else ""
     if not scores:
-        return f"{len(members)} responses, none with a score"
+        return f"{len(members)} responses{part}, none with a score"
     spread = f", standard deviation {statistics.stdev(scores):.3g}" if len(scores) > 1 else ""
-    flat = "; all equal, so that nothing is learned from them" if len(set(scores)) == 1 < len(scores) else ""
-    return f"{len(members)} responses, mean reward {statistics.fmean(scores):.3g}{spread}{flat}"
+    flat = _lesson(members) if len(set(scores)) == 1 < len(scores) else ""
+    return f"{len(members)} responses{part}, mean reward {statistics.fmean(scores):.3g}{spread}{flat}"
+
+
+def _lesson(members: Sequence[SampleRecord]) -> str:
+    """Return what training learns from a group of equal rewards: by its advantages, where the files have them."""
+    if any(record.episode and "trained" not in record.episode for record in members):  # of a validation
+        return "; all equal"
+    advantages = [value for record in members if (value := record.episode.get("advantage")) is not None]
+    if not advantages:
+        return "; all equal, from which a group estimator such as GRPO learns nothing"
+    return "; all equal" if any(advantages) else "; all equal, so that nothing is learned from them"
 
 
 def _tokens(record: SampleRecord) -> Text:

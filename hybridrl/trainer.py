@@ -217,11 +217,11 @@ class RLTask(Task):
         return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
 
     def _step_metrics(self, collected: Collected, batch: Batch) -> dict[str, float]:
-        sampled = collected.batch.response_mask  # rejection may have masked tokens since
-        metrics = collected.metrics | batch_metrics(batch, sampled)
+        scored = collected.batch.response_mask  # rejection may have masked tokens since
+        metrics = collected.metrics | batch_metrics(batch, scored)
         if self.algorithm.bypass:  # the old log-probs are the rollout's own
             return metrics
-        return metrics | mismatch_metrics(replace(batch, response_mask=sampled))
+        return metrics | mismatch_metrics(replace(batch, response_mask=scored))
 
     def validate(self, step: int) -> dict[str, float]:
         if self.evaluator is None:

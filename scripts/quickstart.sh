@@ -28,7 +28,11 @@ while (($#)); do
             demonstrations="games of poor players" learning="play 8 games per number, reinforce the short ones"
             shift
             ;;
-        *=*) overrides+=("$1") && shift ;;
+        *=*)
+            file=${1#*=} && file=${file%%:*}
+            [[ $file != *.py || -f $file ]] || usage_error "$1: there is no file $file"
+            overrides+=("$1") && shift
+            ;;
         *) usage_error "unknown argument '$1'" ;;
     esac
 done
@@ -56,6 +60,13 @@ python=.venv/bin/python
 stage "1/5  Install: torch, vLLM, Ray and this package in .venv"
 run bash scripts/install.sh
 SECONDS=0
+
+# What reinforcement learning would reject is known before the warm start, which takes minutes.
+if ((${#overrides[@]})) && ! checked=$($python -m hybridrl.doctor --config-only --config-path recipes/quickstart \
+    --config-name $train "${overrides[@]}" 2>&1); then
+    printf '%s\n' "$checked" >&2
+    usage_error "these values are rejected"
+fi
 
 if [[ $(cat $out/warmup/key 2>/dev/null) == "$(warmup_key)" ]]; then
     stage "2/5  Data and 3/5  Warm start: kept from an earlier call"

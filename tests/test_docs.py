@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,12 +20,44 @@ MEASURED = re.compile(rf"\b(?:took|takes?|grew|gained|measured)\b[^.;:|]{{0,60}}
 PROOF = re.compile(r"(?:python|bash) scripts/|hybridrl [a-z]+ |python -m|pytest|tests/\w")
 
 
-@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
-def test_the_site_builds_without_a_dead_link_or_anchor(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation as mkdocs builds it, without a dead link or anchor."""
+    for package in ("mkdocs", "latex2mathml"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    place = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(place)]
     built = subprocess.run(command, cwd=TOP, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    assert (tmp_path / "site" / "metrics" / "index.html").is_file()
+    return place
+
+
+def page_text(site: Path, name: str) -> str:
+    return (site / name / "index.html").read_text(encoding="utf-8")
+
+
+def test_every_page_of_the_site_leads_to_every_other(site: Path) -> None:
+    names = {path.stem for path in (TOP / "docs").glob("*.md")} - {"index"}
+    for name in names:
+        links = {*re.findall(r'href="\.\./([\w-]+)/"', page_text(site, name))}
+        assert names - {name} <= links, name
+
+
+def test_formulas_of_the_site_are_mathml_and_code_stays_as_it_is(site: Path) -> None:
+    page = page_text(site, "algorithms")
+    outside = re.sub(r"<(pre|code|script|annotation)\b.*?</\1>", "", page, flags=re.DOTALL)
+    assert "$" not in outside and "\\frac" not in outside
+    assert page.count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') >= 20
+    assert "<mi>\N{GREEK SMALL LETTER SIGMA}</mi>" in unescape(page) and "&amp;#x" not in page
+    assert "$SLURM_NNODES" in page_text(site, "machines")  # a variable of a shell, within code
+
+
+def test_keys_in_tables_can_end_a_line_and_wide_tables_scroll(site: Path) -> None:
+    assert "<code>actor/<wbr>grad_<wbr>norm</code>" in page_text(site, "metrics")
+    css = (site / "site.css").read_text(encoding="utf-8")
+    assert re.search(r"table \{[^}]*max-width: 100%[^}]*overflow-x: auto", css)
+    assert "site.css" in page_text(site, "metrics")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(TOP).as_posix())

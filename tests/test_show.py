@@ -77,6 +77,49 @@ def test_a_sample_is_shown_with_its_group_and_what_is_known_of_it(run, capsys):
     assert "sample 1, reward 0, advantage -1.5, 6 tokens, acc 0" in lines
 
 
+def test_a_part_of_a_group_is_shown_with_how_the_whole_group_compares(run, capsys):
+    assert main([str(run), "--max-reward", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "2 responses, of which 1 is shown, mean reward 0.5, standard deviation 0.707\n" in text
+    assert "equal" not in text
+
+
+def test_samples_of_one_prompt_are_below_it_once_in_any_order(tmp_path, capsys):
+    lengths = [(0, 9), (1, 8), (0, 7), (1, 6), (0, 5)]  # by position
+    rows = [sample(3, position, number, 1.0, "x" * size) for number, (position, size) in enumerate(lengths)]
+    (tmp_path / "3.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main([str(tmp_path), "--sort", "length"])
+    text = capsys.readouterr().out
+    assert (text.count("user: 0 + 2?"), text.count("user: 1 + 2?")) == (1, 1)
+    assert [line for line in text.splitlines() if line.startswith("x")] == ["x" * size for size in (9, 7, 5, 8, 6)]
+    assert shown(capsys, tmp_path, "--sort", "length") == ["x" * size for size in (9, 8, 7, 6, 5)]
+
+
+@pytest.mark.parametrize(
+    ("more", "lesson"),
+    [
+        ({"advantage": 0.0}, "all equal, so that nothing is learned from them"),
+        ({"advantage": 0.5}, "all equal"),  # by an estimator that compares with other prompts, or a critic
+        ({"advantage": None}, "all equal, from which a group estimator such as GRPO learns nothing"),
+    ],
+)
+def test_what_equal_rewards_teach_is_said_by_the_advantages(tmp_path, capsys, more, lesson):
+    rows = [sample(3, 0, number, 1.0, **more) for number in range(2)]
+    (tmp_path / "3.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main([str(tmp_path)])
+    assert f"mean reward 1, standard deviation 0; {lesson}\n" in capsys.readouterr().out
+
+
+def test_equal_rewards_of_a_validation_teach_nothing_either_way(tmp_path, capsys):
+    rows = [sample(3, 0, number, 1.0) for number in range(2)]
+    for row in rows:
+        del row["episode"]["trained"], row["episode"]["advantage"]
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "3.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main([str(tmp_path), "--validation"])
+    assert "mean reward 1, standard deviation 0; all equal\n" in capsys.readouterr().out
+
+
 def test_a_response_that_was_not_scored_says_why(run, capsys):
     main([str(run), "--fault"])
     assert "sample 1, no score: timeout, not trained on, 4 tokens" in capsys.readouterr().out
@@ -93,7 +136,9 @@ def test_files_of_verl_are_shown_and_grouped_by_their_prompt(tmp_path, capsys):
     (tmp_path / "3.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([str(tmp_path / "3.jsonl"), "--group", "--limit", "1"]) == 0
     text = capsys.readouterr().out
-    assert "2 responses, mean reward 1, standard deviation 0; all equal, so that nothing is learned from them" in text
+    assert (
+        "2 responses, mean reward 1, standard deviation 0; all equal, from which a group estimator such as GRPO" in text
+    )
 
 
 def test_escape_codes_of_a_response_do_not_reach_the_terminal(tmp_path, capsys):

@@ -13,30 +13,30 @@ from hybridrl.batch import Batch
 LIMITS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}
 
 
-def batch_metrics(batch: Batch, sampled: Tensor | None = None) -> dict[str, float]:
+def batch_metrics(batch: Batch, scored: Tensor | None = None) -> dict[str, float]:
     """Scores, rewards, advantages, values, lengths and groups of a step's episodes; metrics of empty fields are left
-    out. The entropy is of the tokens in `sampled`, the response mask before a rejection narrowed it; all other metrics
-    are of those in the present one."""
-    tokens, batch = int(batch.lengths.sum()), batch.by_episode()
-    written = batch.response_mask
-    sampled = written if sampled is None else sampled
+    out. Lengths and repetition are of what the policy wrote; the entropy is of the tokens in `scored`, the response
+    mask before a rejection narrowed it; all other metrics are of those in the present one."""
+    tokens, repeated, batch = int(batch.lengths.sum()), repeated_ngrams(batch), batch.by_episode()
+    trained, lengths = batch.response_mask, batch.written_lengths
+    scored = trained if scored is None else scored
     metrics = (
         _spread("critic/score", batch.rewards)
         | _spread("critic/rewards", batch.per_row(batch.token_rewards))
-        | _spread("critic/advantages", batch.advantages[written])
-        | _spread("critic/returns", batch.returns[written])
+        | _spread("critic/advantages", batch.advantages[trained])
+        | _spread("critic/returns", batch.returns[trained])
         | value_metrics(batch)
-        | _spread("response_length", batch.response_lengths)
-        | _quantiles("response_length", batch.response_lengths)
+        | _spread("response_length", lengths)
+        | _quantiles("response_length", lengths)
         | _spread("prompt_length", batch.prompt_lengths)
     )
     metrics["response_length/clip_ratio"] = _mean(batch.truncated)
-    metrics["response/repeated_ngrams"] = repeated_ngrams(batch)
+    metrics["response/repeated_ngrams"] = repeated
     metrics |= zero_signal(batch)
-    if batch.entropies is not None and sampled.any():
-        metrics["actor/entropy"] = _mean(batch.entropies[sampled])
+    if batch.entropies is not None and scored.any():
+        metrics["actor/entropy"] = _mean(batch.entropies[scored])
     metrics["perf/total_num_tokens"] = tokens
-    metrics["perf/response_tokens"] = int(batch.response_lengths.sum())
+    metrics["perf/response_tokens"] = int(lengths.sum())
     return metrics
 
 
@@ -137,20 +137,28 @@ def throughput_metrics(metrics: dict[str, float], devices: int) -> dict[str, flo
 
 
 def repeated_ngrams(batch: Batch, size: int = 4, rows: int = 256) -> float:
-    """Share of a response's n-grams of `size` tokens that it contains before, over the first `rows` responses."""
+    """Share of a response's n-grams of `size` tokens that it contains before, over the first `rows` rows. Each turn of
+    the policy is a response: the form of a call, which every turn repeats, is no repetition, nor is what it reads."""
     lengths = batch.response_lengths[:rows]
-    row = torch.arange(len(lengths)).repeat_interleave(lengths)
-    ids, count = batch.response_ids[: len(row)].long(), max(len(row) - size + 1, 0)
-    code = row[:count].clone()  # of row and tokens; two of 2**64 are hardly ever the same
+    row, written = torch.arange(len(lengths)).repeat_interleave(lengths), batch.written[: int(lengths.sum())]
+    begins = torch.ones_like(written)  # of what is written without a break
+    begins[1:] = (row[1:] != row[:-1]) | ~written[:-1]
+    turn = begins.cumsum(0)[written]
+    ids = batch.response_ids[: len(row)].long()[written]
+    count = max(len(turn) - size + 1, 0)
+    code = turn[:count].clone()  # of turn and tokens; two of 2**64 are hardly ever the same
     for shift in range(size):
         code = code * 6364136223846793005 + ids[shift : shift + count] + 1
-    code = code[row[:count] == row[size - 1 :]] if count else code
+    code = code[turn[:count] == turn[size - 1 :]] if count else code
     return 1 - len(code.unique()) / len(code) if len(code) else 0.0
 
 
 def zero_signal(batch: Batch) -> dict[str, float]:
-    """Number and share of groups whose responses all have the same score, so that they carry no signal."""
+    """Number and share of groups whose responses all have the same score, so that they carry no signal; an empty dict
+    if each prompt has a single response, which is compared with none."""
     groups, index = batch.group.unique(return_inverse=True)
+    if len(groups) == len(batch):
+        return {}
     largest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, index, batch.rewards, "amax")
     smallest = torch.full((len(groups),), torch.inf).scatter_reduce(0, index, batch.rewards, "amin")
     count = int((largest == smallest).sum())

@@ -63,6 +63,7 @@ class ConfigError(ValueError):
             cause if isinstance(cause, Finding) else _finding("input", "error", cause, fix, keys, value)
             for cause, fix in zip(causes, fixes, strict=True)
         )
+        self.config: Any = None  # as far as it can be read, with shipped values where it cannot
         super().__init__("\n".join(self.lines))
 
     @property
@@ -102,10 +103,12 @@ class Findings:
     def errors(self) -> list[Finding]:
         return [finding for finding in self.items if finding.severity == "error"]
 
-    def close(self) -> None:
-        """Raise ConfigError with all errors, if there are any."""
+    def close(self, config: Any = None) -> None:
+        """Raise ConfigError with all errors, if there are any, and the configuration that they are about."""
         if self.errors:
-            raise ConfigError(*self.errors)
+            error = ConfigError(*self.errors)
+            error.config = config
+            raise error
 
 
 @dataclass

@@ -41,12 +41,12 @@ def explain_keys(config_name: str, wanted: str, first: tuple[str, ...], width: i
 
 
 def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
-    """The keys that differ from the shipped values, without those that merely follow another: first those that were
-    set, on the command line or in a file, then those that were chosen here, for model, machine and the others. `plain`
-    are the values before they were resolved."""
+    """The keys that differ from the shipped values, a line each as a command takes it, without those that merely follow
+    another: first those that were set, on the command line or in a file, then those that were chosen here, for model,
+    machine and the others. `plain` are the values before they were resolved."""
     values, usual = asdict(config), shipped(SHIPPED[type(config)])
-    yours: dict[str, list[str]] = {}
-    chosen: dict[str, list[str]] = {}
+    yours: list[str] = []
+    chosen: list[str] = []
     unused = () if not isinstance(config, PPOConfig) or config.critic.enable else ("critic.",)
     for key in value_keys(type(config)):
         if key.startswith(unused):
@@ -55,13 +55,13 @@ def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
         default = value_of(usual.values, key)
         expected = value_of(values, source) if source else default
         if value != expected and value != (expected or []):
-            section, _, name = key.partition(".")
             part = chosen if value_of(plain.values, key) == default else yours
-            part.setdefault(section, []).append(f"{name}={show(value)}" if name else show(value))
-    lines = []
-    for title, part in (("set by you:", yours), ("chosen for this model and machine:", chosen)):
-        lines += [title] * bool(part) + [f"  {section}: {', '.join(items)}" for section, items in part.items()]
-    return "\n".join(lines)
+            part.append(f"  {key}={show(value)}")
+    parts = (
+        ["set by you:", *yours] if yours else [],
+        ["chosen for this model and machine:", *chosen] if chosen else [],
+    )
+    return "\n".join(line for part in parts for line in part)
 
 
 def hyperparameters(config: PPOConfig | SFTConfig) -> dict[str, bool | int | float | str]:

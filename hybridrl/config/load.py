@@ -62,7 +62,7 @@ def load_config(
         to = {"warning": report, "info": show}.get(finding.severity)
         if to is not None:
             to(finding.text)
-    result.findings.close()
+    result.findings.close(result.config)
     assert result.config is not None and result.values is not None
     if show is not None:
         show(changed_values(result.config, result.values))

@@ -56,7 +56,7 @@ def load_eval_config(
     the model's own settings are checked by `with_model`, for each of the models."""
     arguments = [_current(text) for text in overrides]
     first = resolve_config(PPOConfig, arguments, config_name, config_dir)
-    _relevant(first.findings).close()
+    _relevant(first.findings).close(first.config)
     assert first.config is not None and first.values is not None
     result = resolve_config(PPOConfig, arguments + _implied(first.config, first.values), config_name, config_dir)
     config, findings = result.config, _relevant(result.findings)
@@ -67,7 +67,7 @@ def load_eval_config(
         to = {"warning": report, "info": show}.get(finding.severity)
         if to is not None:
             to(finding.text)
-    findings.close()
+    findings.close(config)
     return config
 
 

@@ -137,8 +137,8 @@ class ActorConfig(Section):
     policy_loss: PolicyLossConfig
     clip_ratio: values.NonNegative
     clip_ratio_low: values.NonNegative | None
-    clip_ratio_high: values.NonNegative | None
-    clip_ratio_c: Annotated[float, values.Range(above=1)]
+    clip_ratio_high: Annotated[float, values.Range(least=0), values.Infinite()] | None
+    clip_ratio_c: Annotated[float, values.Range(above=1), values.Infinite()]
     tau_pos: values.AboveZero
     tau_neg: values.AboveZero
     loss_agg_mode: values.Aggregation
@@ -147,7 +147,7 @@ class ActorConfig(Section):
     use_kl_loss: bool
     kl_loss_coef: values.NonNegative
     kl_loss_type: values.KLForm
-    grad_clip: values.AboveZero
+    grad_clip: values.Limit
     optim: OptimizerConfig
     fsdp_config: FSDPConfig
     checkpoint: CheckpointConfig
@@ -190,10 +190,10 @@ class CriticConfig(Section):
     ppo_epochs: values.Positive
     shuffle: bool
     data_loader_seed: int
-    cliprange_value: values.AboveZero
+    cliprange_value: values.Limit
     loss_agg_mode: values.Aggregation
     loss_scale_factor: values.AboveZero | None
-    grad_clip: values.AboveZero
+    grad_clip: values.Limit
     checkpoint: CheckpointConfig
 
 
@@ -222,7 +222,7 @@ class SFTTrainerConfig(Section):
     save_freq_epochs: values.AboveZero | None
     save_freq_secs: values.AboveZero | None
     max_actor_ckpt_to_keep: values.Positive | None
-    keep_best_ckpt: str | None
+    keep_best_ckpt: Annotated[str, values.validation_metric] | None
     ckpt_freq_secs: float | None
     resume_mode: values.ResumeMode
     resume_from_path: str | None
@@ -299,7 +299,7 @@ class SFTDataConfig(RowsConfig):
 
 
 class SFTEngineConfig(Section):
-    grad_clip: values.AboveZero
+    grad_clip: values.Limit
     nccl_timeout: values.Positive
     ulysses_sequence_parallel_size: values.Positive
     fsdp_config: FSDPConfig

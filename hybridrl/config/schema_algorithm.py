@@ -7,6 +7,7 @@ from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_
 from hybridrl.config.files import Script
 from hybridrl.config.values import (
     AboveZero,
+    Infinite,
     KLForm,
     Natural,
     NonNegative,
@@ -108,7 +109,7 @@ class RewardConfig(Section):
     weights: dict[str, Any]
     add_environment_reward: bool
     scale: float
-    clip_range: list[float]
+    clip_range: list[Annotated[float, Infinite()]]
     max_concurrent: Positive
     max_rpm: AboveZero | None
     max_tpm: AboveZero | None

@@ -59,7 +59,7 @@ class AgentConfig(Section):
     turn_discount: values.Share
     forced_tool_choice: Literal["reject", "auto"]
     host: str
-    port: values.Positive
+    port: values.Port
 
 
 class RolloutConfig(Section):
@@ -96,7 +96,7 @@ class RolloutConfig(Section):
     log_prob_micro_batch_size_per_gpu: values.Positive | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: values.Positive
-    max_log_prob_gap: values.AboveZero | None
+    max_log_prob_gap: values.Limit | None
     request_timeout: values.Seconds
     request_retries: values.Natural
     over_sample_rate: values.NonNegative

@@ -13,6 +13,7 @@ import difflib
 import functools
 import math
 import os
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,9 +75,21 @@ class Means:
         return self.values.get(show(value).lower(), value)
 
 
+@dataclass(frozen=True)
+class Infinite:
+    """Marks a limit of which infinite means none; any other number is finite."""
+
+
 def pair(value: list[Any]) -> Fault | None:
     """A rule: a list of two values."""
     return None if len(value) == 2 else Fault("expected 2 values: [a, b]")
+
+
+def validation_metric(value: str) -> Fault | None:
+    """A rule: a metric that validations log, with a leading - where the least value is best."""
+    if re.fullmatch(r"-?(val/loss|val-core/.+/(acc|reward)/.+@.+|val-aux/.+/.+)", value):
+        return None
+    return Fault("is no metric of a validation", "name one, such as val-core/gsm8k/acc/mean@1, or -val/loss")
 
 
 def actions(value: dict[str, Any]) -> Fault | None:
@@ -122,8 +135,10 @@ def name_or_function(names: tuple[str, ...]) -> Callable[[str], Fault | None]:
 
 Positive = Annotated[int, Range(least=1)]
 Natural = Annotated[int, Range(least=0)]
+Port = Annotated[int, Range(least=1, most=65535)]
 NonNegative = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
+Limit = Annotated[float, Range(above=0), Infinite()]
 Seconds = AboveZero
 Share = Annotated[float, Range(least=0, most=1)]
 ShareAboveZero = Annotated[float, Range(above=0, most=1)]
@@ -243,6 +258,8 @@ class Reading(Generic[T]):
             ranges = [item for item in metadata if isinstance(item, Range)]
             if get_origin(kind) is Literal:
                 fault = choices(value, get_args(kind), [*get_args(kind), *[None] * or_null])
+            elif invalid.errors()[0]["type"] == "finite_number":
+                fault = Fault("must be finite")
             elif ranges and invalid.errors()[0]["type"].startswith(("greater", "less")):
                 fault = Fault(f"must be {ranges[0].requirement}")
             else:
@@ -294,6 +311,8 @@ def _typed(hint: Any) -> Any:
             if isinstance(item, Range):
                 bounds = {"ge": item.least, "gt": item.above, "le": item.most, "lt": item.below}
                 typed["schema"].update({name: bound for name, bound in bounds.items() if bound is not None})
+            elif isinstance(item, Infinite):
+                typed["schema"]["allow_inf_nan"] = True
             elif isinstance(item, Means):
                 typed = before(item.read, typed)
         return typed
@@ -311,7 +330,7 @@ def _typed(hint: Any) -> Any:
         return before(lambda value: {} if value in (None, "") else value, core_schema.dict_schema())
     convert, kind = {
         int: (_integer, core_schema.int_schema(strict=True)),
-        float: (_float, core_schema.float_schema(strict=True)),
+        float: (_float, core_schema.float_schema(strict=True, allow_inf_nan=False)),
         bool: (lambda value: SWITCH.get(str(value).lower()), core_schema.bool_schema(strict=True)),
         str: (_text, core_schema.str_schema(strict=True, min_length=1)),
     }[hint]

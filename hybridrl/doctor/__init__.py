@@ -40,7 +40,11 @@ def directory_parser(command: str, description: str, *, epilog: str = "", as_jso
 
 
 def _directory(text: str) -> Path:
-    return Path(text).expanduser().absolute()
+    path = Path(text).expanduser().absolute()
+    if not path.is_dir():
+        cause = f"{text}: there is no such directory (a run whose configuration is rejected makes none)"
+        raise argparse.ArgumentTypeError(f"{cause}; name a run's trainer.default_local_dir")
+    return path
 
 
 def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:

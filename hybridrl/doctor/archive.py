@@ -126,8 +126,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report-<time>.tar.gz in this directory")
     arguments = parser.parse_args(argv)
     directory = arguments.directory
-    if not directory.is_dir():
-        parser.error(f"there is no directory {directory}")
     target = arguments.out or Path(f"report-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     names = pack(directory, target, samples=arguments.samples)
     print(f"{target} ({target.stat().st_size / 1e3:.0f} kB): {', '.join(names)}")

@@ -151,6 +151,7 @@ def described(batch: Batch, norms: list[float], tokenizer: PreTrainedTokenizerBa
     for row in sorted(range(len(batch)), key=lambda row: -norms[row]):
         part = batch.select([row])
         places = spans(batch.response_lengths, batch.position.new_tensor([row]))
+        places = places[batch.written[places]]  # what the policy read has no log-prob of the engine
         rows.append(
             {
                 "position": int(batch.position[row]),
@@ -159,7 +160,7 @@ def described(batch: Batch, norms: list[float], tokenizer: PreTrainedTokenizerBa
                 "share": norms[row] ** 2 / sum(norm**2 for norm in norms),
                 "score": float(batch.rewards[row]),
                 "advantage": float(part.written_mean(part.advantages)[0]),
-                "tokens": int(batch.response_lengths[row]),
+                "tokens": len(places),
                 "least_log_prob": float(batch.old_log_probs[places].min()),
                 "largest_gap": float(gaps[places].max()),
                 "prompt": tokenizer.decode(part.prompt_ids.tolist(), skip_special_tokens=True),

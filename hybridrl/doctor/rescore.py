@@ -24,6 +24,7 @@ from hybridrl.data.rows import Faults, Rows, load_rows
 from hybridrl.doctor import directory_parser, show
 from hybridrl.doctor.replay import load_config
 from hybridrl.doctor.reward import reward_config, score_all
+from hybridrl.environments.episode import TRUNCATED
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.settings import build_algorithm
@@ -174,7 +175,7 @@ def as_batch(records: Sequence[SampleRecord]) -> Batch:
     tokens = torch.zeros(int(lengths.sum()), dtype=torch.int32)
     ones, sample = torch.ones_like(lengths), torch.arange(len(records))
     mask = torch.ones(tokens.shape, dtype=torch.bool)
-    truncated = torch.tensor([record.episode.get("stop") == "max_tokens" for record in records])
+    truncated = torch.tensor([record.episode.get("stop") in TRUNCATED for record in records])
     rows = Batch(ones, lengths, tokens[: len(records)], tokens, group, group, sample)
     rows.response_mask, rows.truncated = mask, truncated
     return rows

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from hybridrl.endpoint.address import bound
 from hybridrl.endpoint.app import Check, create_app
 from hybridrl.endpoint.core import Wanted
 from hybridrl.endpoint.fields import AUTO, Rules
@@ -158,7 +159,7 @@ class Agents:
             options = {"admin_key": settings.admin_key, "claim": claim, "rules": rules, "host": host}
             app = create_app(self._generate, self.sessions, check=self.check, **options)
             self.starting = asyncio.ensure_future(
-                self.open.enter_async_context(serving(app, settings.host, settings.port))
+                self.open.enter_async_context(serving(app, bound(settings.host, settings.port)))
             )
         return await asyncio.shield(self.starting)
 

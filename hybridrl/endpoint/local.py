@@ -3,11 +3,11 @@
 import asyncio
 import secrets
 import signal
+import socket
 import time
 
 from transformers import AutoConfig
 
-from hybridrl.config import ConfigError
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.endpoint.app import create_app
@@ -99,12 +99,13 @@ async def serve(
     device: str,
     *,
     host: str,
-    port: int,
+    listening: socket.socket,
     name: str,
     source: str,
+    admin_key: str | None = None,
 ) -> str:
-    """Serve a Hugging Face model, made from `source`, until the process gets a signal to end; returns why it ended
-    otherwise. ConfigError if the port cannot be used."""
+    """Serve a Hugging Face model, made from `source`, for requests to `host`, until the process gets a signal to end;
+    returns why it ended otherwise. Who has the `admin_key` starts sessions."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)
@@ -114,14 +115,10 @@ async def serve(
     rollout.engine_kwargs.vllm |= {"load_format": "auto", "skip_tokenizer_init": False}
     engine = ENGINES[rollout.name].build(device, model, rollout, 1)
     await engine.connect()
-    admin, policy = secrets.token_urlsafe(16), Local(engine, rollout, kit)
-    app = create_app(policy, Sessions(kit), model=name, admin_key=admin, check=policy.check, host=host)
+    policy = Local(engine, rollout, kit)
+    app = create_app(policy, Sessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
     stopping, dying = asyncio.create_task(ended.wait()), asyncio.create_task(policy.watch())
-    try:
-        async with serving(app, host, port) as address:
-            info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
-            info(f"admin key of /rl/start_session: {admin}")
-            await asyncio.wait([stopping, dying], return_when=asyncio.FIRST_COMPLETED)
-    except OSError as error:
-        raise ConfigError(f"port={port}: {host}:{port} cannot be used ({error.strerror})", fix="set port=0") from error
+    async with serving(app, listening) as address:
+        info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
+        await asyncio.wait([stopping, dying], return_when=asyncio.FIRST_COMPLETED)
     return dying.result() if dying.done() else ""

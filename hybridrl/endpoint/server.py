@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from hybridrl.endpoint.address import bound
+
 BACKLOG = 2048
 # Clients close a connection that was idle for 5 s (httpx, and so OpenAI's and Anthropic's): one that the server closes
 # at that moment loses the next request.
@@ -23,10 +25,12 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve an application while the context is open, and return its address; port 0 is a free one."""
-    listening = socket.create_server((host, port), backlog=BACKLOG)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=IDLE_SECONDS)
+async def serving(app: FastAPI, listening: socket.socket | None = None) -> AsyncIterator[str]:
+    """Serve an application of endpoint/app.py while the context is open, and return its address; by default on a free
+    port of this machine alone."""
+    listening = listening or bound("127.0.0.1", 0)
+    options = {"log_level": "warning", "access_log": False, "lifespan": "off", "timeout_keep_alive": IDLE_SECONDS}
+    config = uvicorn.Config(app, backlog=BACKLOG, **options)
     server = _Server(config)
     task = asyncio.create_task(server.serve([listening]))
     try:
@@ -34,7 +38,8 @@ async def serving(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Async
             await asyncio.sleep(0.01)
         if task.done():
             task.result()
-        yield f"http://{host}:{listening.getsockname()[1]}"
+        host, port = app.state.host, listening.getsockname()[1]
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         server.should_exit = server.force_exit = True
         await task

@@ -106,6 +106,7 @@ def to_batch(
         greedy_rewards=None if None in greedy else per_row(torch.tensor(greedy).repeat_interleave(sizes)),
         truncated=truncated,
         response_mask=sampled & trained_on.repeat_interleave(response_lengths),
+        sampled=sampled,
         rollout_log_probs=log_probs,
         token_rewards=token_rewards,
         staleness=staleness,

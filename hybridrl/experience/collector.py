@@ -124,13 +124,14 @@ class SampledExperience:
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated, version=version)
         metrics = self.guard.check(scores) | component_means(scores) | conversation_metrics(episodes)
         if self.mask_truncated:
-            if batch.truncated.all():
+            truncated = batch.by_episode().truncated
+            if truncated.all():
                 raise NothingToLearnFrom(
-                    f"each of the {len(batch)} responses was cut by the length limit, and such responses are masked; "
-                    "raise data.max_response_length or set algorithm.mask_truncated=false"
+                    f"each of the {len(truncated)} responses was cut by the length limit, and such responses are "
+                    "masked; raise data.max_response_length or set algorithm.mask_truncated=false"
                 )
-            metrics["sampling/masked_truncated"] = int(batch.truncated.sum())
-        if self.vocabulary and (unknown := int((batch.response_ids >= self.vocabulary).sum())):
+            metrics["sampling/masked_truncated"] = int(truncated.sum())
+        if self.vocabulary and (unknown := int((batch.response_ids[batch.written] >= self.vocabulary).sum())):
             metrics["sampling/unknown_tokens"] = unknown
         return batch, metrics
 

@@ -29,7 +29,7 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         | _spread("agent_loop/generate_sequences", model)
         | _spread("agent_loop/tool_calls", tools)
         | {"agent_loop/slowest/generate_sequences": model[slowest], "agent_loop/slowest/tool_calls": tools[slowest]}
-        | {"agent_loop/slowest/response_length": float(sampled[slowest] + observed[slowest])}
+        | {"agent_loop/slowest/response_length": float(sampled[slowest])}
         | _spread("episode/sampled_tokens", sampled)
         | _spread("episode/observed_tokens", observed)
         | _spread("episode/rows", [1 + sum(turn.fresh for turn in one.turns) for one in trajectories])

@@ -149,7 +149,7 @@ def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
 def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
     """Return the tokens of one row by name; what the step did not compute is left out."""
     ids = row.response_ids.tolist()
-    tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.response_mask.int().tolist()}
+    tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.written.int().tolist()}
     for name, field in TOKEN_VALUES.items():
         if (values := getattr(row, field)) is not None:
             tokens[name] = list(map(_short, values.tolist()))

@@ -119,6 +119,8 @@ def _tail(run: Run) -> str | None:
     """A few long responses keep the devices while all others are done."""
     tail, almost_all = run.mean("rollout/tail_share"), run.mean("response_length/p99")
     limit = run.config.data.max_response_length
+    if run.mean("episode/observed_tokens/mean"):  # the limit is of these as well
+        return None
     if tail < 0.4 or not 0 < almost_all < 0.8 * limit or run.mean("response_length/max") < 0.9 * limit:
         return None
     return (

@@ -70,10 +70,11 @@ def no_signal(history: History) -> Diagnosis | None:
     if share is None or share < 0.9:
         return None
     cause = f"{share:.0%} of the prompts of the last 10 steps have responses of equal score"
-    return Diagnosis(
-        f"{cause}, at a mean score of {history.now(SCORE) or 0.0:.2g}",
-        f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true",
-    )
+    score, lowest, highest = (history.now(name) or 0.0 for name in (SCORE, "critic/score/min", "critic/score/max"))
+    more = f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true"
+    solved = score > lowest + 0.9 * (highest - lowest)
+    fix = "use harder data: nearly all of these prompts are solved" if solved else more
+    return Diagnosis(f"{cause}, at a mean score of {score:.2g}", fix)
 
 
 def score_fall(history: History) -> Diagnosis | None:
@@ -164,10 +165,10 @@ def unknown_tokens(history: History) -> Diagnosis | None:
     """In two steps in a row the policy samples rows of its embedding that its tokenizer has no text for: more than the
     single ones that any model with a padded embedding samples at times."""
     last = list(history.recent)[-2:]
-    shares = [row.get("sampling/unknown_tokens", 0.0) / row.get("perf/total_num_tokens", math.inf) for row in last]
+    shares = [row.get("sampling/unknown_tokens", 0.0) / row.get("perf/response_tokens", math.inf) for row in last]
     if len(shares) < 2 or not min(shares) >= 0.01:
         return None
     return Diagnosis(
-        f"{shares[-1]:.0%} of all tokens were sampled and are not in the tokenizer, so the reward does not see them",
+        f"{shares[-1]:.0%} of the sampled tokens are not in the tokenizer, so the reward does not see them",
         "name the model's own tokenizer in data.tokenizer, or resize the model's embedding to the tokenizer",
     )

@@ -148,7 +148,7 @@ RULES = (
         learning.unknown_tokens,
         "1% in 2 steps in a row",
         reads=("sampling/unknown_tokens",),
-        share_of="perf/total_num_tokens",
+        share_of="perf/response_tokens",
         shows=True,
     ),
     Rule("clipping", stability.clipping, "30% in 5 steps in a row", reads=("actor/pg_clipfrac",)),

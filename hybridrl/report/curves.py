@@ -23,7 +23,7 @@ Points = tuple[list[int], list[float]]  # steps and values
 class Line:
     """One line of a panel. `axis` right has a scale of its own; `band` names the series of its lower and upper end;
     `color` is a class of page.css, empty for that of its place among the lines; its axis reaches up to `least` or
-    further, so that noise in a small share looks small."""
+    further, so that noise in what is small anyway looks small."""
 
     series: str
     label: str
@@ -140,6 +140,7 @@ PANELS = {
         (
             Line("response_length/mean", "mean"),
             Line("response_length/max", "max"),
+            Line("episode/observed_tokens/mean", "mean, observed"),
             Line("response_length/clip_ratio", "share cut off", "right", least=0.1),
         ),
         unit="tokens",
@@ -148,10 +149,10 @@ PANELS = {
     "KL and mismatch": Panel(
         "KL and mismatch",
         (
-            Line("actor/ppo_kl", "to the old policy"),
+            Line("actor/ppo_kl", "to the old policy", least=0.01),
             Line("actor/kl_loss", "to the reference"),
             Line("actor/reward_kl_penalty", "to the reference"),
-            Line("training/rollout_probs_diff_mean", "engine - trainer, probability", "right"),
+            Line("training/rollout_probs_diff_mean", "engine - trainer, probability", "right", least=1e-4),
         ),
     ),
     "Gradient norm": Panel(

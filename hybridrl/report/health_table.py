@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from statistics import fmean
 
 from hybridrl.health.history import Diagnosis, History
 from hybridrl.health.rules import RULES, VALIDATION, Rule
 from hybridrl.report.contents import Contents
 from hybridrl.report.samples import Samples
 from hybridrl.report.verdicts import number, series, validation_mean
+from hybridrl.tracking.change import change_of
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ def health_rows(contents: Contents, samples: Samples) -> list[HealthRow]:
     for rule in RULES if contents.trained else ():
         metric, values = _measured(contents, rule)
         diagnosis, steps = diagnoses.get(rule.code), held.get(rule.code, [])
+        change = change_of(metric, values) if values else None
         row = HealthRow(
             rule.code,
             metric,
-            fmean(values[:5]) if values else None,
-            fmean(values[-5:]) if values else None,
+            change.before if change else None,
+            change.after if change else None,
             rule.limit,
             ranges(steps),
             diagnosis.cause if diagnosis else "",

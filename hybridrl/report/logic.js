@@ -309,7 +309,10 @@ function explain(sample, group) {
     return sample.advantage === undefined ? `${reward}; it has no group to compare with.` : `${reward}, advantage ${signed(sample.advantage)}.`;
   }
   const text = `${reward}; the ${group.size} responses to this prompt have the mean ${number(group.mean)}`;
-  if (!group.deviation) return `${text}, all the same, so ${sample.stored && sample.advantage ? `its advantage of ${signed(sample.advantage)} comes from elsewhere` : "there is nothing to learn from them"}.`;
+  if (!group.deviation) {
+    const lesson = sample.advantage ? `so its advantage of ${signed(sample.advantage)} comes from elsewhere` : "so there is nothing to learn from them";
+    return `${text}, all the same, ${sample.stored ? lesson : "from which a group estimator such as GRPO learns nothing"}.`;
+  }
   const deviation = `${text} and the standard deviation ${number(group.deviation)}`;
   const byDeviation = (sample.score - group.mean) / group.deviation, byMean = sample.score - group.mean;
   if (!sample.stored) return `${deviation}. Compared within the group its advantage is ${signed(byDeviation)}; the one it was trained with was not stored.`;

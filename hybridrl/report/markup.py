@@ -15,6 +15,11 @@ def text(value: object) -> str:
     return escape(visible)
 
 
+def code(name: str) -> str:
+    """A key, a path or a value as code, which a narrow place breaks between its words before it breaks one."""
+    return f"<code>{re.sub('[./_,=]', lambda match: match[0] + '<wbr>', text(name))}</code>"
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> str:
     """A table of cells that are HTML already; a column whose title begins with > is aligned to the right."""
     sides = [' class="num"' if column.startswith(">") else "" for column in columns]

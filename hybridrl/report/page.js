@@ -353,7 +353,7 @@
     const low = Math.min(...group.scores), high = Math.max(...group.scores);
     const bars = group.scores.map((score) => el("span", { "--v": high > low ? (score - low) / (high - low) : 0 }, number(score)));
     return [
-      message("prompt", pool.prompts[one.prompt]), el("span", { class: "label" }, `rewards of all ${group.size} responses`), el("div", { class: "scores" }, bars),
+      message("prompt", pool.prompts[one.prompt]), el("span", { class: "label" }, `rewards of ${group.scores.length < group.size ? `${group.scores.length} of the` : "all"} ${group.size} responses`), el("div", { class: "scores" }, bars),
       el("div", { class: "cards" }, members.map((other, index) => card(other, other === one, `#${other.number === undefined ? index : other.number}`))),
     ];
   }

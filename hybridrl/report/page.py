@@ -18,7 +18,7 @@ from hybridrl.report import sections
 from hybridrl.report.configuration import differences
 from hybridrl.report.contents import NO_METRICS, Contents, read_contents
 from hybridrl.report.curves import POINTS, Curves, Panel, as_json, colored, curves_of, panel_json
-from hybridrl.report.markup import folded, section, table, text
+from hybridrl.report.markup import code, folded, section, table, text
 from hybridrl.report.samples import Samples, choose_samples
 from hybridrl.report.svg import draw
 from hybridrl.report.texts import Pool
@@ -103,6 +103,7 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)} · run report</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="description" content="{text(" ".join(run.sentence for run in runs))}">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style></head><body>'
         f'<nav aria-label="Sections"><span class="brand">hybridrl</span>{links}</nav><main>{"".join(parts)}</main>'
         f"<footer>Made by <code>python -m hybridrl.report</code>. Keys: <kbd>j</kbd> <kbd>k</kbd> sample, "
@@ -146,7 +147,8 @@ def _head(runs: Sequence[Run]) -> str:
     began = run.contents.began[:16].replace("T", " ")
     where = f"{text(_shown(run.contents.directory))}{f' · started {text(began)} UTC' * bool(began)}"
     return (
-        f'<header><p class="kicker"><b>{text(run.contents.name)}</b> {where}</p><h1>{text(run.sentence)}</h1>'
+        f'<header><h1>{text(run.contents.name)}</h1><p class="kicker">{where}</p>'
+        f'<p class="sentence">{text(run.sentence)}</p>'
         f"{sections.light_list(run.lights)}{sections.failure(run.contents)}"
         f"{sections.notes(run.contents, run.samples)}</header>"
     )
@@ -235,7 +237,7 @@ def _comparison(runs: Sequence[Run]) -> str:
     names = [run.contents.name for run in runs]
     rows = differences([run.contents for run in runs])
     columns = ("key", *(text(name) for name in names))
-    cells = [(f"<code>{text(key)}</code>", *(f"<code>{text(one)}</code>" for one in values)) for key, values in rows]
+    cells = [(code(name), *map(code, values)) for name, values in rows]
     inside = compare_runs([run.contents for run in runs])
     if rows:
         inside += f"<h3>Configuration</h3>{table(columns, cells, 'settings')}"

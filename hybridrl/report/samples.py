@@ -50,6 +50,8 @@ class Samples:
     steps: int = 0  # with a file
     identical: float | None = None  # share of the last responses that equal another one to the same prompt
     length_correlation: float | None = None  # of reward and length, in the last steps
+    solved: float | None = None  # share of the last groups whose responses all have one score, near the best of any
+    stuck: float = 0.0  # share of those whose responses all have another score
     faults: Counter = field(default_factory=Counter)  # of all that were read
     last_faults: float | None = None  # share of the samples of the last training steps
     rewards: dict[int, float] = field(default_factory=dict)  # mean score of each training step that was read
@@ -180,6 +182,7 @@ def _read(path: Path, step: int, files: int, samples: Samples) -> list[SampleRec
             records.append(replace(record, step=step, score=record.score if is_number(record.score) else None))
             room -= len(record.prompt) + len(record.response) + 1000 * bool(tokens_of(record))
             if room < 0:
+                records = _whole_groups(records)
                 samples.notes.append(f"of {path.parent.name}/{path.name} the first {len(records)} samples were read")
                 break
         else:
@@ -196,6 +199,12 @@ def _read(path: Path, step: int, files: int, samples: Samples) -> list[SampleRec
         if fault := fault_of(record):
             samples.faults[fault] += 1
     return records
+
+
+def _whole_groups(records: list[SampleRecord]) -> list[SampleRecord]:
+    """Return samples without those of the last prompt, of which there may be more; of a single prompt all."""
+    last = key_in_step(records[-1])
+    return [one for one in records if key_in_step(one) != last] or records
 
 
 def _steps_to_read(files: dict[int, Path]) -> list[int]:
@@ -230,8 +239,24 @@ def _judge(samples: Samples, last: list[list[SampleRecord]]) -> None:
     if groups:
         copies = [len(group) - len({one.response for one in group}) for group in groups]
         samples.identical = sum(copies) / sum(len(group) for group in groups)
+        samples.solved, samples.stuck = _without_signal(groups)
     scored = [(one.score or 0.0, length_of(one)) for records in last for one in records if is_number(one.score)]
     samples.length_correlation = correlation(scored)
+
+
+def _without_signal(groups: list[Group]) -> tuple[float | None, float]:
+    """Return the shares of groups that teach nothing, as all their responses have one score: those that are solved,
+    with a score in the highest tenth of all, and the others. A group with an advantage, as critics give it, teaches all
+    the same. None: all scores are equal, or no group has two."""
+    judged = [group for group in groups if len(scores_of(group)) > 1]
+    every = [score for group in judged for score in scores_of(group)]
+    if not every or max(every) == min(every):
+        return None, 0.0
+    near_best = max(every) - 0.1 * (max(every) - min(every))
+    flat = [group for group in judged if len(set(scores_of(group))) == 1]
+    flat = [group for group in flat if not any(one.episode.get("advantage") for one in group)]
+    solved = sum(scores_of(group)[0] >= near_best for group in flat)
+    return solved / len(judged), (len(flat) - solved) / len(judged)
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -249,9 +274,14 @@ def grouped(records: Sequence[SampleRecord]) -> list[Group]:
     """Group the samples of a step by prompt: by its place in the run, in files without one by its text."""
     groups: dict[str, Group] = defaultdict(list)
     for record in records:
-        position = record.episode.get("position")
-        groups[record.prompt if position is None else f"position {position}"].append(record)
+        groups[key_in_step(record)].append(record)
     return list(groups.values())
+
+
+def key_in_step(record: SampleRecord) -> str:
+    """What is equal of the samples of one prompt in one step."""
+    position = record.episode.get("position")
+    return record.prompt if position is None else f"position {position}"
 
 
 def key_across_steps(record: SampleRecord) -> str:

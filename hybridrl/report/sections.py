@@ -9,7 +9,7 @@ from hybridrl.report.configuration import Setting, environment, program, setting
 from hybridrl.report.contents import Contents, LogExcerpt, log_excerpts
 from hybridrl.report.curves import PHASE_ORDER
 from hybridrl.report.health_table import HealthRow, health_rows, shown
-from hybridrl.report.markup import command, folded, section, size, table, text
+from hybridrl.report.markup import code, command, folded, section, size, table, text
 from hybridrl.report.samples import Samples
 from hybridrl.report.verdicts import WORDS, Light, duration, number, series
 from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault
@@ -183,9 +183,9 @@ def configuration(contents: Contents) -> str:
 
 def _setting_cells(row: Setting) -> tuple[str, ...]:
     meaning = f'<p class="faint" title="{text(row.meaning)}">{text(row.meaning)}</p>' if row.meaning else ""
-    key = f"<code>{text(row.key)}</code>{meaning}"
+    key = f"{code(row.key)}{meaning}"
     source = f'<p class="faint">{text(row.source)}</p>' if row.source else ""
-    return key, f"<code>{text(row.value)}</code>{source}", f"<code>{text(row.default)}</code>"
+    return key, f"{code(row.value)}{source}", code(row.default)
 
 
 def checkpoints(contents: Contents) -> str:

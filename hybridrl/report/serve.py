@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 from urllib.parse import parse_qs, urlsplit
 
+from hybridrl.config import ConfigError
 from hybridrl.report.contents import UNREADABLE, read_contents
 from hybridrl.report.page import render
 from hybridrl.report.samples import Shown, grouped
@@ -57,12 +58,12 @@ class Site:
 
 
 def serve(runs: Sequence[Path], port: int, samples: int, *, live: bool) -> int:
-    """Serve until it is interrupted."""
+    """Serve until it is interrupted. Raises ConfigError if the port cannot be used."""
     try:
         server = make_server(Site(runs, samples, live), port)
     except OSError as error:
-        print(f"port {port} cannot be used: {error.strerror}; name another one: --serve PORT")
-        return 1
+        cause = f"--serve={port}: {HOST}:{port} cannot be used ({error.strerror})"
+        raise ConfigError(cause, fix="name another port, or 0 for a free one") from error
     print(f"http://{HOST}:{server.server_port}  (ctrl-c ends it)", flush=True)
     with server:
         try:

@@ -11,6 +11,7 @@ from hybridrl.health.rules import RULES
 from hybridrl.report.contents import Contents
 from hybridrl.report.curves import Points
 from hybridrl.report.samples import Samples
+from hybridrl.tracking.change import change_of
 from hybridrl.tracking.faults import FINISHED
 from hybridrl.tracking.sink import REWARD, is_validation_score
 
@@ -45,21 +46,22 @@ def sentence(contents: Contents, intervals: dict[str, Points]) -> str:
     parts = []
     name, points = headline(contents)
     if points:
-        first, last, _ = ends_of(points[1])
+        change = change_of(name, points[1])
         many = f"{len(points[0]):,} step{'s' * (len(points[0]) > 1)}"
-        change = f"{number(first)} → {number(last)}" if len(points[0]) > 1 else number(last)
-        parts.append(f"{name} {change} over {many}")
+        shown = f"{number(change.before)} → {number(change.after)}" if len(points[0]) > 1 else number(change.after)
+        parts.append(f"{name} {shown} over {many}")
     else:
         parts.append("no step was finished")
     steps, scores = validation_mean(contents)
     if steps:
         names = list(validations(contents))
         what = f"validation (mean of {len(names)} sources)" if len(names) > 1 else "validation"
-        change = " → ".join(dict.fromkeys([number(scores[0]), number(scores[-1])]))
+        change = change_of(names[0], scores)
+        shown = " → ".join(dict.fromkeys([number(change.before), number(change.after)]))
         low, high = (intervals.get(f"interval/{names[0]}/{end}", ([], [])) for end in ("low", "high"))
         known = len(names) == 1 and bool(low[0]) and low[0][-1] == steps[-1]
         interval = f" [{number(low[1][-1])}, {number(high[1][-1])}]" if known else ""
-        parts.append(f"{what} {change}{interval}")
+        parts.append(f"{what} {shown}{interval}")
     if contents.seconds:
         parts.append(duration(contents.seconds))
     parts.append(contents.ending)
@@ -107,11 +109,13 @@ def validation_mean(contents: Contents) -> Points:
     return sorted(scores), [fmean(scores[step]) for step in sorted(scores)]
 
 
-def ends_of(values: Sequence[float]) -> tuple[float, float, int]:
-    """Return the means of the first and of the last values, and of how many: a fifth of all, between 2 and 10, of few
-    values one."""
-    count = max(2, min(10, len(values) // 5)) if len(values) >= FEW else 1
-    return fmean(values[:count]), fmean(values[-count:]), count
+def risen(values: Sequence[float]) -> int:
+    """Return 1 if the last values, a fifth of all between 2 and 10, are above the first ones by two standard errors of
+    the difference, -1 if they are as much below, else 0."""
+    count = max(2, min(10, len(values) // 5))
+    rise = fmean(values[-count:]) - fmean(values[:count])
+    error = math.sqrt((stdev(values[:count]) ** 2 + stdev(values[-count:]) ** 2) / count)
+    return 0 if abs(rise) <= 2 * error else 1 if rise > 0 else -1
 
 
 def _learns(contents: Contents) -> Light:
@@ -122,15 +126,16 @@ def _learns(contents: Contents) -> Light:
     values = points[1]
     if len(values) < FEW:
         return Light(question, "unknown", f"{len(values)} steps are too few to say")
-    first, last, count = ends_of(values)
-    rise = first - last if name == "loss" else last - first
-    error = math.sqrt((stdev(values[:count]) ** 2 + stdev(values[-count:]) ** 2) / count)
-    text = f"{name} {number(first)} → {number(last)} ({count} steps each)"
+    change, better = change_of(name, values), -1 if name == "loss" else 1
+    text = f"{name} {number(change.before)} → {number(change.after)} ({change.definition})"
     if max(values) == min(values):
-        return Light(question, "bad", f"the {name} is the same in every step: {number(last)}")
-    if rise > 2 * error and rise > 0:
+        return Light(question, "bad", f"the {name} is the same in every step: {number(change.after)}")
+    direction = risen(values) * better
+    if direction * better * (change.after - change.before) < 0:  # the first step is unlike those that follow it
+        direction = 0
+    if direction > 0:
         return Light(question, "good", text)
-    if rise < -2 * error:
+    if direction < 0:
         return Light(question, "bad", f"{text}: it got worse")
     return Light(question, "fair", f"{text}: no clear change")
 
@@ -157,7 +162,8 @@ def _stable(contents: Contents) -> Light:
     if norms:
         parts.append(f"gradient norm {number(fmean(norms))} on average, at most {number(max(norms))}")
     if entropy:
-        parts.append(f"entropy {number(entropy[0])} → {number(entropy[-1])}")
+        change = change_of("actor/entropy", entropy)
+        parts.append(f"entropy {number(change.before)} → {number(change.after)}")
     if not parts and not any("skipped_updates" in name for metrics in contents.trained.values() for name in metrics):
         return Light(question, "unknown", "no gradient norm, no entropy and no diagnosis was logged")
     return Light(question, "good", "; ".join(parts) or "no diagnosis, no update was skipped")
@@ -167,9 +173,9 @@ def _usable(contents: Contents, samples: Samples) -> Light:
     question = "Are the samples usable?"
     measured: list[tuple[State, str]] = []
     for name, what in (("response_length/clip_ratio", "cut off"), ("response/repeated_ngrams", "repeated 4-grams")):
-        values = series(contents, name)[1][-5:]
+        values = series(contents, name)[1]
         if values:
-            share = fmean(values)
+            share = change_of(name, values).after
             measured.append((_graded(share, SHARES), f"{share:.0%} {what}"))
     faults = samples.last_faults
     if faults is not None:
@@ -177,9 +183,11 @@ def _usable(contents: Contents, samples: Samples) -> Light:
     held = contents.held
     for code in ("no-signal", "unknown-tokens"):
         if contents.last_step in held.get(code, ()):
-            measured.append(("bad", code))
+            is_solved = code == "no-signal" and (samples.solved or 0.0) > samples.stuck
+            measured.append(("fair" if is_solved else "bad", code))
     if not measured:
         return Light(question, "unknown", "no samples and no metrics of responses")
+    measured += _taught(samples)
     correlation = samples.length_correlation
     if correlation is not None and abs(correlation) > 0.5:
         longer = "longer" if correlation > 0 else "shorter"
@@ -188,6 +196,17 @@ def _usable(contents: Contents, samples: Samples) -> Light:
     worst = max((state for state, _ in measured), key=("good", "fair", "bad").index)
     ordered = sorted(measured, key=lambda one: ("bad", "fair", "good").index(one[0]))
     return Light(question, worst, "in the last steps: " + ", ".join(text for _, text in ordered))
+
+
+def _taught(samples: Samples) -> list[tuple[State, str]]:
+    """Return what share of the prompts teaches nothing, if it is most of them: no fault where these are solved."""
+    solved, share = samples.solved or 0.0, (samples.solved or 0.0) + samples.stuck
+    if share <= 0.5:
+        return []
+    if solved < share / 2:
+        cause = "all their responses score the same, and most of them not well"
+        return [("fair", f"{share:.0%} of the prompts teach nothing: {cause}")]
+    return [("good", f"{solved:.0%} of the prompts are solved by every response and teach nothing more")]
 
 
 def _busy(contents: Contents) -> Light:

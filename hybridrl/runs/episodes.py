@@ -3,7 +3,6 @@ before they start."""
 
 import os
 import secrets
-import socket
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from functools import partial
@@ -20,6 +19,7 @@ from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
+from hybridrl.endpoint.address import ADMIN_KEY, bound
 from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import ONLINE, AgentSettings
 from hybridrl.environments.dialogue import Dialogue
@@ -35,7 +35,6 @@ from hybridrl.tracking.console import info
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
 FULL = "actor_rollout_ref.rollout.full_determinism"
-ADMIN_KEY = "HYBRIDRL_ADMIN_KEY"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
 
 
@@ -138,11 +137,8 @@ def _check_online(config: PPOConfig) -> None:
                 "conflict", f"{AGENT}.{name} does not go with agents that are online: {why}", fix, keys=AGENT
             )
     if config.trainer.nnodes == 1:
-        try:
-            socket.create_server((agent.host, agent.port)).close()
-        except OSError as error:
-            cause = f"{AGENT}.port={agent.port}: {agent.host}:{agent.port} cannot be used ({error.strerror})"
-            findings.error("input", cause, "set another port", keys=f"{AGENT}.port")
+        with findings.gathered():
+            bound(agent.host, agent.port, f"{AGENT}.").close()
     findings.close()
 
 

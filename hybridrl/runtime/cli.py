@@ -17,7 +17,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
 from hybridrl.config.help import explain_keys
 from hybridrl.runtime.signals import REQUESTS, ended_by_closed_pipe, stop_at_once
-from hybridrl.runtime.sweep import SWEEP_HELP, run_sweep
+from hybridrl.runtime.sweep import SWEEP_HELP, print_points, run_sweep
 from hybridrl.tracking.console import Terminal, info, print_text
 from hybridrl.tracking.faults import PAGE, code_of
 from hybridrl.tracking.secrets import mask_text
@@ -66,6 +66,10 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
                 print(begin + explain_keys(command.config_name, arguments.help, command.first_keys, width))
             return 0
         place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
+        if arguments.multirun and arguments.cfg:
+            with ended_by_closed_pipe():
+                print_points(command, arguments.overrides, place, arguments.package or "")
+            return 0
         if arguments.multirun:
             given = sys.argv[1:] if argv is None else argv
             return run_sweep(command, given, arguments.overrides, place, arguments.at_once, arguments.only)
@@ -78,6 +82,9 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
         with command.open(config) as run:
             return run(config) or 0
     except ConfigError as error:
+        if arguments.cfg and error.config is not None:  # as far as it can be read
+            with ended_by_closed_pipe():
+                print(as_yaml(error.config, arguments.package or ""), end="", flush=True)
         _print("error:", "bold red", str(error))
         if not arguments.overrides and arguments.config_path == CONF and arguments.help is None:
             _print("", "", f"for example: {command.example_line}\n(--help all lists all keys)")

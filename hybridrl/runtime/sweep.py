@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.checks.training import this_machine
-from hybridrl.config.compose import as_override, split_sweep
+from hybridrl.config.compose import as_override, as_yaml, split_sweep
 from hybridrl.tracking.console import info, print_text
 from hybridrl.tracking.faults import PAGE, code_of
 from hybridrl.tracking.report import draw_runs, run_table
@@ -85,11 +85,21 @@ def run_sweep(
             info(f"\nthe curves of all runs: {draw_runs(base, found)}")
 
 
+def print_points(command: Sweepable, overrides: list[str], place: dict[str, Any], section: str) -> None:
+    """Print the configuration of every combination, a YAML document each, and run nothing."""
+    for point in load_points(command, overrides, place)[1]:
+        print(f"--- # {point.name}\n{as_yaml(point.config, section)}", end="")
+
+
 def load_points(command: Sweepable, overrides: list[str], place: dict[str, Any]) -> tuple[Path, list[Point]]:
     """Load the configuration of every combination."""
     fixed, swept = split_sweep(overrides)
     if DIRECTORY in swept:
         raise ConfigError(f"{DIRECTORY} has several values", fix="name one: each run gets a directory below it")
+    if empty := [key for key, values in swept.items() if not values]:
+        key = empty[0].lstrip("+~")
+        cause = f"{key} has no value in {next(text for text in overrides if text.startswith(empty[0]))}"
+        raise ConfigError(cause, fix=f"count upwards, as in {key}=range(0,5), or write the values out: {key}=a,b")
     if not swept:
         raise ConfigError(
             "a sweep needs a key with several values", fix="for example actor_rollout_ref.actor.optim.lr=1e-6,1e-5"

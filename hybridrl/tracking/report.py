@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.tracking import sink as names
+from hybridrl.tracking.change import change_of
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import FILE
 from hybridrl.tracking.sink import Sink
@@ -38,6 +39,7 @@ CONTENTS = {
     "global_step_*": "checkpoints",
 }
 SECONDS_BETWEEN_CURVES = 60.0  # at least
+ROUNDING = 1e-6  # of the size of values: what float32 rounds
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#64748b")
 INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
 STYLE = {
@@ -203,30 +205,37 @@ def _draw_lines(axes, lines: dict[str, Series], first_color: int) -> None:
         color = COLORS[(first_color + number) % len(COLORS)]
         steps, values = list(series), list(series.values())
         width, marker = (2, "o") if len(values) <= 50 else (1.2, "")
-        last = f"{values[-1]:.3g}"
-        axes.plot(steps, values, color=color, linewidth=width, marker=marker, markersize=4, label=f"{name}: {last}")
+        change = change_of(name, values)
+        label = f"{name}: {change.after:.3g}"
+        axes.plot(steps, values, color=color, linewidth=width, marker=marker, markersize=4, label=label)
         if len(lines) == 1:
             axes.set_ylabel(name)
-            style = {"color": color, "va": "center", "fontweight": "bold", "annotation_clip": False}
-            axes.annotate(last, (steps[-1], values[-1]), xytext=(5, 0), textcoords="offset points", **style)
+            shown = f"{change.before:.3g} → {change.after:.3g}"
+            axes.set_title(shown, loc="right", pad=10, fontweight="normal")
     if len(lines) > 1:
         axes.legend(fontsize=8)
+    every = [value for series in lines.values() for value in series.values()]
+    if max(every) - min(every) <= ROUNDING * (size := max(map(abs, every))):  # else rounding would fill the panel
+        axes.set_ylim(min(every) - 0.1 * (size or 1.0), max(every) + 0.1 * (size or 1.0))
 
 
 def summary(run_dir: Path) -> str:
-    """Return first, last and best value of the main metrics, the seconds per phase, and the files of the run."""
+    """Return the main metrics before and after training and at their best, the seconds per phase, and the files of the
+    run."""
     steps = read_metrics(run_dir)
-    rows = [("", "first", "last", "best")]
+    rows, definition = [("", "before", "after", "best")], ""
     for panel, lines in _panels(steps).items():
         for name, series in lines.items():
-            values = list(series.values())
+            change = change_of(name, list(series.values()))
+            definition = max(definition, change.definition, key=len)
             step = (min if panel == "Loss" else max)(series, key=series.__getitem__)
             # Neither a long nor a short response is better.
             best = "" if panel == "Response length" else f"{series[step]:.4g} (step {step})"
-            rows.append((name, f"{values[0]:.4g}", f"{values[-1]:.4g}", best))
+            rows.append((name, f"{change.before:.4g}", f"{change.after:.4g}", best))
     blocks, width = [], max(len(name) for name, *_ in rows)
     if len(rows) > 1:
-        blocks.append([f"{name:<{width}}{first:>10}{last:>10}  {best}" for name, first, last, best in rows])
+        lines = [f"{name:<{width}}{before:>10}{after:>10}  {best}" for name, before, after, best in rows]
+        blocks.append([*lines, f"({definition})"])
     if total := sum(names.line_seconds(metrics) for metrics in steps.values()):
         seconds = dict.fromkeys(names.PHASES, 0.0)
         for metrics in steps.values():
@@ -243,8 +252,8 @@ def summary(run_dir: Path) -> str:
 
 
 def run_table(runs: Mapping[str, Path]) -> str:
-    """Return a table of several runs by name: steps, seconds, and last and best value of their main metrics."""
-    rows = [("run", "steps", "seconds", "metric", "last", "best")]
+    """Return a table of several runs by name: steps, seconds, and their main metrics before, after and at best."""
+    rows = [("run", "steps", "seconds", "metric", "before", "after", "best")]
     for name, run_dir in runs.items():
         steps = read_metrics(run_dir)
         seconds = sum(names.line_seconds(metrics) for metrics in steps.values())
@@ -252,8 +261,9 @@ def run_table(runs: Mapping[str, Path]) -> str:
         for panel, lines in _panels(steps).items():
             for metric, series in lines.items() if panel != "Response length" else ():
                 best = (min if panel == "Loss" else max)(series, key=series.__getitem__)
-                last = f"{series[max(series)]:.4g}"
-                rows.append((*cells, metric, last, f"{series[best]:.4g} (step {best})"))
+                change = change_of(metric, list(series.values()))
+                ends = (f"{change.before:.4g}", f"{change.after:.4g}")
+                rows.append((*cells, metric, *ends, f"{series[best]:.4g} (step {best})"))
                 cells = ("", "", "")
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(

@@ -15,9 +15,10 @@ from statistics import fmean
 from reward import compute_score
 
 from hybridrl.tracking import read_metrics
-from hybridrl.tracking.sink import PHASES, RESPONSE_LENGTH, STEP_SECONDS, phase_seconds
+from hybridrl.tracking.change import change_of, last_steps
+from hybridrl.tracking.sink import PHASES, RESPONSE_LENGTH, REWARD, STEP_SECONDS, phase_seconds
 
-LAST_STEPS, LEAST_SAMPLED, LEAST_GREEDY = 5, 0.85, 0.95
+LEAST_SAMPLED, LEAST_GREEDY = 0.85, 0.95
 
 WHAT_CHANGED = """\
 Reinforcement learning changed mainly the choice of a strategy. Adding digit by digit, with carries, was in the
@@ -26,20 +27,29 @@ model learned which strategy pays: {after:.0%} of the responses show work now, {
 discover addition."""
 
 NEXT = """\
-Three commands to try next, after
+To try next on this machine, after
 
     source .venv/bin/activate
 
-  GSM8K with Qwen2.5-0.5B, on a GPU (recipes/gsm8k/README.md):
-    python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
-    hybridrl train --config-path recipes/gsm8k --config-name 0.5b_1gpu
+  Read what it wrote: wrong responses, with the others to the same problems:
+    hybridrl show {run} --max-reward 0 --group --limit 2
 
-  A custom reward; change what compute_score returns:
-    cp recipes/quickstart/reward.py my_reward.py
-    bash scripts/quickstart.sh reward.custom_reward_function.path=my_reward.py
+  The run's page, with all samples within reach:
+    hybridrl report {run} --serve
 
-  This run's curves, and those of every other run:
-    tensorboard --logdir outputs"""
+  Talk to the model, and stop it with Ctrl-C; in a second terminal, a problem:
+    hybridrl serve model.path={model} device=cpu
+    curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{{"messages": [{{"role": "user", "content": "What is 767+488?"}}], "temperature": 0}}'
+
+  Two learning rates from the same warm start, and a table of both:
+    hybridrl sweep --config-path recipes/quickstart --config-name train \\
+        actor_rollout_ref.actor.optim.lr=1e-4,5e-5 trainer.default_local_dir=outputs/sweep
+
+  An agent: the same model learns a game of several turns:
+    bash scripts/quickstart.sh --agent
+
+With a GPU, a real task: recipes/gsm8k/README.md."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +68,28 @@ class Stage:
 
     sampled: list[Sample]
     greedy: list[Sample]
+    reward: float  # mean over the sampled responses
     tokens: float  # mean length of a sampled response
+    steps: int
 
 
 def read_stages(run_dir: Path) -> tuple[Stage, Stage]:
     """Return step 1 with the first validation, and the last steps with the last validation."""
     metrics = read_metrics(run_dir)
     trained = [step for step, values in metrics.items() if STEP_SECONDS in values]
+    last = trained[-last_steps(len(trained)) :]
     validated = [step for step, values in metrics.items() if "timing_s/testing" in values]
     if not trained or len(validated) < 2:
         sys.exit(f"{run_dir}/metrics.jsonl: no step between two validations, so there is nothing to compare")
 
-    def stage(steps: list[int], validation: int) -> Stage:
-        sampled = [sample for step in steps for sample in read_samples(run_dir / "rollouts" / f"{step}.jsonl")]
-        tokens = fmean(metrics[step][RESPONSE_LENGTH] for step in steps)
-        return Stage(sampled, read_samples(run_dir / "samples" / f"{validation}.jsonl"), tokens)
+    changes = [change_of(name, [metrics[step][name] for step in trained]) for name in (REWARD[0], RESPONSE_LENGTH)]
 
-    return stage(trained[:1], validated[0]), stage(trained[-LAST_STEPS:], validated[-1])
+    def stage(steps: list[int], validation: int, end: str) -> Stage:
+        sampled = [sample for step in steps for sample in read_samples(run_dir / "rollouts" / f"{step}.jsonl")]
+        greedy = read_samples(run_dir / "samples" / f"{validation}.jsonl")
+        return Stage(sampled, greedy, *(getattr(change, end) for change in changes), len(steps))
+
+    return stage(trained[:1], validated[0], "before"), stage(last, validated[-1], "after")
 
 
 def read_samples(file: Path) -> list[Sample]:
@@ -109,11 +124,10 @@ def example_page(before: Sample, after: Sample) -> str:
 
 
 def figures_page(*stages: Stage) -> str:
-    scores = [[sample.score for sample in stage.sampled if sample.score is not None] for stage in stages]
     worked = [[sample for sample in stage.sampled if sample.worked] for stage in stages]
     rows = [
-        (f"sampled responses (step 1; last {LAST_STEPS} steps)", "before", "after"),
-        ("  mean reward", *(_figure(values) for values in scores)),
+        (f"sampled responses (step 1; last {stages[-1].steps} steps)", "before", "after"),
+        ("  mean reward", *(f"{stage.reward:.3f}" for stage in stages)),
         ("  share with work shown", *(_figure([sample.worked for sample in stage.sampled]) for stage in stages)),
         ("  share of those that are right", *(_figure([sample.right for sample in samples]) for samples in worked)),
         ("  tokens", *(f"{stage.tokens:.1f}" for stage in stages)),
@@ -136,6 +150,13 @@ def seconds_page(run_dir: Path, total: float, warm_start: float) -> str:
     seconds["other"] = total - sum(seconds.values())
     rows = [f"    {phase:<12}{spent:8.1f} s{spent / total:8.1%}" for phase, spent in seconds.items()]
     return "\n".join([f"  {'total seconds':<14}{total:8.1f} s", *rows])
+
+
+def next_page(commands: str, run_dir: Path) -> str:
+    """Return commands to try next, for this run and its newest model."""
+    saved = sorted(run_dir.glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    newest = saved[-1] if saved else run_dir / "global_step_N"
+    return commands.format(run=run_dir, model=newest / "actor")
 
 
 def has_learned(after: Stage) -> bool:
@@ -162,11 +183,11 @@ def main() -> int:
     pages.append(WHAT_CHANGED.format(**shares))
     if arguments.seconds:
         pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
-    pages += [f"Everything about the run, with its curves and samples: {run_dir}/report.html", NEXT]
+    pages += [f"Everything about the run, with its curves and samples: {run_dir}/report.html", next_page(NEXT, run_dir)]
     if not has_learned(after):
         pages.append(
             f"This run did not reach the expected result: more than {LEAST_SAMPLED:.0%} of the sampled responses right "
-            f"over the last\n{LAST_STEPS} steps, and more than {LEAST_GREEDY:.0%} of the greedy ones. This can happen "
+            f"over the last\n{after.steps} steps, and more than {LEAST_GREEDY:.0%} of the greedy ones. This can happen "
             "with fewer steps or other values."
         )
     print("\n\n".join(pages))

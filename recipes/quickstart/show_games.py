@@ -6,31 +6,40 @@ Exits with status 1 if the run did not reach 90% of the best possible reward.
 import json
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from make_games import GUESSES, HIGH, LOW
-from show import read_arguments, seconds_page
+from show import next_page, read_arguments, seconds_page
 
 from hybridrl.environments.built_in.games import best_guessing
 from hybridrl.tracking import read_metrics
+from hybridrl.tracking.change import change_of
 
-REWARD, WON, LAST_STEPS, LEAST = "critic/score/mean", "environment/won", 5, 0.9
+REWARD, WON, LEAST = "critic/score/mean", "environment/won", 0.9
 WHAT_CHANGED = """\
 The demonstrations often try the lowest number that is left, and the model imitates them. From a reward for finding
 the number in {guesses} guesses, less a little for each wrong one, it learned to bisect. All that it knows of the number
 it reads from its environment, turn by turn: "low" or "high"."""
 NEXT = """\
-Two commands to try next, after
+To try next on this machine, after
 
     source .venv/bin/activate
 
-  A tool: GSM8K with a calculator, on one GPU or eight (recipes/gsm8k/README.md):
-    python recipes/gsm8k/make_data.py --out outputs/gsm8k/data
-    hybridrl train --config-path recipes/gsm8k --config-name calculator_1.5b_1gpu
+  Read its games: those that it lost, with the others for the same numbers:
+    hybridrl show {run} --max-reward 0 --group --limit 2
 
-  A custom environment; docs/environments.md shows how to write one:
-    bash scripts/quickstart.sh --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame"""
+  The run's page, with all games within reach:
+    hybridrl report {run} --serve
+
+  Play with the model, and stop it with Ctrl-C; in a second terminal, a first guess:
+    hybridrl serve model.path={model} device=cpu
+    curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{{"messages": [{{"role": "user", "content": "?"}}], "temperature": 0}}'
+
+  A custom game, once my_game.py has it (docs/environments.md shows how to write one):
+    bash scripts/quickstart.sh --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame
+
+With a GPU, a tool on a real task: recipes/gsm8k/README.md."""
 
 
 def games(file: Path) -> list[dict[str, Any]]:
@@ -63,19 +72,18 @@ def main() -> int:
     if not trained or len(validated) < 2:
         sys.exit(f"{run_dir}/metrics.jsonl: no step between two validations, so there is nothing to compare")
     best = best_guessing(LOW, HIGH, max_turns=GUESSES)
-    ends = trained[:1], trained[-LAST_STEPS:]
-    rewards, won = ([fmean(step[key] for step in steps) for steps in ends] for key in (REWARD, WON))
-    reached = rewards[1] >= LEAST * best
+    reward, won = (change_of(key, [step[key] for step in trained]) for key in (REWARD, WON))
+    reached = reward.after >= LEAST * best
     figures = [
-        f"  sampled games (step 1; last {LAST_STEPS} steps)   before    after     best",
-        f"    mean reward                       {rewards[0]:8.3f} {rewards[1]:8.3f} {best:8.3f}",
-        f"    share of numbers found            {won[0]:8.3f} {won[1]:8.3f} {1:8.3f}",
+        f"  sampled games (step 1; last {reward.count} steps)   before    after     best",
+        f"    mean reward                       {reward.before:8.3f} {reward.after:8.3f} {best:8.3f}",
+        f"    share of numbers found            {won.before:8.3f} {won.after:8.3f} {1:8.3f}",
     ]
     pages = [example_page(run_dir / "samples", validated[0], validated[-1]), "\n".join(figures)]
     pages.append(WHAT_CHANGED.format(guesses=GUESSES))
     if arguments.seconds:
         pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
-    pages += [f"Everything about the run, with its curves and games: {run_dir}/report.html", NEXT]
+    pages += [f"Everything about the run, with its curves and games: {run_dir}/report.html", next_page(NEXT, run_dir)]
     if not reached:
         pages.append(f"This run did not reach the expected result: {LEAST:.0%} of the best possible mean reward.")
     print("\n\n".join(pages))

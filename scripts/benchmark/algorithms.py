@@ -21,11 +21,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from warm_start import TOP, python, warm_start
 
+from hybridrl.tracking.change import LAST_STEPS, change_of
 from hybridrl.tracking.report import COLORS, MUTED, STYLE
 
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 CORRECTION, OVERLONG = "algorithm.rollout_correction", "reward.reward_kwargs.overlong_buffer_cfg"
-GOAL, LAST_STEPS, COLUMNS = 0.8, 5, 5
+GOAL, COLUMNS = 0.8, 5
 BEGIN, END = "<!-- curves -->", "<!-- /curves -->"
 
 # Differences from recipes/quickstart/train.yaml, which has the estimator grpo and the loss vanilla.
@@ -74,7 +75,7 @@ class Curve:
 
     @property
     def last(self) -> float:
-        return fmean(self.rewards[-LAST_STEPS:])
+        return change_of("critic/score/mean", self.rewards).after
 
     @property
     def steps_to_goal(self) -> int | None:

@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import psutil
 import torch
@@ -24,7 +23,9 @@ from algorithms import TOP, python, warm_start
 from peak_memory import process_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-MODEL, GOAL, LAST_STEPS, MIB = "actor_rollout_ref.model", 0.8, 5, 1 << 20
+from hybridrl.tracking.change import LAST_STEPS, change_of
+
+MODEL, GOAL, MIB = "actor_rollout_ref.model", 0.8, 1 << 20
 # On two ranks. Full training uses 1.0e-4; an adapter needs a higher rate, here the lowest that trains well.
 LORA = f"{MODEL}.lora_rank=16 {MODEL}.lora_alpha=32 actor_rollout_ref.actor.optim.lr=2.0e-4"
 RUNS = {"full": "", "adapter": LORA, "merged": f"{LORA} {MODEL}.lora.merge=true"}
@@ -130,11 +131,12 @@ def learning_table(runs: dict[str, Run]) -> list[str]:
     for name, run in runs.items():
         metrics = run.metrics
         rewards = [step["critic/rewards/mean"] for step in metrics]
+        change = change_of("critic/rewards/mean", rewards)
         reached = next((str(number) for number, reward in enumerate(rewards, 1) if reward >= GOAL), "never")
         probe = max(step["training/probe_log_prob_diff"] for step in metrics)
         token = max(step["training/log_probs_diff_max"] for step in metrics)
         rows.append(
-            f"| {name} | {run.trained} | {rewards[0]:.3f} | {fmean(rewards[-LAST_STEPS:]):.3f} | {reached} | "
+            f"| {name} | {run.trained} | {change.before:.3f} | {change.after:.3f} | {reached} | "
             f"{probe:.1e} | {token:.1e} | {run.peak:.0f} |"
         )
     return rows

@@ -51,12 +51,12 @@ def test_metrics_are_mean_and_extremes_under_verls_names(step):
         "critic/returns/mean": 2.0,
         "critic/returns/max": 6.0,
         "critic/returns/min": 1.0,
-        "response_length/mean": 2.0,
-        "response_length/max": 3.0,
+        "response_length/mean": pytest.approx(5 / 3),
+        "response_length/max": 2.0,
         "response_length/min": 1.0,
         "response_length/p50": 2.0,
-        "response_length/p90": 3.0,
-        "response_length/p99": 3.0,
+        "response_length/p90": 2.0,
+        "response_length/p99": 2.0,
         "response_length/clip_ratio": pytest.approx(1 / 3),
         "prompt_length/mean": 2.0,
         "prompt_length/max": 3.0,
@@ -66,7 +66,7 @@ def test_metrics_are_mean_and_extremes_under_verls_names(step):
         "critic/zero_signal_share": 0.5,
         "actor/entropy": 3.0,
         "perf/total_num_tokens": 12,
-        "perf/response_tokens": 6,
+        "perf/response_tokens": 5,
     }
 
 
@@ -85,6 +85,11 @@ def test_repeated_ngrams_are_counted_within_each_response(make_batch):
     assert repeated_ngrams(batch) == pytest.approx(2 / 9)
     assert repeated_ngrams(batch, size=2, rows=1) == pytest.approx(4 / 8)
     assert repeated_ngrams(make_batch([2, 1])) == 0.0
+
+
+def test_prompts_with_one_response_each_have_no_groups_without_a_signal(make_batch):
+    assert zero_signal(make_batch([2, 1], rewards=[1.0, 1.0])) == {}
+    assert zero_signal(make_batch([2, 1], group=[0, 0], rewards=[1.0, 1.0]))["critic/zero_signal_share"] == 1.0
 
 
 def test_without_entropies_there_is_no_metric_of_them(step):

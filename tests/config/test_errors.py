@@ -52,11 +52,21 @@ OF_ANOTHER_TYPE = {
     f"{ACTOR}.grad_clip=nan": "expected a number",
     f"{ACTOR}.optim.betas=0.9": "expected 2 values: [a, b]",
     "data.shuffle=perhaps": "expected true or false",
+    "trainer.keep_best_ckpt=typo": "is no metric of a validation; name one, such as val-core/gsm8k/acc/mean@1, or "
+    "-val/loss",
     "data.prompt_key=": "expected text",
     "trainer.experiment_name=[a]": "expected text",
     "ray_kwargs.ray_init=auto": "expected names and values: {name: value, ...}",
 }
+NOT_FINITE = {
+    f"{ACTOR}.optim.lr=inf": "must be finite",
+    f"{ROLLOUT}.temperature=inf": "must be finite",
+    "trainer.step_timeout=inf": "must be finite",
+    f"{ACTOR}.entropy_coeff=-inf": "must be finite",
+    "data.train_weights=[1, inf]": "must be finite",
+}
 OUT_OF_RANGE = {
+    f"{ROLLOUT}.agent.port=99999": "must be at least 1 and at most 65535",
     "data.train_batch_size=-3": "must be at least 1",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=0": "must be at least 1",
     "trainer.total_training_steps=0": "must be at least 1",
@@ -84,6 +94,7 @@ NOT_THERE = {
         UNKNOWN,
         UNREADABLE,
         {override: f"{override}: {fault}" for override, fault in OF_ANOTHER_TYPE.items()},
+        {override: f"{override}: {fault}" for override, fault in NOT_FINITE.items()},
         {override: f"{override}: {fault}" for override, fault in OUT_OF_RANGE.items()},
         {override: f"{override}: {fault}" for override, fault in NOT_THERE.items()},
         {"data.train_files=": "data.train_files=: name one file or more: [a.jsonl, b.parquet]"},

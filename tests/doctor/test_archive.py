@@ -141,4 +141,4 @@ def test_what_is_no_secret_is_left(text):
 def test_a_directory_that_is_not_there_is_a_usage_error(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         doctor.main(["report", str(tmp_path / "none")])
-    assert "there is no directory" in capsys.readouterr().err
+    assert "there is no such directory" in capsys.readouterr().err

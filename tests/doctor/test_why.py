@@ -231,6 +231,14 @@ def test_a_run_that_finished_although_it_learned_nothing_shows_the_diagnosis(con
     assert [fault.code for fault in read_faults(directory)] == ["begun", "no-signal", "finished"]
 
 
+def test_a_directory_that_is_not_there_is_rejected(capsys):
+    for command in ("why", "checkpoints", "rescore", "replay", "report"):
+        with pytest.raises(SystemExit) as ended:
+            doctor.main([command, "nope", *(["--reward", "r.py"] if command == "rescore" else [])])
+        assert ended.value.code == 2
+        assert "nope: there is no such directory (a run whose configuration is" in capsys.readouterr().err
+
+
 def test_the_command_prints_cause_and_command_or_json_and_its_status_says_whether_all_is_well(config, capsys):
     directory = run(config, stopped)
     assert doctor.main(["why", str(directory)]) == 1

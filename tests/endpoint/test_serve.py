@@ -20,6 +20,7 @@ import pytest
 from hybridrl import serve
 from hybridrl.config import ConfigError
 from hybridrl.endpoint import local
+from hybridrl.endpoint.address import bound
 from hybridrl.rollout import Completion, Request
 from hybridrl.rollout.engine import ENGINES
 
@@ -47,8 +48,15 @@ def test_keys_are_the_commands_own_and_those_of_a_run(tiny):
     [
         (["model.path=/not/there"], "actor_rollout_ref.model.path=/not/there"),
         (["rollout.max_num_seqs=0"], "rollout.max_num_seqs=0"),
-        (["rollout.max_seqs=3"], "unknown key actor_rollout_ref.rollout.max_seqs"),
-        (["port=web"], "port=web is no number; set port=8000"),
+        (["rollout.max_seqs=3"], "unknown key rollout.max_seqs; nearest: actor_rollout_ref.rollout.max_num_seqs"),
+        (["prot=3"], "unknown key prot; did you mean port?"),
+        (["serve_model_name=a"], "unknown key serve_model_name; did you mean served_model_name?"),
+        (["port=web"], "port=web is no number from 0 to 65535; set port=8000"),
+        (["port=99999"], "port=99999 is no number from 0 to 65535; set port=8000"),
+        (["port=-1"], "port=-1 is no number from 0 to 65535"),
+        (["device=gpu"], "device=gpu: choose auto | cpu | cuda"),
+        (["host="], "host= is empty; set host=127.0.0.1"),
+        (["rollout.temperature=inf"], "rollout.temperature=inf: must be finite"),
         (["port=8000"], "model.path"),
     ],
 )
@@ -82,13 +90,13 @@ class DyingEngine:
 
 
 def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny, monkeypatch, capfd):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    listening = bound("127.0.0.1", 0)
+    port = listening.getsockname()[1]
     monkeypatch.setitem(ENGINES, "vllm", SimpleNamespace(build=lambda *_: DyingEngine()))
     _, section = serve.read([f"model.path={tiny}"])
 
     async def scenario() -> str:
-        options = {"host": "127.0.0.1", "port": port, "name": "policy", "source": "tiny"}
+        options = {"host": "127.0.0.1", "listening": listening, "name": "policy", "source": "tiny"}
         serving = asyncio.create_task(local.serve(section.model, section.rollout, "cpu", **options))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             while True:
@@ -97,6 +105,8 @@ def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny,
                     break
                 except httpx.ConnectError:
                     await asyncio.sleep(0.1)
+            headers = {"Authorization": "Bearer anything"}
+            assert (await http.post("/rl/start_session", json={"task_id": "1"}, headers=headers)).status_code == 401
             await asyncio.sleep(3 * local.CHECK_SECONDS)  # without a request it goes on
             body = {"messages": [{"role": "user", "content": "a"}]}
             assert (await http.post("/v1/chat/completions", json=body)).status_code == 500
@@ -106,7 +116,29 @@ def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny,
     cause = asyncio.run(scenario())
     monkeypatch.setattr(serve, "run", lambda *_: cause)
     assert serve.main([f"model.path={tiny}"]) == serve.EXIT_FAILED
-    assert "error: serving ended: the engine is dead: no memory" in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert "error: serving ended: the engine is dead: no memory" in printed.err
+    assert "admin" not in printed.out  # nobody wanted sessions
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "port={port}: 127.0.0.1:{port} cannot be used (Address already in use); set another port"),
+        ({"host": "no.such.host.invalid"}, "host=no.such.host.invalid is no address of this machine"),
+        ({"host": "192.0.2.1"}, "host=192.0.2.1 is no address of this machine"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_rejected_before_the_model_is_read(tiny, monkeypatch, capsys, keys, message):
+    def read(*_: object) -> str:
+        raise AssertionError("the model was read")
+
+    monkeypatch.setattr(serve, "whole_model", read)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        keys = [f"{key}={value}" for key, value in ({"port": port} | keys).items()]
+        assert serve.main([f"model.path={tiny}", *keys]) == serve.EXIT_REJECTED
+    assert f"error: {message.format(port=port)}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

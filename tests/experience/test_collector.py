@@ -133,6 +133,7 @@ def test_a_step_has_the_next_prompts_with_their_responses_in_order():
         rewards=torch.tensor([1.0, 1.0, 0.0, 0.0]),
         truncated=torch.tensor([False, True, False, False]),
         response_mask=torch.ones(13, dtype=torch.bool),
+        sampled=torch.ones(13, dtype=torch.bool),
         rollout_log_probs=torch.full((13,), -0.5),
     )
     for name in (item.name for item in fields(Batch)):

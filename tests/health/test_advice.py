@@ -113,6 +113,8 @@ def test_a_long_tail_of_few_responses_wants_a_shorter_limit_unless_many_are_long
     assert "in 60% of it fewer than half of the requests still ran" in sentence
     assert sentence.endswith("set data.max_response_length=440")
     assert advice(**tail | {"response_length/p99": 950}) == []
+    # Of episodes the limit is for what they read as well, which these lengths are not.
+    assert advice(**tail | {"episode/observed_tokens/mean": 30}) == []
 
 
 def test_a_slow_weight_sync_is_described_by_its_bytes_and_rate():

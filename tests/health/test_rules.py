@@ -35,7 +35,7 @@ HEALTHY = {
     "actor/skipped_updates": 0,
     "critic/skipped_updates": 0,
     "sampling/unknown_tokens": 0,
-    "perf/total_num_tokens": 10_000,
+    "perf/response_tokens": 10_000,
     "actor/kl_loss": 0.01,
     "perf/host_memory_free_gb": 100.0,
     "perf/device_free_gb": 20.0,

@@ -45,24 +45,37 @@ def call(checkout: Path, *arguments: str, failing: str = "") -> tuple[int, list[
 
 
 def stages(commands: list[str]) -> list[str]:
-    names = ("install.sh", "make_data.py", "main_sft", "main_ppo", "show.py")
+    names = ("install.sh", "hybridrl.doctor", "make_data.py", "main_sft", "main_ppo", "show.py")
     return [next(name for name in names if name in command) for command in commands]
 
 
 def test_a_first_call_installs_warms_up_trains_and_shows(checkout: Path) -> None:
     status, commands, printed = call(checkout, "--seed", "3", "trainer.total_training_steps=2")
-    assert (status, stages(commands)) == (0, ["install.sh", "make_data.py", "main_sft", "main_ppo", "show.py"])
-    assert commands[1].endswith("--seed 3")
-    assert commands[2].endswith("trainer.seed=3")
-    assert commands[3].endswith("trainer.seed=3 trainer.total_training_steps=2")
-    for command in commands[1:4]:
+    names = ["install.sh", "hybridrl.doctor", "make_data.py", "main_sft", "main_ppo", "show.py"]
+    assert (status, stages(commands)) == (0, names)
+    assert commands[1].endswith(
+        "--config-only --config-path recipes/quickstart --config-name train trainer.total_training_steps=2"
+    )
+    assert commands[2].endswith("--seed 3")
+    assert commands[3].endswith("trainer.seed=3")
+    assert commands[4].endswith("trainer.seed=3 trainer.total_training_steps=2")
+    for command in commands[2:5]:
         assert f"$ .venv/bin/python {command}\n" in printed
 
 
 def test_a_second_call_trains_again_from_the_same_warm_start(checkout: Path) -> None:
     call(checkout)
     status, commands, _ = call(checkout, "actor_rollout_ref.rollout.n=4")
-    assert (status, stages(commands)) == (0, ["install.sh", "main_ppo", "show.py"])
+    assert (status, stages(commands)) == (0, ["install.sh", "hybridrl.doctor", "main_ppo", "show.py"])
+
+
+def test_values_that_are_rejected_are_known_before_the_warm_start(checkout: Path) -> None:
+    status, commands, printed = call(checkout, "trainer.total_trainin_steps=2", failing="hybridrl.doctor")
+    assert (status, stages(commands)) == (2, ["install.sh", "hybridrl.doctor"])
+    assert "quickstart.sh: these values are rejected" in printed
+    status, commands, printed = call(checkout, "reward.custom_reward_function.path=my_reward.py")
+    assert (status, commands) == (2, [])
+    assert "there is no file my_reward.py" in printed
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,14 @@
 import json
 import runpy
+import shlex
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+
+from hybridrl import show as samples
+from hybridrl.report.__main__ import check
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 
@@ -23,10 +28,11 @@ def dump(file: Path, answers: list[str], scores: list[float] | None = None) -> N
 
 
 def made_up_run(run: Path, *, greedy_after: list[str] | None = None, scores: list[float] | None = None) -> Path:
-    """Write seven steps of 4 s after 10 s of start-up and a validation of 1 s; in the last five 9 of 10 are right."""
+    """Write seven steps of 4 s after 10 s of start-up and a validation of 1 s; from the third on 9 of 10 are right."""
     metrics = [{"step": 0, "timing_s/start_up": 10.0}, {"step": 0, "timing_s/testing": 1.0}]
     metrics += [
         {"step": step, "timing_s/step": 4.0, "timing_s/gen": 3.0, "response_length/mean": 10.0 * step}
+        | {"critic/rewards/mean": 0.25 if step < 3 else fmean(scores or [0, *[1] * 9])}
         for step in range(1, 8)
     ]
     metrics[-1]["timing_s/testing"] = 1.0
@@ -64,8 +70,29 @@ def test_the_output_shows_a_problem_that_became_right_and_the_figures(
     assert "mean reward 0.250 0.900" in lines
     assert "share with work shown 0.500 0.900" in lines
     assert "share of those that are right 0.500 1.000" in lines
-    assert "tokens 10.0 50.0" in lines  # steps 3 to 7
+    assert "tokens 10.0 60.0" in lines  # steps 5 to 7
     assert "accuracy 0.933 0.967" in lines  # 28 and 29 of 30
+
+
+def test_the_next_commands_are_ones_that_work_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_up_run(tmp_path / "run")
+    for step in (9, 10):
+        (run / f"global_step_{step}" / "actor").mkdir(parents=True)
+    show(run, monkeypatch)
+    text = capsys.readouterr().out.replace("\\\n", " ")
+    commands = [shlex.split(line) for line in text.partition("To try next")[2].splitlines() if line.startswith("    ")]
+    names = [words[1] for words in commands if words[0] == "hybridrl"]
+    assert names == ["show", "report", "serve", "sweep"]
+    shown, page, served, swept = (words[2:] for words in commands if words[0] == "hybridrl")
+    assert samples.main(shown) == 0 and "no sample matches" not in capsys.readouterr().out
+    assert page == [str(run), "--serve"] and not check([run], None)
+    assert served == [f"model.path={run}/global_step_10/actor", "device=cpu"]
+    keys = [word for word in swept if "=" in word]
+    assert keys == ["actor_rollout_ref.actor.optim.lr=1e-4,5e-5", "trainer.default_local_dir=outputs/sweep"]
+    (curl,) = (words for words in commands if words[0] == "curl")
+    assert json.loads(curl[curl.index("-d") + 1])["messages"][0]["content"] == "What is 767+488?"
 
 
 def test_a_run_that_has_not_learned_exits_with_status_1_and_a_message(

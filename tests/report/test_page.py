@@ -6,9 +6,11 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import zlib
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +23,7 @@ from hybridrl.report.__main__ import main
 from hybridrl.report.page import render
 from tests.report.synthetic import HOSTILE, conversation, hostile, verl_sample, write_run, write_samples
 
-VOID = {"meta", "input", "img", "br"}
+VOID = {"meta", "input", "img", "br", "wbr"}
 
 
 class Page(HTMLParser):
@@ -32,6 +34,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, str] = {}
         self._open: list[str] = []
+        self._html = html
         self.feed(html)
         assert self._open == []
 
@@ -51,6 +54,11 @@ class Page(HTMLParser):
             self.texts[self._open[-1]] = self.texts.get(self._open[-1], "") + data
 
     @property
+    def sentence(self) -> str:
+        """The run in one sentence, below its name."""
+        return unescape(re.search('<p class="sentence">(.*?)</p>', self._html)[1])
+
+    @property
     def data(self) -> dict[str, Any]:
         """What the script reads, with the samples unpacked."""
         data = json.JSONDecoder().raw_decode(self.texts["script"])[0]
@@ -64,8 +72,8 @@ def page_of(*runs: Path) -> Page:
 
 def test_the_page_of_a_run_has_its_sentence_its_lights_and_eight_panels(tmp_path):
     page = page_of(write_run(tmp_path / "run"))
-    assert page.texts["h1"].startswith("Reward 0.")
-    assert "over 12 steps; validation 0.00 → 0.95" in page.texts["h1"] and "ended normally." in page.texts["h1"]
+    assert page.sentence.startswith("Reward 0.")
+    assert "over 12 steps; validation 0.00 → 0.95" in page.sentence and "ended normally." in page.sentence
     assert sum(attributes.get("class", "").startswith("light ") for _, attributes in page.elements) == 5
     assert sum(attributes.get("class") == "panel" for _, attributes in page.elements) == 8
     assert len(page.data["panels"]) == 8
@@ -114,7 +122,7 @@ def test_a_run_that_was_killed_in_its_third_step(tmp_path):
     with (run / "rollouts" / "2.jsonl").open("a") as file:
         file.write('{"input": "user: 1 + ')
     page = page_of(run)
-    assert "killed after step 2" in page.texts["h1"] and "The run was killed" in page.texts["h2"]
+    assert "killed after step 2" in page.sentence and "The run was killed" in page.texts["h2"]
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path):
@@ -123,14 +131,14 @@ def test_a_run_that_failed_before_its_first_step(tmp_path):
     (run / "metrics.jsonl").unlink()
     (run / "logs" / "rollout-0.log").write_text("x\nTraceback (most recent call last):\n  a\nRuntimeError: no memory\n")
     page = page_of(run)
-    assert page.texts["h1"] == "No step was finished; failed before its first step [engine-start]."
+    assert page.sentence == "No step was finished; failed before its first step [engine-start]."
     assert "RuntimeError: no memory" in page.texts["pre"]
     assert "no checkpoint was saved" in page.texts["li"]
     assert page.data["panels"] == []
 
 
 def test_an_empty_directory_and_one_that_is_missing(tmp_path):
-    assert "no record of how it ended" in page_of(tmp_path).texts["h1"]
+    assert "no record of how it ended" in page_of(tmp_path).sentence
     assert "is not a directory" in page_of(tmp_path / "missing").texts["li"]
 
 
@@ -138,7 +146,7 @@ def test_a_run_without_validation_and_without_samples(tmp_path):
     run = write_run(tmp_path / "run", validate_every=0)
     shutil.rmtree(run / "rollouts")
     page = page_of(run)
-    assert "validation" not in page.texts["h1"]
+    assert "validation" not in page.sentence
     assert "no training samples" in page.texts["li"] and "no validation samples" in page.texts["li"]
     assert "Not logged: Validation." in page.texts["p"]
 
@@ -165,8 +173,8 @@ def test_the_rewards_of_verls_files_are_those_of_their_samples(tmp_path):
     for step in range(1, 11):
         write_samples(tmp_path / f"{step}.jsonl", step, 3, 4, step / 10, random.Random(step), verl_sample)
     page = page_of(tmp_path)
-    scores = [json.loads(line)["score"] for step in (1, 2) for line in (tmp_path / f"{step}.jsonl").open()]
-    assert page.texts["h1"].startswith(f"Reward {fmean(scores):.2f} → ") and "over 10 steps" in page.texts["h1"]
+    scores = [json.loads(line)["score"] for line in (tmp_path / "1.jsonl").open()]
+    assert page.sentence.startswith(f"Reward {fmean(scores):.2f} → ") and "over 10 steps" in page.sentence
     assert "Does it learn?" in page.texts["strong"] and "Are the devices busy?" not in page.texts["strong"]
 
 
@@ -181,7 +189,7 @@ def test_a_file_that_is_torn_or_a_directory_costs_only_its_part(tmp_path, name, 
         (run / name).mkdir()
     else:
         (run / name).write_bytes(torn)
-    assert page_of(run).texts["h1"]
+    assert page_of(run).sentence
 
 
 def damaged(value: Any, draw: random.Random) -> Any:
@@ -244,7 +252,7 @@ def test_a_supervised_run_shows_its_losses(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.yaml").write_text("trainer: {total_epochs: 1}\nmodel: {path: x}\n")
     page = page_of(tmp_path)
-    assert page.texts["h1"].startswith("Loss 1.50 → 0.27 over 8 steps")
+    assert page.sentence.startswith("Loss 2.00 → 0.32 over 8 steps")
     assert [panel["title"] for panel in page.data["panels"]] == ["Loss", "Gradient norm", "Seconds per step"]
 
 
@@ -297,16 +305,40 @@ def test_the_command_writes_into_the_run_and_imports_nothing_heavy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["empty"], ["run", "--serve", "70000"], ["run", "--samples", "0"], ["missing"], ["run"] * 9]
+    ("arguments", "message"),
+    [
+        (["empty"], "error: empty: there are no metrics, faults, configuration and samples; name a run's directory\n"),
+        (["missing"], "error: missing: there is no such directory; name a run's directory\n"),
+        (["run"] * 9, "error: 9 runs are more than a page can compare; name at most 8\n"),
+        (["run", "--out", "nowhere/a.html"], "error: --out=nowhere/a.html: there is no directory nowhere; make it, or"),
+        (["run", "--out", "empty"], "error: --out=empty is a directory; name a file\n"),
+    ],
 )
-def test_arguments_that_cannot_be_are_rejected_and_nothing_is_written(tmp_path, arguments, monkeypatch, capsys):
+def test_what_no_page_can_be_made_of_is_rejected_in_a_sentence(tmp_path, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = write_run(tmp_path / "run", steps=1)
     (tmp_path / "empty").mkdir()
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert not list((tmp_path / "empty").iterdir()) and not (run / "report.html").exists()
+
+
+def test_a_port_that_is_taken_is_rejected(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([str(run), "--serve", str(port)]) == 2
+    assert f"error: --serve={port}: 127.0.0.1:{port} cannot be used (Address already in use)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["run", "--serve", "70000"], ["run", "--samples", "0"]])
+def test_arguments_that_cannot_be_are_rejected_and_nothing_is_written(tmp_path, arguments, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path / "run", steps=1)
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and "error" in capsys.readouterr().err
-    assert not list((tmp_path / "empty").iterdir()) and not (run / "report.html").exists()
+    assert not (run / "report.html").exists()
 
 
 def test_the_page_replaces_regular_files_only(tmp_path, capsys):
@@ -314,5 +346,5 @@ def test_the_page_replaces_regular_files_only(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for out in (run, tmp_path / "pipe"):
         before = sorted(out.parent.iterdir())
-        assert main([str(run), "--out", str(out)]) == 1
-        assert "name another file with --out" in capsys.readouterr().err and sorted(out.parent.iterdir()) == before
+        assert main([str(run), "--out", str(out)]) == 2
+        assert "name a file" in capsys.readouterr().err and sorted(out.parent.iterdir()) == before

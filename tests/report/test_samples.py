@@ -1,5 +1,7 @@
 """Which samples are chosen, and what is known of them."""
 
+import json
+
 import pytest
 
 from hybridrl.report.contents import read_contents
@@ -94,3 +96,18 @@ def test_texts_are_shortened_in_the_middle_until_they_keep_to_the_budget():
 def test_no_number_is_too_large_for_a_page():
     assert [finite(one) for one in (10**400, 3, float("inf"), True)] == [None, 3, None, 1]
     assert length_of(record(1.0, sampled_tokens=10**400)) == 1
+
+
+def test_groups_of_one_score_are_solved_or_stuck_unless_they_have_an_advantage(tmp_path):
+    scores = [(1.0, 1.0), (0.95, 0.95), (0.0, 0.0), (0.0, 1.0), (0.0, 0.0)]
+    rows = [
+        {"input": f"{group}", "output": "x", "gts": "", "score": score, "step": 1, "episode": {"position": group}}
+        for group, pair in enumerate(scores)
+        for score in pair
+    ]
+    for row in rows[-2:]:
+        row["episode"]["advantage"] = -0.5  # by a critic
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = choose_samples(read_contents(tmp_path), 20)
+    assert (samples.solved, samples.stuck) == (0.4, 0.2)

@@ -139,7 +139,7 @@ def test_the_traceback_of_a_crash_is_of_the_process_that_its_end_names(tmp_path)
 
 
 def test_a_rule_without_its_metric_is_neither_good_nor_bad_and_tokens_are_shares(tmp_path):
-    steps = [{"critic/rewards/mean": 0.5, "perf/total_num_tokens": 200.0} for _ in range(10)]
+    steps = [{"critic/rewards/mean": 0.5, "perf/response_tokens": 200.0} for _ in range(10)]
     steps[-1]["sampling/unknown_tokens"] = 5.0
     write_metrics(tmp_path, steps)
     rows = {row.code: row for row in health_rows(read_contents(tmp_path), Samples(length_correlation=0.9))}

@@ -21,7 +21,7 @@ def test_a_reward_that_rises_by_more_than_its_noise_is_learning(tmp_path):
     steps = [{"critic/rewards/mean": value} for value in (0.1, 0.12, 0.11, 0.5, 0.6, 0.8, 0.79, 0.81, 0.8, 0.82)]
     state, reason = lights_of(tmp_path, steps)["Does it learn?"]
     assert state == "good"
-    assert reason == "reward 0.11 → 0.81 (2 steps each)"
+    assert reason == "reward 0.10 → 0.80 (first step; mean of the last 5)"
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,23 @@ def test_faults_are_those_of_the_last_training_steps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
     found = {one.question: one for one in lights(read_contents(tmp_path), Samples(read=100, last_faults=0.03))}
     assert found["Are the samples usable?"].reason == "in the last steps: 3.0% not graded"
+
+
+@pytest.mark.parametrize(
+    ("solved", "stuck", "state", "reason"),
+    [
+        (0.7, 0.05, "good", "70% of the prompts are solved by every response and teach nothing more"),
+        (
+            0.1,
+            0.65,
+            "fair",
+            "75% of the prompts teach nothing: all their responses score the same, and most of them not",
+        ),
+        (0.3, 0.1, "good", "all graded"),
+    ],
+)
+def test_prompts_that_teach_nothing_are_a_warning_unless_they_are_solved(tmp_path, solved, stuck, state, reason):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
+    samples = Samples(last_faults=0.0, solved=solved, stuck=stuck)
+    light = lights(read_contents(tmp_path), samples)[2]
+    assert light.state == state and reason in light.reason

@@ -144,6 +144,22 @@ def test_the_configuration_is_printed_as_hydra_s_users_ask_for_it(capsys: pytest
     assert "--package=trainr: there is no such section" in capsys.readouterr().err
 
 
+def test_cfg_prints_a_configuration_as_far_as_it_can_be_read_and_what_is_wrong_with_it(capsys) -> None:
+    assert run_command(Work().command, ["--cfg", "job", "data.train_batch_size=7"]) == 2
+    output = capsys.readouterr()
+    printed = yaml.safe_load(output.out)
+    assert (printed["data"]["train_batch_size"], printed["data"]["train_files"]) == (7, ["???"])
+    assert "data.train_files is not set; add data.train_files=..." in output.err
+
+
+def test_cfg_of_a_sweep_prints_every_configuration_and_runs_nothing(capsys) -> None:
+    work = Work()
+    assert run_command(work.command, ["-m", *NEEDED, "trainer.seed=3,4", "--cfg", "-p", "trainer"]) == 0
+    output = capsys.readouterr().out
+    assert [one["seed"] for one in yaml.safe_load_all(output)] == [3, 4]
+    assert "--- # seed-3\n" in output and work.configs == []
+
+
 @pytest.mark.parametrize("option", ["--info=all", "-sc", "--config-dir"])
 def test_options_of_hydra_that_there_are_not_are_met_with_what_to_do(capsys, option) -> None:
     with pytest.raises(SystemExit):

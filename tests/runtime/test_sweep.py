@@ -82,6 +82,10 @@ def test_a_run_that_returns_an_exit_status_does_not_stop_the_others(needed, caps
     [
         (["data.seed=0,-2"], "seed--2: data.seed=-2: must be at least 0"),
         (["data.seed=1"], "needs a key with several values"),
+        (
+            ["data.seed=range(5,0)"],
+            "data.seed has no value in data.seed=range(5,0); count upwards, as in data.seed=range",
+        ),
         (["trainer.default_local_dir=a,b"], "trainer.default_local_dir has several values"),
         (["data.seed=interval(0,1)"], "single values are expected"),
         (["data.seed=1,1"], "two runs would be named seed-1"),

@@ -53,7 +53,7 @@ def test_an_incomplete_last_line_is_not_read(tmp_path):
     assert read_metrics(tmp_path) == {1: {"a": 1}}
 
 
-def test_the_summary_has_first_last_and_best_values(tmp_path):
+def test_the_summary_has_values_before_and_after_training_and_the_best(tmp_path):
     lines = rows(summary(write(tmp_path, RUN)))
     assert lines["critic/rewards/mean"] == ["0.25", "0.5", "0.75", "(step", "2)"]
     assert lines["val-core/toy/acc/mean@1"] == ["0.25", "1", "1", "(step", "3)"]
