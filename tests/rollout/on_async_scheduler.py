@@ -18,8 +18,8 @@ from hybridrl.config import load_ppo_config
 from hybridrl.rollout.types import Completion, Request, Sampling, request_seed
 from hybridrl.rollout.vllm.settings import vllm_environment
 
-REQUESTS, TOKENS = 12, 32
-INTERRUPTED_AFTER = 18  # tokens of all requests
+REQUESTS, TOKENS = 10, 20
+INTERRUPTED_AFTER = 12  # tokens of all requests
 
 
 def configured(model: str) -> Any:
@@ -89,7 +89,7 @@ async def interrupted(engine: Any, wanted: list[Request]) -> list[Completion]:
     before = await engine.check()
     tasks = [asyncio.create_task(engine.generate(one)) for one in wanted]
     while await engine.check() < before + INTERRUPTED_AFTER:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     await engine.interrupt()
     return await asyncio.gather(*tasks)
 
@@ -113,7 +113,7 @@ async def scenario(engine: Any, tokenizer: Any) -> dict[str, Any]:
 def main() -> None:
     model, kind = sys.argv[1:]
     section = configured(model)
-    os.environ |= vllm_environment(section.rollout) | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    os.environ |= vllm_environment(section.rollout) | {"VLLM_LOGGING_LEVEL": "ERROR"}
     from transformers import AutoTokenizer
 
     from hybridrl.rollout.vllm.engine import VllmEngine
