@@ -4,7 +4,7 @@ import mmap
 import os
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -97,11 +97,10 @@ class BroadcastGroup:
         result: Future[T] = Future()
         Thread(target=_resolve, args=(result, call), daemon=True).start()
         try:
-            while True:
-                with suppress(TimeoutError):
-                    return result.result(CANCEL_SECONDS)
-                if not result.done() and self._cancelled():
+            while wait([result], CANCEL_SECONDS).not_done:
+                if self._cancelled():
                     raise RuntimeError("the broadcast was cancelled, as one of its processes has failed")
+            return result.result()
         except BaseException:
             group, self.group = self.group, None  # on CPU the others, who may wait for this one, notice it
             with suppress(RuntimeError):  # gloo has no abort, and needs none
