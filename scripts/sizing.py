@@ -50,7 +50,7 @@ def fewest(size: str, gigabytes: int, way: str, root: Path) -> int | None:
             for share in range(18, 3, -1) if run else ():
                 run.config.actor_rollout_ref.rollout.gpu_memory_utilization = share / 20
                 asked = Run(run.config, run.models, gigabytes * 10**9)
-                device, _ = make_plans(asked)
+                device, *_ = make_plans(asked)
                 rows = asked.cache // asked.row_bytes
                 if device.peak <= (1 - SPARE) * asked.gpu and rows >= LEAST_ROWS:
                     return gpus

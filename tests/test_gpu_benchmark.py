@@ -57,6 +57,37 @@ def test_a_variant_that_does_not_fit_in_memory_is_measured_in_smaller_micro_batc
     assert not any(section.model.enable_gradient_checkpointing for section in tried)
 
 
+def test_rollout_is_compared_with_vllms_generate_in_both_of_its_process_modes(tmp_path, monkeypatch):
+    import gpu
+    from memory_plan import make_model
+    from models import SHAPES
+
+    seconds = {"0": 2.0, "1": 0.5}
+
+    class Child:
+        def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
+            self.seconds = seconds[environment["VLLM_ENABLE_V1_MULTIPROCESSING"]]
+
+        def __enter__(self) -> "Child":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def call(self, name: str, file: str) -> dict[str, float]:
+            return {"seconds": self.seconds}
+
+    make_model(SHAPES["tiny"], tmp_path / "model")
+    bench = gpu.Bench(Namespace(shape="tiny", device="cpu", gpus=1, overrides=[]), tmp_path, ExitStack())
+    bench.config, bench.group, bench.gpu = bench.configured(), Group([], "", []), ""
+    bench.generated = SimpleNamespace(median=1.0)
+    monkeypatch.setattr(gpu, "Child", Child)
+    assert {row.what: row.value for row in bench.bare()} == {
+        "rollout against vLLM's generate, its engine in the caller's process, tiny": 2.0,
+        "rollout against vLLM's generate, its engine in its own process, vLLM's default, tiny": 0.5,
+    }
+
+
 def test_the_sleep_of_engines_is_counted_as_a_call(monkeypatch):
     from weight_sync import count_calls
 

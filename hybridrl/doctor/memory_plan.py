@@ -54,8 +54,9 @@ SWITCHES = (
     "critic.fsdp.param_offload",
     "critic.fsdp.optimizer_offload",
 )
-# Proposed only if nothing else is enough: the optimizer then steps on the CPU.
-SLOW_SWITCHES = (f"{ACTOR}.fsdp_config.offload_policy", "critic.fsdp.offload_policy")
+MERGE = "actor_rollout_ref.model.lora.merge"
+# Proposed only if nothing else is enough: the optimizer then steps on the CPU, or all weights are sent at every sync.
+SLOW_SWITCHES = (f"{ACTOR}.fsdp_config.offload_policy", "critic.fsdp.offload_policy", MERGE)
 TOKENS = (
     f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
@@ -120,6 +121,10 @@ class Run:
         width, self.row_bytes = rollout.tensor_model_parallel_size, models.policy.row_cache(self.longest, itemsize)
         self.weights = models.policy.engine_weights(itemsize, on_cpu=self.on_cpu) / width
         self.cache = max(rollout.gpu_memory_utilization * self.gpu - self.weights, 0)
+        # Of the base of an adapter, which a sleeping engine on CUDA keeps in host memory.
+        adapted = config.actor_rollout_ref.model.lora_rank and not config.actor_rollout_ref.model.lora.merge
+        asleep = rollout.free_cache_engine and not self.apart and not self.on_cpu
+        self.base = models.policy.page_locked * itemsize / width if adapted and asleep else 0
         if self.on_cpu:
             self.cache = cpu_cache_bytes(models.policy.row_cache(1, itemsize), rollout, self.engine_devices // width)
 
@@ -182,8 +187,12 @@ def phase_memory(run: Run, phase: str) -> Held:
         engine["KV cache"] += run.cache
     if syncing or (run.on_cpu and not starting):
         held.device["sync buckets"] += run.models.bucket
+    if run.base:  # torch keeps page-locked memory for the next sleep
+        held.host["sleeping base"] += run.base
     if cuda:
-        held.device["CUDA contexts"] = TRAINER_CONTEXT_BYTES + (0 if run.apart else ENGINE_CONTEXT_BYTES)
+        held.device["CUDA contexts"] += TRAINER_CONTEXT_BYTES
+        engine["CUDA contexts"] += ENGINE_CONTEXT_BYTES
+        held.engine["sync buckets"] += run.models.bucket * syncing * run.apart
         if not run.apart and not syncing and phase != "rollout":
             held.device["sleeping engine"] = ASLEEP_BYTES
     if not starting and save_times(run.config.trainer).ever:  # the host copies that are written; they are kept
@@ -200,9 +209,7 @@ def machine_memory(run: Run, phase: str) -> Bytes:
     one = held.host + held.device if run.on_cpu else held.host
     memory = Counter({kind: run.devices * size for kind, size in one.items()})
     memory.update({kind: run.engine_devices * size for kind, size in held.engine.items() if run.on_cpu})
-    devices = (
-        run.devices + run.engine_devices
-    ) / 2  # assumed: each has half of a device's processes if the two are apart
+    devices = (run.devices + run.engine_devices) / 2  # assumed, if apart: each has half of a device's processes
     memory["processes"] = MACHINE_BYTES + devices * DEVICE_BYTES
     return memory
 
@@ -311,7 +318,9 @@ def make_plans(run: Run) -> list[Plan]:
         return [Plan("this machine", host, free, ", all processes together")]
     device = {phase: phase_memory(run, phase).device for phase in phases}
     remark = " (not measured on CUDA)"
-    return [Plan("each GPU", device, run.gpu, remark), Plan("each machine's host", host, free, remark)]
+    plans = [Plan("each GPU", device, run.gpu, remark), Plan("each machine's host", host, free, remark)]
+    engine = {phase: phase_memory(run, phase).engine for phase in ("rollout", "weight sync")}
+    return [*plans, Plan("each GPU of the rollout servers", engine, run.gpu, remark)] if run.apart else plans
 
 
 def table(plan: Plan) -> str:
@@ -379,7 +388,8 @@ def _candidates(run: Run) -> Iterator[dict[str, list[Any]]]:
     if not run.on_cpu:
         values[UTILIZATION] = [percent / 100 for percent in range(round(100 * present[UTILIZATION]) - 5, 9, -5)]
     yield {key: tried for key, tried in values.items() if tried}
-    yield {key: [True] for key in SLOW_SWITCHES if present[key] is False}
+    has_adapter = bool(run.config.actor_rollout_ref.model.lora_rank)
+    yield {key: [True] for key in SLOW_SWITCHES if present[key] is False and (key != MERGE or has_adapter)}
 
 
 def _with(run: Run, key: str, value: Any) -> Run:

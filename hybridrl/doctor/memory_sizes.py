@@ -38,6 +38,7 @@ class ModelSizes:
     layer: int  # parameters of the largest layer
     largest: int  # largest trained tensor
     small_fused: int  # parameters that an engine fuses into matrices of fewer elements than SMALL
+    page_locked: int  # base parameters in fused matrices, each rounded up to a power of two as torch locks pages
     tied: bool
     layers: int
     hidden: int
@@ -149,11 +150,9 @@ def blank(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedM
 
 def model_sizes(model: PreTrainedModel) -> ModelSizes:
     trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    by_layer, fused = Counter[str](), Counter[tuple[str, torch.Size]]()
+    by_layer = Counter[str]()
     for name, parameter in model.named_parameters():
         by_layer[LAYER.match(name)[0]] += parameter.numel()
-        # An engine fuses a module's matrices that read the same input (query, key, value).
-        fused[name.rsplit(".", 2)[0], parameter.shape[1:]] += parameter.numel()
     parameters, outside = by_layer.total(), by_layer.pop("", 0)
     text = model.config.get_text_config()
     values = text.to_dict()
@@ -162,13 +161,16 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
     if experts := values.get("num_experts_per_tok") or 0:
         one, shared = values.get("moe_intermediate_size") or intermediate, values.get("n_shared_experts") or 0
         intermediate = (experts + shared) * one + (values.get("shared_expert_intermediate_size") or 0)
+    with without_pairs(model):
+        base = _fused(model)
     return ModelSizes(
         parameters=parameters,
         trained=sum(trained),
         outside=outside,
         layer=max(by_layer.values()),
         largest=max(trained),
-        small_fused=sum(size for size in fused.values() if size < SMALL),
+        small_fused=sum(size for size in _fused(model) if size < SMALL),
+        page_locked=sum(1 << (size - 1).bit_length() for size in base),
         tied=bool(text.tie_word_embeddings),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -177,6 +179,14 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
         intermediate=intermediate,
         vocabulary=text.vocab_size,
     )
+
+
+def _fused(model: PreTrainedModel) -> list[int]:
+    """The sizes of an engine's matrices, which fuse those of a module that read the same input (query, key, value)."""
+    fused = Counter[tuple[str, torch.Size]]()
+    for name, parameter in model.named_parameters():
+        fused[name.rsplit(".", 2)[0], parameter.shape[1:]] += parameter.numel()
+    return [*fused.values()]
 
 
 def sync_buffer(model: PreTrainedModel, dtype: str, limit: int) -> int:

@@ -38,6 +38,7 @@ class Sender:
             self._free()
             reshard(self.model)
             self.buffer = SharedBuffer(size, self.device)
+        bucket.clear_gaps(self.buffer.tensor)
         target, tensors = bucket.view(self.buffer.tensor), {tensor.name: tensor for tensor in bucket.tensors}
         for name, value in adapter_parameters(self.model.model).items():
             if name in tensors:

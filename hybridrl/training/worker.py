@@ -290,11 +290,11 @@ class TrainWorker:
 
     def join_engines(self, address: str, size: int, seconds: float) -> None:
         """Form a group with engines on other devices, as its first rank."""
-        self.engines = devices.broadcast_group(self.config.device, address, self.listener, 0, size, seconds)
+        self.engines = devices.BroadcastGroup(self.config.device, address, self.listener, 0, size, seconds)
 
     def send_bucket(self, bucket: Bucket) -> None:
         """Send a bucket that was filled to all engines of the group."""
-        devices.broadcast(self.engines, self.sender.bytes_of(bucket))
+        self.engines.broadcast(self.sender.bytes_of(bucket))
 
     def offload(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> dict[str, float]:
         """Move to host memory what may leave the device, or only the policy back: the critic returns when it is used.

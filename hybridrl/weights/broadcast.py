@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from hybridrl import device as devices
 from hybridrl.weights.buckets import Bucket
 from hybridrl.weights.sync import BucketSync, Filled, Workers
 
@@ -34,18 +35,26 @@ class BroadcastSync(BucketSync):
         self.members: list[Any] = []  # the servers of the process group
         self.sender: Workers = self.trainers.only(FIRST)
         self.sending: list[Any] = []  # calls
+        self.address = ""  # of the process group
 
     def _send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
-        self._form_group(indices)
-        super()._send(buckets, indices, adapter=adapter)
-        self._finish_sending()
+        try:
+            self._form_group(indices)
+            super()._send(buckets, indices, adapter=adapter)
+            self._finish_sending()
+        except Exception:
+            self.members = []
+            if self.address:  # the members that live wait for the one that failed
+                devices.cancel_broadcasts(self.address)
+            raise
 
     def _form_group(self, indices: Sequence[int]) -> None:
         members, servers = [self.servers.actors[index] for index in indices], self.servers.only(indices)
         if members == self.members:
             return
-        self.members, size = [], 1 + len(members) * self.tp_size
+        self.members, self.address, size = [], "", 1 + len(members) * self.tp_size
         (address,) = self.sender.broadcast(BroadcastSource.listen, timeout=self.timeout)
+        self.address = address
         parts = [(address, 1 + place * self.tp_size, size, self.timeout) for place in range(len(members))]
         joining = servers.start_each(BroadcastTarget.join_trainer, parts)
         ours = self.sender.start_each(BroadcastSource.join_engines, [(address, size, self.timeout)])
@@ -67,7 +76,6 @@ class BroadcastSync(BucketSync):
         self.sender.finish(sending, BroadcastSource.send_bucket, timeout=self.timeout)
 
     def abort(self, dead: Sequence[int]) -> None:
-        self.members = []
         super().abort(dead)
         with suppress(RuntimeError):  # it failed with the server that was lost
             self._finish_sending()

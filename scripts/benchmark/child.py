@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 
 class Child:
@@ -40,11 +43,17 @@ class Child:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        descendants = []  # such as an engine in a process of its own
+        with suppress(psutil.NoSuchProcess):
+            descendants = psutil.Process(self.process.pid).children(recursive=True)
         self.requests.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
+        for descendant in descendants:
+            with suppress(psutil.NoSuchProcess):
+                descendant.kill()
 
 
 def serve(pipes: str, functions: dict[str, Callable[..., Any]]) -> None:

@@ -3,9 +3,10 @@
 One shape with random weights in bfloat16. Each row is printed, and written with --json, as soon as it is measured, in
 this order: start-up, weight sync by CUDA IPC, the switch, one update of 16k tokens per GPU as a share of the GPU's
 peak, memory of log-probs, rollout, difference of log-probs between engine and trainer, memory that a sleeping engine
-keeps, the update with each of --variants (all of VARIANTS by default), and vLLM's own `generate`. Rows that are not
-reached within --seconds are listed as not measured. Status 1 means that a row failed; the workers' logs are then
-printed. `--device cpu` only tests the script, with few tokens; its figures have no meaning.
+keeps, the update with each of --variants (all of VARIANTS by default), and vLLM's own `generate`, with its engine in
+the caller's process and, as is vLLM's default, in a process of its own. Rows that are not reached within --seconds are
+listed as not measured. Status 1 means that a row failed; the workers' logs are then printed. `--device cpu` only tests
+the script, with few tokens; its figures have no meaning.
 """
 
 import json
@@ -57,6 +58,11 @@ VARIANTS = {
     ],
     "without resharding": ["actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"],
 }
+
+
+# Where plain vLLM's engine computes -> the value of the variable; hybridrl's computes in the process of its server.
+MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+PROCESS_MODES = {"in the caller's process": "0", "in its own process, vLLM's default": "1"}
 
 
 @dataclass(frozen=True)
@@ -268,7 +274,7 @@ class Bench:
         time.sleep(5 if self.gpu else 0)  # the device's memory is free once the processes are gone
 
     def bare(self) -> list[Row]:
-        """Measure plain vLLM on one device, with one GPU's share of the responses."""
+        """Measure plain vLLM on one device, with one GPU's share of the responses, in both of its process modes."""
         self.end(self.group)
         section = self.config.actor_rollout_ref
         engine, file = self.directory / "engine.pt", self.directory / "requests.json"
@@ -276,13 +282,19 @@ class Bench:
         tokens, requests = self.load.tokens, self.load.requests(1)
         plain = [{"prompt": one.prompt_ids, "seed": one.seed, "max_tokens": tokens} for one in requests]
         file.write_text(json.dumps(plain))
+        return [self.bare_in(mode, engine, file) for mode in PROCESS_MODES]
+
+    def bare_in(self, mode: str, engine: Path, file: Path) -> Row:
         command = [sys.executable, str(Path(__file__).with_name("bare.py")), "--device", self.options.device]
-        side = self.stack.enter_context(Child(command, self.directory / "bare.log", ENVIRONMENT))
-        side.call("start_engine", file=str(engine))
-        seconds = median([side.call("generate", file=str(file))["seconds"] for _ in range(4)][1:])
+        log = self.directory / f"bare-{PROCESS_MODES[mode]}.log"
+        with Child(command, log, ENVIRONMENT | {MULTIPROCESSING: PROCESS_MODES[mode]}) as side:
+            side.call("start_engine", file=str(engine))
+            seconds = median([side.call("generate", file=str(file))["seconds"] for _ in range(4)][1:])
+        if self.gpu:
+            time.sleep(5)  # the device's memory is free once the processes are gone
         ours = self.generated.median
-        what = f"rollout against vLLM's generate, {self.name}"
-        return [Row(what, self.speed(ours), self.speed(seconds), seconds / ours, "at least 0.98")]
+        what = f"rollout against vLLM's generate, its engine {mode}, {self.name}"
+        return Row(what, self.speed(ours), self.speed(seconds), seconds / ours, "at least 0.98")
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybridrl.config import ConfigError
+from hybridrl.config.checks import model as model_checks
 from hybridrl.config.checks.model import CPU_HEAD_SIZES
 from hybridrl.runs.settings import build_agreement, build_policy_plan
 
@@ -210,6 +211,7 @@ def test_latent_attention_has_no_heads_of_one_size(load: Load) -> None:
     load("trainer.device=cpu")
 
 
+CLUSTER = "ray_kwargs.ray_init.address=auto"  # whose GPUs are not known
 DELTA = {"architectures": ["Qwen3_5ForCausalLM"], "linear_num_value_heads": 4}
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -225,6 +227,27 @@ def test_an_engine_on_cpu_gets_what_a_recurrence_along_the_text_needs(load: Load
     write(mamba_d_state=8)
     section = load("trainer.device=cpu").config.actor_rollout_ref
     assert (section.rollout.dtype, section.rollout.enable_prefix_caching) == ("float32", False)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "installed", "warned"),
+    [
+        ("cuda", DELTA, False, True),
+        ("cuda", DELTA, True, False),
+        ("cpu", DELTA, False, False),
+        ("cuda", {"mamba_d_state": 8}, False, False),
+    ],
+)
+def test_a_run_that_trains_linear_attention_slowly_says_so(
+    load: Load, monkeypatch, device: str, settings: dict, installed: bool, warned: bool
+) -> None:
+    find = model_checks.find_spec
+    there = {"fla": find("json") if installed else None}
+    monkeypatch.setattr(model_checks, "find_spec", lambda name: there[name] if name in there else find(name))
+    write(**settings)
+    notes = [note for note in load(f"trainer.device={device}", CLUSTER).notes if "flash-linear-attention" in note]
+    assert bool(notes) == warned
+    assert all("pip install flash-linear-attention" in note for note in notes), notes
 
 
 def test_a_type_that_a_recurrence_on_cpu_does_not_take_is_rejected(load: Load) -> None:

@@ -230,6 +230,15 @@ def test_the_oldest_versions_that_are_tested_are_the_oldest_that_are_allowed():
     assert dict(tested) == {name: f"{version}.0" for name, version in allowed}
 
 
+def test_the_builds_for_cuda_that_are_tested_are_those_that_are_installed_and_the_oldest():
+    scripts = Path(__file__).parents[2] / "scripts"
+    tested, installed, oldest = (
+        dict(re.findall(r"^(torch|vllm|oldest_vllm)=(\S+)$", (scripts / name).read_text(), re.MULTILINE))
+        for name in ("test_cuda_install.sh", "install.sh", "test_oldest.sh")
+    )
+    assert tested == installed | {"oldest_vllm": oldest["vllm"]}
+
+
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,7 @@ WHOLE = ModelSizes(
     layer=100,
     largest=40,
     small_fused=200,
+    page_locked=320,
     tied=True,
     layers=2,
     hidden=4,
@@ -63,6 +64,7 @@ ADAPTED = ModelSizes(
     layer=110,
     largest=8,
     small_fused=220,
+    page_locked=320,
     tied=False,
     layers=2,
     hidden=4,
@@ -405,6 +407,66 @@ def test_the_update_of_qwen25_7b_on_eight_gpus(load: Load, memory: object, tmp_p
     without = 16 * parameters / 8  # 14.2 GiB
     assert phase_memory(run, "policy update").device.total() == pytest.approx(estimate.device.total() - without)
     assert machine_memory(run, "policy update").total() - MACHINE_BYTES - 8 * DEVICE_BYTES == 8 * without
+
+
+ADAPTER = ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.target_modules=all-linear")
+# A layer's matrices as an engine fuses them (of attention all have 8 columns; gate and up), its biases and norms.
+FUSED = (8 * (8 + 4 + 4 + 8), 2 * 8 * 16, 8 * 16, 8 + 4 + 4, 2 * 8)
+ROUNDED = 2 * (256 + 256 + 128 + 16 + 16) + 1024 + 8  # powers of two: of both layers, the embedding and the last norm
+
+
+def test_the_base_of_an_adapter_waits_in_page_locked_memory_while_its_engine_sleeps(load: Load, memory: object) -> None:
+    assert FUSED == (192, 256, 128, 16, 16) and EMBEDDING == 640
+    run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=2", *ADAPTER))
+    assert [phase_memory(run, phase).host["sleeping base"] for phase in ("start-up", "policy update")] == [
+        2 * ROUNDED,  # bfloat16
+        2 * ROUNDED,
+    ]
+    assert machine_memory(run, "rollout")["sleeping base"] == 2 * 2 * ROUNDED
+    for other in (
+        ["trainer.device=cuda"],
+        ["trainer.device=cuda", *ADAPTER, "actor_rollout_ref.model.lora.merge=true"],
+        ["trainer.device=cuda", *ADAPTER, "actor_rollout_ref.rollout.free_cache_engine=false"],
+        ["trainer.device=cuda", *ADAPTER, *SEPARATE],
+        ["trainer.device=cpu", *ADAPTER],
+    ):
+        assert "sleeping base" not in phase_memory(run_of(load(*other)), "policy update").host
+
+
+def test_a_machine_whose_memory_a_sleeping_base_does_not_fit_is_offered_merged_weights(load: Load, memory) -> None:
+    run = run_of(load("trainer.device=cuda", *ADAPTER))
+
+    def peak(changed: Run) -> float:
+        return make_plans(changed)[1].needs["rollout"]["sleeping base"]
+
+    assert suggest_fix(run, peak, peak(run) - 1) == "set actor_rollout_ref.model.lora.merge=true"
+
+
+SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=1")
+
+
+def test_gpus_of_rollout_servers_have_a_plan_of_their_own(load: Load, memory: object) -> None:
+    run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=1", *SEPARATE), gpu=10 * GIB)
+    *_, plan = make_plans(run)
+    assert (plan.place, plan.available) == ("each GPU of the rollout servers", 10 * GIB)
+    assert plan.needs["rollout"] == {
+        "rollout weights": 2 * PARAMETERS,
+        "KV cache": 0.9 * 10 * GIB - 2 * PARAMETERS,
+        "CUDA contexts": 0.7 * GIB,
+        "sync buckets": 0,
+    }
+    assert plan.needs["weight sync"]["sync buckets"] == run.models.bucket > 0
+    assert len(make_plans(run_of(load("trainer.device=cuda"), gpu=10 * GIB))) == 2
+
+
+def test_an_engine_that_fills_its_gpu_is_offered_a_smaller_share(
+    load: Load, memory: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan_module, "visible_gpus", lambda: [Gpu(0, "", 6 * GIB, 0)] * 2)
+    findings = report(load("trainer.device=cuda", "trainer.n_gpus_per_node=1", *SEPARATE))
+    (finding,) = (item for item in findings.items if "memory of each GPU of the rollout servers: " in item.cause)
+    assert finding.severity == "warning"
+    assert finding.fix == "set actor_rollout_ref.rollout.gpu_memory_utilization=0.85"
 
 
 def test_the_update_of_qwen25_05b_on_one_gpu(load: Load, memory: object, tmp_path: Path) -> None:

@@ -26,7 +26,10 @@ COMPILED = "vllm._C_stable_libtorch"  # imported for its side effects; a CPU's b
 def fake_gpus() -> None:
     pynvml.nvmlInit = pynvml.nvmlShutdown = lambda: None
     pynvml.nvmlDeviceGetCount = lambda: GPUS
-    sys.modules.setdefault(COMPILED, ModuleType(COMPILED))
+    try:
+        import_module(COMPILED)
+    except ImportError:
+        sys.modules[COMPILED] = ModuleType(COMPILED)
     cuda = import_module("vllm.platforms.cuda").NonNvmlCudaPlatform
     facts = {
         "get_device_capability": lambda cls, device_id=0: DeviceCapability(9, 0),

@@ -170,3 +170,19 @@ def test_prompts_count_with_their_first_token_and_each_token_and_preemption_as_i
         collector.process_outputs(outputs)
         counts.append((collector.observer.prefilled, collector.observer.sampled, collector.observer.stats.preemptions))
     assert counts == [(prompt, 1, 1), (2 * prompt, 3, 2)]
+
+
+@pytest.mark.parametrize(("reason", "failure"), [("STOP", ""), ("LENGTH", ""), ("ABORT", "abort"), ("ERROR", "error")])
+def test_a_response_is_complete_only_if_the_policy_or_a_limit_has_ended_it(reason, failure):
+    collector = Collector(Observer())
+    collector.add_request(request("x"))
+    (response,) = collector.process_outputs([sampled("x", 7, -0.5, FinishReason[reason])]).request_outputs
+    assert response.failure == failure
+
+
+def test_a_stop_text_ends_a_response_whatever_becomes_of_its_request(tokenizer):
+    collector = Collector(Observer())
+    collector.tokenizer = tokenizer
+    collector.add_request(request("x", "b"))
+    (response,) = collector.process_outputs([sampled("x", BYTES["b"], -0.5, FinishReason.ABORT)]).request_outputs
+    assert response.failure == ""

@@ -8,11 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
+import pytest
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
+from hybridrl.rollout.types import Request, Sampling
+from hybridrl.rollout.vllm.collector import Collector, Response
 from hybridrl.rollout.vllm.engine import PARTS, VllmEngine, unlink_segments
 from hybridrl.rollout.vllm.loop import EngineLoop
+from hybridrl.rollout.vllm.observer import Observer
 from hybridrl.rollout.vllm.settings import vllm_environment
 from hybridrl.rollout.vllm.worker import unwrap_adapted_layers, wrap_adapted_layers
 
@@ -47,6 +51,59 @@ def test_an_engine_that_has_only_its_weights_goes_to_sleep_fully():
             assert old.asleep == PARTS
 
     asyncio.run(sleep_after_each_of([], ["weights"], ["weights", "kv_cache"], [], ["weights"]))
+
+
+class EndingEngine:
+    """Ends each request at once, for this reason; `reset` is what it answers to a reset of its cache."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: 100, max_model_len=50)
+
+    def __init__(self, failure: str = "", reset: bool = True) -> None:
+        self.failure, self.reset, self.names = failure, reset, []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.names)
+
+    def add_request(self, name: str, *_: object, **__: object) -> None:
+        self.names.append(name)
+
+    def step(self) -> list[Response]:
+        names, self.names = self.names, []
+        return [Response(name, None, [7, 8], failure=self.failure) for name in names]
+
+    def reset_prefix_cache(self) -> bool:
+        return self.reset
+
+
+def around(vllm: EndingEngine) -> VllmEngine:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.loop, engine.adapted, engine.observer = EngineLoop(lambda: vllm), False, Observer()
+    engine.collector, engine.sync_id, engine.version = Collector(engine.observer), 3, 2
+    return engine
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_request_that_vllm_gives_up_is_no_response(reason):
+    async def generate(engine: VllmEngine) -> list[int]:
+        await engine.loop.start()
+        return (await engine.generate(Request(0, 0, [1, 2], 5, Sampling(9, (0,))))).token_ids.tolist()
+
+    assert asyncio.run(generate(around(EndingEngine()))) == [7, 8]
+    with pytest.raises(RuntimeError, match=f"vLLM ended the request after 2 tokens: {reason}"):
+        asyncio.run(generate(around(EndingEngine(reason))))
+
+
+def test_new_weights_are_not_used_with_a_cache_that_vllm_has_not_emptied():
+    async def sync(engine: VllmEngine) -> tuple[int, int]:
+        await engine.loop.start()
+        await engine.finish_sync(4, 3)
+        return engine.sync_id, engine.version
+
+    assert asyncio.run(sync(around(EndingEngine()))) == (4, 3)
+    kept = around(EndingEngine(reset=False))
+    with pytest.raises(RuntimeError, match="vLLM has not emptied its prefix cache"):
+        asyncio.run(sync(kept))
+    assert (kept.sync_id, kept.version) == (3, 2)
 
 
 class Adapted(BaseLayerWithLoRA):

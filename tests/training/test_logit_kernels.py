@@ -53,7 +53,7 @@ def test_outputs_and_gradients_match_full_logits():
 OF_LOGITS = r"tensor<\d+x!tt\.ptr<bf16>>"
 
 
-@pytest.mark.parametrize("capability", [80, 90], ids=["A100", "H100"])
+@pytest.mark.parametrize("capability", [80, 90, 100], ids=["A100", "H100", "B200"])
 @pytest.mark.parametrize(
     ("kernel", "given", "loads", "stores"),
     [

@@ -22,6 +22,27 @@ def digests(directory: str, offloaded: bool) -> list[int]:
     return [sender.fill(bucket) for bucket in sender.plan.model]
 
 
+def digests_twice(directory: str) -> list[list[int]]:
+    """The digests of buckets with gaps, filled in memory that has other bytes in it each time."""
+    blank = blank_language_model(model_config(directory), torch.float32)
+    model = shard_and_fill(blank, directory, fsdp_config(), mesh("cpu", 1, 1), HOST)
+    sender, result = Sender(model, HOST, torch.float32, 1 << 14, merge=False), []
+    for garbage in (1, 2):
+        for bucket in sender.plan.model:
+            sender.fill(bucket)
+        sender.buffer.tensor.fill_(garbage)
+        result.append([sender.fill(bucket) for bucket in sender.plan.model])
+    return result
+
+
+def test_digests_are_those_of_the_weights_whatever_was_in_memory_before(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 6, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=7, num_key_value_heads=1, **sizes)).save_pretrained(tmp_path)
+    ((first, second),) = on_ranks(1, digests_twice, str(tmp_path))
+    assert first == second
+
+
 def test_offloaded_and_resident_parameters_give_the_engine_the_same_bytes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -22,6 +22,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
 
 RECURRENT = re.compile("linear_(num|conv)|mamba_|ssm_|conv_L_cache")  # of layers with a recurrent state
+DELTA_RULE = "linear_num_value_heads"  # of layers with a gated delta rule, as in Qwen3-Next and Qwen3.5
+DELTA_RULE_KERNELS = "fla"  # the package that transformers trains them with, if it is installed
 RANDOM = re.compile("drop|jitter")  # in the name of a setting that makes training random
 # How families that read images or sounds are named, if there is no config.json.
 MULTIMODAL = re.compile(
@@ -136,6 +138,14 @@ def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: s
         check.error(keys, cause, f"choose {' | '.join(map(str, fitting))}")
 
 
+def check_recurrence(key: str, model: ModelConfig, device: str, check: Checker) -> None:
+    """Report a model that would be trained without the kernels for its layers with a gated delta rule."""
+    if device == "cuda" and DELTA_RULE in model_settings(model) and find_spec(DELTA_RULE_KERNELS) is None:
+        cause = "without flash-linear-attention its linear attention is trained by a plain implementation, which takes "
+        fix = "pip install flash-linear-attention (the extra `linear`)"
+        check.warn(f"{key}.path", f"{cause}more than ten times as long", fix)
+
+
 def resolve_recurrence(key: str, model: ModelConfig, rollout: RolloutConfig, check: Checker) -> None:
     """Set what an engine on CPU requires for layers with a recurrent state."""
 
@@ -146,7 +156,7 @@ def resolve_recurrence(key: str, model: ModelConfig, rollout: RolloutConfig, che
     if any(RECURRENT.match(name) for name in settings) and rollout.enable_prefix_caching:
         rollout.enable_prefix_caching = False
         changed(f"{key}.enable_prefix_caching", "off: on CPU no recurrent state of a prefix is cached")
-    if "linear_num_value_heads" not in settings:  # those of a gated delta rule, as in Qwen3-Next and Qwen3.5
+    if DELTA_RULE not in settings:
         return
     if rollout.dtype is None:
         rollout.dtype = "bfloat16"

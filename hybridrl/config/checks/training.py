@@ -9,7 +9,7 @@ import psutil
 import pynvml
 
 from hybridrl.config.catalog import ESTIMATORS
-from hybridrl.config.checks.model import absolute, check_model, model_settings, resolve_lora
+from hybridrl.config.checks.model import absolute, check_model, check_recurrence, model_settings, resolve_lora
 from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import (
     FSDPConfig,
@@ -146,6 +146,7 @@ def resolve_trained(
     how to shorten them. `known`: its findings are reported with another model."""
     fsdp, model = part.fsdp, part.model
     check_model(part.model_key, model, longest, hint, check.muted() if known else check)
+    check_recurrence(part.model_key, model, trainer.device, check)
 
     # What a layer recomputes, and whether it is compiled.
     compile_key, selective_key = f"{part.fsdp_key}.compile_layers", f"{part.model_key}.selective_checkpointing"

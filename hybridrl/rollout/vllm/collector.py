@@ -17,6 +17,8 @@ from vllm.v1.engine.output_processor import OutputProcessorOutput
 
 from hybridrl.rollout.vllm.observer import Observer
 
+FAILED = (FinishReason.ABORT, FinishReason.ERROR)  # ends that neither the policy nor a limit has chosen
+
 
 @dataclass(eq=False)
 class Response:
@@ -30,6 +32,7 @@ class Response:
     prompt_log_probs: list[float] = field(default_factory=list)
     truncated: bool = False
     interrupted: bool = False
+    failure: str = ""  # why the engine ended a request that is not complete
 
     @property
     def log_probs(self) -> np.ndarray:
@@ -48,6 +51,7 @@ class Response:
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_log_probs += output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         self.truncated = output.finish_reason == FinishReason.LENGTH and not ended
+        self.failure = str(output.finish_reason) if output.finish_reason in FAILED and not ended else ""
         return ended
 
 

@@ -83,7 +83,7 @@ class VllmEngine:
         self.loop.enough = None
         self.observer.take()
         self.collector.sampled = 0
-        await self.loop.call(lambda engine: engine.reset_prefix_cache())
+        await self._empty_cache()
         await self._call_workers("renew", log_file)
 
     async def generate(self, request: Request) -> Completion:
@@ -102,7 +102,10 @@ class VllmEngine:
     async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> Response:
         adapter = adapter_request(self.sync_id) if self.adapted else None
         prompt = TokensPrompt(prompt_token_ids=prompt_ids)
-        return await self.loop.generate(name, prompt, parameters, lora_request=adapter)
+        response = await self.loop.generate(name, prompt, parameters, lora_request=adapter)
+        if response.failure:
+            raise RuntimeError(f"vLLM ended the request after {len(response.token_ids)} tokens: {response.failure}")
+        return response
 
     def _read_texts(self) -> None:
         """Load the tokenizer, which the engine starts without: few runs end responses by texts."""
@@ -116,7 +119,8 @@ class VllmEngine:
         return (await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)).prompt_log_probs
 
     async def hold(self) -> None:
-        await self.loop.call(lambda engine: engine.reset_prefix_cache())
+        if not self.loop.responses:  # an episode's later turn comes while others run, and continues what is cached
+            await self._empty_cache()
         self.loop.hold()
 
     async def release(self, goal: Goal | None = None) -> None:
@@ -171,11 +175,16 @@ class VllmEngine:
             model = self.model
             settings = {"r": model.lora_rank, "lora_alpha": model.lora_alpha, "target_modules": model.target_modules}
             await self._call_workers("finish_adapter", sync_id, settings)
-        await self.loop.call(lambda engine: engine.reset_prefix_cache())
+        await self._empty_cache()
         self.sync_id, self.version = sync_id, version
 
     async def held_sync(self) -> int:
         return self.sync_id
+
+    async def _empty_cache(self) -> None:
+        """Drop all cached prefixes, which belong to earlier weights. vLLM keeps them while a request has blocks."""
+        if not await self.loop.call(lambda engine: engine.reset_prefix_cache()):
+            raise RuntimeError("vLLM has not emptied its prefix cache: a request still has blocks of it")
 
     async def _call_workers(self, method: str, *args: Any) -> None:
         """Call a method of `worker.py` next to the model, on every device."""

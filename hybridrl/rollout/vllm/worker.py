@@ -72,7 +72,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         end_with_parent(os.getppid(), signal.SIGKILL)
         self.opened: tuple[Handle, torch.Tensor] | None = None
-        self.group: Any = None  # with the rank that sends
+        self.group: devices.BroadcastGroup | None = None  # with the rank that sends
         self.received = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.adapted: list[AdaptedLayer] = []  # out of the model while its base is loaded
 
@@ -108,11 +108,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def receive(self, size: int) -> torch.Tensor:
         if len(self.received) < size:
             self.received = torch.empty(size, dtype=torch.uint8, device=self.device)
-        try:
-            devices.broadcast(self.group, self.received[:size])
-        except RuntimeError:
-            self.group = None  # another one died: the others, who may wait for this one, notice it
-            raise
+        self.group.broadcast(self.received[:size])
         return self.received[:size]
 
     def finish_weight_update(self) -> None:
@@ -155,7 +151,7 @@ class EngineProcess:
         """Form a group with the training rank that sends weights, and with all other engines."""
         transfer, rank = self.weight_transfer_engine, first_rank + get_tensor_model_parallel_rank()
         transfer.group = None
-        transfer.group = devices.broadcast_group(transfer.device.type, address, None, rank, size, seconds)
+        transfer.group = devices.BroadcastGroup(transfer.device.type, address, None, rank, size, seconds)
 
     def load_adapter_bucket(self, info: dict[str, Any]) -> None:
         tensors = self.weight_transfer_engine.open_bucket(BucketInfo(**info))
