@@ -33,6 +33,7 @@ from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import MicroBatches, ModelInputs
+from hybridrl.training.seeds import training_seed
 from hybridrl.training.sender import Sender
 from hybridrl.training.sequence_parallel import sequence_group
 from hybridrl.training.state import StateWriter, load_state, state_of
@@ -233,7 +234,7 @@ class TrainWorker:
 
     def _seed(self, step: int) -> None:
         """Derive dropout's random numbers from the step alone, so that a resumed run repeats them."""
-        torch.manual_seed(hash((self.config.seed, step, self.rank)) & 0x7FFFFFFF)
+        torch.manual_seed(training_seed(self.config.seed, step, self.rank))
 
     def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
         """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""

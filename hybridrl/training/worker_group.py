@@ -26,6 +26,7 @@ from hybridrl.tracking import Stopwatch
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import MicroBatchBudget, MicroBatches, plan, reassemble
+from hybridrl.training.seeds import training_seed
 from hybridrl.training.token_outputs import TokenOutputs
 from hybridrl.training.worker import Columns, TrainWorker
 
@@ -60,7 +61,7 @@ class UpdatePlan:
         for epoch in range(self.epochs):
             order = groups
             if self.shuffle:
-                generator = torch.Generator().manual_seed(hash((self.seed, step, epoch)) & 0x7FFFFFFF)
+                generator = torch.Generator().manual_seed(training_seed(self.seed, step, epoch))
                 order = [groups[i] for i in torch.randperm(len(groups), generator=generator)]
             updates += [order[start : start + size] for start in range(0, len(order), size)]
         return [[row for number in update for row in members[number]] for update in updates]
@@ -209,7 +210,7 @@ class TrainWorkers:
             if self._token_selector is not None:
                 # The tokens that the loss treats differently, selected within each mini-batch of the first epoch.
                 select = bind(imported(self._token_selector), loss.parameters, rows=2)
-                generator = torch.Generator().manual_seed(hash((self.policy.updates.seed, step)) & 0x7FFFFFFF)
+                generator = torch.Generator().manual_seed(training_seed(self.policy.updates.seed, step))
                 chosen = torch.zeros_like(batch.response_mask)
                 for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
                     places = spans(batch.response_lengths, torch.as_tensor(rows))
