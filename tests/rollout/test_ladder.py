@@ -225,7 +225,7 @@ def starts(fleet, monkeypatch) -> list[int]:
     fleet.session = SimpleNamespace(kept={})
     monkeypatch.setattr(fleets, "gather", gather)
     for name, method in {"_start": start, "_spawn": lambda *_: "new", "kill": lambda _: None}.items():
-        monkeypatch.setattr(fleet, name, method, raising=False)
+        monkeypatch.setattr(fleet, name, method)
     return attempts
 
 

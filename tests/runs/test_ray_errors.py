@@ -319,8 +319,9 @@ def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(e
 
 
 def test_sharing_rows_with_a_full_object_store_restarts_the_run(config, monkeypatch):
-    def put(value: object) -> None:
-        raise exceptions.ObjectStoreFullError("2 GiB")
+    class FullStore(FakeRay):
+        def put(self, value: object) -> None:
+            raise exceptions.ObjectStoreFullError("2 GiB")
 
-    monkeypatch.setattr(groups.ray, "put", put, raising=False)
+    monkeypatch.setattr(groups, "ray", FullStore())
     assert attempts(config, lambda: Group.share([1])) == 2

@@ -299,7 +299,7 @@ def test_mlflow_without_a_server_writes_into_the_directory_of_the_run_alone(tmp_
     run, elsewhere, client = tmp_path / "run", tmp_path / "elsewhere", MlflowWithoutServer()
     run.mkdir(), elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # it may not be set
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setitem(sys.modules, "mlflow", client)
     for setting, value in MLFLOW_PATIENCE.items():
         monkeypatch.setenv(setting, value)
