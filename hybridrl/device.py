@@ -12,13 +12,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hybridrl.required import required
+
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def compiled_architectures() -> list[str]:
     """Return the GPU architectures that torch has code for, such as sm_90; asks no driver, and creates no context."""
-    return torch._C._cuda_getArchFlags().split() if torch.version.cuda else []
+    return required(torch._C._cuda_getArchFlags()).split() if torch.version.cuda else []
 
 
 def current(device: str) -> torch.device:
@@ -48,7 +50,7 @@ def open_store(address: str, listener: socket.socket | None, world_size: int, se
     """Return the store in which the ranks of a group meet; the first rank passes a socket that listens at the address.
     A socket created by torch would listen on every interface."""
     host, _, port = address.rpartition(":")
-    options = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    options: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
     return dist.TCPStore(host, int(port), world_size, timeout=timedelta(seconds=seconds), **options)
 
 
@@ -72,7 +74,7 @@ def broadcast_group(
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]  # it is, in torch's C++
     options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))], timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
 
@@ -95,14 +97,15 @@ def broadcast(group: Any, tensor: torch.Tensor) -> None:
 
 def collective_timeout() -> timedelta:
     """Return the time limit of collectives of all training ranks; torch gives further groups another one by default."""
-    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    return required(dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout
 
 
 def enable_determinism(device: str) -> None:
     """Use only deterministic kernels, and fail where there is none."""
     if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; uninitialised memory is never read here
+    # Filling memory costs time, and uninitialised memory is never read here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]  # made at run time
     torch.use_deterministic_algorithms(True)
 
 
@@ -133,7 +136,7 @@ class _PageLocked(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            required(torch.cuda.cudart()).cudaHostUnregister(self.address)
 
 
 def host_buffer(size: int, device: str) -> torch.Tensor:
@@ -144,7 +147,7 @@ def host_buffer(size: int, device: str) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
     pages = _PageLocked(-1, size)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)))
+    torch.cuda.check_error(int(required(torch.cuda.cudart()).cudaHostRegister(buffer.data_ptr(), size, 0)))
     pages.address = buffer.data_ptr()
     return buffer
 

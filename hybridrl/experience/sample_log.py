@@ -10,6 +10,7 @@ import numpy as np
 from hybridrl.batch import Batch
 from hybridrl.experience.conversations import transcript
 from hybridrl.experience.episodes import Episode
+from hybridrl.required import required
 from hybridrl.tracking import SampleRow, Tracker
 from hybridrl.tracking.console import console, sample_table, warn
 from hybridrl.tracking.records import OWN_KEY, record_files, write_records
@@ -72,7 +73,7 @@ class SampleLog:
         """Write the batch that a step trained on, for `doctor replay`; the last few are retained."""
         try:
             self.replay_dir.mkdir(exist_ok=True)
-            np.savez(self.replay_dir / f"{step}.npz", **batch.__getstate__())
+            np.savez(self.replay_dir / f"{step}.npz", allow_pickle=False, **batch.__getstate__())
         except OSError as error:
             warn(f"{self.replay_dir}: {error.strerror or error}; the batch of step {step} is not kept")
         for older in replays(self.replay_dir)[:-REPLAYS]:
@@ -113,7 +114,7 @@ def trained_fields(batch: Batch, with_tokens: int, decode: Decode) -> Trained:
     """Return the advantage of each episode of a batch, the mean over the tokens that it was trained on, and of some
     `with_tokens` of them, evenly from the least to the largest, what is known of each token of the response."""
     rows = batch.by_episode()
-    advantages = rows.written_mean(rows.advantages)
+    advantages = rows.written_mean(required(rows.advantages))
     places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
     fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
     evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
@@ -125,7 +126,11 @@ def trained_fields(batch: Batch, with_tokens: int, decode: Decode) -> Trained:
 def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
     """Return the tokens of one row by name; what the step did not compute is left out."""
     ids = row.response_ids.tolist()
-    tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.response_mask.int().tolist()}
+    tokens: dict[str, list[Any]] = {
+        "ids": ids,
+        "texts": decode(ids),
+        "sampled": required(row.response_mask).int().tolist(),
+    }
     for name, field in TOKEN_VALUES.items():
         if (values := getattr(row, field)) is not None:
             tokens[name] = list(map(_short, values.tolist()))

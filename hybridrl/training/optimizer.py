@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from hybridrl.config.schema import OptimizerConfig
+from hybridrl.required import required
 from hybridrl.training.fsdp import full_tensor, host_copies, local, own_shard
 
 # Coefficients of Muon's quintic iteration, from the author's description: steepest at zero, not exact at one.
@@ -109,7 +111,7 @@ class Muon(Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         (group,) = self.param_groups
         lr, momentum = group["lr"], group["momentum"]
         for parameter in group["params"]:
@@ -166,7 +168,7 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
     taken, decay = {id(parameter) for parameter in matrices}, config.weight_decay
     # The fused kernel is five times as fast on a CPU as torch's default there, and on CUDA it avoids the extra copy of
     # a moment that torch's default there (foreach) makes in each step.
-    more = {"fused": None if config.override_optimizer_config.get("foreach") else True}
+    more: dict[str, Any] = {"fused": None if config.override_optimizer_config.get("foreach") else True}
     more |= config.override_optimizer_config
     rest, betas = [p for _, p in named if id(p) not in taken], (config.betas[0], config.betas[1])
     optimizers: list[Optimizer] = [AdamW(rest, lr=config.lr, betas=betas, weight_decay=decay, **more)]
@@ -196,7 +198,8 @@ def schedule(update: int, total_updates: int, config: OptimizerConfig, updates_p
     done = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
     if config.lr_scheduler_type == "constant":
         return 1.0
+    lowest = required(config.min_lr_ratio)
     if config.lr_scheduler_type == "linear":
-        return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 - done)
+        return lowest + (1 - lowest) * (1 - done)
     wave = 0.5 * (1 + math.cos(2 * math.pi * config.num_cycles * done))
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * wave
+    return lowest + (1 - lowest) * wave

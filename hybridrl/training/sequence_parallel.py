@@ -84,8 +84,8 @@ class _Exchange(Function):
         return _all_to_all(blocks, group)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.group), None
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradients[0], ctx.group), None
 
 
 def _all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
@@ -104,5 +104,5 @@ class _GatherSlices(Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[ctx.span], None
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][ctx.span], None

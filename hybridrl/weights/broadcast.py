@@ -35,9 +35,9 @@ class BroadcastSync(BucketSync):
         self.sender: Workers = self.trainers.only(FIRST)
         self.sending: list[Any] = []  # calls
 
-    def _send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
+    def send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
         self._form_group(indices)
-        super()._send(buckets, indices, adapter=adapter)
+        super().send(buckets, indices, adapter=adapter)
         self._finish_sending()
 
     def _form_group(self, indices: Sequence[int]) -> None:

@@ -143,6 +143,8 @@ class EngineProcess:
     """vLLM's `worker_extension_cls`: these become methods of its worker, which has `weight_transfer_engine` and
     `model_runner`."""
 
+    weight_transfer_engine: Any
+    model_runner: Any
     adapter: dict[str, torch.Tensor] | None = None  # tensors of the next adapter that have arrived
 
     def renew(self, log_file: str) -> None:
