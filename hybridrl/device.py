@@ -16,6 +16,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hybridrl.required import required
+
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CANCELLED, CANCEL_SECONDS = "cancelled", 1.0  # a key of a group's store, and how often it is looked for
@@ -25,7 +27,7 @@ T = TypeVar("T")
 
 def compiled_architectures() -> list[str]:
     """Return the GPU architectures that torch has code for, such as sm_90; asks no driver, and creates no context."""
-    return torch._C._cuda_getArchFlags().split() if torch.version.cuda else []
+    return required(torch._C._cuda_getArchFlags()).split() if torch.version.cuda else []
 
 
 def current(device: str) -> torch.device:
@@ -55,7 +57,7 @@ def open_store(address: str, listener: socket.socket | None, world_size: int | N
     """Return the store in which the ranks of a group meet; the first rank passes a socket that listens at the address.
     A socket created by torch would listen on every interface. Without `world_size` it is not waited for the others."""
     host, _, port = address.rpartition(":")
-    options = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    options: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
     options |= {"timeout": timedelta(seconds=seconds), "wait_for_workers": world_size is not None}
     return dist.TCPStore(host, int(port), world_size, **options)
 
@@ -130,7 +132,7 @@ def _form_group(device: str, store: dist.TCPStore, address: str, rank: int, size
         # once, and a thread of torch's ends the process when the time limit is over.
         with _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
             return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]  # it is, in torch's C++
     options._timeout = timedelta(seconds=seconds)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -167,16 +169,23 @@ def _own_address(address: str) -> str:
         return str(way.getsockname()[0])
 
 
+def own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
+    """Return a new group of which this rank is a member: for others torch returns a number."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def collective_timeout() -> timedelta:
     """Return the time limit of collectives of all training ranks; torch gives further groups another one by default."""
-    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    return required(dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout
 
 
 def enable_determinism(device: str) -> None:
     """Use only deterministic kernels, and fail where there is none."""
     if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; uninitialised memory is never read here
+    # Filling memory costs time, and uninitialised memory is never read here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]  # made at run time
     torch.use_deterministic_algorithms(True)
 
 
@@ -207,7 +216,7 @@ class _PageLocked(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            required(torch.cuda.cudart()).cudaHostUnregister(self.address)
 
 
 def host_buffer(size: int, device: str) -> torch.Tensor:
@@ -218,7 +227,7 @@ def host_buffer(size: int, device: str) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
     pages = _PageLocked(-1, size)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)))
+    torch.cuda.check_error(int(required(torch.cuda.cudart()).cudaHostRegister(buffer.data_ptr(), size, 0)))
     pages.address = buffer.data_ptr()
     return buffer
 

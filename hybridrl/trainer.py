@@ -47,6 +47,7 @@ class Task(Protocol):
 
     def before_save(self) -> None:
         """Bring the devices into the state in which workers can save."""
+        return
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics collected since the last call, of training and validation together."""
@@ -54,6 +55,7 @@ class Task(Protocol):
 
     def rebuild(self) -> None:
         """Replace the processes that have grown before the next step."""
+        return
 
     def problem(self) -> str:
         """Why a run should not resume from the last step if it can help it; empty: no reason."""
@@ -61,6 +63,7 @@ class Task(Protocol):
 
     def diagnosed(self, step: int, *, show: bool) -> None:
         """Keep what the step trained on, and print a few of its samples if `show`."""
+        return
 
 
 class Evaluator(Protocol):

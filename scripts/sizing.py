@@ -48,6 +48,7 @@ def fewest(size: str, gigabytes: int, way: str, root: Path) -> int | None:
         for width in (1, 2, 4, 8):
             run = planned(size, way, gpus, width, root) if width <= min(gpus, PER_MACHINE) else None
             for share in range(18, 3, -1) if run else ():
+                assert run is not None
                 run.config.actor_rollout_ref.rollout.gpu_memory_utilization = share / 20
                 asked = Run(run.config, run.models, gigabytes * 10**9)
                 device, *_ = make_plans(asked)

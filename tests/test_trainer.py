@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,12 @@ class RecordingTask:
 
     def problem(self) -> str:
         return "the task's problem"
+
+    def diagnosed(self, step: int, *, show: bool) -> None:
+        raise AssertionError("no test expects it")
+
+    def rebuild(self) -> None:
+        raise AssertionError("no test expects it")
 
 
 class RecordingSaver:
@@ -134,7 +141,7 @@ def trainer(
     saver: RecordingSaver | None = None,
     reason: str = "",
     health: HealthMonitor | None = None,
-) -> Trainer:
+) -> Any:
     saver = saver or RecordingSaver(task.calls)
     return Trainer(task, RecordingWorkers(reason), RecordingTracker(), saver, schedule, health or HealthMonitor())
 
@@ -266,7 +273,8 @@ def test_updates_that_are_broken_end_the_run_after_their_step_is_logged_and_save
 
 def test_a_diagnosis_is_logged_and_weights_after_a_collapse_are_not_healthy():
     task, rule = RecordingTask(), Rule("collapse", lambda history: Diagnosis("collapsed", "lower lr"), damages=True)
-    task.problem, task.diagnosed = lambda: "", lambda step, show: task.calls.append(("show", step, show))
+    task.problem = lambda: ""
+    task.diagnosed = lambda step, *, show: task.calls.append(("show", step, show))
     loop = trainer(task, Schedule(1, validate_every=-1), health=HealthMonitor(rules=[rule]))
     loop.fit(0, {})
     assert loop.tracker.logged[1]["health/collapse"] == 1.0
@@ -275,7 +283,7 @@ def test_a_diagnosis_is_logged_and_weights_after_a_collapse_are_not_healthy():
 
 def test_a_diagnosis_shows_samples_and_ends_the_run_where_it_is_to_be_stopped():
     task = RecordingTask()
-    task.diagnosed = lambda step, show: task.calls.append(("show", step, show))
+    task.diagnosed = lambda step, *, show: task.calls.append(("show", step, show))
     rule = Rule("flat", lambda history: Diagnosis("no signal", "other data") if history.step == 2 else None, shows=True)
     loop = trainer(task, Schedule(5, validate_every=-1), health=HealthMonitor(rules=[rule], actions={"flat": "stop"}))
     with pytest.raises(Unhealthy, match=r"trainer\.on_diagnosis\.flat=stop: no signal; other data"):
@@ -286,7 +294,7 @@ def test_a_diagnosis_shows_samples_and_ends_the_run_where_it_is_to_be_stopped():
 
 def test_a_diagnosis_of_memory_sees_what_the_devices_measured_and_starts_new_servers():
     task = RecordingTask()
-    task.diagnosed = lambda step, show: None
+    task.diagnosed = lambda step, *, show: None
     task.take_metrics = lambda: {"perf/host_memory_free_gb": 100.0 - len(task.calls)}
     task.rebuild = lambda: task.calls.append("rebuild")
     health = HealthMonitor(warn=lambda text, code: None, actions={"memory-full": "rebuild"})

@@ -11,6 +11,7 @@ from hybridrl.algorithms.objective import KLWeight, penalized
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.batch import Batch
 from hybridrl.config.catalog import Estimator
+from hybridrl.required import required
 
 
 @dataclass
@@ -61,7 +62,9 @@ class Algorithm:
         """
         token_rewards, whole = batch.token_rewards, batch.by_episode()
         if token_rewards is None:
-            token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, whole.last_tokens, whole.rewards)
+            token_rewards = torch.zeros(batch.response_ids.shape).index_add_(
+                0, whole.last_tokens, required(whole.rewards)
+            )
         batch = replace(batch, token_rewards=token_rewards)
         metrics: dict[str, float] = {}
         if self.kl_in_reward is not None:
@@ -78,7 +81,7 @@ class Algorithm:
         written = replace(corrected, response_mask=batch.response_mask)
         advantages, returns, *logged = self.estimator(written.by_episode())
         metrics |= {f"algorithm/{name}": float(value) for own in logged for name, value in own.items()}
-        rejected = batch.response_mask & ~corrected.response_mask
+        rejected = required(batch.response_mask) & ~required(corrected.response_mask)
         advantages, returns = advantages.masked_fill(rejected, 0), returns.masked_fill(rejected, 0)
         return replace(corrected, advantages=advantages, returns=returns), metrics
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import Batch
+from hybridrl.required import required
 
 # The largest accepted mean difference of a token's log-prob, by the coarser type of engine and trainer.
 LIMITS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}
@@ -18,19 +19,19 @@ def batch_metrics(batch: Batch, scored: Tensor | None = None) -> dict[str, float
     out. Lengths and repetition are of what the policy wrote; the entropy is of the tokens in `scored`, the response
     mask before a rejection narrowed it; all other metrics are of those in the present one."""
     tokens, repeated, batch = int(batch.lengths.sum()), repeated_ngrams(batch), batch.by_episode()
-    trained, lengths = batch.response_mask, batch.written_lengths
+    trained, lengths = required(batch.response_mask), batch.written_lengths
     scored = trained if scored is None else scored
     metrics = (
-        _spread("critic/score", batch.rewards)
-        | _spread("critic/rewards", batch.per_row(batch.token_rewards))
-        | _spread("critic/advantages", batch.advantages[trained])
-        | _spread("critic/returns", batch.returns[trained])
+        _spread("critic/score", required(batch.rewards))
+        | _spread("critic/rewards", batch.per_row(required(batch.token_rewards)))
+        | _spread("critic/advantages", required(batch.advantages)[trained])
+        | _spread("critic/returns", required(batch.returns)[trained])
         | value_metrics(batch)
         | _spread("response_length", lengths)
         | _quantiles("response_length", lengths)
         | _spread("prompt_length", batch.prompt_lengths)
     )
-    metrics["response_length/clip_ratio"] = _mean(batch.truncated)
+    metrics["response_length/clip_ratio"] = _mean(required(batch.truncated))
     metrics["response/repeated_ngrams"] = repeated
     metrics |= zero_signal(batch)
     if batch.entropies is not None and scored.any():
@@ -44,7 +45,7 @@ def value_metrics(batch: Batch) -> dict[str, float]:
     """The critic's values of the written tokens, and the share of the returns' variance that they explain."""
     if batch.values is None:
         return {}
-    values, returns = batch.values[batch.response_mask], batch.returns[batch.response_mask]
+    values, returns = batch.values[batch.response_mask], required(batch.returns)[batch.response_mask]
     metrics = _spread("critic/values", values)
     if len(values) > 1:
         metrics["critic/vf_explained_var"] = float(1 - (returns - values).var() / (returns.var() + 1e-5))
@@ -56,10 +57,11 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
     the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored, and so are tokens
     that were sampled with older weights."""
     batch = fresh_only(batch)
-    if batch.old_log_probs is None or batch.rollout_log_probs is None or not batch.response_mask.any():
+    if batch.old_log_probs is None or batch.rollout_log_probs is None or not required(batch.response_mask).any():
         return {}
     # In double precision: in single, k3 and chi-squared of a mean log-ratio of 1e-4 are rounding error.
-    tokens, rows = batch.response_mask, batch.per_row(batch.response_mask.long()) > 0
+    tokens = required(batch.response_mask)
+    rows = batch.per_row(tokens.long()) > 0
     rollout = torch.where(tokens, batch.rollout_log_probs, 0.0).double()
     trainer = torch.where(tokens, batch.old_log_probs, 0.0).double()
     log_ratio = trainer - rollout
@@ -100,14 +102,14 @@ def fresh_only(batch: Batch) -> Batch:
     """Return the rows with a response mask of the tokens only that the step's own weights have sampled."""
     if batch.staleness is None:
         return batch
-    return replace(batch, response_mask=batch.response_mask & (batch.staleness == 0))
+    return replace(batch, response_mask=required(batch.response_mask) & (batch.staleness == 0))
 
 
 def off_policy_metrics(batch: Batch) -> dict[str, float]:
     """Staleness of the episodes, in steps, under verl's names: of their newest and oldest tokens, and how many steps
     their tokens span; and the mean of all tokens that the policy wrote. Empty if all are of the step's own weights by
     construction."""
-    if batch.staleness is None or not batch.response_mask.any():
+    if batch.staleness is None or not required(batch.response_mask).any():
         return {}
     tokens, row = batch.staleness[batch.response_mask], batch.response_row[batch.response_mask]
     index = row if batch.episode is None else batch.episode[row]
@@ -159,8 +161,8 @@ def zero_signal(batch: Batch) -> dict[str, float]:
     groups, index = batch.group.unique(return_inverse=True)
     if len(groups) == len(batch):
         return {}
-    largest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, index, batch.rewards, "amax")
-    smallest = torch.full((len(groups),), torch.inf).scatter_reduce(0, index, batch.rewards, "amin")
+    largest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, index, required(batch.rewards), "amax")
+    smallest = torch.full((len(groups),), torch.inf).scatter_reduce(0, index, required(batch.rewards), "amin")
     count = int((largest == smallest).sum())
     return {"critic/zero_signal_groups": count, "critic/zero_signal_share": count / len(groups)}
 
@@ -208,7 +210,7 @@ class Agreement:
         """Raise Disagreement if rows differ by more. A log-prob that is not finite is left to the updates, which skip
         it."""
         trainer, engine, written = batch.old_log_probs, batch.rollout_log_probs, fresh_only(batch).response_mask
-        if trainer is None or engine is None or not written.any():
+        if trainer is None or engine is None or not required(written).any():
             return
         gap = float((trainer - engine)[written].double().abs().mean())
         if self.limit < gap < inf:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import Batch, places
+from hybridrl.required import required
 
 Advantages = tuple[Tensor, Tensor]  # advantages and returns [response tokens]
 BLOCK = 64
@@ -88,20 +89,20 @@ def gdpo(batch: Batch, *, norm_adv_by_std_in_grpo: bool, gdpo_reward_weights: Se
     """Reward components normalized as GRPO does, weighted and added, then whitened (GDPO, Liu et al. 2026). Reads
     `reward_parts` [B, K] only: `token_rewards`, and so a KL penalty in them, are ignored. Whitening is over all written
     tokens of the step. `gdpo_reward_weights` has K values, or none for equal weights."""
-    parts = batch.reward_parts.double().unbind(1)
+    parts = required(batch.reward_parts).double().unbind(1)
     weights = gdpo_reward_weights or (1.0,) * len(parts)
     weighted = (
         weight * normalized(part, batch.group, norm_adv_by_std_in_grpo)
         for weight, part in zip(weights, parts, strict=True)
     )
-    combined = spread(batch, sum(weighted))
+    combined = spread(batch, sum(weighted, torch.zeros(())))
     advantages = placed(batch, whitened(combined[batch.response_mask]))
     return advantages, advantages
 
 
 def scores(batch: Batch) -> Tensor:
     """The sum of each row's token rewards."""
-    return batch.per_row(batch.token_rewards.double())
+    return batch.per_row(required(batch.token_rewards).double())
 
 
 def group_sum(values: Tensor, group: Tensor) -> Tensor:
@@ -143,8 +144,8 @@ def gae(batch: Batch, *, gamma: float, lam: float) -> Advantages:
     is over all written tokens of the step. Returns are the advantages before whitening plus the values.
     """
     written, lengths = written_tokens(batch)
-    values = batch.values[written]
-    residuals = following(values, lengths).mul_(gamma).add_(batch.token_rewards[written]).sub_(values)
+    values = required(batch.values)[written]
+    residuals = following(values, lengths).mul_(gamma).add_(required(batch.token_rewards)[written]).sub_(values)
     advantages = discounted_sums(residuals, lengths, gamma * lam)
     return placed(batch, whitened(advantages)), placed(batch, advantages + values)
 
@@ -153,7 +154,7 @@ def reinforce_plus_plus(batch: Batch, *, gamma: float) -> Advantages:
     """Rewards to come, discounted by gamma per token; advantages are these returns whitened (Hu et al. 2025). As in
     verl, tokens that the policy did not write are skipped: they are not discounted, and rewards on them are ignored."""
     written, lengths = written_tokens(batch)
-    returns = discounted_sums(batch.token_rewards[written], lengths, gamma)
+    returns = discounted_sums(required(batch.token_rewards)[written], lengths, gamma)
     return placed(batch, whitened(returns)), placed(batch, returns)
 
 
@@ -161,8 +162,8 @@ def remax(batch: Batch) -> Advantages:
     """Rewards to come, undiscounted, less the total reward of the prompt's greedy response (ReMax, Li et al. 2023). A
     reward on a token that the policy did not write is ignored."""
     written, lengths = written_tokens(batch)
-    returns = discounted_sums(batch.token_rewards[written], lengths, 1.0)
-    baselines = batch.greedy_rewards.repeat_interleave(lengths)
+    returns = discounted_sums(required(batch.token_rewards)[written], lengths, 1.0)
+    baselines = required(batch.greedy_rewards).repeat_interleave(lengths)
     return placed(batch, returns - baselines), placed(batch, returns)
 
 
@@ -185,8 +186,8 @@ def tir_optimal_token_baseline(batch: Batch) -> Advantages:
 def _less_baseline(batch: Batch, positions: Tensor) -> Advantages:
     written, lengths = written_tokens(batch)
     rows = batch.response_row[written]
-    returns = discounted_sums(batch.token_rewards[written].double(), lengths, 1.0)
-    sizes = 1 - 2 * batch.old_log_probs.double().exp() + batch.sum_pi_squared
+    returns = discounted_sums(required(batch.token_rewards)[written].double(), lengths, 1.0)
+    sizes = 1 - 2 * required(batch.old_log_probs).double().exp() + required(batch.sum_pi_squared)
     if batch.importance_weights is not None:
         sizes = sizes * batch.importance_weights.square()
     sizes = sizes.clamp(min=0)  # 0 for a token of probability 1, which rounding makes negative
@@ -212,23 +213,23 @@ def _positions(lengths: Tensor) -> Tensor:
 def written_tokens(batch: Batch) -> tuple[Tensor | slice, Tensor]:
     """An index that picks the written tokens out of response-axis values, and their number in each row [B]. Without
     tools the policy writes every token: then nothing is picked out, and large steps take half the time."""
-    if batch.response_mask.all():
+    mask = required(batch.response_mask)
+    if mask.all():
         return slice(None), batch.response_lengths
-    written = batch.response_mask.nonzero().squeeze(1)
+    written = mask.nonzero().squeeze(1)
     ends = torch.searchsorted(written, batch.last_tokens, right=True)
     return written, ends.diff(prepend=ends.new_zeros(1))
 
 
 def placed(batch: Batch, values: Tensor) -> Tensor:
     """Values of the written tokens at their places among the response tokens, 0 elsewhere, as float32."""
-    if len(values) == len(batch.response_mask):
-        return values.float()
-    return torch.zeros(batch.response_mask.shape).masked_scatter_(batch.response_mask, values.float())
+    mask = required(batch.response_mask)
+    return values.float() if len(values) == len(mask) else torch.zeros(mask.shape).masked_scatter_(mask, values.float())
 
 
 def spread(batch: Batch, per_row: Tensor) -> Tensor:
     """The value of its row on each written token, 0 on the others, as float32."""
-    return per_row.float().repeat_interleave(batch.response_lengths) * batch.response_mask
+    return per_row.float().repeat_interleave(batch.response_lengths) * required(batch.response_mask)
 
 
 def whitened(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import Batch
+from hybridrl.required import required
 
 FORMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
@@ -25,7 +26,7 @@ class Totals:
 
     @staticmethod
     def of(batch: Batch) -> "Totals":
-        return Totals.counted(batch.per_row(batch.response_mask.long()), batch.episode)
+        return Totals.counted(batch.per_row(required(batch.response_mask).long()), batch.episode)
 
     @staticmethod
     def counted(written: Tensor, episode: Tensor | None = None) -> "Totals":
@@ -46,7 +47,7 @@ def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -
     These are verl's (August 2026), except that a row in which the policy wrote nothing counts in no mean, and that the
     rows of an episode count together as one.
     """
-    mask = batch.response_mask.float()
+    mask = required(batch.response_mask).float()
     rows = max(totals.rows, 1)
     match mode:
         case "token-mean":
@@ -65,8 +66,9 @@ def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -
 def value_loss(values: Tensor, batch: Batch, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss per token: PPO's clipped value loss (as in Schulman et al.'s code, 2017); statistics per token.
     0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2): R are the batch's `returns`, v_old its `values`."""
-    near = values.clamp(batch.values - clip, batch.values + clip)
-    free, clipped = (values - batch.returns).square(), (near - batch.returns).square()
+    old, returns = required(batch.values), required(batch.returns)
+    near = values.clamp(old - clip, old + clip)
+    free, clipped = (values - returns).square(), (near - returns).square()
     loss = 0.5 * torch.maximum(free, clipped)
     return loss, {"vf_clipfrac": (clipped > free).float(), "vpred_mean": values.detach()}
 
@@ -112,7 +114,9 @@ class KLWeight:
 def penalized(batch: Batch, form: str, weight: float) -> tuple[Tensor, float]:
     """Token rewards less the weighted KL of each token, and the KL as verl logs it: the mean of the rows' means. `form`
     is one of `kl_estimate`'s, or "full": the sum over the vocabulary, which the model computed."""
-    full = form == "full"
-    kl = batch.reference_kl if full else kl_estimate(batch.old_log_probs, batch.reference_log_probs, form)
-    kl = torch.where(batch.response_mask, kl, 0.0)
-    return batch.token_rewards - weight * kl, float(batch.written_mean(kl).mean())
+    if form == "full":
+        kl = required(batch.reference_kl)
+    else:
+        kl = kl_estimate(required(batch.old_log_probs), required(batch.reference_log_probs), form)
+    kl = torch.where(required(batch.response_mask), kl, 0.0)
+    return required(batch.token_rewards) - weight * kl, float(batch.written_mean(kl).mean())

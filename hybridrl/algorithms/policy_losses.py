@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import Batch
+from hybridrl.required import required
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # per token [response tokens], and statistics per token
 TINY = 1e-8
@@ -20,13 +21,14 @@ TINY = 1e-8
 
 def log_ratio(log_probs: Tensor, batch: Batch) -> Tensor:
     """Logarithm of the ratio per token, clamped to [-20, 20] so that the ratio stays finite."""
-    return (log_probs - batch.old_log_probs).clamp(-20, 20)
+    return (log_probs - required(batch.old_log_probs)).clamp(-20, 20)
 
 
 def clipped_loss(ratio: Tensor, batch: Batch, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Tensor]:
     """The larger of the losses with the ratio unchanged and clipped to its window; where clipping made it larger."""
-    unclipped = -batch.advantages * ratio
-    clipped = -batch.advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    advantages = required(batch.advantages)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
@@ -39,8 +41,9 @@ def vanilla(
     """
     change = log_ratio(log_probs, batch)
     pessimistic, clipped = clipped_loss(change.exp(), batch, clip_ratio_low, clip_ratio_high)
-    bound = -batch.advantages * clip_ratio_c
-    bounded = (batch.advantages < 0) & (pessimistic > bound)
+    advantages = required(batch.advantages)
+    bound = -advantages * clip_ratio_c
+    bounded = (advantages < 0) & (pessimistic > bound)
     return torch.where(bounded, bound, pessimistic), {
         "pg_clipfrac": clipped.float(),
         "pg_clipfrac_lower": bounded.float(),
@@ -55,7 +58,7 @@ def gspo(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_ratio_h
     and passes the gradient through its own log-prob only. With one advantage per row, the mean over a row's tokens is
     GSPO's sequence loss, in value and in gradient. log s is at most 10.
     """
-    change = log_probs - batch.old_log_probs
+    change = log_probs - required(batch.old_log_probs)
     sequence = batch.written_mean(change.detach())[batch.response_row]
     ratio = (sequence + log_probs - log_probs.detach()).clamp(max=10).exp()
     loss, clipped = clipped_loss(ratio, batch, clip_ratio_low, clip_ratio_high)
@@ -74,8 +77,8 @@ def geo_mean(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_rat
     It differs from verl in two ways: importance weights multiply per token, so that a row counts by their mean, not by
     their geometric mean; and a row in which the policy wrote nothing does not count as a row.
     """
-    change = log_probs - batch.old_log_probs
-    low, high, advantages = -clip_ratio_low, clip_ratio_high, batch.advantages
+    change = log_probs - required(batch.old_log_probs)
+    low, high, advantages = -clip_ratio_low, clip_ratio_high, required(batch.advantages)
     clipped = torch.where(advantages > 0, change.clamp(max=high), change.clamp(min=low))
     ratio = batch.written_mean(clipped * (advantages != 0)).exp()
     loss = -batch.written_mean(advantages) * ratio
@@ -95,7 +98,10 @@ def cispo(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_ratio_
     change = log_ratio(log_probs.detach(), batch)
     ratio = change.exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    return -batch.advantages * weight * log_probs, {"pg_clipfrac": (weight != ratio).float(), "ppo_kl": -change}
+    return -required(batch.advantages) * weight * log_probs, {
+        "pg_clipfrac": (weight != ratio).float(),
+        "ppo_kl": -change,
+    }
 
 
 def sapo(log_probs: Tensor, batch: Batch, *, tau_pos: float, tau_neg: float) -> Loss:
@@ -104,9 +110,9 @@ def sapo(log_probs: Tensor, batch: Batch, *, tau_pos: float, tau_neg: float) -> 
     tau is `tau_pos` if A > 0, else `tau_neg`; the higher, the sooner the gradient fades away from r = 1.
     """
     change = log_ratio(log_probs, batch)
-    tau = torch.full_like(change, tau_neg).masked_fill(batch.advantages > 0, tau_pos)
+    tau = torch.full_like(change, tau_neg).masked_fill(required(batch.advantages) > 0, tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (change.exp() - 1))
-    return -batch.advantages * gate, {"ppo_kl": -change.detach()}
+    return -required(batch.advantages) * gate, {"ppo_kl": -change.detach()}
 
 
 # -- the log-likelihood itself: no ratio, so nothing is clipped --------------------------------------------------------
@@ -114,12 +120,12 @@ def sapo(log_probs: Tensor, batch: Batch, *, tau_pos: float, tau_neg: float) -> 
 
 def gpg(log_probs: Tensor, batch: Batch) -> Loss:
     """Group Policy Gradient (Chu et al. 2025): -A log p. Needs no old log-probs."""
-    return -batch.advantages * log_probs, {}
+    return -required(batch.advantages) * log_probs, {}
 
 
 def reinforce(log_probs: Tensor, batch: Batch) -> Loss:
     """REINFORCE (Williams 1992): -A log p, as in verl's bypass mode; importance weights correct it off policy."""
-    return -batch.advantages * log_probs, {"ppo_kl": batch.old_log_probs - log_probs.detach()}
+    return -required(batch.advantages) * log_probs, {"ppo_kl": required(batch.old_log_probs) - log_probs.detach()}
 
 
 def dro(log_probs: Tensor, batch: Batch, *, dro_beta: float) -> Loss:
@@ -127,8 +133,8 @@ def dro(log_probs: Tensor, batch: Batch, *, dro_beta: float) -> Loss:
 
     In the paper the advantage is a single response's reward less a learned value; here it is the estimator's.
     """
-    change = log_probs - batch.old_log_probs
-    return -batch.advantages * log_probs + 0.5 * dro_beta * change.square(), {"ppo_kl": -change.detach()}
+    change = log_probs - required(batch.old_log_probs)
+    return -required(batch.advantages) * log_probs + 0.5 * dro_beta * change.square(), {"ppo_kl": -change.detach()}
 
 
 def likelihood(log_probs: Tensor, batch: Batch) -> Loss:
@@ -148,8 +154,8 @@ def dppo_tv(
     masked. The others have the loss -A min(r, clip_ratio_c) log p, the ratio constant; `clip_ratio_c` is meant to be
     large (verl's default of 3 is small).
     """
-    change = log_probs.detach().exp() - batch.old_log_probs.exp()
-    kept = torch.where(batch.advantages > 0, change <= clip_ratio_high, change >= -clip_ratio_low)
+    change = log_probs.detach().exp() - required(batch.old_log_probs).exp()
+    kept = torch.where(required(batch.advantages) > 0, change <= clip_ratio_high, change >= -clip_ratio_low)
     return _masked_loss(log_probs, batch, clip_ratio_c, kept)
 
 
@@ -157,20 +163,21 @@ def dppo_kl(
     log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float
 ) -> Loss:
     """`dppo_tv` with the binary divergence KL(p_old || p) of the token against all others together."""
-    log_new, log_old = log_probs.detach(), batch.old_log_probs
+    log_new, log_old = log_probs.detach(), required(batch.old_log_probs)
     new, old = log_new.exp(), log_old.exp()
     # Rounding may lift a probability above 1.
     others_old, others_new = (1 - old).clamp(min=0), (1 - new).clamp(min=0)
     divergence = old * (log_old - log_new) + others_old * ((others_old + TINY) / (others_new + TINY)).log()
     rises_within = (divergence <= clip_ratio_high) | (new <= old)
     falls_within = (divergence <= clip_ratio_low) | (new >= old)
-    return _masked_loss(log_probs, batch, clip_ratio_c, torch.where(batch.advantages > 0, rises_within, falls_within))
+    kept = torch.where(required(batch.advantages) > 0, rises_within, falls_within)
+    return _masked_loss(log_probs, batch, clip_ratio_c, kept)
 
 
 def _masked_loss(log_probs: Tensor, batch: Batch, clip_ratio_c: float, kept: Tensor) -> Loss:
     change = log_ratio(log_probs.detach(), batch)
     ratio = change.exp()
-    loss = -batch.advantages * ratio.clamp(max=clip_ratio_c) * log_probs * kept
+    loss = -required(batch.advantages) * ratio.clamp(max=clip_ratio_c) * log_probs * kept
     return loss, {
         "pg_clipfrac": (~kept).float(),
         "pg_clipfrac_lower": (kept & (ratio > clip_ratio_c)).float(),
@@ -188,9 +195,10 @@ def _masked_loss(log_probs: Tensor, batch: Batch, clip_ratio_c: float, kept: Ten
 def clip_cov(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_ratio_high: float) -> Loss:
     """Clip-Cov: PPO's clipped loss, without a dual clip, and 0 for the selected tokens. As in verl `pg_clipfrac` is the
     share of the selected tokens."""
-    change = log_probs - batch.old_log_probs
+    change = log_probs - required(batch.old_log_probs)
     loss, _ = clipped_loss(change.exp(), batch, clip_ratio_low, clip_ratio_high)
-    return torch.where(batch.chosen, 0.0, loss), {"pg_clipfrac": batch.chosen.float(), "ppo_kl": -change.detach()}
+    chosen = required(batch.chosen)
+    return torch.where(chosen, 0.0, loss), {"pg_clipfrac": chosen.float(), "ppo_kl": -change.detach()}
 
 
 def kl_cov(log_probs: Tensor, batch: Batch, *, ppo_kl_coef: float) -> Loss:
@@ -198,9 +206,9 @@ def kl_cov(log_probs: Tensor, batch: Batch, *, ppo_kl_coef: float) -> Loss:
 
     As in verl `ppo_kl` is |log r|.
     """
-    change = log_probs - batch.old_log_probs
+    change = log_probs - required(batch.old_log_probs)
     penalty = ppo_kl_coef * change.abs()
-    loss = -batch.advantages * change.exp() + torch.where(batch.chosen, penalty, 0.0)
+    loss = -required(batch.advantages) * change.exp() + torch.where(required(batch.chosen), penalty, 0.0)
     return loss, {"ppo_kl": change.detach().abs()}
 
 
@@ -211,24 +219,24 @@ def select_clipped(
     covariances = covariance(batch)
     candidates = ((covariances > clip_cov_lb) & (covariances < clip_cov_ub)).nonzero().squeeze(1)
     drawn = torch.randperm(len(candidates), generator=generator)[: share_of_written(batch, clip_cov_ratio)]
-    return torch.zeros_like(batch.response_mask).index_fill_(0, candidates[drawn], True)
+    return torch.zeros_like(required(batch.response_mask)).index_fill_(0, candidates[drawn], True)
 
 
 def select_penalized(batch: Batch, generator: torch.Generator, *, kl_cov_ratio: float) -> Tensor:
     """The share `kl_cov_ratio` of a mini-batch's written tokens that have the highest covariance."""
     top = covariance(batch).topk(share_of_written(batch, kl_cov_ratio)).indices
-    return torch.zeros_like(batch.response_mask).index_fill_(0, top, True)
+    return torch.zeros_like(required(batch.response_mask)).index_fill_(0, top, True)
 
 
 def covariance(batch: Batch) -> Tensor:
     """(A - mean A)(log p - mean log p) per token, means over all written tokens; -inf where the policy did not write.
     The log-probs are those before the step's updates."""
-    written = batch.response_mask
-    advantages, log_probs = (values - values[written].mean() for values in (batch.advantages, batch.old_log_probs))
+    written, of_tokens = required(batch.response_mask), (required(batch.advantages), required(batch.old_log_probs))
+    advantages, log_probs = (values - values[written].mean() for values in of_tokens)
     return torch.where(written, advantages * log_probs, -torch.inf)
 
 
 def share_of_written(batch: Batch, share: float) -> int:
     """Number of tokens in a share of the written ones: rounded down, but at least one if any are written."""
-    written = int(batch.response_mask.sum())
+    written = int(required(batch.response_mask).sum())
     return min(max(int(share * written), 1), written)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import Batch
+from hybridrl.required import required
 
 OPTIONS = (
     *("token_k1", "token_k2", "token_k3"),
@@ -108,11 +109,11 @@ class RolloutCorrection:
             weights = ratios.clamp(max=self.upper)
         else:
             weights = torch.where((ratios >= self.lower) & (ratios <= self.upper), ratios, 0.0)
-        return torch.where(batch.response_mask, weights, 0.0)
+        return torch.where(required(batch.response_mask), weights, 0.0)
 
     def kept(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         """Tokens that the policy wrote and no rejection rejects [response tokens], bool."""
-        kept = batch.response_mask
+        kept = required(batch.response_mask)
         for rejection in self.rejections:
             kept = kept & rejection.passes(rejection.divergence(log_ratio, batch))
         return kept
@@ -121,10 +122,10 @@ class RolloutCorrection:
         """Fill the weights and remove rejected tokens from the response mask; metrics of both. With `batch_normalize`
         the weights are divided by their mean, over tokens or over rows depending on `level`. Metrics describe the rows
         before that; there are none if the policy wrote nothing."""
-        log_ratio = batch.old_log_probs - batch.rollout_log_probs
+        log_ratio = required(batch.old_log_probs) - required(batch.rollout_log_probs)
         weights, kept = self.weights(log_ratio, batch), self.kept(log_ratio, batch)
         groups: dict[str, dict[str, float]] = {}
-        written = bool(batch.response_mask.any())
+        written = bool(required(batch.response_mask).any())
         if written and weights is not None:
             groups["is"] = self._weight_metrics(self._ratios(log_ratio, batch), weights, batch)
             if self.batch_normalize:
@@ -186,13 +187,13 @@ class RolloutCorrection:
 
 def written_only(log_ratio: Tensor, batch: Batch) -> Tensor:
     """Log-ratios without gradient, 0 where the policy did not write."""
-    return torch.where(batch.response_mask, log_ratio.detach(), 0.0)
+    return torch.where(required(batch.response_mask), log_ratio.detach(), 0.0)
 
 
 def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
     """The values of all tokens that the policy wrote, or their mean per row, for rows in which it wrote any."""
     if by_row:
-        return batch.written_mean(values)[batch.per_row(batch.response_mask.long()) > 0]
+        return batch.written_mean(values)[batch.per_row(required(batch.response_mask).long()) > 0]
     return values[batch.response_mask]
 
 

@@ -11,6 +11,7 @@ from hybridrl.algorithms.lookup import bind, find_estimator, find_policy_loss
 from hybridrl.batch import Batch
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import call_custom
+from hybridrl.required import required
 
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
 PAGE = "docs/algorithms.md"
@@ -41,11 +42,11 @@ def try_estimator(
     so many responses, with so many parts of a reward. Raises ConfigError if it fails, or returns what no step could
     use."""
     batch = toy_batch(samples)
-    per_token = torch.zeros_like(batch.token_rewards)
-    filled = {
+    per_token = torch.zeros_like(required(batch.token_rewards))
+    filled: dict[str, Any] = {
         "values": per_token,
         "greedy_rewards": torch.zeros(len(batch)),
-        "reward_parts": torch.stack([batch.rewards] * max(parts, 1), dim=1),
+        "reward_parts": torch.stack([required(batch.rewards)] * max(parts, 1), dim=1),
         "old_log_probs": batch.rollout_log_probs,
         "sum_pi_squared": per_token + 0.5,
     }
@@ -68,7 +69,7 @@ def toy_update() -> tuple[Batch, Tensor]:
     batch = toy_batch(samples=2).only("response_mask", "rollout_log_probs")
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[batch.response_row]
     batch = replace(batch, advantages=advantages, old_log_probs=batch.rollout_log_probs)
-    return batch, (batch.rollout_log_probs + 0.1 * advantages).requires_grad_()
+    return batch, (required(batch.rollout_log_probs) + 0.1 * advantages).requires_grad_()
 
 
 def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,7 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
     batch, log_probs = toy_update()
     entry, function = find_policy_loss(name)
     if entry.token_selector is not None:
-        batch = replace(batch, chosen=torch.ones_like(batch.response_mask))
+        batch = replace(batch, chosen=torch.ones_like(required(batch.response_mask)))
     result = call_custom(LOSS, name, bind(function, parameters, rows=2), log_probs, batch, page=PAGE)
     expected = f"the loss, a tensor [{log_probs.numel()}] with a value per response token, and a dict of statistics"
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], dict):

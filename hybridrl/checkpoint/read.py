@@ -310,8 +310,8 @@ def merged(base: Tensors, adapter: Adapter) -> Tensors:
             return adapter.tensors.chunks(PREFIX + name)
         if name not in adapted:
             return base.chunks(name)
-        pair = map(adapter.tensors.read, adapter.pair(name))
-        return [([0] * base.meta[name].dim(), merge_into(base.read(name), *pair, adapter.scaling))]
+        a, b = map(adapter.tensors.read, adapter.pair(name))
+        return [([0] * base.meta[name].dim(), merge_into(base.read(name), a, b, adapter.scaling))]
 
     meta = base.meta | adapted | trained
     if adapter.settings.get("task_type") == "TOKEN_CLS":  # a value model has its own head in place of the other

@@ -179,6 +179,7 @@ def reading(path: Path) -> Iterator[None]:
 class Record:
     """Stands in for an object of a class that is not built; holds what its constructor would have received."""
 
+    arguments: tuple[Any, ...]
     state: Any = None
 
     def __new__(cls, *arguments: Any) -> "Record":

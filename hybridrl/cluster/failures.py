@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -137,7 +137,7 @@ def named_processes(logs: Sequence[str]) -> dict[int, str]:
 def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
     """Return metrics: the GiB of a run's processes on the driver's machine, of the driver and by what begins the names
     of their logs."""
-    sizes = Counter[str]()
+    sizes: defaultdict[str, float] = defaultdict(float)
     for pid, name in ({os.getpid(): "driver"} | named_processes(logs)).items():
         with suppress(psutil.Error):
             role = name.partition("-")[0]
@@ -145,7 +145,7 @@ def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
     return dict(sizes)
 
 
-def describe(error: RayTaskError) -> str:
+def describe(error: RayError) -> str:
     """Return the worker's own exception in a line, and its traceback without Ray's frame around it."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
     frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]

@@ -124,7 +124,8 @@ def spawn(
     if session.forks and session.forks.serves(environment):
         start["py_executable"] = session.forks.launch
     with typed(f"starting {actor.__name__} {rank}"):
-        handle = ray.remote(actor).options(runtime_env=start, **options).remote(*args)
+        remote: Any = ray.remote(actor)
+        handle = remote.options(runtime_env=start, **options).remote(*args)
     return session.keep(actor, rank, handle, settings)
 
 

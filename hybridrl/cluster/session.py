@@ -59,7 +59,7 @@ class Cluster:
 def query_cluster(ray_init: dict[str, Any]) -> Cluster:
     """Join the existing Ray, read its resources, and leave. Raises ConfigError if it does not respond."""
     with joined(ray_init):
-        return Cluster([dict(machine.total) for machine in read_machines()], ray.available_resources())
+        return Cluster([dict(machine.total) for machine in read_machines()], dict(ray.available_resources()))
 
 
 @contextmanager

@@ -45,8 +45,8 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
             send_token(warn_if_disabled=False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray prints a page per dead actor; RemoteFailure names the actor and the cause if it matters.
-    ray._private.worker.listen_error_messages = lambda *_: None
-    ray._private.utils.set_sigterm_handler = lambda handler: None  # a signal stops the run by name, also meanwhile
+    vars(ray._private.worker)["listen_error_messages"] = lambda *_: None
+    vars(ray._private.utils)["set_sigterm_handler"] = lambda _: None  # a signal stops the run by name, also meanwhile
     address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
     try:
         host, _, port = address.rpartition("://")[2].rpartition(":")

@@ -95,11 +95,17 @@ def resolve_config(
     result.config = config = reading.config
     machine = None
     if offline:  # another machine, with whatever the configuration requests
-        engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
-        gpus = config.trainer.n_gpus_per_node or (engine if engine > 1 else 0)
+        gpus = _gpus(config)
         machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
     _cross_check(reading, findings, machine)
     return result
+
+
+def _gpus(config: object) -> int:
+    """The GPUs per machine that a configuration requests, if only for one engine; 0: none."""
+    assert isinstance(config, PPOConfig | SFTConfig)
+    width = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
+    return config.trainer.n_gpus_per_node or (width if width > 1 else 0)
 
 
 def resolve_values(schema: type[T], plain: Plain, findings: Findings) -> T:

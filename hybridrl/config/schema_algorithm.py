@@ -45,7 +45,7 @@ class RolloutCorrectionConfig(Section):
     rollout_rs: list[str]
     rollout_rs_threshold: list[str]
     bypass_mode: bool
-    loss_type: Literal[tuple(BYPASS_LOSSES)]
+    loss_type: Literal[tuple(BYPASS_LOSSES)]  # pyrefly: ignore[invalid-literal]  # known in one place
 
 
 class AlgorithmConfig(Section):

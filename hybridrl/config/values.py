@@ -247,7 +247,7 @@ class Reading(Generic[T]):
         return schema(**fields)
 
     def _value(self, key: str, hint: Any, value: Any) -> Any:
-        validator, (kind, metadata, or_null) = _validator(hint), _unwrapped(hint)
+        validator, (kind, metadata, or_null), typed = _validator(hint), _unwrapped(hint), None
         try:
             typed = validator.validate_python(value)
             rules = () if typed is None else filter(callable, metadata)
@@ -346,7 +346,9 @@ def _float(value: Any) -> Any:
 
 
 def _integer(value: Any) -> Any:
-    number = value if isinstance(value, int) else _float(value)
+    if isinstance(value, int):
+        return value
+    number = _float(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 

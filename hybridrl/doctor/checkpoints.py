@@ -17,6 +17,7 @@ from rich.table import Table
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import is_verl, newest_good, read_checkpoint, saved_config, step_directories
 from hybridrl.doctor import directory_parser
+from hybridrl.required import required
 from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 
@@ -59,7 +60,7 @@ def list_rows(directory: Path) -> tuple[list[Row], str]:
                 age=time.time() - max((file.st_mtime for file in files), default=time.time()),
                 size=sum(file.st_size for file in files),
                 damaged=[] if kind == "verl" else faults(path),
-                problem="" if healthy else one.state.get("reason", "no reason was recorded"),
+                problem="" if healthy else required(one).state.get("reason", "no reason was recorded"),
                 kind=kind,
                 score=scores.get(path),
                 best=path == best,

@@ -15,6 +15,7 @@ from hybridrl.doctor.machine import check_devices, check_extensions
 from hybridrl.doctor.reward import try_on_rows
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_hub, check_space, check_start
+from hybridrl.required import required
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
@@ -96,7 +97,8 @@ def check_run_directory(config: PPOConfig, inputs: RunInputs, findings: Findings
             if messages:
                 findings.info("run.resume", "\n".join(messages))
             if not config.trainer.val_only and check_complete(config, plan, directory):
-                cause = f"the run is complete: {plan.done} of {plan.steps} steps are done ({plan.checkpoint.path})"
+                last = required(plan.checkpoint).path
+                cause = f"the run is complete: {plan.done} of {plan.steps} steps are done ({last})"
                 fix = f"raise trainer.total_training_steps, or set another {KEY}"
                 findings.warn("run.steps", cause, fix, keys=("trainer.total_training_steps", KEY))
             else:

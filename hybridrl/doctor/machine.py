@@ -250,11 +250,9 @@ def check_devices(
     engines, each = of_rollout * each_has // width, f" over {width} of them" if width > 1 else ""
     ranks = f"{count} training rank{'s' * (count > 1)}"
     served = f"{engines} rollout engine{'s' * (engines > 1)}{each}"
-    found = f"{_devices(device, machines, per_machine)}: {ranks}, {served}"
+    found = f"{_size(device, machines, per_machine)}: {ranks}, {served}"
     if config.separate:
-        found = (
-            f"{_devices(device, machines, per_machine)}: {ranks}; {_devices(device, of_rollout, each_has)}: {served}"
-        )
+        found = f"{_size(device, machines, per_machine)}: {ranks}; {_size(device, of_rollout, each_has)}: {served}"
     findings.info("devices.plan", found)
     if not joins(config.ray_kwargs.ray_init):
         return
@@ -277,6 +275,6 @@ def check_devices(
             findings.info("devices.ray", f"joins the existing Ray cluster, which has: {has}")
 
 
-def _devices(device: str, machines: int, per_machine: int) -> str:
+def _size(device: str, machines: int, per_machine: int) -> str:
     count, kind = machines * per_machine, "GPU" if device == "cuda" else "CPU device"
     return f"{count} {kind}{'s' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"

@@ -24,6 +24,7 @@ from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.rows import Faults, Row, load_rows
 from hybridrl.doctor import show
+from hybridrl.required import required
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
@@ -109,7 +110,7 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
         overrides = [*overrides, f"{CUSTOM}.path={quoted}", *([f"{CUSTOM}.name={name}"] if name else [])]
     judgement = resolve_config(PPOConfig, [*PLACEHOLDERS, *overrides], SHIPPED[PPOConfig], offline=True)
     judgement.findings.close()
-    return judgement.config.reward
+    return required(judgement.config).reward
 
 
 def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:

@@ -124,14 +124,14 @@ class Selftest:
         for number, kill in enumerate(kills, start=1):
             done = False
             while not done and not run.reach(kill):
-                done = self._finish(run) == 0
+                done = self.finish(run) == 0
                 run = run if done else run.restart()
             late = "came too late: the run was done"
             self.kills.append(f"kill {number} of {len(kills)}" + (f" {late}" if done else f": {kill}"))
             info(self.kills[-1])
             if not done:
                 run.kill(kill.victim)
-        while self._finish(run) != 0:
+        while self.finish(run) != 0:
             run = run.restart()
         lost = [f"a kill cost {steps} complete steps" for steps in self.lost if steps > MOST_LOST]
         return self.differences(directory) + lost + run.left_running()
@@ -140,7 +140,7 @@ class Selftest:
         """Return how a run that was killed differs from the unbroken one."""
         return differences(self.unbroken.directory, directory, self.steps)
 
-    def _finish(self, run: "Run") -> int:
+    def finish(self, run: "Run") -> int:
         """Wait for the end of a run, and record what it had to train again. Returns the exit status."""
         status, resumed_after = run.finish(), run.resumed_after()
         if run.reached is not None and resumed_after is not None:

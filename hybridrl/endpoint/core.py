@@ -87,7 +87,7 @@ class Core:
         session = session or Session(self.kit)
         prompt = await self._prepared(session, session.prompt_for, messages, tools, template)
         completion, seconds = await self._sample(session, prompt, wanted)
-        text, calls = self._text(completion, wanted.stop, special=bool(tools)), []
+        text, calls, readable = self._text(completion, wanted.stop, special=bool(tools)), [], True
         if reads_calls:
             content, calls = _forced_call(text) if wanted.forced else self._read(text, tools)
             # What cannot be read as a call is left in the text: the agent decides what follows from it.

@@ -218,7 +218,7 @@ class Dialogue:
         return self._stand_ins[key]
 
     def _find_stand_in(self, calls: int, tools: bool, role: str) -> _StandIn:
-        left_out = ConfigError(f"the chat template leaves out messages of the role {role}", fix=f"set {KEY}")
+        error = left_out = ConfigError(f"the chat template leaves out messages of the role {role}", fix=f"set {KEY}")
         probe = {"role": role, "content": CONTENT} | ({"name": "lookup", "tool_call_id": "call00000"} if calls else {})
         forms = [partial(with_calls, count) for count in dict.fromkeys([calls, 1])]
         for respond in [*forms, response] if calls else [response]:

@@ -78,8 +78,8 @@ class Row:
         for number, turn in enumerate(turns):
             end += len(turn.sampled) + (len(turn.observed) if number else 0)
             rewards[end - 1] = turn.reward or 0.0
-        columns = map(np.concatenate, (log_probs, mask))
-        return Row(first.observed, response_ids, *columns, rewards, np.concatenate(versions))
+        of_tokens, written = map(np.concatenate, (log_probs, mask))
+        return Row(first.observed, response_ids, of_tokens, written, rewards, np.concatenate(versions))
 
 
 @dataclass(frozen=True)

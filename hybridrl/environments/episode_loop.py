@@ -104,9 +104,9 @@ class EpisodeRun:
 
     async def run(self, messages: Sequence[Message]) -> Trajectory:
         """Run the episode; whatever ends it, the environment is closed."""
-        stop, fault, detail = "timeout", None, ""
+        stop, fault, detail, clock = "timeout", None, "", asyncio.timeout(self.kit.limits.timeout)
         try:
-            async with asyncio.timeout(self.kit.limits.timeout) as clock:
+            async with clock:
                 if self.kit.limits.held:
                     self.policy = HeldPolicy(self.policy, clock)
                 stop = await self._turns(list(messages))

@@ -31,7 +31,7 @@ class Connection:
     """A session with a server, from its start to its end, in the thread of `_loop`: one task opens and closes it."""
 
     def __init__(self, name: str, spec: Mapping[str, Any]) -> None:
-        self._name, self._spec = name, spec
+        self._name, self._settings = name, spec
         self.session: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
         self._task = asyncio.ensure_future(self._keep())
@@ -58,7 +58,7 @@ class Connection:
         client = importlib.import_module("mcp").ClientSession
         try:
             async with asyncio.timeout(SECONDS_TO_START) as start:
-                async with _streams(self._spec) as streams, client(*streams) as session:
+                async with _streams(self._settings) as streams, client(*streams) as session:
                     await session.initialize()
                     start.reschedule(None)
                     self.session.set_result(session)
@@ -75,7 +75,7 @@ class McpServer:
     """A server, with which a session is opened when it is first used, and again after it was lost."""
 
     def __init__(self, name: str, spec: Mapping[str, Any]) -> None:
-        self.name, self._spec = name, spec
+        self.name, self._settings = name, spec
         self._connection: Connection | None = None
         self._checks: set[asyncio.Task] = set()
 
@@ -111,7 +111,7 @@ class McpServer:
 
     def _connected(self) -> Connection:
         if self._connection is None or self._connection.over:
-            self._connection = Connection(self.name, self._spec)
+            self._connection = Connection(self.name, self._settings)
         return self._connection
 
 

@@ -23,14 +23,14 @@ class SkyRLEnvironment(Environment):
 
     def __init__(self, environment: Any, row: Mapping[str, Any]) -> None:
         super().__init__({}, row)
-        self._environment = environment
+        self.environment = environment
 
     def reset(self, messages: list[Message]) -> list[Message]:
-        return list(self._environment.init(messages)[0])
+        return list(self.environment.init(messages)[0])
 
     def step(self, response: Response) -> Step:
-        output = self._environment.step(response.text)
-        kind = type(self._environment)
+        output = self.environment.step(response.text)
+        kind = type(self.environment)
         if output.get("postprocessed_action") not in (None, response.text) and kind not in _warned:
             _warned.add(kind)
             cause = "%s rewrites responses (postprocessed_action); what is trained on are the sampled tokens"
@@ -40,9 +40,9 @@ class SkyRLEnvironment(Environment):
 
     def close(self) -> Mapping[str, float]:
         try:
-            return metrics_of(self._environment.get_metrics(), self._environment)
+            return metrics_of(self.environment.get_metrics(), self.environment)
         finally:
-            self._environment.close()
+            self.environment.close()
 
 
 def names() -> Collection[str]:

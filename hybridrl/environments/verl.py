@@ -23,6 +23,7 @@ from hybridrl.environments.skyrl import numbers
 from hybridrl.environments.tool_environment import ToolEnvironment
 from hybridrl.environments.tools import Tool, ToolResult, check_schema, to_result
 from hybridrl.environments.user_code import finished
+from hybridrl.required import required
 
 TOOLS = f"{MULTI_TURN}.tool_config_path"
 INTERACTIONS = f"{MULTI_TURN}.interaction_config_path"
@@ -119,7 +120,7 @@ def _load_tool(entry: Mapping[str, Any], place: str, path: str, built_in: Mappin
     try:
         if name in built_in or issubclass(make, Tool):
             return make(config) if schema is None else make(config, schema)
-        tool = make(config=config, tool_schema=None if schema is None else _schema_class().model_validate(schema))
+        tool: Any = make(config=config, tool_schema=None if schema is None else _schema_class().model_validate(schema))
     except Exception as error:  # whatever the user's constructor raises
         raise ConfigError(f"{place}: {name}(config, tool_schema) fails: {where(error, path)}") from error
     missing = [method for method in ("create", "execute", "release", "tool_schema") if not hasattr(tool, method)]
@@ -165,9 +166,10 @@ def load_verl_class(name: str, place: str, path: str, package: str) -> type:
         if "no known parent package" not in str(error):
             fix = "write module.Class with a module that can be imported here, or path.py:Class"
             raise ConfigError(f"{place}: class_name {name} does not import: {where(error, path)}", fix=fix) from error
-        module = importlib.util.module_from_spec(_within(module_name, package))
+        spec = _within(module_name, package)
+        module = importlib.util.module_from_spec(spec)
         sys.modules[module.__name__] = sys.modules[module_name] = module
-        module.__spec__.loader.exec_module(module)
+        spec.loader.exec_module(module)
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):
         names = [other for other, member in vars(module).items() if isinstance(member, type)]
@@ -178,7 +180,7 @@ def load_verl_class(name: str, place: str, path: str, package: str) -> type:
 
 
 def _within(module_name: str, package: str) -> Any:
-    found = importlib.util.find_spec(module_name)
+    found = required(importlib.util.find_spec(module_name))
     return importlib.util.spec_from_file_location(f"{package}.{module_name.rpartition('.')[2]}", found.origin)
 
 

@@ -162,12 +162,13 @@ class EpisodeWorker:
     def __init__(self, log: str, settings: EpisodeSettings) -> None:
         begin_actor(log)
         logging.basicConfig(format="%(asctime)s %(message)s")
-        self._begin(settings)
+        self.begin(settings)
 
-    def _begin(self, settings: EpisodeSettings) -> None:
+    def begin(self, settings: EpisodeSettings) -> None:
+        """Begin without episodes, in a process whose output goes where it is."""
         self.kit = Kit.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
         self.environments, self.configuration = settings.environments, settings.configuration
-        self.agents = settings.agents and settings.agents(self.kit, self.check)
+        self.agents = settings.agents(self.kit, self.check) if settings.agents else None
         self.calls: dict[str, Call] = {}
         self.over: set[str] = set()  # calls that have ended: what arrives late is not started
         gc.freeze()  # the many objects of the libraries need not be visited by every full collection
@@ -252,8 +253,9 @@ class EpisodeWorker:
         sampling, tokenizer = spec.sampling, self.kit.tokenizer
         parameters = {name: vars(sampling)[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
         limit = self.kit.limits.timeout
+        clock = asyncio.timeout(limit)
         try:
-            async with asyncio.timeout(limit) as clock:
+            async with clock:
                 asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
                 outputs = await loop.run(
                     asked, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue

@@ -10,6 +10,7 @@ import torch
 from hybridrl.batch import Batch, pack
 from hybridrl.config import ConfigError
 from hybridrl.experience.episodes import Episode
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 
 COMPONENTS_KEY = "algorithm.gdpo_reward_keys"
@@ -85,7 +86,7 @@ def to_batch(
     if any(score.token_rewards is not None for score in scores):
         lengths = [sum(len(row.response_ids) for row in some) for some in rows_of]
         pairs = zip(scores, lengths, strict=True)
-        spread = [score.token_rewards or [0.0] * (length - 1) + [score.value] for score, length in pairs]
+        spread = [score.token_rewards or [0.0] * (length - 1) + [required(score.value)] for score, length in pairs]
         token_rewards, _ = pack(spread, torch.float32)
     staleness = None
     if version is not None:

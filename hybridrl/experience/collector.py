@@ -1,7 +1,7 @@
 """What a training step learns from: prompts in the run's order, episodes, rewards and the batch made of them."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from hybridrl.experience.conversations import conversation_metrics
 from hybridrl.experience.dynamic_sampling import Draws, GroupFilter
 from hybridrl.experience.episodes import Episode, EpisodeRunner
 from hybridrl.experience.spool import Spool
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score, component_means
 from hybridrl.rollout import Sampling
 
@@ -120,11 +121,11 @@ class SampledExperience:
         """Return the rows to train on, and metrics of all episodes and scores of the step. `version` is that of its
         weights, if tokens may have been sampled with others."""
         if not groups:
-            raise NothingToLearnFrom(_none_scored(episodes))
+            raise NothingToLearnFrom(none_scored(episodes))
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated, version=version)
         metrics = self.guard.check(scores) | component_means(scores) | conversation_metrics(episodes)
         if self.mask_truncated:
-            truncated = batch.by_episode().truncated
+            truncated = required(batch.by_episode().truncated)
             if truncated.all():
                 raise NothingToLearnFrom(
                     f"each of the {len(truncated)} responses was cut by the length limit, and such responses are "
@@ -153,7 +154,7 @@ class SynchronousExperience(SampledExperience):
         self.engine.to_rollout(version=step - 1)
         if self.spool:
             self.spool.open(step, self.engine.weights)
-        metrics: Counter[str] = Counter()  # sums over all rounds of this step
+        metrics: defaultdict[str, float] = defaultdict(float)  # sums over all rounds of this step
         draws, episodes = self._draw(metrics)
         groups, scores = draws.kept[: draws.wanted], [episode.score for episode in episodes]
         if self.greedy_baseline:
@@ -167,7 +168,7 @@ class SynchronousExperience(SampledExperience):
         epoch = {"training/epoch": (self.position - 1) // self.order.size}
         return Collected(batch, episodes, dict(metrics) | draws.metrics() | reported | epoch)
 
-    def _draw(self, metrics: Counter[str]) -> tuple[Draws, list[Episode]]:
+    def _draw(self, metrics: defaultdict[str, float]) -> tuple[Draws, list[Episode]]:
         """Draw prompts until the step has its groups. Returns every episode that was run as well."""
         left = self.prompts_in_all - self.position
         draws = Draws(self.group_filter, min(self.prompts_per_step, left), left, self.order.size)
@@ -178,15 +179,16 @@ class SynchronousExperience(SampledExperience):
             prompts = [self.prompts[row] for row in self.order.rows(start, count)]
             some, seconds = self.runner.run(prompts, self.samples_per_prompt, self.sampling, positions, self.spool)
             self.guard.apply([episode.score for episode in some])
-            metrics.update(seconds)
+            for name, spent in seconds.items():
+                metrics[name] += spent
             episodes += some
             draws.add(count, group_by_prompt(some))
             if not draws.groups:
-                raise NothingToLearnFrom(_none_scored(episodes))
+                raise NothingToLearnFrom(none_scored(episodes))
         return draws, episodes
 
     def _with_greedy(
-        self, groups: Sequence[PromptGroup], metrics: Counter[str]
+        self, groups: Sequence[PromptGroup], metrics: defaultdict[str, float]
     ) -> tuple[list[PromptGroup], list[Score]]:
         """Add the score of each prompt's greedy response; a group whose greedy response has none is dropped. Returns
         all scores as well."""
@@ -202,10 +204,11 @@ class SynchronousExperience(SampledExperience):
             if score.value is not None
         ]
         if not scored:
-            raise NothingToLearnFrom(_none_scored(episodes))
+            raise NothingToLearnFrom(none_scored(episodes))
         return scored, scores
 
 
-def _none_scored(episodes: Sequence[Episode]) -> str:
+def none_scored(episodes: Sequence[Episode]) -> str:
+    """Return why there is nothing to learn from these episodes: their faults."""
     faults = Counter(episode.score.fault for episode in episodes)
     return f"none of the {len(episodes)} responses could be scored ({dict(faults)}): {episodes[0].score.detail}"

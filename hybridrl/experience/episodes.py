@@ -21,7 +21,8 @@ from hybridrl.data.tokenizer import as_chat
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.environments.worker import EpisodeSpec
-from hybridrl.experience.spool import Spool
+from hybridrl.experience.spool import ResponseStore
+from hybridrl.required import required
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest, Shaping
 from hybridrl.rollout import Completion, Request, RequestFault, RolloutClient, Sampling, request_seed
@@ -53,6 +54,7 @@ class Episode:
 
 
 Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with its score if that is known
+Finished = Callable[[Episode], None]  # called with an episode that has its score
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class SingleResponses:
 
     client: RolloutClient
     requests: Sequence[Request]
-    spool: Spool | None
+    spool: ResponseStore | None
     scored_again: bool  # scores of the spool are not used: the reward function wants all responses in one call
     completions: dict[int, Completion] = field(default_factory=dict)
 
@@ -118,7 +120,7 @@ class Conversations:
     client: RolloutClient
     dispatch: AbstractContextManager[EpisodeDispatch]
     specs: Sequence[EpisodeSpec]
-    spool: Spool | None
+    spool: ResponseStore | None
 
     async def ended(self) -> AsyncIterator[list[Ended]]:
         with self.dispatch as dispatch:
@@ -135,13 +137,13 @@ class Conversations:
             future = asyncio.get_running_loop().create_future()
             future.set_result(found.completion)
             return future
-        future = self.client.generate(request, found and found.completion)
+        future = self.client.generate(request, None if found is None else found.completion)
         future.add_done_callback(partial(self._keep, request))
         return future
 
     def _keep(self, request: Request, done: asyncio.Future[Completion]) -> None:
         if not done.cancelled() and done.exception() is None:
-            self.spool.add(request, done.result())
+            required(self.spool).add(request, done.result())
 
 
 class EpisodeRunner:
@@ -173,7 +175,7 @@ class EpisodeRunner:
         count: int,
         sampling: Sampling,
         positions: Sequence[int],
-        spool: Spool | None = None,
+        spool: ResponseStore | None = None,
         stream: str = "",
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return `count` scored episodes per prompt, in order, and the seconds it took.
@@ -189,14 +191,14 @@ class EpisodeRunner:
         return self.run_places(places, spool)
 
     def run_places(
-        self, places: Sequence[Place], spool: Spool | None = None, finished: Callable[[Episode], None] | None = None
+        self, places: Sequence[Place], spool: ResponseStore | None = None, finished: Finished | None = None
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes of these places, in order, and the seconds it took. `finished` is called with each of
         them as soon as it has its score, in the thread of the caller."""
-        return asyncio.run(self._run(self._source(places, spool), places, finished))
+        return asyncio.run(self.score_ended(self._source(places, spool), places, finished))
 
     async def group(
-        self, prompt: Prompt, position: int, count: int, sampling: Sampling, kept: Spool | None = None
+        self, prompt: Prompt, position: int, count: int, sampling: Sampling, kept: ResponseStore | None = None
     ) -> list[Episode]:
         """Return `count` scored episodes of one prompt, while others run in the same event loop."""
         if self.workers is not None and self.dispatch is None:
@@ -204,7 +206,7 @@ class EpisodeRunner:
                 self.workers, held=lambda: bool(self.client.held()), check=self.client.check
             )
         places = [Place(prompt, position, position, sample, position, sampling) for sample in range(count)]
-        episodes, _ = await self._run(self._source(places, kept, self.dispatch), places, shown=False)
+        episodes, _ = await self.score_ended(self._source(places, kept, self.dispatch), places, shown=False)
         return episodes
 
     async def close(self) -> None:
@@ -213,7 +215,9 @@ class EpisodeRunner:
             self.dispatch.close()
             self.dispatch = None
 
-    def _source(self, places: Sequence[Place], spool: Spool | None, dispatch: EpisodeDispatch | None = None) -> Source:
+    def _source(
+        self, places: Sequence[Place], spool: ResponseStore | None, dispatch: EpisodeDispatch | None = None
+    ) -> Source:
         """Return where the episodes come from; without a `dispatch` conversations have one of their own."""
         if self.workers is None:
             requests = [
@@ -241,14 +245,15 @@ class EpisodeRunner:
         own = EpisodeDispatch(self.workers, together=self.client.fixed, check=self.client.check)
         return Conversations(self.client, closing(own), specs, spool)
 
-    async def _run(
+    async def score_ended(
         self,
         source: Source,
         places: Sequence[Place],
-        finished: Callable[[Episode], None] | None = None,
+        finished: Finished | None = None,
         *,
         shown: bool = True,
     ) -> tuple[list[Episode], dict[str, float]]:
+        """Score the episodes of a source as they end. Returns them in the order of their places, and metrics."""
         began = time.monotonic()
         ended: list[Ended] = []
         scores: list[Future[Score]] = []
@@ -318,7 +323,7 @@ class EpisodeRunner:
         """Return the score with what the environment gave to single turns on their last tokens."""
         if self.function_scores and not self.add_environment_reward:
             return score
-        total = trajectory.reward + (score.value if self.function_scores else 0.0)
+        total = required(trajectory.reward) + (required(score.value) if self.function_scores else 0.0)
         if len(trajectory.turns) == 1:
             return score.with_value(total)
         rewards = list(chain.from_iterable(row.rewards.tolist() for row in trajectory.rows()))
@@ -329,7 +334,7 @@ class Reports:
     """Calls `finished` with each of `count` episodes once it has its score, in the event loop's thread, while further
     ones are sampled: scores arrive in other threads. What it raises, `all` raises."""
 
-    def __init__(self, count: int, finished: Callable[[Episode], None]) -> None:
+    def __init__(self, count: int, finished: Finished) -> None:
         self.scored: asyncio.Queue[Episode | Exception] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
         self.task = asyncio.create_task(self._report(count, finished))
@@ -350,7 +355,7 @@ class Reports:
     async def all(self) -> None:
         await self.task
 
-    async def _report(self, count: int, finished: Callable[[Episode], None]) -> None:
+    async def _report(self, count: int, finished: Finished) -> None:
         for _ in range(count):
             if isinstance(item := await self.scored.get(), Exception):
                 raise item

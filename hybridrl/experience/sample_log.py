@@ -11,6 +11,7 @@ import torch
 from hybridrl.batch import Batch
 from hybridrl.experience.conversations import transcript
 from hybridrl.experience.episodes import Episode
+from hybridrl.required import required
 from hybridrl.tracking import SampleRow, Tracker
 from hybridrl.tracking.console import console, sample_table, warn
 from hybridrl.tracking.records import OWN_KEY, record_files, write_records
@@ -74,7 +75,7 @@ class SampleLog:
         """Write the batch that a step trained on, for `doctor replay`; the last few are retained."""
         try:
             self.replay_dir.mkdir(exist_ok=True)
-            np.savez(self.replay_dir / f"{step}.npz", **batch.__getstate__())
+            np.savez(self.replay_dir / f"{step}.npz", allow_pickle=False, **batch.__getstate__())
         except OSError as error:
             warn(f"{self.replay_dir}: {error.strerror or error}; the batch of step {step} is not kept")
         for older in replays(self.replay_dir)[:-REPLAYS]:
@@ -117,7 +118,7 @@ def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode)
     evenly from the least to the largest advantage, what is known of each token of the response. `version` is that of
     the weights that the step began with."""
     rows = batch.by_episode()
-    advantages = rows.written_mean(rows.advantages)
+    advantages = rows.written_mean(required(rows.advantages))
     places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
     fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
     for of_row, audit in zip(fields, _audits(rows, version), strict=True):
@@ -133,7 +134,7 @@ def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
     turn, and the importance weight of each token, 0 where it was not trained on, if the step has such weights."""
     weights = None
     if rows.importance_weights is not None:
-        trained = torch.where(rows.response_mask, rows.importance_weights, 0.0)
+        trained = torch.where(required(rows.response_mask), rows.importance_weights, 0.0)
         weights = trained.double().numpy().round(WEIGHT_DIGITS)
     begin = 0
     for length in rows.response_lengths.tolist():

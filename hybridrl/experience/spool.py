@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import numpy as np
 
@@ -36,6 +36,13 @@ class Spooled:
 
     completion: Completion
     score: Score | None
+
+
+class ResponseStore(Protocol):
+    """Responses that were sampled before: those of a spool, or those carried from step to step."""
+
+    def find(self, requests: Sequence[Request]) -> dict[int, Spooled]: ...
+    def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None: ...
 
 
 class Spool:
@@ -173,7 +180,7 @@ class Spool:
         rewards = [0.0] * len(tokens) if score.token_rewards is None else score.token_rewards
         if score.fault is not None or not texts or not isinstance(score.extras, dict) or len(rewards) != len(tokens):
             raise ValueError("not a score")
-        if not all(map(math.isfinite, [score.value, *rewards])):
+        if score.value is None or not all(map(math.isfinite, [score.value, *rewards])):
             raise ValueError("not a finite score")
         return Spooled(completion, score)
 

@@ -21,7 +21,7 @@ NO_EFFECT = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = _parser()
+    parser = command_parser()
     arguments = parser.parse_args(argv)
     if arguments.backend == "megatron":
         parser.error("--backend megatron: only FSDP shards are supported; verl's own merger converts Megatron's")
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     return run(arguments, check_in_vllm)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Merge the shards of a saved model into a Hugging Face directory and verify it against them. "

@@ -13,6 +13,7 @@ from hybridrl.checkpoint.files import MANIFEST, faults
 from hybridrl.checkpoint.read import PAIR, open_tensors, read_safetensors, stored_tensors
 from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.model_merger.source import CheckFailed, Source, type_names
+from hybridrl.required import required
 from hybridrl.tracking.console import Terminal
 
 # Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
@@ -82,12 +83,12 @@ def compare(source: Source, directory: Path) -> str:
 
 def check_adapter(source: Source, written: Path) -> str:
     """Check that merged weights equal base + scaling * B @ A in double precision, and differ from the base."""
-    values, adapter = read_safetensors(written), source.adapter
+    values, adapter, whole = read_safetensors(written), required(source.adapter), required(source.base)
     names = [name for name in values.meta if adapter.pair(name)]
     differing, largest = 0, 0.0
     for name in names:
-        base, value = source.base.read(name), values.read(name)
-        a, b = (adapter.tensors.read(part).double() for part in adapter.pair(name))
+        base, value = whole.read(name), values.read(name)
+        a, b = (adapter.tensors.read(part).double() for part in required(adapter.pair(name)))
         expected = base.double() + adapter.scaling * (b @ a)
         gap = (value.double() - base.to(value.dtype).double()).abs()
         # float32 rounding over the sums, then that of the written type

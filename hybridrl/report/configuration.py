@@ -74,7 +74,7 @@ def environment(contents: Contents) -> dict[str, str]:
     newest = max(contents.checkpoints, key=lambda one: one.step, default=None)
     known = {str(name): str(value) for name, value in (newest.code if newest else {}).items()}
     trainer = contents.config.get("trainer")
-    for key in ("device", "nnodes", "n_gpus_per_node", "seed") if isinstance(trainer, dict) else ():
-        if trainer.get(key) is not None:
-            known[f"trainer.{key}"] = str(trainer[key])
+    if isinstance(trainer, dict):
+        settings = {key: trainer.get(key) for key in ("device", "nnodes", "n_gpus_per_node", "seed")}
+        known |= {f"trainer.{key}": str(value) for key, value in settings.items() if value is not None}
     return known

@@ -55,7 +55,7 @@ def open_scorer_pool(
     return ScorerPool(config, scorers=scorers, wait=False)
 
 
-def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setup: Setup) -> list["_RemoteScorer"]:
+def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setup: Setup) -> list["RemoteScorer"]:
     """Start the ScoringActor of a machine; return a scorer for each of its processes."""
     log, reward_log = f"{logs}/scoring-{machine}.log", f"{logs}/reward{f'-{machine}' * bool(machine)}.log"
     handle = spawn(
@@ -78,7 +78,7 @@ def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setu
             if not session.keeps(handle):
                 kill(handle)
 
-    return [_RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
+    return [RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
 
 
 class DecodingScorer:
@@ -170,12 +170,12 @@ def packed(requests: Sequence[ScoringRequest]) -> bytes:
 def unpacked(content: bytes) -> list[ScoringRequest]:
     """Return the requests of `packed`."""
     return [
-        ScoringRequest(*fields, None if ids is None else np.frombuffer(ids, np.int32))
-        for *fields, ids in pickle.loads(content)
+        ScoringRequest(source, solution, truth, extra, None if ids is None else np.frombuffer(ids, np.int32))
+        for source, solution, truth, extra, ids in pickle.loads(content)
     ]
 
 
-class _RemoteScorer:
+class RemoteScorer:
     """One process of a ScoringActor, as the pool sees it; `stop` ends the actor."""
 
     def __init__(self, handle: Actor, index: int, log: str, config: RewardConfig, stop: Callable[[], None]) -> None:

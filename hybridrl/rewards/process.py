@@ -25,6 +25,7 @@ import psutil
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.required import required
 from hybridrl.rewards.built_in import CPU_SECONDS
 from hybridrl.rewards.load import calls_at_once, in_one_call, load_reward, seconds_between_calls
 from hybridrl.rewards.score import Score, ScoringRequest, fault_of, score_request
@@ -179,11 +180,11 @@ class ScoringProcess:
     def _send(self, requests: Collection[ScoringRequest]) -> None:
         """Send requests; one `_receive` per request must follow."""
         try:
-            self._messages.send(list(requests), self._limit)
+            required(self._messages).send(list(requests), self._limit)
         except OSError:  # killed or stopped from outside while it was idle
             self._kill()
             self.start()
-            self._messages.send(list(requests), self._limit)
+            required(self._messages).send(list(requests), self._limit)
 
     def _receive(self) -> Score:
         """Return the next score; if it is a fault that cost the process its life, the process is lost.
@@ -202,7 +203,7 @@ class ScoringProcess:
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
             by_signal = {signal.SIGPROF: "overran", signal.SIGKILL: "killed", signal.SIGTERM: "killed"}
-            fault, detail = by_signal.get(-self._process.returncode, "died"), f"the scoring process {ended}"
+            fault, detail = by_signal.get(-required(self._process).returncode, "died"), f"the scoring process {ended}"
         self._kill()
         return Score(None, fault=fault, detail=detail)
 
@@ -213,24 +214,25 @@ class ScoringProcess:
             now = time.monotonic()
             if now >= self._next_check:
                 self._next_check = now + _SECONDS_BETWEEN_CHECKS
-                if _max_memory(self._process.pid) > self._memory_mb * _MIB:
+                if _max_memory(required(self._process).pid) > self._memory_mb * _MIB:
                     raise _MemoryExceeded(f"more than {self._memory_mb:,} MiB of memory (reward.memory_mb)")
             try:
-                return self._messages.receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
+                return required(self._messages).receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise
 
     def _kill(self, seconds_to_end: float = 0.0) -> str:
         """Kill the process, unless it ends in time, and all that it started; return how it ended."""
-        if self._process.returncode is None:
+        process = required(self._process)
+        if process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds_to_end)
+                process.wait(seconds_to_end)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()  # in case it has left its group
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # in case it has left its group
         self._lost = True
-        code = self._process.wait()
+        code = process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _popen(self, descriptor: int) -> subprocess.Popen[bytes]:

@@ -7,7 +7,10 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +26,7 @@ class ScoringRequest:
     solution: str | None
     ground_truth: Any
     extra_info: dict[str, Any]
-    response_ids: Sequence[int] | None = None
+    response_ids: "Sequence[int] | np.ndarray | None" = None
 
 
 @dataclass

@@ -135,7 +135,7 @@ class RolloutClient:
         """Wait until no server has a request. Raises what ended the requests in flight, if they are ended by then."""
         pumps = (lane.pump for lane in self.lanes if lane.pump is not None)
         for ended in await asyncio.gather(*pumps, return_exceptions=True):
-            if isinstance(ended, asyncio.CancelledError):  # by `_fail`
+            if isinstance(ended, asyncio.CancelledError):  # by `fail`
                 raise self._error or ended
 
     def resume(self, goals: Sequence[Goal | None] = ()) -> None:
@@ -249,7 +249,7 @@ class RolloutClient:
                 self._dispatch()
                 self.on_finished()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             lane.running, lane.given, lane.pump = {}, [], None
 
@@ -346,14 +346,14 @@ class RolloutClient:
                 if not any(lane.rebuilding for lane in self.lanes):
                     await asyncio.gather(*(self._check(lane) for lane in self.lanes if lane.running))
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     async def _check(self, lane: Lane) -> None:
         """Report a silent server, each time after twice as long; kill it at the limit."""
         loop = asyncio.get_running_loop()
         if loop.time() - lane.checked >= min(self.timeout / 4, SILENT_SECONDS / CHECKS):
             lane.checked, tokens = loop.time(), await self._tokens(lane)
-            if tokens not in (None, lane.tokens):
+            if tokens is not None and tokens != lane.tokens:
                 lane.tokens, lane.moved = tokens, loop.time()
         silence = loop.time() - lane.moved
         if not lane.running or loop.time() < min(lane.moved + self.timeout, max(lane.moved + SILENT_SECONDS, lane.due)):
@@ -370,7 +370,7 @@ class RolloutClient:
             server.kill()
             lane.moved = loop.time()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End every request in flight with the error."""
         self._error = error
         jobs = [

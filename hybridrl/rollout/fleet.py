@@ -21,7 +21,7 @@ from hybridrl.rollout.ladder import MARK, MemoryLadder, Settings, logged, shorta
 from hybridrl.rollout.lanes import ServerFailure
 from hybridrl.rollout.server import RolloutServer
 from hybridrl.rollout.statistics import engine_metrics
-from hybridrl.rollout.types import Completion, Goal, Request
+from hybridrl.rollout.types import Completion, Goal, Request, RequestFault
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.runtime.stacks import death_note, kill_writers
@@ -52,7 +52,7 @@ class RemoteServer:
     def interrupt(self) -> None:
         self.actor.interrupt.remote()
 
-    async def take(self) -> list[tuple[int, Completion]]:
+    async def take(self) -> list[tuple[int, Completion | RequestFault]]:
         return await self._result(self.actor.take.remote())
 
     async def check(self) -> int:
@@ -106,7 +106,7 @@ class RolloutFleet:
     def __len__(self) -> int:
         return len(self.servers)
 
-    def client(self, revive: Callable[[int], RemoteServer]) -> RolloutClient:
+    def client(self, revive: Callable[[int], RemoteServer | None]) -> RolloutClient:
         """Return a client of all servers; `revive` replaces one that was lost while it generated."""
         return RolloutClient(
             [self.handle(index) for index in range(len(self))],

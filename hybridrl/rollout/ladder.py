@@ -57,7 +57,7 @@ def memory_settings(rollout: RolloutConfig) -> Settings:
 
 def with_settings(rollout: RolloutConfig, settings: Settings) -> RolloutConfig:
     """Return the section with these settings in place of its own."""
-    own = {name: value for name, value in settings.items() if name != CACHE_BYTES}
+    own: dict[str, Any] = {name: value for name, value in settings.items() if name != CACHE_BYTES}
     if CACHE_BYTES in settings:
         arguments = rollout.engine_kwargs.vllm | {"kv_cache_memory_bytes": settings[CACHE_BYTES]}
         own["engine_kwargs"] = replace(rollout.engine_kwargs, vllm=arguments)

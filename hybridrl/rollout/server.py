@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.required import required
 from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.rollout.ladder import MARK, EngineShortOfMemory, logged, shortage
 from hybridrl.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
@@ -26,14 +27,15 @@ class RolloutServer:
     def __init__(self, log_file: str) -> None:
         begin_actor(log_file)
         work_in_private()  # an engine leaves its sockets behind, and its processes if this one is killed
-        self._begin(Path(log_file))
+        self.begin(Path(log_file))
 
     def renew(self, log_file: str) -> None:
         """Serve another run, which will `start` the same engine."""
         begin_actor(log_file)
         self.log, self.log_start, self.oom_kills = Path(log_file), Path(log_file).stat().st_size, oom_kills()
 
-    def _begin(self, log: Path) -> None:
+    def begin(self, log: Path) -> None:
+        """Begin without an engine, which `start` builds; the log has lines of earlier servers."""
         self.log, self.log_start, self.oom_kills = log, log.stat().st_size, oom_kills()
         self.lacked = ""  # why the engine is short of memory: it is to be rebuilt, though it may live
         self.engine: RolloutEngine | None = None
@@ -61,10 +63,10 @@ class RolloutServer:
         return os.getpid()
 
     async def _renew_engine(self) -> None:
-        await self.engine.interrupt()  # what the last run has abandoned
+        await required(self.engine).interrupt()  # what the last run has abandoned
         await asyncio.gather(*self.running)
         self.finished = asyncio.Queue()
-        await self.engine.renew(str(self.log))
+        await required(self.engine).renew(str(self.log))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine."""
@@ -92,31 +94,33 @@ class RolloutServer:
             return
         # The engine starts once it has all requests, in their order, so that it forms the same batches every time.
         try:
-            await self.engine.hold()
+            await required(self.engine).hold()
             for ticket, request in requests:
                 self._start(ticket, request)
             await asyncio.sleep(0)  # each of them is queued, or rejected, before it first waits
-            await self.engine.release(goal)
+            await required(self.engine).release(goal)
         except Exception as error:  # raised by `take`
             self.finished.put_nowait((-1, error))
 
     async def interrupt(self) -> None:
         """End all requests: `take` returns what they have so far."""
         try:
-            await self.engine.interrupt()
+            await required(self.engine).interrupt()
         except Exception as error:  # raised by `take`
             self.finished.put_nowait((-1, error))
 
     async def take(self) -> list[tuple[Ticket, Completion | RequestFault]]:
         """Return the responses finished since the last call, at least one; waits for it. Raises if the engine died."""
-        finished = [await self.finished.get()]
+        arrived = [await self.finished.get()]
         await asyncio.sleep(COALESCE_SECONDS)
         while not self.finished.empty():
-            finished.append(self.finished.get_nowait())
-        for _, result in finished:
+            arrived.append(self.finished.get_nowait())
+        finished: list[tuple[Ticket, Completion | RequestFault]] = []
+        for ticket, result in arrived:
             if isinstance(result, Exception) and not isinstance(result, RequestFault):
                 self._raise_if_short(result)
                 raise RuntimeError(f"the engine failed: {type(result).__name__}: {result}") from result
+            finished.append((ticket, result))
         return finished
 
     def _start(self, ticket: Ticket, request: Request) -> None:
@@ -126,7 +130,7 @@ class RolloutServer:
 
     async def _generate(self, ticket: Ticket, request: Request) -> None:
         try:
-            result = await self.engine.generate(request)
+            result = await required(self.engine).generate(request)
         except RequestFault as fault:
             result = fault
         except Exception as error:

@@ -78,7 +78,8 @@ def _alone(engine: EngineStats) -> float:
 def _speed(engines: Sequence[EngineStats]) -> dict[str, float]:
     """Return the seconds of an iteration as a linear function of its running requests and of the tokens it prefills,
     fitted by least squares without negative seconds: of all choices of parts, the best one that has none."""
-    products, moments = sum(one.products for one in engines), sum(one.moments for one in engines)
+    zero = np.zeros(())
+    products, moments = sum((one.products for one in engines), zero), sum((one.moments for one in engines), zero)
     best, least = np.zeros(len(ITERATION)), 0.0
     for size in range(1, len(ITERATION) + 1):
         for parts in map(list, combinations(range(len(ITERATION)), size)):

@@ -281,8 +281,9 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable
     """Sample and score responses by the engines of a runner, and keep each as soon as it has its score."""
     by_place = {(one.question.number, one.sample): one for one in missing}
     places = [
-        Place(one.question.prompt, *[one.question.number] * 2, one.sample, one.question.seed_key, one.sampling)
+        Place(question.prompt, question.number, question.number, one.sample, question.seed_key, one.sampling)
         for one in missing
+        for question in [one.question]
     ]
     began = time.monotonic()
 

@@ -23,6 +23,7 @@ from hybridrl.config.foreign_files import read_mapping
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.data.rows import fingerprinted_files
+from hybridrl.required import required
 from hybridrl.tracking.console import info
 from hybridrl.training.worker_group import TrainWorkers
 
@@ -179,7 +180,7 @@ def find_checkpoint(
         fix = f"to start from its weights: trainer.resume_mode=disable model.path={saved.path}/actor"
         raise ConfigError(f"{saved.path} is a verl checkpoint; SFT cannot resume from it", fix=fix)
     if is_verl(saved.path):
-        saved = from_verl(saved)
+        saved = required(from_verl)(saved)
     allowed = trainer.resume_allow, trainer.reset_optimizer
     check_compatible(saved, as_dict(config), identity.data, *allowed, say, identity.bases)
     return saved

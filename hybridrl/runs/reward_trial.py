@@ -18,6 +18,7 @@ from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import as_chat
 from hybridrl.evaluation.plan import digest
+from hybridrl.required import required
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import seconds_between_calls, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
@@ -251,9 +252,8 @@ def _report(place: str, trials: list[Trial], config: PPOConfig, log: Path, findi
     hopeless = enough and all(score and (score.fault or "").partition(":")[0] in FAILED for score in scores)
     for fault, count, first in faults(scores):
         row, one = tried[first]
-        cause = (
-            f"{place}: {count} of {len(scores)} responses have no score: {scores[first].detail}, first on row {row} "
-        )
+        detail = required(scores[first]).detail
+        cause = f"{place}: {count} of {len(scores)} responses have no score: {detail}, first on row {row} "
         rejected = hopeless and config.reward.on_error != "zero"
         fixes = ["set reward.on_error=zero to score such responses 0"] if rejected else []
         fixes += [f"see what it printed in {log}"] if log.is_file() and log.stat().st_size else []

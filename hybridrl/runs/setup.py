@@ -30,6 +30,7 @@ from hybridrl.health.custom import custom_rules
 from hybridrl.health.rules import RULES
 from hybridrl.report import write_report
 from hybridrl.report.prediction import predict_steps, run_sizes
+from hybridrl.required import required
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runs.sinks import custom_sinks
@@ -184,7 +185,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         saved, schedule = plan.checkpoint, job.schedule(plan.steps)
         info(f"{plan.steps} step{'s' * (plan.steps > 1)}: {job.description}")
         if not schedule.validate_only and check_complete(config, plan, directory):
-            return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({saved.path})")
+            return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({required(saved).path})")
         save_config(config, directory / "config.yaml")
         session = stack.enter_context(sessions.open(config, job.processes(plan)))
         probe_run(session, directory, as_dict(config))

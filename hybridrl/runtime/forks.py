@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.required import required
 from hybridrl.runtime import forkserver
 from hybridrl.runtime.environment import WAITING, joins, worker_environment
 from hybridrl.runtime.keeper import PrivateDirectory
@@ -54,7 +55,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the process, and all workers that are left."""
-        self.process.stdin.close()
+        required(self.process.stdin).close()
         self.directory.close()
         self.process.wait()
 

@@ -170,15 +170,15 @@ def oom_kills() -> int | None:
     return int(counts["oom_kill"]) if "oom_kill" in counts else None
 
 
-_OOM_KILLS_BEFORE = oom_kills()  # when the run began
+OOM_KILLS_BEFORE = oom_kills()  # when the run began
 
 
 def kill_cause() -> str:
     """Return who probably killed a process of this machine with signal 9: "by hand ..." or "by the kernel ..."."""
     now = oom_kills()
-    if now is None or _OOM_KILLS_BEFORE is None:
+    if now is None or OOM_KILLS_BEFORE is None:
         return "by hand, or by the kernel for lack of memory (see dmesg)"
-    if now == _OOM_KILLS_BEFORE:
+    if now == OOM_KILLS_BEFORE:
         return "by hand or by a scheduler: the kernel has killed nothing here for lack of memory since the run began"
-    killed = now - _OOM_KILLS_BEFORE
+    killed = now - OOM_KILLS_BEFORE
     return f"by the kernel for lack of memory: it has killed {killed} of this machine's processes since the run began"

@@ -40,6 +40,7 @@ class PrivateDirectory:
         # The launched process forks the keeper and ends. The keeper ends when its input is closed.
         launched = subprocess.Popen(command, env=environment, pass_fds=[self._lock], start_new_session=True, **pipes)
         launched.wait()
+        assert launched.stdin is not None and launched.stdout is not None
         self._input, self._output = launched.stdin, launched.stdout
 
     @property

@@ -43,7 +43,7 @@ WRAPPERS = {"wrapper", "inner", "_fn"}  # torch's decorators
 
 Frame = tuple[str, str, str]  # file, line, function
 
-_signalled: dict[str, float] = {}  # when, by log
+signalled: dict[str, float] = {}  # when, by log
 
 
 # -- in the process ----------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def write_stacks_on_request() -> None:
     faulthandler.register(REQUEST, file=2, all_threads=False)
     listener = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind(_address(os.getpid()))
+        listener.bind(address_of(os.getpid()))
     except OSError:  # it listens already; if another program does, only the kernel's facts remain
         listener.close()
         return
@@ -63,7 +63,7 @@ def write_stacks_on_request() -> None:
     threading.Thread(target=_reply_to_all, args=[listener], name="stacks", daemon=True).start()
 
 
-def _address(pid: int) -> bytes:
+def address_of(pid: int) -> bytes:
     """Return the address of a process, which needs no file. Containers may share addresses, and have equal numbers."""
     return f"\0hybridrl-stacks-{os.stat('/proc/self/ns/pid').st_ino}-{pid}".encode()
 
@@ -190,7 +190,7 @@ def request(pid: int) -> str | None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(REPLY_SECONDS)
         try:
-            connection.connect(_address(pid))
+            connection.connect(address_of(pid))
             if _peer(connection)[0] != pid:  # another program took the address
                 return None
             return connection.makefile("rb").read().decode(errors="replace") or None
@@ -203,7 +203,7 @@ def request(pid: int) -> str | None:
 def _signal(process: psutil.Process, thread: int, log: Path) -> str:
     """Have a thread write its stack to the log; return it, empty if it has none, or that the process has ended."""
     size = log.stat().st_size
-    _signalled[str(log)] = time.monotonic()
+    signalled[str(log)] = time.monotonic()
     # glibc has tgkill since 2.30; without it the main thread gets the signal
     send = getattr(ctypes.CDLL(None), "tgkill", lambda pid, _, number: os.kill(pid, number))
     send(process.pid, thread, REQUEST)
@@ -218,7 +218,7 @@ def _signal(process: psutil.Process, thread: int, log: Path) -> str:
 def death_note(log: str) -> str:
     """Return what to add to the cause of a death that was just noticed: that REQUEST was sent to a process with this
     log at that time."""
-    lately = time.monotonic() - _signalled.get(log, float("-inf")) < SIGNAL_SECONDS + NOTICED_SECONDS
+    lately = time.monotonic() - signalled.get(log, float("-inf")) < SIGNAL_SECONDS + NOTICED_SECONDS
     return f"; it {DIED}" * lately
 
 

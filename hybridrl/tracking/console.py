@@ -188,12 +188,12 @@ class TerminalSink(LineSink):
         self._rewards: deque[float] = deque(maxlen=REWARDS)
         done, texts = (BarColumn(20), MofNCompleteColumn(), TextColumn("steps")), ("left", "now")
         more = [TextColumn(f"{{task.fields[{name}]}}") for name in texts]
-        self._progress = Progress(*done, TimeElapsedColumn(), *more, console=console, refresh_per_second=2)
-        self._bar = self._progress.add_task("", total=total_steps, completed=start_step, left="", now="")
-        self._progress.start()
+        self.progress = Progress(*done, TimeElapsedColumn(), *more, console=console, refresh_per_second=2)
+        self._bar = self.progress.add_task("", total=total_steps, completed=start_step, left="", now="")
+        self.progress.start()
 
     def doing(self, what: str) -> None:
-        self._progress.update(self._bar, now=what)
+        self.progress.update(self._bar, now=what)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._line(step, metrics, now := self._clock())
@@ -202,7 +202,7 @@ class TerminalSink(LineSink):
             self._step_ends.append(now)
             seconds = seconds_left(self._step_ends, self._total_steps - step)
             left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
-            self._progress.update(self._bar, completed=step, left=left)
+            self.progress.update(self._bar, completed=step, left=left)
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
         values = main_values(metrics)
@@ -236,8 +236,8 @@ class TerminalSink(LineSink):
 
     def close(self) -> None:
         super().close()
-        self._progress.update(self._bar, now="")
-        self._progress.stop()
+        self.progress.update(self._bar, now="")
+        self.progress.stop()
 
 
 def seconds_left(step_ends: list[float], steps_left: int) -> float | None:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hybridrl.required import required
+
 Memory = dict[str, int | None]
 
 FILE, PAGE = "faults.jsonl", "docs/errors.md"
@@ -104,7 +106,7 @@ class FaultLog(logging.Handler):
     def write(self, code: str, text: str = "", tail: Sequence[str] = (), *, end: bool = False) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         fault = Fault(now, self.step, code, text, list(tail), self.memory(), end)
-        with self.lock, suppress(OSError):  # a checkpoint is published, and a server rebuilt, in a thread
+        with required(self.lock), suppress(OSError):  # a checkpoint is published, and a server rebuilt, in a thread
             self._unwritten += json.dumps(asdict(fault)).encode() + b"\n"
             with (self.directory / FILE).open("ab", buffering=0) as file:
                 self._unwritten = self._unwritten[file.write(self._unwritten) :]

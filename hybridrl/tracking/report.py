@@ -111,12 +111,12 @@ class CurvesSink(Sink):
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._run_dir, self._clock = run_dir, clock
         self._next = clock() + SECONDS_BETWEEN_CURVES
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._clock() >= self._next and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._draw)
-            self._thread.start()
+        if self._clock() >= self._next and (self.thread is None or not self.thread.is_alive()):
+            self.thread = threading.Thread(target=self._draw)
+            self.thread.start()
 
     def _draw(self) -> None:
         began = self._clock()
@@ -125,8 +125,8 @@ class CurvesSink(Sink):
         self._next = self._clock() + max(SECONDS_BETWEEN_CURVES, 100 * (self._clock() - began))
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        if self.thread is not None:
+            self.thread.join()
 
 
 def read_metrics(run_dir: Path, warn: Warn = warn) -> dict[int, dict[str, float]]:
@@ -150,6 +150,7 @@ def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, floa
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
+        record: dict[str, float | None] = {}
         try:
             record = json.loads(line)
             known = [math.isfinite(value) for value in record.values() if value is not None]  # raises for what is none

@@ -34,6 +34,9 @@ class MlflowSink(Sink):
         saved = {} if offline else saved
         if offline or not os.environ.get("MLFLOW_TRACKING_URI"):
             self._mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute()}/mlflow.db")
+            # MLflow would write the files of a run that has no server to ./mlruns, wherever the run was started.
+            if self._mlflow.get_experiment_by_name(project) is None:
+                self._mlflow.create_experiment(project, artifact_location=f"{run_dir.absolute()}/mlartifacts")
         self._mlflow.set_experiment(project)
         self._run = self._mlflow.start_run(run_id=saved.get("id"), run_name=None if saved else name)
         if not saved:

@@ -6,7 +6,7 @@ padded, and the output of a row does not depend on the other rows.
 
 from collections.abc import Callable
 from inspect import signature
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from hybridrl import device as devices
+from hybridrl.required import required
 from hybridrl.training.packing import PackedRows
 from hybridrl.training.sequence_parallel import to_heads, to_tokens
 
@@ -62,19 +63,14 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, optio
     plain = options.softcap is None and options.sinks is None and not options.dropout
     if not (plain and devices.has_varlen_attention(query.device) and kernel_supports(query, value)):
         rows = zip(*(tensor.split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-        return torch.cat([_causal(*row, options).transpose(1, 2) for row in rows], dim=1)
+        return torch.cat([_causal(q, k, v, options).transpose(1, 2) for q, k, v in rows], dim=1)
     longest = max(packed.lengths)
-    grouped = grouped_option(varlen_attn) if query.shape[1] != key.shape[1] else {}
-    return varlen_attn(
-        *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),  # [T, heads, width]
-        packed.boundaries,
-        packed.boundaries,
-        longest,
-        longest,
-        scale=options.scaling,
-        window_size=(-1 if options.window is None else options.window - 1, 0),
-        **grouped,
-    )[None]
+    grouped: dict[str, Any] = grouped_option(varlen_attn) if query.shape[1] != key.shape[1] else {}
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, width]
+    window = (-1 if options.window is None else options.window - 1, 0)
+    limits = (packed.boundaries, packed.boundaries, longest, longest)
+    attended: Any = varlen_attn(q, k, v, *limits, scale=options.scaling, window_size=window, **grouped)
+    return attended[None]
 
 
 def kernel_supports(query: Tensor, value: Tensor) -> bool:
@@ -93,7 +89,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tens
     if mask is not None and window is not None:
         mask = mask.triu(1 - window)
     if eager:
-        return _eager(query, key, value, mask, options)
+        return _eager(query, key, value, required(mask), options)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -115,7 +111,7 @@ def _eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Opt
     return F.dropout(shares, dropout) @ value
 
 
-def grouped_option(kernel: Callable[..., Tensor]) -> dict[str, bool]:
+def grouped_option(kernel: Callable[..., Any]) -> dict[str, bool]:
     """Return the option for grouped-query attention, which torch 2.11 lacks: it accepts fewer key heads without it."""
     return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
         return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
     grid = torch.arange(ranks).view(-1, shards)
     timeout = devices.collective_timeout()
-    groups = [dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout)[0] for part in (grid.T, grid)]
+    made = (dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout)[0] for part in (grid.T, grid))
+    groups = list(map(devices.own_group, made))
     return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=("replicate", "shard"))
 
 
@@ -57,6 +58,7 @@ def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool
         fsdp2.register_fsdp_forward_method(model, "own_log_probs")
     if config.forward_prefetch:
         for layer, following in pairwise(layers):
+            assert isinstance(layer, fsdp2.FSDPModule) and isinstance(following, fsdp2.FSDPModule)
             layer.set_modules_to_forward_prefetch([following])
     return model
 
@@ -96,7 +98,7 @@ def host_parameters(model: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 @torch.no_grad()
-def move_parameters(model: nn.Module, targets: Mapping[nn.Parameter, Tensor]) -> None:
+def move_parameters(model: nn.Module, targets: Mapping[Any, Tensor]) -> None:
     """Move a sharded model's parameters to these tensors; buffers stay where they are."""
 
     def move(tensor: Tensor) -> Tensor:
@@ -128,7 +130,11 @@ def full_tensors(
 def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor unsharded, in this type; collective. Shards in host memory are gathered on the device."""
     value = value if dtype is None else value.to(dtype)
-    return value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    on_device = value.to(value.device_mesh.device_type)
+    assert isinstance(on_device, DTensor)
+    return on_device.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -7,11 +7,12 @@ Knows neither models nor losses, but a loss can pass in a function that computes
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from hybridrl.required import required
 from hybridrl.training.token_outputs import Head, LogitTables, OutputSpec, TokenOutputs
 
 # Of float32 logits. Large chunks on CUDA, as each one adds its share to the head's gradient in the gradient's type.
@@ -21,14 +22,21 @@ FEWEST_TOKENS = 256
 SAME = 1e-5  # gradients that differ by less, relative to their largest number, differ by rounding
 
 
-def _logit_kernels(head: Head, spec: OutputSpec, tokens: int) -> LogitTables:
+class ChunkMemory(Protocol):
+    """What computes chunks one after another: see `token_outputs.LogitTables`."""
+
+    def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs: ...
+    def gradient(self, by: TokenOutputs) -> Tensor: ...
+
+
+def _logit_kernels(head: Head, spec: OutputSpec, tokens: int) -> ChunkMemory:
     from hybridrl.training.logit_kernels import LogitKernels  # needs Triton
 
     return LogitKernels(head, spec, tokens)
 
 
 # What computes a chunk, by device: torch's own operations, or kernels that read each logit once.
-ARITHMETIC: dict[str, Callable[[Head, OutputSpec, int], LogitTables]] = {"cpu": LogitTables, "cuda": _logit_kernels}
+ARITHMETIC: dict[str, Callable[[Head, OutputSpec, int], ChunkMemory]] = {"cpu": LogitTables, "cuda": _logit_kernels}
 
 
 def tokens_at_once(device: str, vocabulary: int) -> int:
@@ -40,7 +48,7 @@ def token_outputs(hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec)
     """Return the outputs for these targets [N], given what the head sees, `hidden` [N, width]. The backward pass
     computes the logits again, with two exceptions: if one chunk holds them all, they are kept; if the arriving gradient
     is a multiple of the early one, the gradients that were computed with the outputs are scaled."""
-    chunks = _Chunks(hidden, head, targets, spec)
+    chunks = Chunks(hidden, head, targets, spec)
     if torch.is_grad_enabled():
         return TokenOutputs(*_Differentiable.apply(hidden, head.weight, head.bias, chunks))
     chunks.fill_all()
@@ -55,7 +63,7 @@ class _Gradients(NamedTuple):
     bias: Tensor | None
 
 
-class _Chunks:
+class Chunks:
     """The outputs of all tokens, computed chunk by chunk, and the gradients that follow from theirs."""
 
     def __init__(self, hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec) -> None:
@@ -68,9 +76,9 @@ class _Chunks:
 
     def _empty(self, wanted: tuple[bool, ...]) -> TokenOutputs:
         zeros = self.hidden.new_zeros(len(wanted), len(self.hidden), dtype=torch.float32)
-        return TokenOutputs(*(row if want else None for row, want in zip(zeros, wanted, strict=True)))
+        return TokenOutputs._make(row if want else None for row, want in zip(zeros, wanted, strict=True))
 
-    def arithmetic(self) -> LogitTables:
+    def arithmetic(self) -> ChunkMemory:
         return ARITHMETIC[self.hidden.device.type](self.head, self.spec, self.size)
 
     def fill_all(self) -> None:
@@ -78,15 +86,15 @@ class _Chunks:
         for span in self.spans:
             self.fill(memory, span, keep=False)
 
-    def fill(self, memory: LogitTables, span: slice, *, keep: bool) -> None:
+    def fill(self, memory: ChunkMemory, span: slice, *, keep: bool) -> None:
         """Compute the outputs of a chunk."""
         against = None if self.spec.against is None else self.spec.against.hidden[span]
         chunk = memory.fill(self.hidden[span], self.targets[span], against, keep=keep)
         for column, part in zip(self.outputs, chunk, strict=True):
             if column is not None:
-                column[span] = part
+                column[span] = required(part)
 
-    def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: LogitTables | None) -> _Gradients:
+    def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: ChunkMemory | None) -> _Gradients:
         """Return the gradients given that of the outputs; `filled` is the memory of the only chunk, if it was kept."""
         memory, into = filled or self.arithmetic(), self._zeros(needed)
         for span in self.spans:
@@ -100,17 +108,19 @@ class _Chunks:
         memory, into, early = self.arithmetic(), self._zeros(needed), self._empty(self.spec.differentiable)
         for span in self.spans:
             self.fill(memory, span, keep=True)
-            for column, so_far in zip(early, self.spec.loss_gradient(self.outputs), strict=True):
+            for column, so_far in zip(early, required(self.spec.loss_gradient)(self.outputs), strict=True):
                 if column is not None:
-                    column[span] = so_far[span]
+                    column[span] = required(so_far)[span]
             self._add(into, span, memory, early)
         return early, into
 
     def _zeros(self, needed: tuple[bool, ...]) -> _Gradients:
         values = (self.hidden, self.head.weight, self.head.bias)
-        return _Gradients(*(torch.zeros_like(v) if need else None for v, need in zip(values, needed, strict=True)))
+        return _Gradients(
+            *(torch.zeros_like(required(v)) if need else None for v, need in zip(values, needed, strict=True))
+        )
 
-    def _add(self, into: _Gradients, span: slice, filled: LogitTables, by: TokenOutputs) -> None:
+    def _add(self, into: _Gradients, span: slice, filled: ChunkMemory, by: TokenOutputs) -> None:
         """Add a chunk's share, which uses up the contents of `filled`."""
         by_logits = filled.gradient(by.map(lambda value: value[span]))
         if into.hidden is not None:
@@ -125,7 +135,7 @@ class _Differentiable(torch.autograd.Function):
     """The outputs as a function of hidden states, weight and bias, which `chunks` holds as well."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: _Chunks) -> tuple:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks) -> tuple:
         ctx.chunks, ctx.filled, ctx.early, ctx.gradients = chunks, None, None, None
         if len(chunks.spans) == 1:
             ctx.filled = chunks.arithmetic()
@@ -143,7 +153,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> tuple:
-        arrived = TokenOutputs(*by)
+        arrived = TokenOutputs._make(by)
         # Both are used up: a second backward pass computes the logits again.
         filled, gradients, ctx.filled, ctx.gradients = ctx.filled, ctx.gradients, None, None
         factor = None if gradients is None else _factor(arrived, ctx.early)

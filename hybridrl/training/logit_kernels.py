@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrl.required import required
 from hybridrl.training.token_outputs import Head, OutputSpec, TokenOutputs
 
 BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and its warps
@@ -23,14 +24,15 @@ class LogitKernels:
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
         self.head, self.spec = head, spec
         self.tables = list(head.weight.new_empty((1 + (spec.against is not None), tokens, len(head.weight))))
-        self.others = self.others_normalisers = None
+        self.others: Tensor | None = None
+        self.others_normalisers: Tensor | None = None
 
     def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs:
         head, spec, self.targets = self.head, self.spec, targets
         if against is not None:
-            other = spec.against.head
-            self.others = other.linear(against, self.tables[1][: len(targets)])
-            _, self.others_normalisers = self._read(self.others, other, (True, False, False, False))
+            other = required(spec.against).head
+            self.others = others = other.linear(against, self.tables[1][: len(targets)])
+            _, self.others_normalisers = self._read(others, other, (True, False, False, False))
         self.logits = head.linear(hidden, self.tables[0][: len(targets)])
         self.outputs, self.normalisers = self._read(self.logits, head, spec.outputs)
         return self.outputs
@@ -38,7 +40,8 @@ class LogitKernels:
     def _read(self, logits: Tensor, head: Head, wanted: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor]:
         """Return the outputs of these logits, and the logarithm of each token's sum of exponentials."""
         columns = iter(torch.empty(sum(wanted) + 1, len(logits), dtype=torch.float32, device=logits.device))
-        outputs, normalisers = TokenOutputs(*(next(columns) if want else None for want in wanted)), next(columns)
+        outputs = TokenOutputs._make(next(columns) if want else None for want in wanted)
+        normalisers = next(columns)
         _outputs[(len(logits),)](
             logits, self.targets, *self._numbers(head), self.others, self.others_normalisers,
             normalisers, *outputs, BLOCK, num_warps=WARPS,
@@ -47,7 +50,9 @@ class LogitKernels:
 
     def gradient(self, by: TokenOutputs) -> Tensor:
         pairs = zip(by, self.spec.differentiable, strict=True)
-        by_log_probs, by_entropies, _, by_kl = (value.contiguous() if learns else None for value, learns in pairs)
+        by_log_probs, by_entropies, _, by_kl = (
+            required(value).contiguous() if learns else None for value, learns in pairs
+        )
         tokens, vocabulary = self.logits.shape
         _gradient[(tokens, triton.cdiv(vocabulary, BLOCK))](
             self.logits, self.targets, *self._numbers(self.head), self.others, self.others_normalisers,
@@ -56,7 +61,7 @@ class LogitKernels:
         )  # fmt: skip
         return self.logits
 
-    def _numbers(self, head: Head) -> tuple[int, float, float, float | None, float, float | None]:
+    def _numbers(self, head: Head) -> tuple[float | None, ...]:
         """Return vocabulary, temperature, and the scales and caps of a head's and the reference's logits."""
         rules = head.rule, (self.spec.against.head if self.spec.against else head).rule
         numbers = (number and float(number) for rule in rules for number in rule)

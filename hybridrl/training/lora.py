@@ -138,8 +138,9 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
 
 def merged(layer: LoraLayer) -> Tensor:
     """Return a layer's weight with its pair added, unsharded and in float32; collective."""
-    parts = (layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-    return merge_into(*(full_tensor(part.detach()) for part in parts), layer.scaling[ADAPTER])
+    layers = (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
+    base, a, b = (full_tensor(one.get_parameter("weight").detach()) for one in layers)
+    return merge_into(base, a, b, layer.scaling[ADAPTER])
 
 
 def export_adapter(model: PreTrainedModel, directory: Path, *, writes: bool) -> None:

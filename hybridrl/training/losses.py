@@ -14,6 +14,7 @@ from hybridrl.algorithms.lookup import bind, find_policy_loss
 from hybridrl.algorithms.objective import Totals, kl_estimate, token_weights, value_loss
 from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.batch import Batch, spans
+from hybridrl.required import required
 from hybridrl.training.fsdp import reshard
 from hybridrl.training.learner import Learner, Loss, MiniBatch, Prepare, Prepared
 from hybridrl.training.packing import ModelInputs
@@ -60,29 +61,33 @@ def policy_loss(
     policy_weights = token_weights(part, entry.aggregation or loss.aggregation, totals, loss.scale)
     importance = part.importance_weights  # for the difference to the rollout engine
     if loss.correction is not None:
-        importance = loss.correction.weights(outputs.log_probs.detach() - part.rollout_log_probs, part)
+        importance = loss.correction.weights(outputs.log_probs.detach() - required(part.rollout_log_probs), part)
+
+    mask = required(part.response_mask)
 
     def written(values: Tensor | None) -> Tensor | None:
         """0 on tokens that the policy did not write: a NaN there cannot reach the sums or their gradient."""
-        return None if values is None else torch.where(part.response_mask, values, 0.0)
+        return None if values is None else torch.where(mask, values, 0.0)
 
     rows = replace(part, old_log_probs=written(part.old_log_probs), advantages=written(part.advantages))
     per_token, statistics = bind(function, loss.parameters, rows=2)(written(outputs.log_probs), rows)
-    per_token = written(per_token) * (1.0 if importance is None else importance)
+    per_token = required(written(per_token)) * (1.0 if importance is None else importance)
     shares = {"pg_loss": (per_token * policy_weights).sum()}
     total = shares["pg_loss"]
     weights = token_weights(part, loss.aggregation, totals, loss.scale)
     if loss.entropy_coeff:
-        shares["entropy_loss"] = (outputs.entropies * weights).sum()
+        shares["entropy_loss"] = (required(outputs.entropies) * weights).sum()
         total = total - loss.entropy_coeff * shares["entropy_loss"]
     if loss.kl_form is not None:
         kl = outputs.reference_kl
         if loss.kl_form != "full":
-            kl = kl_estimate(written(outputs.log_probs), written(part.reference_log_probs), loss.kl_form)
-        shares["kl_loss"] = (written(kl) * weights).sum()
+            kl = kl_estimate(
+                required(written(outputs.log_probs)), required(written(part.reference_log_probs)), loss.kl_form
+            )
+        shares["kl_loss"] = (required(written(kl)) * weights).sum()
         total = total + loss.kl_coef * shares["kl_loss"]
     if loss.log_entropy:
-        statistics["entropy"] = outputs.entropies.detach()
+        statistics["entropy"] = required(outputs.entropies).detach()
     return total, shares | _token_means(statistics, part, totals)
 
 
@@ -95,17 +100,17 @@ def gradient_function(part: Batch, totals: Totals, loss: LossConfig) -> LossGrad
     def gradient(outputs: TokenOutputs) -> TokenOutputs:
         with torch.enable_grad():
             leaves = [None if value is None else value.detach().requires_grad_() for value in outputs]
-            total, _ = policy_loss(TokenOutputs(*leaves), part, totals, loss)
+            total, _ = policy_loss(TokenOutputs._make(leaves), part, totals, loss)
         present = [value for value in leaves if value is not None]
         gradients = iter(torch.autograd.grad(total, present, allow_unused=True, materialize_grads=True))
-        return TokenOutputs(*(None if value is None else next(gradients) for value in leaves))
+        return TokenOutputs._make(None if value is None else next(gradients) for value in leaves)
 
     return gradient
 
 
 def _token_means(statistics: dict[str, Tensor], part: Batch, totals: Totals) -> dict[str, Tensor]:
     """This micro-batch's share of each statistic's mean over the tokens that the policy wrote."""
-    written = part.response_mask
+    written = required(part.response_mask)
     return {name: torch.where(written, value, 0.0).sum() / max(totals.tokens, 1) for name, value in statistics.items()}
 
 
@@ -178,18 +183,19 @@ def _without_rejected(learner: Learner, loss: LossConfig, batch: Batch, mini_bat
         if rows:
             log_probs[places] = outputs.log_probs.cpu()
         if rows and loss.log_entropy:
-            entropies[places] = outputs.entropies.cpu()
+            entropies[places] = required(outputs.entropies).cpu()
     reshard(model)
     model.train()
 
-    log_ratio = log_probs - batch.rollout_log_probs
-    kept, weights = loss.correction.kept(log_ratio, batch), loss.correction.weights(log_ratio, batch)
+    log_ratio = log_probs - required(batch.rollout_log_probs)
+    correction, mask = required(loss.correction), required(batch.response_mask)
+    kept, weights = correction.kept(log_ratio, batch), correction.weights(log_ratio, batch)
     rows = [row for each in mini_batch.micro_batches for row in each]
-    before, after = (batch.per_row(mask.long())[rows] for mask in (batch.response_mask, kept))
+    before, after = (batch.per_row(tokens.long())[rows] for tokens in (mask, kept))
     tokens = max(mini_batch.totals.tokens, 1)
     shares = {"rollout_rs_masked_fraction": (before - after).sum() / tokens}
     if loss.log_entropy:
-        shares["entropy"] = batch.per_row(torch.where(batch.response_mask, entropies, 0.0))[rows].sum() / tokens
+        shares["entropy"] = batch.per_row(torch.where(mask, entropies, 0.0))[rows].sum() / tokens
     # Summed over all ranks' rows; ranks that share rows have counted the same ones.
     counts = torch.tensor([after.sum(), (after > 0).sum()], device=learner.device)
     dist.all_reduce(counts)

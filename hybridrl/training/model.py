@@ -122,6 +122,7 @@ def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     """Return the value model of a directory, or a language model with a new head, without its weights."""
     settings = load_settings(config, num_labels=1)
     kind = type(settings)
+    family: Any
     if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         family = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[kind]
     elif kind in MODEL_MAPPING:  # transformers' generic class on the base, which knows the names of the layers to shard
@@ -198,7 +199,7 @@ def without_pairs(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def packed_rows_interact(model: nn.Module, device: torch.device = HOST) -> bool:
+def packed_rows_interact(model: TokenModel, device: torch.device = HOST) -> bool:
     """Return whether packed rows influence each other, as with attention that ignores boundaries; collective, for a
     sharded model. Compares hidden states, since a new value head maps everything to zero."""
     settings, training = model.model.config, model.training

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ class Muon(Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         (group,) = self.param_groups
         lr, momentum = group["lr"], group["momentum"]
         for parameter in group["params"]:
@@ -166,7 +167,7 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
     taken, decay = {id(parameter) for parameter in matrices}, config.weight_decay
     # The fused kernel is five times as fast on a CPU as torch's default there, and on CUDA it avoids the extra copy of
     # a moment that torch's default there (foreach) makes in each step.
-    more = {"fused": None if config.override_optimizer_config.get("foreach") else True}
+    more: dict[str, Any] = {"fused": None if config.override_optimizer_config.get("foreach") else True}
     more |= config.override_optimizer_config
     rest, betas = [p for _, p in named if id(p) not in taken], (config.betas[0], config.betas[1])
     optimizers: list[Optimizer] = [AdamW(rest, lr=config.lr, betas=betas, weight_decay=decay, **more)]

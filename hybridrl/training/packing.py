@@ -7,6 +7,7 @@ divisors of the loss are known before the first one.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,8 +134,9 @@ class ModelInputs:
     slice: SequenceSlice | None = None  # set where the tokens are only a slice of the packed rows
 
     def to(self, device: torch.device) -> "ModelInputs":
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | PackedRows)}
-        return ModelInputs(**{**vars(self), **moved})
+        inputs = vars(self).items()
+        moved: dict[str, Any] = {name: one.to(device) for name, one in inputs if isinstance(one, Tensor | PackedRows)}
+        return replace(self, **moved)
 
 
 def lay_out(batch: Batch, padded: bool) -> ModelInputs:

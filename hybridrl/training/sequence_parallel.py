@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from hybridrl import device as devices
 from hybridrl.training.packing import ModelInputs, PackedRows, SequenceSlice
 
 
@@ -25,7 +26,7 @@ def sequence_group(size: int, timeout_seconds: float) -> ProcessGroup | None:
     """Return the group of `size` neighbouring ranks that share rows with this one, or None for size 1; collective."""
     if size == 1:
         return None
-    return dist.new_subgroups(size, timeout=timedelta(seconds=timeout_seconds))[0]
+    return devices.own_group(dist.new_subgroups(size, timeout=timedelta(seconds=timeout_seconds))[0])
 
 
 def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
@@ -84,8 +85,8 @@ class _Exchange(Function):
         return _all_to_all(blocks, group)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.group), None
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradients[0], ctx.group), None
 
 
 def _all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
@@ -104,5 +105,5 @@ class _GatherSlices(Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[ctx.span], None
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][ctx.span], None

@@ -106,7 +106,7 @@ class StateWriter:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.group = dist.new_group(backend="gloo", timeout=devices.collective_timeout())
+        self.group = devices.own_group(dist.new_group(backend="gloo", timeout=devices.collective_timeout()))
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state-writer")
         self.copies: dict[str, dict[str, Tensor]] = {}  # by model and the tensor's name
         self.writing: list[Future[None]] = []

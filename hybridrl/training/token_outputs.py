@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrl.required import required
+
 
 # Named tuples: FSDP2 searches what a model takes and returns for tensors, but not in every torch inside dataclasses.
 class TokenOutputs(NamedTuple):
@@ -25,7 +27,7 @@ class TokenOutputs(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenOutputs":
         """Apply a function to the fields that are not None."""
-        return TokenOutputs(*(value if value is None else function(value) for value in self))
+        return TokenOutputs._make(value if value is None else function(value) for value in self)
 
 
 class LogitRule(NamedTuple):
@@ -115,15 +117,16 @@ class LogitTables:
         With `keep`, what `gradient` needs is kept until the next chunk."""
         self.targets, spec = targets[:, None], self.spec
         # Where nothing else needs the logits, the probabilities overwrite them.
+        others = others_normaliser = gaps = None
         first, second, last = (self.tables[index][: len(targets)] for index in (0, int(spec.entropies), -1))
         if against is not None:
-            others = self._below_largest(spec.against.head.logits(against, last))
+            others = self._below_largest(required(spec.against).head.logits(against, last))
             others_normaliser = torch.exp(others, out=first).sum(-1, keepdim=True).log()
         logits = self.head.logits(hidden, first)
         self.slopes = self.head.rule.slopes(logits) if keep else None
         own = self._below_largest(logits).gather(-1, self.targets)
         if against is not None:
-            gaps = torch.sub(logits, others, out=last)
+            gaps = torch.sub(logits, required(others), out=last)
         probabilities = torch.exp(logits, out=second)
         sums = probabilities.sum(-1, keepdim=True)
         self.normaliser = sums.log()  # of logits less each token's largest
@@ -138,7 +141,7 @@ class LogitTables:
         if spec.sum_pi_squared:
             squares = torch.linalg.vector_norm(probabilities, dim=-1).square()
         if against is not None:
-            self.gaps = gaps.add_(others_normaliser - self.normaliser).mul_(probabilities)
+            self.gaps = required(gaps).add_(required(others_normaliser) - self.normaliser).mul_(probabilities)
             kl = self.gaps.sum(-1)
         self.outputs = TokenOutputs(log_probs, entropies, squares, kl)
         return self.outputs
@@ -156,14 +159,14 @@ class LogitTables:
         outputs, by = (of.map(lambda value: value[:, None]) for of in (self.outputs, by))
         factor = -by.log_probs
         if entropies:
-            factor = factor + by.entropies * (self.normaliser - outputs.entropies)
+            factor = factor + required(by.entropies) * (self.normaliser - required(outputs.entropies))
         if kl:
-            factor = factor - by.reference_kl * outputs.reference_kl
+            factor = factor - required(by.reference_kl) * required(outputs.reference_kl)
         table = self.probabilities.mul_(factor)
         if entropies:
-            table.addcmul_(self.logits, by.entropies, value=-1)
+            table.addcmul_(self.logits, required(by.entropies), value=-1)
         if kl:
-            table.addcmul_(self.gaps, by.reference_kl)
+            table.addcmul_(self.gaps, required(by.reference_kl))
         table.scatter_add_(-1, self.targets, by.log_probs)
         if self.slopes is not None:
             table.mul_(self.slopes)

@@ -23,17 +23,19 @@ from hybridrl.checkpoint.export import export_model, export_settings
 from hybridrl.checkpoint.export import parts as parts_of
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import ModelConfig, WrapPolicyConfig
+from hybridrl.required import required
 from hybridrl.runtime.guard import begin_actor
 from hybridrl.runtime.spinning import give_way
 from hybridrl.training import losses
 from hybridrl.training import model as models
-from hybridrl.training.fsdp import full_tensors, mesh, reshard, shard_and_fill
+from hybridrl.training.fsdp import full_tensors, local, mesh, reshard, shard_and_fill
 from hybridrl.training.learner import Learner, LearnerConfig, MiniBatch, Shares, on_device
 from hybridrl.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.packing import MicroBatches, ModelInputs
+from hybridrl.training.seeds import training_seed
 from hybridrl.training.sender import Sender
 from hybridrl.training.sequence_parallel import sequence_group
 from hybridrl.training.state import StateWriter, load_state, state_of
@@ -71,7 +73,7 @@ class WorkerConfig:
     @property
     def of_process(self) -> "WorkerConfig":
         """What a process keeps of it after `TrainWorker.renew`: equal for runs that can have the same processes."""
-        updates = {"optimizer": None, "total_updates": 0, "updates_per_step": 0}
+        updates: dict[str, Any] = {"optimizer": None, "total_updates": 0, "updates_per_step": 0}
         policy, critic = (one and replace(one, **updates) for one in (self.policy, self.critic))
         return replace(self, seed=0, skipped_updates="", policy=policy, critic=critic)
 
@@ -115,9 +117,14 @@ class TrainWorker:
             devices.join_group(config.device, address, listener, self.rank, self.ranks, config.collective_timeout)
             self.writer = StateWriter(config.device)
         self.policy = self._learner(models.blank_language_model, config.policy, "actor")
-        self._check(self.policy.model)
+        self._check(self._language_model)
         self.reference = self._frozen(config.reference) if config.reference else None
         self.critic = self._learner(models.blank_value_model, config.critic, "critic") if config.critic else None
+
+    @property
+    def _language_model(self) -> LanguageModel:
+        assert isinstance(self.policy.model, LanguageModel)
+        return self.policy.model
 
     def _learner(self, blank: Any, config: LearnerConfig, name: str) -> Learner:
         """Shard a model without weights, with its adapter if it has one, load it and create its optimizers."""
@@ -189,8 +196,8 @@ class TrainWorker:
     @torch.no_grad()
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Columns:
         """Return the critic's values for these rows, as one column."""
-        model = on_device(self.critic, self.policy).model.eval()
-        return columns_of(model, lambda part: (model(self.critic.inputs(part)),), batch, micro_batches)
+        model = on_device(required(self.critic), self.policy).model.eval()
+        return columns_of(model, lambda part: (model(required(self.critic).inputs(part)),), batch, micro_batches)
 
     def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """Return the reference's hidden states and head; collective."""
@@ -202,10 +209,13 @@ class TrainWorker:
     @contextmanager
     def _as_reference(self) -> Iterator[LanguageModel]:
         """Yield the reference: a separate model, or the policy with its adapter turned off."""
-        model = self.reference or on_device(self.policy, self.critic).model
+        if self.reference is None:
+            on_device(self.policy, self.critic)
+        model = self.reference or self._language_model
         training = model.training
         with models.adapter_off(model.model):
-            yield model.eval()
+            model.eval()
+            yield model
         reshard(model)
         model.train(training)
 
@@ -231,17 +241,17 @@ class TrainWorker:
     ) -> list[Shares]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each update's metrics."""
         self._seed(step)
-        learner = on_device(self.critic, self.policy)
+        learner = on_device(required(self.critic), self.policy)
         return learner.update(batch, mini_batches, losses.critic_objective(learner, loss), loss.grad_clip, step)
 
     def _seed(self, step: int) -> None:
         """Derive dropout's random numbers from the step alone, so that a resumed run repeats them."""
-        torch.manual_seed(hash((self.config.seed, step, self.rank)) & 0x7FFFFFFF)
+        torch.manual_seed(training_seed(self.config.seed, step, self.rank))
 
     def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
         """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
         if isinstance(loss, ValueLossConfig):
-            learner, reject = on_device(self.critic, self.policy), None
+            learner, reject = on_device(required(self.critic), self.policy), None
             function = losses.critic_objective(learner, loss)
         else:
             learner = on_device(self.policy, self.critic)
@@ -261,16 +271,16 @@ class TrainWorker:
     def refresh_reference(self) -> None:
         """Overwrite the reference with the current policy."""
         reshard(self.policy.model)
-        reshard(self.reference)
-        for frozen, present in zip(self.reference.parameters(), self.policy.model.parameters(), strict=True):
-            frozen.to_local().copy_(present.to_local())
+        reshard(required(self.reference))
+        for frozen, present in zip(required(self.reference).parameters(), self.policy.model.parameters(), strict=True):
+            local(frozen).copy_(local(present))
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan:
         """Plan the weight sync in this type, in buckets of at most `limit` bytes."""
         merge = self.config.policy.model.lora.merge
-        self.sender = Sender(self.policy.model, self.device, getattr(torch, dtype), limit, merge)
+        self.sender = Sender(self._language_model, self.device, getattr(torch, dtype), limit, merge)
         return self.sender.plan
 
     def fill_bucket(self, bucket: Bucket, shared: bool) -> tuple[Handle | None, int]:
@@ -337,7 +347,7 @@ class TrainWorker:
                 export_adapter_settings(model.model, settings)
             else:  # merging a checkpoint gives the compute type, whatever type is stored
                 config = self.config.critic if folder.name == "critic" else self.config.policy
-                export_settings(model.model, settings, config.compute_dtype)
+                export_settings(model.model, settings, required(config).compute_dtype)
         return copied
 
     def finished_save(self) -> bool:
@@ -360,7 +370,7 @@ class TrainWorker:
         if name == "reference":
             return self.reference, None
         learner = self.critic if name == "critic" else self.policy
-        return learner.model, learner.optimizers
+        return required(learner).model, required(learner).optimizers
 
 
 def columns_of(model: nn.Module, compute: Callable[[Batch], Outputs], batch: Batch, rows: MicroBatches) -> Columns:

@@ -22,10 +22,12 @@ from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.cluster import Group, OutOfMemory, Pending
 from hybridrl.cluster.group import control_limit
+from hybridrl.required import required
 from hybridrl.tracking import Stopwatch
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import MicroBatchBudget, MicroBatches, plan, reassemble
+from hybridrl.training.seeds import training_seed
 from hybridrl.training.token_outputs import TokenOutputs
 from hybridrl.training.worker import Columns, TrainWorker
 
@@ -60,7 +62,7 @@ class UpdatePlan:
         for epoch in range(self.epochs):
             order = groups
             if self.shuffle:
-                generator = torch.Generator().manual_seed(hash((self.seed, step, epoch)) & 0x7FFFFFFF)
+                generator = torch.Generator().manual_seed(training_seed(self.seed, step, epoch))
                 order = [groups[i] for i in torch.randperm(len(groups), generator=generator)]
             updates += [order[start : start + size] for start in range(0, len(order), size)]
         return [[row for number in update for row in members[number]] for update in updates]
@@ -146,7 +148,7 @@ class TrainWorkers:
         with self.watch("ref"):
             budget, temperature = self.policy.reference_budget, self.policy.loss.temperature
             columns = self._forward(TrainWorker.reference_log_probs, batch, budget, temperature)
-            return replace(batch, reference_log_probs=TokenOutputs(*columns).log_probs)
+            return replace(batch, reference_log_probs=TokenOutputs._make(columns).log_probs)
 
     def values(self, batch: Batch) -> Batch:
         """Fill `values` from the current critic."""
@@ -209,8 +211,8 @@ class TrainWorkers:
             if self._token_selector is not None:
                 # The tokens that the loss treats differently, selected within each mini-batch of the first epoch.
                 select = bind(imported(self._token_selector), loss.parameters, rows=2)
-                generator = torch.Generator().manual_seed(hash((self.policy.updates.seed, step)) & 0x7FFFFFFF)
-                chosen = torch.zeros_like(batch.response_mask)
+                generator = torch.Generator().manual_seed(training_seed(self.policy.updates.seed, step))
+                chosen = torch.zeros_like(required(batch.response_mask))
                 for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
                     places = spans(batch.response_lengths, torch.as_tensor(rows))
                     chosen[places] = select(batch.select(rows), generator)
@@ -248,7 +250,7 @@ class TrainWorkers:
         the rows of each of these mini-batches with the norm of its gradient."""
         shared, devices = self.group.share(batch.only(*POLICY_FIELDS)), self.policy.updates.budget.devices
         mini_batches = self.policy.updates.mini_batches(batch.group, step)
-        written, norms = batch.per_row(batch.response_mask.long()), [0.0] * len(batch)
+        written, norms = batch.per_row(required(batch.response_mask).long()), [0.0] * len(batch)
         whole = []
         for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
             totals = Totals.counted(written[list(rows)])
@@ -279,18 +281,14 @@ class TrainWorkers:
         self, batch: Batch, fields: Sequence[str], mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
         """Each rank's micro-batches over all mini-batches, flat; and the shared rows with them per mini-batch."""
-        lengths, ranks = batch.lengths.numpy(), len(self.group)
-        plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
-        written = batch.per_row(batch.response_mask.long())
-        if batch.episode is None:
-            totals = [Totals.counted(written[list(rows)]) for rows in mini_batches]
-        else:
-            totals = [Totals.counted(written[list(rows)], batch.episode[list(rows)]) for rows in mini_batches]
-            of_episode = torch.zeros(int(batch.episode.max()) + 1).index_add_(0, batch.episode, written.float())
+        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget)
+        if batch.episode is not None:
+            written = batch.per_row(required(batch.response_mask).float())
+            of_episode = torch.zeros(int(batch.episode.max()) + 1).index_add_(0, batch.episode, written)
             batch = replace(batch, episode_tokens=of_episode[batch.episode])
-        shared, of_ranks = self.group.share(batch.only(*fields)), list(zip(*plans, strict=True))
-        parts = [(shared, list(map(MiniBatch, own, totals))) for own in of_ranks]
-        return [list(chain.from_iterable(own)) for own in of_ranks], parts
+        shared = self.group.share(batch.only(*fields))
+        flat = [list(chain.from_iterable(one.micro_batches for one in own)) for own in of_ranks]
+        return flat, [(shared, own) for own in of_ranks]
 
     def _mean_metrics(self, shares: Sequence[list[Metrics]], model: str) -> Metrics:
         """The mean of each metric over the updates that have it, all shares added up, and how many updates were
@@ -357,6 +355,19 @@ class TrainWorkers:
         self.group.broadcast(TrainWorker.export, str(directory), self.export_dtype, name, timeout=self.timeout)
 
 
+def rank_mini_batches(
+    batch: Batch, ranks: int, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
+) -> list[list[MiniBatch]]:
+    """Each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch."""
+    lengths, episode = batch.lengths.numpy(), batch.episode
+    written = batch.per_row(required(batch.response_mask).long())
+    plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
+    totals = [
+        Totals.counted(written[list(rows)], None if episode is None else episode[list(rows)]) for rows in mini_batches
+    ]
+    return [list(map(MiniBatch, own, totals)) for own in zip(*plans, strict=True)]
+
+
 def _in_row_order(
     columns: Sequence[Columns], shares: Sequence[MicroBatches], lengths: Tensor, budget: MicroBatchBudget
 ) -> Outputs:
@@ -371,7 +382,7 @@ def _in_row_order(
 
 def _with_outputs(batch: Batch, columns: Outputs) -> Batch:
     """The rows with the policy's outputs for them."""
-    outputs = TokenOutputs(*columns)
+    outputs = TokenOutputs._make(columns)
     return replace(
         batch,
         old_log_probs=outputs.log_probs,

@@ -37,10 +37,10 @@ class BroadcastSync(BucketSync):
         self.sending: list[Any] = []  # calls
         self.address = ""  # of the process group
 
-    def _send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
+    def send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
         try:
             self._form_group(indices)
-            super()._send(buckets, indices, adapter=adapter)
+            super().send(buckets, indices, adapter=adapter)
             self._finish_sending()
         except Exception:
             self.members = []

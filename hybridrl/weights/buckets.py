@@ -96,7 +96,7 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
         groups[-1].extend(layer)
         taken += more
     buckets = []
-    for group in filter(None, [*groups, rest]):
+    for group in (some for some in [*groups, rest] if some):
         ends = list(accumulate(map(_aligned, group), initial=0))
         buckets.append(
             Bucket([replace(tensor, offset=end) for tensor, end in zip(group, ends, strict=False)], ends[-1])
@@ -152,7 +152,8 @@ def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
         if device.type == "cuda":
             shared = (handle[name] for name in CUDA_STORAGE)
             storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *shared)
-            return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (handle["size"],))
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            return empty.set_(storage, 0, (handle["size"],), (1,))
         descriptor = os.open(f"/proc/{handle['pid']}/fd/{handle['descriptor']}", os.O_RDWR)
         try:
             return torch.frombuffer(mmap.mmap(descriptor, handle["size"]), dtype=torch.uint8)

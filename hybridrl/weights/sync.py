@@ -127,28 +127,28 @@ class BucketSync(ABC):
         columns = self.trainers.broadcast(WeightSource.log_probs, *arguments, timeout=self.timeout)[0]
         self.expected = torch.tensor(columns[0])
         self.sync_id, self.version = self.sync_id + 1, version
-        self._send_all(range(len(self.servers)))
+        self.send_all(range(len(self.servers)))
 
     def restore(self, index: int) -> None:
         sent = self.sent
-        self._send_all([index])
+        self.send_all([index])
         self.sent = sent
 
-    def _send_all(self, indices: Sequence[int]) -> None:
+    def send_all(self, indices: Sequence[int]) -> None:
         """Send what these servers need: the model, or only the adapter to those that have its base already."""
         adapter, actors = self.plan.adapter, self.servers.actors
         if lacking := [index for index in indices if not (adapter and actors[index] in self.servers_with_base)]:
             without_base = self.servers.only(lacking)
             without_base.broadcast(WeightTarget.begin_weights, timeout=self.timeout)
-            self._send(self.plan.model, lacking, adapter=False)
+            self.send(self.plan.model, lacking, adapter=False)
             without_base.broadcast(WeightTarget.finish_weights, timeout=self.timeout)
             self.servers_with_base.update(actors[index] for index in lacking)
-        self._send(adapter, indices, adapter=True)
+        self.send(adapter, indices, adapter=True)
         servers = self.servers.only(indices)
         servers.broadcast(WeightTarget.finish_sync, self.sync_id, self.version, timeout=self.timeout)
         self.trainers.broadcast(WeightSource.release_buckets, timeout=self.timeout)
 
-    def _send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
+    def send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
         """Send buckets to these servers; all ranks take part, as gathering is collective. While the servers read one
         bucket, the ranks fill the next one in the other half of their memory."""
         servers, reading, read = self.servers.only(indices), [], ""

@@ -54,7 +54,7 @@ def lazy(problem: Problem) -> str:
 
 def _worked(problem: Problem, *, carries: bool) -> str:
     """Write the addition digit by digit; without `carries` each carry is written as 0."""
-    lines, digits, carry = [], "", 0
+    lines, digits, carry, total = [], "", 0, 0
     for x, y in zip(reversed(str(problem[0])), reversed(str(problem[1])), strict=True):
         total = int(x) + int(y) + carry
         lines.append(f"{x}+{y}+{carry}={total:02d}")

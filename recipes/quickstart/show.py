@@ -87,7 +87,8 @@ def read_stages(run_dir: Path) -> tuple[Stage, Stage]:
     def stage(steps: list[int], validation: int, end: str) -> Stage:
         sampled = [sample for step in steps for sample in read_samples(run_dir / "rollouts" / f"{step}.jsonl")]
         greedy = read_samples(run_dir / "samples" / f"{validation}.jsonl")
-        return Stage(sampled, greedy, *(getattr(change, end) for change in changes), len(steps))
+        reward, tokens = (getattr(change, end) for change in changes)
+        return Stage(sampled, greedy, reward, tokens, len(steps))
 
     return stage(trained[:1], validated[0], "before"), stage(last, validated[-1], "after")
 

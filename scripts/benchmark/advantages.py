@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.estimators import gae, grpo
 from hybridrl.batch import Batch
+from hybridrl.required import required
 
 ROUNDS, TOLERANCE = 5, 1e-5
 GAE = {"gamma": 1.0, "lam": 0.95}
@@ -86,9 +87,9 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {ROUNDS} rounds in turn")
 
     batch = rows(torch.full((1024,), 2048), group_size=1)
-    rectangles = [batch.padded(field) for field in (batch.token_rewards, batch.values)]
-    mask = batch.padded(batch.response_mask, fill=False)
-    compare("GAE [1024, 2048]", batch, lambda: gae(batch, **GAE)[0], lambda: gae_loop(*rectangles, mask))
+    rewards, values = (batch.padded(required(field)) for field in (batch.token_rewards, batch.values))
+    mask = batch.padded(required(batch.response_mask), fill=False)
+    compare("GAE [1024, 2048]", batch, lambda: gae(batch, **GAE)[0], lambda: gae_loop(rewards, values, mask))
 
     samples = rows(torch.randint(1, 513, (8192,)), group_size=8)
     rewards, group = samples.padded(samples.token_rewards), samples.group.tolist()

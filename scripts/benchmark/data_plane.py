@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hybridrl.batch import Batch
 from hybridrl.cluster import Group
+from hybridrl.required import required
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import Columns
@@ -57,7 +58,7 @@ class StandIn:
         from tensordict import TensorDict
 
         content = TensorDict.load_memmap(directory)
-        return Batch(**dict(content.items())).select(rows).rollout_log_probs.numpy()
+        return required(Batch(**dict(content.items())).select(rows).rollout_log_probs).numpy()
 
 
 class Recorded(Group):
@@ -85,7 +86,7 @@ class Recorded(Group):
 
 def rows(count: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.distributions.LogNormal(0.0, 0.6).sample((count,)) if count else torch.zeros(0)
+    lengths: Any = torch.distributions.LogNormal(0.0, 0.6).sample((count,)) if count else torch.zeros(0)
     lengths = (lengths / lengths.mean() * FILLED * WIDTH).long().clamp(2, WIDTH - 1)
     tokens = int(lengths.sum())
     numbers, values = torch.arange(count), torch.rand(tokens, generator=generator)
@@ -150,7 +151,7 @@ def through_ray() -> list[Row]:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
     environment = worker_environment("cpu", WORKERS)  # as for a run's ranks
     remote = ray.remote(StandIn).options(num_cpus=0, runtime_env={"env_vars": environment})
-    actors = [remote.remote() for _ in range(WORKERS)]
+    actors: list[Any] = [remote.remote() for _ in range(WORKERS)]
     workers, batch = stand_in_workers(Group(actors, "stand-in", [])), rows(ROWS)
     pad = batch.padded
     ids, mask = pad(batch.response_ids).long(), pad(batch.response_mask).long()

@@ -152,6 +152,7 @@ def against_bare_calls(directory: Path, count: int, turns: int, tokens: int) -> 
     sample = partial(ended, engine.client)
     seconds: dict[str, list[float]] = {"episodes": [], "bare": []}
     with open_workers(session, directory, "Talk", turns, 0.0, tokenizer.eos_token_id, limits) as workers:
+        trajectories: list[Trajectory] = []
         for number in range(ROUNDS + 1):  # the first warms up
             began = time.monotonic()
             trajectories = asyncio.run(run(workers, specs_of(count, sampling), sample))

@@ -28,6 +28,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
+from hybridrl.required import required
+
 TOP = Path(__file__).absolute().parents[2]
 ADMIN_KEY, PORT = "fuzz", 8431
 READY_SECONDS, EPISODE_REQUESTS, AT_A_TIME = 600, 20, 8
@@ -213,7 +215,7 @@ def fuzz_form(http: httpx.Client, path: str, count: int, seed: int, free: "Queue
                 return 0, repr(error)
             finally:
                 if episodes:
-                    free.put(episodes)
+                    required(free).put(episodes)
 
     draw()
     began = time.monotonic()

@@ -42,6 +42,7 @@ from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
 from hybridrl.runtime.guard import guarded
 from hybridrl.training.worker import TrainWorker
 from hybridrl.training.worker_group import TrainWorkers
+from hybridrl.weights.sync import BucketSync
 
 GIB = 2**30
 # Targets by shape: seconds of a weight sync, and the share of the GPU's peak in an update.
@@ -232,6 +233,7 @@ class Bench:
     def agreement(self) -> list[Row]:
         rows = self.workers.forward_log_probs(sampled(self.responses, self.load.requests(self.options.gpus)))
         gaps = (rows.old_log_probs - rows.rollout_log_probs).abs()
+        assert isinstance(self.engine.sync, BucketSync)
         most = f"at most {LIMITS[self.engine.sync.rounded][0]}"
         of = f"largest {float(gaps.max()):.3g}, of {len(gaps):,} tokens"
         return [Row(f"difference of log-probs, mean, {self.name}", of, "", float(gaps.mean()), most)]

@@ -71,9 +71,10 @@ def main() -> None:
     error = ((stdev(sync) ** 2 + stdev(continued) ** 2) / len(SEEDS)) ** 0.5
     what = f"characters of a response after {options.steps} steps, {fmean(first):.1f} before"
     what += f", {fmean(continued_shares):.0%} continued"
-    texts = [", ".join(f"{length:.1f}" for length in some) for some in (continued, sync)]
+    of_continued, of_sync = (", ".join(f"{length:.1f}" for length in some) for some in (continued, sync))
     difference = abs(fmean(continued) - fmean(sync)) / error
-    report([Row(f"{what}: difference over its standard error", *texts, difference, "at most 2")], options.json)
+    what += ": difference over its standard error"
+    report([Row(what, of_continued, of_sync, difference, "at most 2")], options.json)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config import load_sft_config
 from hybridrl.config.schema import FSDPConfig, ModelConfig
-from hybridrl.training.fsdp import mesh, shard_and_fill
+from hybridrl.training.fsdp import local, mesh, shard_and_fill
 from hybridrl.training.model import HOST, blank_language_model
 
 RANKS, MB = 2, 1e6
@@ -55,7 +55,7 @@ def load(rank: int, directory: Path, model: ModelConfig, fsdp: FSDPConfig) -> No
     loaded = shard_and_fill(blank_language_model(model, torch.float32), model.path, fsdp, grid, HOST)
     seconds = time.monotonic() - began
     time.sleep(0.05)
-    shard = sum(parameter.to_local().nbytes for parameter in loaded.parameters())
+    shard = sum(local(parameter).nbytes for parameter in loaded.parameters())
     whole = sum(parameter.numel() * parameter.itemsize for parameter in loaded.parameters())
     print(
         f"rank {rank}: at most {(peak[0] - before) / MB:.0f} MB in {seconds:.1f} s; "

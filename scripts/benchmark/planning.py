@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.estimators import gae
 from hybridrl.batch import Batch, spans
+from hybridrl.required import required
 from hybridrl.training.attention import attend
 from hybridrl.training.packing import MicroBatchBudget, PackedRows, balance, plan
 
@@ -92,10 +93,9 @@ def ranks_table() -> Iterator[Row]:
             "ours": partial(balance, np.arange(8192), lengths, 64),
             "a heap": partial(with_a_heap, listed, 64),
         }
-        details = [f"; worst over mean 1 + {uneven(side(), lengths):.1e}" for side in sides.values()]
-        yield row(
-            f"8,192 rows to 64 ranks, {name}", in_turn(sides, 21), *details, "at most 3 (aim 1) ms, 1 + 1e-3 (aim 1e-4)"
-        )
+        ours, other = (f"; worst over mean 1 + {uneven(side(), lengths):.1e}" for side in sides.values())
+        target = "at most 3 (aim 1) ms, 1 + 1e-3 (aim 1e-4)"
+        yield row(f"8,192 rows to 64 ranks, {name}", in_turn(sides, 21), ours, other, target)
 
 
 def micro_batches_table() -> Iterator[Row]:
@@ -185,10 +185,10 @@ def gae_table() -> Iterator[Row]:
     tail[0] = 2048
     for name, lengths in (("full rows", torch.full((1024,), 2048)), ("heavy-tailed rows", tail)):
         batch = with_rewards(lengths, group_size=1)
-        padded = [batch.padded(field) for field in (batch.token_rewards, batch.values)]
-        mask = batch.padded(batch.response_mask, fill=False)
-        sides = {"ours": partial(gae, batch, **GAE), "time steps": partial(gae_loop, *padded, mask)}
-        torch.testing.assert_close(batch.padded(gae(batch, **GAE)[0]), gae_loop(*padded, mask), atol=1e-5, rtol=0)
+        rewards, values = (batch.padded(required(field)) for field in (batch.token_rewards, batch.values))
+        steps = partial(gae_loop, rewards, values, batch.padded(required(batch.response_mask), fill=False))
+        sides = {"ours": partial(gae, batch, **GAE), "time steps": steps}
+        torch.testing.assert_close(batch.padded(gae(batch, **GAE)[0]), steps(), atol=1e-5, rtol=0)
         yield row(f"GAE [1024, 2048], {name}", in_turn(sides, 9), target="at most 100 (aim 45) ms")
 
 
@@ -199,7 +199,7 @@ def with_an_index(batch: Batch, rows: Tensor) -> Batch:
         "prompt": spans(batch.prompt_lengths, rows),
         "response": spans(batch.response_lengths, rows),
     }
-    return replace(batch, **{name: value[index[axis]] for name, axis, value in batch._filled()})
+    return replace(batch, **{name: value[index[axis]] for name, axis, value in batch.filled()})
 
 
 def select_table() -> Iterator[Row]:
@@ -215,7 +215,7 @@ def select_table() -> Iterator[Row]:
             "index": lambda cut=cut: [with_an_index(batch, rows) for rows in cut],
         }
         for ours, other in zip(*(side() for side in sides.values()), strict=True):
-            assert all(torch.equal(value, vars(other)[name]) for name, _, value in ours._filled())
+            assert all(torch.equal(value, vars(other)[name]) for name, _, value in ours.filled())
         yield row(f"select, 2,048 rows of about 614 tokens in {parts} parts", in_turn(sides, 9))
 
 

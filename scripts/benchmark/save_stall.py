@@ -35,7 +35,7 @@ GIB = 2**30
 def build(shape: str) -> tuple[LanguageModel, Optimizers]:
     """Return a sharded model and optimizers whose moments have been written to."""
     model = sharded_model(shape)
-    adamw = OptimizerConfig("AdamW", 1e-4, [0.9, 0.99], 0.0, False, "constant", -1, 0.0, 0.0, 0.5, 0.02, 0.95, {})
+    adamw = OptimizerConfig("AdamW", 1e-4, [0.9, 0.99], 0.0, False, "constant", -1, 0.0, 0.0, 0.5, 0.9, 0.02, 0.95, {})
     optimizers = Optimizers(model, adamw, 1)
     for state in optimizers.optimizers[0].state.values():
         for value in state.values():

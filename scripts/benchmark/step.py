@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,10 +31,12 @@ from warm_start import warm_start
 
 from hybridrl.batch import Batch, pack
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.rollout import Request
+from hybridrl.experience.collector import SynchronousExperience
+from hybridrl.hybrid_engine import HybridEngine
+from hybridrl.rollout import Completion, Request
 from hybridrl.runs import ppo, setup
 from hybridrl.trainer import RLTask, Trainer
-from hybridrl.training.worker_group import POLICY_FIELDS, TrainWorkers
+from hybridrl.training.worker_group import POLICY_FIELDS, rank_mini_batches
 
 HERE = Path(__file__).absolute().parent
 PARTS = ("gen", "reward", "old_log_prob", "update_actor")
@@ -107,6 +110,10 @@ class Sides:
 
     def __init__(self, task: RLTask, case: Case, directory: Path, others: dict[str, Child]) -> None:
         self.task, self.case, self.directory, self.others = task, case, directory, others
+        assert isinstance(task.devices, HybridEngine) and isinstance(task.experience, SynchronousExperience)
+        self.engine, self.prompts = task.devices, task.experience.prompts
+        self.last_requests: list[Request] = []
+        self.last_batch: Batch | None = None
         self.steps = 0
         self.seconds: dict[str, Seconds] = defaultdict(lambda: Seconds([], []))
         self.shares: dict[str, list[float]] = defaultdict(list)
@@ -115,7 +122,7 @@ class Sides:
         """Return the first step's prompts with random responses: all fields except the policy's outputs."""
         responses, generator = self.case.responses, torch.Generator().manual_seed(0)
         lengths, repeats = responses.lengths, range(responses.samples)
-        prompts = [self.task.experience.prompts[row].ids for row in range(responses.prompts) for _ in repeats]
+        prompts = [self.prompts[row].ids for row in range(responses.prompts) for _ in repeats]
         sampled = [torch.randint(20, 250, (length,), generator=generator).tolist() for length in lengths]
         prompt_ids, prompt_lengths = pack(prompts, torch.int32)
         response_ids, response_lengths = pack(sampled, torch.int32)
@@ -154,12 +161,11 @@ class Sides:
 
     def save_update(self, batch: Batch) -> None:
         """Write the rows, micro-batches and loss of a step's updates on one rank, for the bare side."""
-        workers, plan = self.task.workers, self.task.workers.policy.updates
-        alone = TrainWorkers(workers.group.only([0]), workers.policy, None, workers.export_dtype, workers.timeout)
-        rows, updates = batch.only(*POLICY_FIELDS), plan.mini_batches(batch.group, 1)
-        _, [(_, mini_batches)] = alone._mini_batches(rows, updates, plan.budget)
-        loss = replace(workers.policy.loss, own_old_log_probs=batch.old_log_probs is None)
-        torch.save((rows, mini_batches, loss), self.directory / "update.pt")
+        policy = self.task.workers.policy
+        updates = policy.updates.mini_batches(batch.group, 1)
+        (mini_batches,) = rank_mini_batches(batch, 1, updates, policy.updates.budget)
+        loss = replace(policy.loss, own_old_log_probs=batch.old_log_probs is None)
+        torch.save((batch.only(*POLICY_FIELDS), mini_batches, loss), self.directory / "update.pt")
 
     # -- measurements of one side --------------------------------------------------------------------------------
 
@@ -176,7 +182,7 @@ class Sides:
     def step(self) -> None:
         self.steps += 1
         metrics = self.timed("step", lambda: self.task.train_step(self.steps))
-        metrics |= self.task.engine.take_metrics()
+        metrics |= self.task.take_metrics()
         spent = {part: metrics.get(f"timing_s/{part}", 0.0) for part in PARTS}
         for part, seconds in spent.items():
             self.shares[part].append(seconds)
@@ -193,13 +199,11 @@ class Sides:
 
     def rollout(self) -> None:
         """Repeat the last step's requests, after a weight sync."""
-        engine, requests = self.task.engine, self.last_requests
-        engine.to_rollout(version=-self.steps)
-        self.timed("rollout", lambda: engine.client.generate_all(requests))
-        engine.to_training()
+        self.engine.to_rollout(version=-self.steps)
+        self.timed("rollout", lambda: self.engine.client.generate_all(self.last_requests))
+        self.engine.to_training()
 
-    def update(self) -> None:
-        batch = self.last_batch
+    def update(self, batch: Batch) -> None:
         self.timed("update", lambda: self.task.workers.update_policy(batch, self.steps))
 
     def peer(self) -> None:
@@ -217,23 +221,25 @@ class Sides:
 
     def watch(self) -> None:
         """Keep a step's requests and its update's rows, to repeat them separately from the step."""
-        stream, update_policy = self.task.engine.client.stream, self.task.workers.update_policy
+        client, workers = self.engine.client, self.task.workers
+        stream, update_policy = client.stream, workers.update_policy
 
-        def recording_stream(requests: list[Request]) -> Any:
+        def recording_stream(requests: Sequence[Request], *begun: Mapping[int, Completion]) -> Any:
             self.last_requests = list(requests)
-            return stream(requests)
+            return stream(requests, *begun)
 
         def recording_update(batch: Batch, step: int) -> Any:
             self.last_batch = batch
             return update_policy(batch, step)
 
-        self.task.engine.client.stream, self.task.workers.update_policy = recording_stream, recording_update
+        client.stream, workers.update_policy = recording_stream, recording_update
 
     def round(self) -> None:
         self.step()
         if "TRL" in self.others:
             self.peer()
         if "bare" in self.others:
+            assert self.last_batch is not None
             lengths = self.last_batch.response_lengths.tolist()
             plain = [
                 {"prompt": request.prompt_ids, "seed": request.seed, "max_tokens": length}
@@ -243,7 +249,7 @@ class Sides:
             self.save_update(self.last_batch)
             self.rollout()
             self.bare("generate", "requests.json")
-            self.update()
+            self.update(self.last_batch)
             self.bare("update", "update.pt")
 
 
@@ -278,7 +284,8 @@ def measure(task: RLTask, case: Case, directory: Path, options: argparse.Namespa
         sides.watch()
         for number in range(-1, options.rounds):
             if number == 0:  # the first round filled caches
-                sides.seconds.clear(), sides.shares.clear()
+                sides.seconds.clear()
+                sides.shares.clear()
             sides.round()
             print(
                 f"round {number}:",
@@ -334,6 +341,7 @@ def main() -> None:
 
         class Measured(Trainer):
             def fit(self, done: int, start_up: dict[str, float]) -> None:
+                assert isinstance(self.task, RLTask)
                 rows.extend(measure(self.task, case, directory, options, config))
 
         setup.Trainer = Measured

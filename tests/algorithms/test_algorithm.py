@@ -7,6 +7,7 @@ from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.objective import KLWeight
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.config.catalog import Estimator
+from hybridrl.required import required
 from tests.algorithms.parameters import estimator
 
 grpo, centred = estimator("grpo"), estimator("grpo", norm_adv_by_std_in_grpo=False)
@@ -26,8 +27,8 @@ def scored(make_batch):
 
 def test_the_score_lies_on_the_last_token_of_each_answer(scored):
     batch, metrics = Algorithm(centred).advantages(scored)
-    assert batch.token_rewards.tolist() == [0, 1, 0]
-    assert batch.advantages.tolist() == batch.returns.tolist() == [0.5, 0.5, -0.5]
+    assert required(batch.token_rewards).tolist() == [0, 1, 0]
+    assert required(batch.advantages).tolist() == required(batch.returns).tolist() == [0.5, 0.5, -0.5]
     assert metrics == {}
 
 
@@ -40,8 +41,8 @@ def test_a_kl_penalty_is_taken_off_each_token(scored):
     algorithm = Algorithm(centred, kl_in_reward="kl", kl_weight=KLWeight(0.1))
     batch, metrics = algorithm.advantages(scored)
     # Rows: 1 - 0.1 * 0.5 = 0.95 and 0 + 0.1 * 0.5 = 0.05; their mean is 0.5.
-    assert batch.token_rewards.tolist() == pytest.approx([-0.05, 1, 0.05])
-    assert batch.advantages.tolist() == pytest.approx([0.45, 0.45, -0.45])
+    assert required(batch.token_rewards).tolist() == pytest.approx([-0.05, 1, 0.05])
+    assert required(batch.advantages).tolist() == pytest.approx([0.45, 0.45, -0.45])
     # Means of the rows: 0.25 and -0.5.
     assert metrics == {
         "actor/reward_kl_penalty": pytest.approx(-0.125),
@@ -53,7 +54,7 @@ def test_tokens_that_the_policy_did_not_write_bear_no_penalty(scored):
     scored.response_mask = torch.tensor([False, True, True])
     scored.reference_log_probs[0] = float("nan")
     batch, metrics = Algorithm(grpo, kl_in_reward="k1", kl_weight=KLWeight(0.1)).advantages(scored)
-    assert batch.token_rewards.tolist() == pytest.approx([0, 1, 0.05])
+    assert required(batch.token_rewards).tolist() == pytest.approx([0, 1, 0.05])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(-0.25)
 
 
@@ -70,15 +71,15 @@ def test_an_adaptive_weight_is_steered_for_the_next_step(scored):
 def test_rewards_a_token_are_taken_as_they_are(scored):
     scored.token_rewards = torch.tensor([0.25, 0.5, -1.0])
     batch, _ = Algorithm(centred).advantages(scored)
-    assert batch.token_rewards.tolist() == [0.25, 0.5, -1.0]
-    assert batch.advantages.tolist() == [0.875, 0.875, -0.875]
+    assert required(batch.token_rewards).tolist() == [0.25, 0.5, -1.0]
+    assert required(batch.advantages).tolist() == [0.875, 0.875, -0.875]
 
 
 def test_the_exact_kl_is_taken_off_where_the_form_is_full(scored):
     scored.reference_kl = torch.tensor([0.5, 0.0, 1.0])
     algorithm = Algorithm(centred, kl_in_reward="full", kl_weight=KLWeight(0.1))
     batch, metrics = algorithm.advantages(scored)
-    assert batch.token_rewards.tolist() == pytest.approx([-0.05, 1, -0.1])
+    assert required(batch.token_rewards).tolist() == pytest.approx([-0.05, 1, -0.1])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.25 + 1.0) / 2)
 
 
@@ -125,7 +126,7 @@ def test_importance_weights_come_from_the_difference_to_the_rollout(scored):
     scored.rollout_log_probs = torch.tensor([-1.0, -2.5, -1.5])
     algorithm = Algorithm(centred, correction=correction())
     batch, metrics = algorithm.advantages(scored)
-    assert batch.importance_weights.tolist() == pytest.approx([1.0, 1.64872, 1.64872], abs=1e-5)
+    assert required(batch.importance_weights).tolist() == pytest.approx([1.0, 1.64872, 1.64872], abs=1e-5)
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.64872, abs=1e-5)
 
 
@@ -183,10 +184,10 @@ def test_an_answer_whose_last_token_is_rejected_keeps_its_score(make_batch, name
     )
     rejecting = RolloutCorrection(None, None, 2.0, False, parse_rejections("token_k2", 0.5))
     learnt, _ = Algorithm(estimator(name), correction=rejecting).advantages(batch)
-    assert learnt.response_mask.tolist() == [True, False, True, True]
-    assert learnt.advantages.tolist() == pytest.approx(advantages, abs=1e-6)
+    assert required(learnt.response_mask).tolist() == [True, False, True, True]
+    assert required(learnt.advantages).tolist() == pytest.approx(advantages, abs=1e-6)
     if name in ("gae", "reinforce_plus_plus", "remax"):
-        assert learnt.returns.tolist() == pytest.approx([1, 0, 0, 0], abs=1e-6)
+        assert required(learnt.returns).tolist() == pytest.approx([1, 0, 0, 0], abs=1e-6)
 
 
 def test_the_weight_of_the_kl_penalty_is_its_state(scored):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms.objective import KLWeight, kl_estimate, penalized
+from hybridrl.required import required
 
 # One token with log-prob -1, reference -1.5: the difference d = -0.5. Values, and slopes in the log-prob.
 VALUES = {"k1": 0.5, "abs": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5}
@@ -17,7 +18,7 @@ def value_and_slope(form, log_prob=-1.0, reference=-1.5):
     log_probs = torch.tensor([log_prob], requires_grad=True)
     value = kl_estimate(log_probs, torch.tensor([reference]), form)
     value.sum().backward()
-    return value.item(), log_probs.grad.item()
+    return value.item(), required(log_probs.grad).item()
 
 
 @pytest.mark.parametrize("form", VALUES)

@@ -14,6 +14,7 @@ from hybridrl.config.keys import hints, tree
 from hybridrl.config.schema import PPOConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.config.values import Aggregation, KLForm
+from hybridrl.required import required
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```.*?```|`[^`\n]+`", PAGE, re.DOTALL)
@@ -78,6 +79,6 @@ def test_the_examples_of_custom_functions_compute(make_batch, tmp_path) -> None:
     entry, function = find_policy_loss(f"{file}:square_root")
     loss, statistics = bind(function, {"clip_ratio_c": 3.0}, rows=2)(log_probs, batch)
     loss.sum().backward()
-    assert log_probs.grad.tolist() == [1, 0, -1, 0]  # where nothing has moved, that of -A log p
+    assert required(log_probs.grad).tolist() == [1, 0, -1, 0]  # where nothing has moved, that of -A log p
     assert not statistics["ratio"].requires_grad
     assert entry.by_token

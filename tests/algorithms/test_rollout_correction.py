@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms.rollout_correction import Rejection, RolloutCorrection, parse_rejections, parse_threshold
+from hybridrl.required import required
 
 LN2 = math.log(2)
 OPTIONS = ["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"]
@@ -58,7 +59,7 @@ def two_rows(make_batch):
 )
 def test_weights_are_bounded_ratios_of_tokens_or_of_rows(two_rows, level, bounds, expected):
     weights = correction(level, bounds).weights(log_ratio(two_rows), two_rows)
-    assert weights.tolist() == pytest.approx(expected)
+    assert required(weights).tolist() == pytest.approx(expected)
 
 
 def test_without_a_level_there_are_no_weights(two_rows):
@@ -67,14 +68,14 @@ def test_without_a_level_there_are_no_weights(two_rows):
 
 
 def test_weights_pass_no_gradient(two_rows):
-    assert not correction("token").weights(log_ratio(two_rows).requires_grad_(), two_rows).requires_grad
+    assert not required(correction("token").weights(log_ratio(two_rows).requires_grad_(), two_rows)).requires_grad
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_ratios_beyond_e_to_the_20_are_cut(make_batch, level):
     batch = rows_of(make_batch, [[(50.0, True)], [(-50.0, True)]])
     weights = correction(level, "1e30").weights(log_ratio(batch), batch)
-    assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-9)
+    assert required(weights).tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-9)
 
 
 @pytest.mark.parametrize(("option", "kept"), [("token_k1", True), ("seq_mean_k1", True), ("seq_sum_k1", False)])
@@ -95,21 +96,21 @@ def test_a_step_can_divide_weights_by_their_mean_over_tokens_or_rows(make_batch,
     plain = normalising.weights(log_ratio(batch), batch)
     corrected, metrics = normalising.apply(batch)
     assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(mean)
-    assert corrected.importance_weights.tolist() == pytest.approx((plain / mean).tolist())
+    assert required(corrected.importance_weights).tolist() == pytest.approx((plain / mean).tolist())
 
 
 def test_weights_that_are_all_zero_are_divided_by_nothing(make_batch):
     batch = rows_of(make_batch, [[(3.0, True), (-3.0, True)]])
     corrected, metrics = correction("token", "0.5_2.0", batch_normalize=True).apply(batch)
-    assert corrected.importance_weights.tolist() == [0, 0]
+    assert required(corrected.importance_weights).tolist() == [0, 0]
     assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
 
 
 def test_weights_are_of_the_rows_before_rejection(two_rows):
     corrected, _ = correction("sequence", "9", "token_k2", 0.5).apply(two_rows)
-    assert corrected.response_mask.tolist() == [True, True, False, False, True]
-    assert corrected.importance_weights.tolist() == pytest.approx([1, 1, 0, 8, 8])
+    assert required(corrected.response_mask).tolist() == [True, True, False, False, True]
+    assert required(corrected.importance_weights).tolist() == pytest.approx([1, 1, 0, 8, 8])
 
 
 # With d = ln 2, a token's k1 is -d, d; -2d, -d. Its k2 is 0.24, 0.24; 0.96, 0.24, and k3 0.31, 0.19; 1.61,
@@ -161,7 +162,9 @@ def test_log_probs_of_tokens_that_the_policy_did_not_write_do_not_matter(make_ba
     for other in (0.0, math.nan, math.inf):
         batch = rows_of(make_batch, [[(0.1, True), (other, False), (0.2, True)]])
         corrected, metrics = asked.apply(batch)
-        results.append((corrected.importance_weights.tolist(), corrected.response_mask.tolist(), metrics))
+        results.append(
+            (required(corrected.importance_weights).tolist(), required(corrected.response_mask).tolist(), metrics)
+        )
     assert results[0] == results[1] == results[2]
 
 
@@ -329,7 +332,7 @@ def everything():
 def test_completely_rejected_rows_are_in_the_metrics(make_batch):
     batch = rows_of(make_batch, [[(5.0, True), (6.0, True)], [(7.0, True)]])
     corrected, metrics = everything().apply(batch)
-    assert not corrected.response_mask.any()
+    assert not required(corrected.response_mask).any()
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert all(map(math.isfinite, metrics.values()))
 
@@ -343,8 +346,8 @@ def test_rows_in_which_nothing_was_written_have_no_metrics(make_batch):
     batch = rows_of(make_batch, [[(0.5, False), (0.5, False)]])
     corrected, metrics = everything().apply(batch)
     assert metrics == {}
-    assert not corrected.importance_weights.any()
-    assert not corrected.response_mask.any()
+    assert not required(corrected.importance_weights).any()
+    assert not required(corrected.response_mask).any()
 
 
 @given(
@@ -356,7 +359,7 @@ def test_equal_log_probs_weigh_exactly_one_and_nothing_is_rejected(make_batch, r
     batch = rows_of(make_batch, [[(0.0, written) for written in row] for row in rows])
     rejections = tuple(Rejection(name, *((1.0, 1.0) if name.endswith("k1") else (None, 0.0))) for name in OPTIONS)
     corrected, _ = RolloutCorrection(level, *parse_threshold(bounds), True, rejections).apply(batch)
-    assert corrected.importance_weights.tolist() == [float(written) for row in rows for written in row]
+    assert required(corrected.importance_weights).tolist() == [float(written) for row in rows for written in row]
     assert torch.equal(corrected.response_mask, batch.response_mask)
 
 
@@ -378,7 +381,9 @@ def test_the_order_of_rows_does_not_matter(make_batch, data, rows, level):
     corrected, metrics = asked.apply(batch)
     moved, moved_metrics = asked.apply(batch.select(order))
     expected = corrected.select(order)
-    assert moved.importance_weights.tolist() == pytest.approx(expected.importance_weights.tolist(), rel=1e-9)
+    assert required(moved.importance_weights).tolist() == pytest.approx(
+        required(expected.importance_weights).tolist(), rel=1e-9
+    )
     assert torch.equal(moved.response_mask, expected.response_mask)
     assert moved_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-6)
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms.objective import value_loss
+from hybridrl.required import required
 
 TOKENS = st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=12)
 
@@ -14,7 +15,7 @@ def run(make_batch, cases, clip):
     values = values.clone().requires_grad_()
     loss, statistics = value_loss(values, make_batch([len(cases)], values=old, returns=returns), clip)
     loss.sum().backward()
-    return loss.tolist(), {name: value.tolist() for name, value in statistics.items()}, values.grad.tolist()
+    return loss.tolist(), {name: value.tolist() for name, value in statistics.items()}, required(values.grad).tolist()
 
 
 def test_a_value_that_went_too_far_towards_its_target_has_no_gradient(make_batch):

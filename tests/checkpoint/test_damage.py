@@ -18,6 +18,7 @@ from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import LATEST, Store
 from hybridrl.config import ConfigError
 from hybridrl.config.files import HUGGINGFACE
+from hybridrl.required import required
 from hybridrl.training.state import StateWriter, state_of
 from tests.training.families import FAMILIES
 from tests.training.test_state import ALL, build, train
@@ -127,19 +128,19 @@ def choose(run: Path, *named: str):
 
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
 def test_any_damaged_file_is_named_and_the_older_checkpoint_is_used(run, damage):
-    assert choose(run)[0].path == run / NEWER
+    assert required(choose(run)[0]).path == run / NEWER
     for name in each(run, NEWER, damage):
         checkpoint, logged = choose(run)
-        assert checkpoint.path == run / OLDER
+        assert required(checkpoint).path == run / OLDER
         assert len(logged) == 1 and logged[0].startswith(f"{run / NEWER} is skipped: {name}: "), name
-    assert choose(run)[0].path == run / NEWER
+    assert required(choose(run)[0]).path == run / NEWER
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
 def test_damage_to_an_older_checkpoint_does_not_affect_the_newest(run, damage):
     for name in each(run, OLDER, damage):
         checkpoint, logged = choose(run)
-        assert (checkpoint.path, logged) == (run / NEWER, []), name
+        assert (required(checkpoint).path, logged) == (run / NEWER, []), name
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
@@ -153,7 +154,7 @@ def test_a_damaged_checkpoint_that_was_requested_is_used_with_a_warning_or_rejec
             continue
         assert f": {name}: " in logged[0] and logged[0].endswith("using it anyway, as requested")
         check_compatible(checkpoint, CONFIG | {"critic": {"enable": False}}, "rows", [], False, logged.append)
-        check_parts(checkpoint.path / "actor", ALL)
+        check_parts(required(checkpoint).path / "actor", ALL)
 
 
 @pytest.mark.parametrize("text", [b"", b"2\n", b"1", b"99", b"-1", b"\xff\x00", None], ids=repr)
@@ -161,12 +162,12 @@ def test_the_file_that_names_the_latest_step_is_ignored(run, text):
     (run / LATEST).unlink()
     if text is not None:
         (run / LATEST).write_bytes(text)
-    assert choose(run)[0].path == run / NEWER
+    assert required(choose(run)[0]).path == run / NEWER
 
 
 def test_a_half_written_directory_of_a_killed_run_is_not_a_checkpoint(run):
     shutil.copytree(run / NEWER, run / ".global_step_3.writing")
-    assert choose(run)[0].path == run / NEWER
+    assert required(choose(run)[0]).path == run / NEWER
     Store(run).close()
     assert not (run / ".global_step_3.writing").exists()
 
@@ -174,10 +175,10 @@ def test_a_half_written_directory_of_a_killed_run_is_not_a_checkpoint(run):
 def test_a_checkpoint_may_be_a_link(run, tmp_path):
     (run / NEWER).rename(tmp_path / "large disk")
     (run / NEWER).symlink_to(tmp_path / "large disk")
-    assert choose(run)[0].path == run / NEWER
-    assert choose(run, NEWER)[0].path == run / NEWER
+    assert required(choose(run)[0]).path == run / NEWER
+    assert required(choose(run, NEWER)[0]).path == run / NEWER
     (run / "best").symlink_to(OLDER)
-    assert choose(run, "best")[0].path == run / OLDER
+    assert required(choose(run, "best")[0]).path == run / OLDER
 
 
 def test_retention_removes_only_the_link_to_a_checkpoint(run, tmp_path):
@@ -194,7 +195,9 @@ def test_retention_removes_only_the_link_to_a_checkpoint(run, tmp_path):
 def test_a_broken_link_is_named_and_skipped(run, tmp_path):
     (run / "global_step_9").symlink_to(tmp_path / "gone")
     checkpoint, logged = choose(run)
-    assert checkpoint.path == run / NEWER and logged == [f"{run / 'global_step_9'} is skipped: manifest.json: missing"]
+    assert required(checkpoint).path == run / NEWER and logged == [
+        f"{run / 'global_step_9'} is skipped: manifest.json: missing"
+    ]
     with pytest.raises(ConfigError, match="there is no such checkpoint"):
         choose(run, "global_step_9")
 
@@ -212,7 +215,7 @@ def test_a_checkpoint_without_read_permission_is_named_and_skipped(run):
     (run / NEWER).chmod(0)
     checkpoint, logged = choose(run)
     (run / NEWER).chmod(0o700)
-    assert checkpoint.path == run / OLDER
+    assert required(checkpoint).path == run / OLDER
     assert logged == [f"{run / NEWER} is skipped: manifest.json: cannot be read (Permission denied)"]
 
 

@@ -62,7 +62,7 @@ def test_a_file_with_one_bit_flipped_is_named(saved, name, position):
 
 
 def test_every_bit_counts_if_a_file_is_read_in_many_pieces(saved, monkeypatch):
-    monkeypatch.setattr(files, "_CHUNK", 1000)
+    monkeypatch.setattr(files, "CHUNK", 1000)
     assert faults(saved) == []
     for position in range(0, 4096, 99):
         flip(saved / "actor" / "__0_0.distcp", position)

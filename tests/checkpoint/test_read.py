@@ -4,6 +4,7 @@ import pickle
 import shutil
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_truncated_metadata_is_named(copy, size):
 
 
 def test_metadata_that_lacks_shards_is_reported(copy):
-    metadata = dcp.FileSystemReader(copy).read_metadata()
+    metadata: Any = dcp.FileSystemReader(copy).read_metadata()
     metadata.state_dict_metadata["model.model.norm.weight"].chunks.pop()
     with (copy / ".metadata").open("wb") as file:
         pickle.dump(metadata, file)

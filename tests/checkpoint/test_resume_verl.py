@@ -13,6 +13,7 @@ from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.store import Checkpoint, Store
 from hybridrl.checkpoint.verl import DataPosition, prompts_used, state_from_verl
 from hybridrl.config import ConfigError
+from hybridrl.required import required
 from hybridrl.runs.resume import Identity, find_checkpoint
 
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
@@ -55,14 +56,14 @@ def test_verls_file_of_the_latest_step_is_ignored(tmp_path, latest):
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     if latest:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
-    assert choose(tmp_path)[0].path == newest
+    assert required(choose(tmp_path)[0]).path == newest
 
 
 def test_an_unfinished_verl_checkpoint_is_named_and_skipped(tmp_path):
     older, newer = verl(tmp_path, 10), verl(tmp_path, 20)
     (newer / "actor" / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
     checkpoint, logged = choose(tmp_path)
-    assert checkpoint.path == older
+    assert required(checkpoint).path == older
     assert logged[0].startswith(f"{newer} is skipped: ") and "model_world_size_2_rank_0.pt" in logged[0]
 
 
@@ -70,7 +71,7 @@ def test_an_unfinished_verl_checkpoint_is_named_and_skipped(tmp_path):
 def test_verl_checkpoints_are_not_used_once_the_run_has_a_good_one(tmp_path, step):
     verl(tmp_path, 20)
     checkpoint = save_here(tmp_path, step)
-    assert choose(tmp_path)[0].path == checkpoint
+    assert required(choose(tmp_path)[0]).path == checkpoint
     assert choose(tmp_path)[1] == []
 
 
@@ -78,7 +79,7 @@ def test_without_a_good_checkpoint_verls_is_used(tmp_path):
     path = verl(tmp_path, 20)
     os.truncate(save_here(tmp_path, 25) / "weights", 0)
     checkpoint, logged = choose(tmp_path)
-    assert checkpoint.path == path
+    assert required(checkpoint).path == path
     assert logged[0].startswith(f"{tmp_path / 'global_step_25'} is skipped: weights: ")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store, check, list_checkpoints
+from hybridrl.required import required
 
 
 def times(steps=0, epochs=None, seconds=None, recovery_seconds: float | None = 600.0) -> SaveTimes:
@@ -198,7 +199,7 @@ def test_one_that_is_being_published_when_its_run_ends_is_published_at_the_next_
         saver.start(Save.KEPT)
         models.write()
         with pytest.raises(KeyboardInterrupt):
-            saver.publishing.result()
+            required(saver.publishing).result()
     store.close()
     with closing(Store(store.directory)):
         (checkpoint,) = list_checkpoints(store.directory)
@@ -304,9 +305,13 @@ def test_after_a_failed_recovery_save_the_next_one_waits(store, monkeypatch):
 
 
 def test_a_recovery_checkpoint_leaves_out_the_whole_model_which_no_run_resumes_from(store):
-    models, exported = Models(), []
-    models.export = lambda directory, name: exported.append(directory.parent.parent.name)
-    saver = saver_of(models, store)
+    exported = []
+
+    class Exporting(Models):
+        def export(self, directory: Path, name: str) -> None:
+            exported.append(directory.parent.parent.name)
+
+    saver = saver_of(Exporting(), store)
     saver.plan.contents["actor"].append("hf_model")
     for step, save in [(1, Save.RECOVERY), (2, Save.KEPT)]:
         saver.completed(step, {}, "")

@@ -26,6 +26,7 @@ from hybridrl.checkpoint.store import (
     newest_good,
 )
 from hybridrl.config import ConfigError
+from hybridrl.required import required
 
 FILES = ("actor/__0_0.distcp", "config.yaml", "state.json", "manifest.json")
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
@@ -97,7 +98,7 @@ def test_a_latest_file_that_names_a_missing_checkpoint_is_ignored(store, tmp_pat
     shutil.rmtree(tmp_path / "global_step_10")
     assert (tmp_path / LATEST).read_text() == "10"
     assert store.last() == tmp_path / "global_step_5"
-    assert newest_good(store.directory, pytest.fail).step == 5
+    assert required(newest_good(store.directory, pytest.fail)).step == 5
 
 
 def test_the_last_checkpoint_is_the_newest_that_was_healthy(store, tmp_path):
@@ -141,7 +142,7 @@ def test_the_newest_intact_and_healthy_checkpoint_is_selected(store):
     for step in (5, 10):
         save(store, step)
     assert newest_good(store.directory, pytest.fail) == list_checkpoints(store.directory)[-1]
-    assert newest_good(store.directory, pytest.fail).step == 10
+    assert required(newest_good(store.directory, pytest.fail)).step == 10
 
 
 def truncate(path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_checkpoint_with_a_damaged_file_is_skipped_and_the_file_named(store, t
     save(store, 10)
     damage(tmp_path / "global_step_10" / name)
     logged: list[str] = []
-    assert newest_good(store.directory, logged.append).step == 5
+    assert required(newest_good(store.directory, logged.append)).step == 5
     assert len(logged) == 1
     assert logged[0].startswith(f"{tmp_path / 'global_step_10'} is skipped: {name}: ")
     assert check(tmp_path / "global_step_10")[0].startswith(f"{name}: ")
@@ -177,7 +178,7 @@ def test_each_skipped_checkpoint_is_logged_with_the_reason(store, tmp_path):
     remove(tmp_path / "global_step_15" / "config.yaml")
     flip(tmp_path / "global_step_10" / "manifest.json")
     logged: list[str] = []
-    assert newest_good(store.directory, logged.append).step == 5
+    assert required(newest_good(store.directory, logged.append)).step == 5
     assert logged == [
         f"{tmp_path / 'global_step_20'} is skipped: not healthy: loss is nan",
         f"{tmp_path / 'global_step_15'} is skipped: config.yaml: missing",
@@ -201,7 +202,7 @@ def test_a_directory_of_another_program_is_skipped_and_never_deleted(tmp_path):
     store = Store(tmp_path, keep=1)
     save(store, 5)
     logged: list[str] = []
-    assert newest_good(store.directory, logged.append).step == 5
+    assert required(newest_good(store.directory, logged.append)).step == 5
     assert [line.split(" is skipped: ")[1] for line in logged] == ["manifest.json: missing"] * 2
     assert names(tmp_path) == {"global_step_5", "global_step_50", "global_step_60", LATEST}
     store.close()
@@ -221,10 +222,10 @@ def test_an_abandoned_checkpoint_is_not_selected(store, tmp_path):
     for step in (5, 15, 7):
         save(store, step)
     logged: list[str] = []
-    assert newest_good(store.directory, logged.append).step == 7
+    assert required(newest_good(store.directory, logged.append)).step == 7
     assert logged == [f"{tmp_path / 'global_step_15'} is skipped: the run has since gone back to an earlier checkpoint"]
     flip(tmp_path / "global_step_7" / "actor" / "__0_0.distcp")
-    assert newest_good(store.directory, logged.append).step == 5
+    assert required(newest_good(store.directory, logged.append)).step == 5
 
 
 # Retention
@@ -272,7 +273,7 @@ def test_the_checkpoint_resumed_from_is_retained_until_a_newer_one_is_published(
     write(store.begin(12), "weights")
     assert steps(store) == [5, 10]
     store.failed(12, OSError())
-    assert newest_good(store.directory, pytest.fail).step == 10
+    assert required(newest_good(store.directory, pytest.fail)).step == 10
     save(store, 15)
     assert steps(store) == [15]
     store.close()
@@ -472,7 +473,7 @@ def test_a_directory_is_free_again_when_its_run_is_closed_or_killed(tmp_path):
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as run:
-        assert run.stdout.readline() == "open\n"
+        assert required(run.stdout).readline() == "open\n"
         with pytest.raises(ConfigError, match=rf"\(process {run.pid} on [^ ]+\)"):
             Store(tmp_path)
         run.send_signal(signal.SIGKILL)

@@ -2,6 +2,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -79,7 +80,7 @@ def test_tensors_and_moments_are_those_that_torch_gathers(saved, form, tied):
 
 def read_state(directory: Path) -> dict:
     """Return the full state that torch.distributed.checkpoint reads."""
-    reader = VerlReader(directory)
+    reader: Any = VerlReader(directory)
     state: dict = {"extra": {"updates": None}, "model": {}, "optimizer": {"state": {}}}
     for key, item in reader.read_metadata().state_dict_metadata.items():
         part, _, name = key.partition(".")

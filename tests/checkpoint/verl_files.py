@@ -4,6 +4,7 @@ import json
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ def save_as_verl(
         (directory / "huggingface" / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def _fsdp2(model: nn.Module, form: str) -> nn.Module:
+def _fsdp2(model: Any, form: str) -> nn.Module:
     options: dict[str, object] = {"mesh": _mesh(replicas=2 if form == "fsdp2 replicated" else 1)}
     if form == "fsdp2 columns":
         options["shard_placement_fn"] = lambda parameter: Shard(parameter.dim() - 1)
@@ -85,7 +86,7 @@ def _fsdp2(model: nn.Module, form: str) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def _fsdp1(model: nn.Module, form: str) -> nn.Module:
+def _fsdp1(model: Any, form: str) -> nn.Module:
     layers, replicated = {type(layer) for layer in model.model.layers}, form == "fsdp1 replicated"
     return FullyShardedDataParallel(
         model,

@@ -224,11 +224,11 @@ def reports(capsys) -> list[list[str]]:
 def test_a_death_right_after_a_stack_was_requested_by_a_signal_is_named_as_such(monkeypatch, tmp_path):
     log = tmp_path / "train-0.log"
     log.write_text("the last line\n")
-    monkeypatch.setitem(stacks._signalled, str(log), time.monotonic())
+    monkeypatch.setitem(stacks.signalled, str(log), time.monotonic())
     died = Call(error=Died("worker died. connection error code 2. End of file"))
     with pytest.raises(WorkerDied, match="it died within 1 s of the SIGUSR1 that requested its stack\n"):
         workers(died, logs=[str(log)]).broadcast(work, timeout=1)
-    monkeypatch.setitem(stacks._signalled, str(log), time.monotonic() - 60)
+    monkeypatch.setitem(stacks.signalled, str(log), time.monotonic() - 60)
     with pytest.raises(WorkerDied, match=r"as if killed (?!.*SIGUSR1)"):
         workers(died, logs=[str(log)]).broadcast(work, timeout=1)
 

@@ -52,8 +52,11 @@ def test_a_machine_that_is_missing_is_named_with_what_the_others_have():
 
 
 def test_metrics_of_a_run_are_set_among_those_of_ray(monkeypatch):
+    made = []
+
     class Gauge:
         def __init__(self, name, description, tag_keys):
+            made.append(self)
             self.name, self.tag_keys, self.values = name, tag_keys, {}
 
         def set_default_tags(self, tags):
@@ -66,7 +69,7 @@ def test_metrics_of_a_run_are_set_among_those_of_ray(monkeypatch):
     sink = metrics.RayMetricsSink("sums", "first")
     sink.log(3, {"actor/entropy": 0.25, "undefined": math.nan})
     sink.log(4, {"actor/entropy": 0.125})
-    gauge = sink._gauge
+    (gauge,) = made
     assert gauge.values == {"training/global_step": 4.0, "actor/entropy": 0.125}
     assert gauge.name == "hybridrl_metric" and gauge.tags == {"project": "sums", "experiment": "first"}
 

@@ -17,6 +17,7 @@ import ray
 from hybridrl import device as devices
 from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.cluster.session import joined
+from hybridrl.required import required
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import begin_actor
 from hybridrl.runtime.keeper import working_in
@@ -48,7 +49,7 @@ def session():
     session = RaySession("cpu", 1, 2, {}, 60)
     yield session
     session.close()
-    assert not Path(session.directory.path).exists()
+    assert not Path(required(session.directory).path).exists()
 
 
 def test_only_the_owner_can_reach_its_ray_and_a_lost_raylet_ends_all_waiting(session, tmp_path):
@@ -63,7 +64,7 @@ def test_only_the_owner_can_reach_its_ray_and_a_lost_raylet_ends_all_waiting(ses
     assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
     raylet = psutil.Process(worker).parent()
     calls = workers.start(Worker.sleep, 60)
-    raylet.kill()
+    required(raylet).kill()
     began = time.monotonic()
     with pytest.raises(WorkerDied, match="Ray's raylet ended without a message, as if killed by hand"):
         workers.broadcast(Worker.sleep, 60, timeout=100)

@@ -14,7 +14,7 @@ from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import group, watchdog
 from hybridrl.cluster.group import OutOfMemory, gather
 from hybridrl.config import PPOConfig
-from hybridrl.experience.collector import NothingToLearnFrom, _none_scored
+from hybridrl.experience.collector import NothingToLearnFrom, none_scored
 from hybridrl.experience.dynamic_sampling import Draws, GroupFilter
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import FaultGuard, Score
@@ -46,7 +46,7 @@ def remote(
             patch.setattr(group, "lost_component", lambda: lost)
             patch.setattr(watchdog, "activities", lambda logs: dict.fromkeys(logs, "in all_reduce"))
             patch.setattr(guard, "oom_kills", lambda: kills)
-            patch.setattr(guard, "_OOM_KILLS_BEFORE", 0)
+            patch.setattr(guard, "OOM_KILLS_BEFORE", 0)
             gather([Call(), *calls], what, 0.01, list(map(str, logs)))
 
     return work
@@ -82,7 +82,7 @@ def grader(store: Store, config: PPOConfig) -> None:
 
 def unscored(store: Store, config: PPOConfig) -> None:
     score = Score(None, fault="timeout", detail="no score within 10 s")
-    raise NothingToLearnFrom(_none_scored([SimpleNamespace(score=score)] * 8))
+    raise NothingToLearnFrom(none_scored([SimpleNamespace(score=score)] * 8))
 
 
 def flat(store: Store, config: PPOConfig) -> None:

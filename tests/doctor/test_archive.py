@@ -10,6 +10,7 @@ import pytest
 from hybridrl.checkpoint.store import Store
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor.archive import mask, pack
+from hybridrl.required import required
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording
@@ -79,7 +80,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def texts(archive: Path) -> dict[str, str]:
     with tarfile.open(archive) as file:
-        return {name.partition("/")[2]: file.extractfile(name).read().decode() for name in file.getnames()}
+        return {name.partition("/")[2]: required(file.extractfile(name)).read().decode() for name in file.getnames()}
 
 
 def test_no_secret_no_weight_no_data_and_no_sample_is_packed(run, tmp_path):

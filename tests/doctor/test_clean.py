@@ -12,6 +12,7 @@ import pytest
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.doctor import __main__ as doctor
+from hybridrl.required import required
 from hybridrl.runtime import keeper
 
 TOP = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def owner(own_root):
     command = [sys.executable, "-c", OWNER, str(own_root)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(TOP)}, **pipes)
-    path, pid = process.stdout.readline().split()
+    path, pid = required(process.stdout).readline().split()
     child = psutil.Process(int(pid))
     yield process, Path(path), child
     process.kill()
@@ -94,7 +95,7 @@ def test_an_unfinished_checkpoint_is_removed_and_a_complete_one_published_unless
 def test_shared_memory_is_removed_if_no_process_has_mapped_it(own_root, monkeypatch, capsys):
     monkeypatch.setattr("hybridrl.doctor.clean.SHARED", Path("/dev/shm"))
     segment = shared_memory.SharedMemory(create=True, size=1000)
-    resource_tracker.unregister(segment._name, "shared_memory")
+    resource_tracker.unregister(f"/{segment.name}", "shared_memory")
     path = Path("/dev/shm", segment.name)
     try:
         doctor.main(["clean", "--shared-memory"])

@@ -121,8 +121,8 @@ def test_complete_steps_that_a_restarted_run_trains_again_are_counted(tmp_path, 
     run = Run(["python3", str(tmp_path / "run.py"), str(tmp_path / "run"), str(checkpoint)], tmp_path / "run")
     assert run.reach(Kill(3, "in the step", 0.0, "the driver"))
     run.kill("everything")
-    assert test._finish(run) == -9 and test.lost == []
-    assert test._finish(run.restart()) == 0 and test.lost == [lost]
+    assert test.finish(run) == -9 and test.lost == []
+    assert test.finish(run.restart()) == 0 and test.lost == [lost]
 
 
 def test_rejected_keys_are_named_before_anything_runs(capsys):

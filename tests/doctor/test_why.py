@@ -21,6 +21,7 @@ from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor import why
 from hybridrl.doctor.why import diagnose
 from hybridrl.health import HealthMonitor
+from hybridrl.required import required
 from hybridrl.runtime.signals import REQUESTS
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, read_faults, recording
@@ -150,7 +151,7 @@ def living(tmp_path):
         command = [sys.executable, "-c", KILLED, str(tmp_path), *more]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(TOP)}, **pipes))
-        assert any(line == "ready\n" for line in iter(processes[-1].stdout.readline, ""))
+        assert any(line == "ready\n" for line in iter(required(processes[-1].stdout).readline, ""))
         return processes[-1]
 
     yield start

@@ -377,7 +377,7 @@ def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
     agents = partial(Agents, AgentSettings(path, concurrency=2))
     settings = EpisodeSettings(lambda: tokenizer, EnvironmentSettings(agent_path=path), limits, ends, agents=agents)
     worker = object.__new__(EpisodeWorker)  # without what its process needs
-    worker._begin(settings)
+    worker.begin(settings)
     return worker
 
 

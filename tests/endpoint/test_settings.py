@@ -9,6 +9,7 @@ import pytest
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.findings import Findings
 from hybridrl.endpoint.functions import AgentSettings
+from hybridrl.required import required
 from hybridrl.runs.episodes import (
     agent_settings,
     check_continued,
@@ -52,12 +53,12 @@ def test_an_agent_runs_in_the_processes_of_episodes(config_of, agent):
 def test_a_reward_function_may_score_instead_of_the_agent(config_of, agent):
     function = f"reward.custom_reward_function.path={agent}"
     config = config_of(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", function)
-    assert not agent_settings(config).needs_reward
+    assert not required(agent_settings(config)).needs_reward
 
 
 def test_where_batches_are_fixed_no_agent_waits_for_another(config_of, agent):
     config = config_of(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", "trainer.deterministic=true")
-    assert agent_settings(config).concurrency is None
+    assert required(agent_settings(config)).concurrency is None
 
 
 def test_a_function_that_is_missing_is_named_with_those_there_are(config_of, agent):
@@ -71,7 +72,11 @@ def test_agents_outside_the_run_find_its_episodes_at_one_address_with_a_key(conf
         port = free.getsockname()[1]
     config = config_of(f"{AGENT}.mode=online", f"{AGENT}.port={port}")
     settings = agent_settings(config)
-    assert (settings.mode, settings.port, settings.admin_key) == ("online", port, "secret")
+    assert (required(settings).mode, required(settings).port, required(settings).admin_key) == (
+        "online",
+        port,
+        "secret",
+    )
     assert runs_episodes(config, []) and episode_processes(config, Path("logs"))[0] == 1
     assert f"POST http://127.0.0.1:{port}/rl/start_session with the admin key secret" in invitation(settings)
 

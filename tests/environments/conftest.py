@@ -5,12 +5,16 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import pre_tokenizers
 from transformers import Qwen2Tokenizer
+
+from hybridrl.environments.load import environment_of
+from hybridrl.environments.settings import EnvironmentSettings
 
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 # Calls as <tool_call>{...}</tool_call>, results as messages of the role tool; nothing is rewritten later.
@@ -86,3 +90,10 @@ def tokenizer(tokenizer_of: Callable[[str], Qwen2Tokenizer]) -> Qwen2Tokenizer:
     tokenizer = tokenizer_of(CALLS)
     tokenizer.eos_token = "<|im_end|>"
     return tokenizer
+
+
+def made(row: Mapping[str, Any], settings: EnvironmentSettings) -> Any:
+    """The environment of one episode of the row."""
+    make = environment_of(row, settings)
+    assert callable(make)
+    return make()

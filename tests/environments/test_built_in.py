@@ -15,10 +15,10 @@ from hybridrl.environments.built_in.games import GuessNumber, Wordle, best_guess
 from hybridrl.environments.built_in.gsm8k import Gsm8kMultiTurn
 from hybridrl.environments.built_in.python import run_python
 from hybridrl.environments.built_in.search import SearchQuestions
-from hybridrl.environments.load import environment_of
 from hybridrl.environments.retriever import Index, serve
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.rewards.score import OutOfTime
+from tests.environments.conftest import made
 
 
 def play(environment, *texts):
@@ -100,7 +100,7 @@ def test_stateful_python_keeps_names_for_the_episode_only() -> None:
     settings = EnvironmentSettings(tools=("python",), environment_kwargs={"python": {"stateful": True}})
 
     async def episode(*cells):
-        environment = environment_of({}, settings)()
+        environment = made({}, settings)
         await environment.reset([])
         steps = [await environment.step(Response("", [ToolCall("python", {"code": cell})])) for cell in cells]
         return [step.calls[0].result for step in steps]

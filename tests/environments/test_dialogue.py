@@ -175,7 +175,7 @@ def test_a_template_that_drops_reasoning_is_exact_and_warns(
     talk = Talk(tokenizer_of(STRIPS))
     assert talk.dialogue.strips_reasoning
     assert talk.dialogue.check() == []
-    assert [record.code for record in caplog.records] == ["history-reasoning"]
+    assert [vars(record)["code"] for record in caplog.records] == ["history-reasoning"]
     Talk(tokenizer_of(STRIPS), history_reasoning="strip").dialogue.check()
     assert len(caplog.records) == 1
 

@@ -7,8 +7,9 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.environments.built_in.games import GuessNumber
-from hybridrl.environments.load import ENVIRONMENTS, Choice, check, choice_of, environment_of
+from hybridrl.environments.load import ENVIRONMENTS, Choice, check, choice_of
 from hybridrl.environments.settings import EnvironmentSettings
+from tests.environments.conftest import made
 
 GAME = {"target": 3, "low": 1, "high": 9}
 
@@ -39,7 +40,7 @@ def test_settings_can_be_sent_to_another_process() -> None:
 
 def test_a_built_in_environment_gets_the_configuration_under_its_name() -> None:
     for kwargs in ({"guess_number": {"cost": 0.5}, "wordle5": {"cost": 7}}, {"cost": 0.5, "wordle5": {"cost": 7}}):
-        environment = environment_of(GAME, EnvironmentSettings(environment="guess_number", environment_kwargs=kwargs))()
+        environment = made(GAME, EnvironmentSettings(environment="guess_number", environment_kwargs=kwargs))
         assert isinstance(environment, GuessNumber)
         assert environment.config == {"cost": 0.5}
 
@@ -66,7 +67,7 @@ def test_an_environment_of_a_file_gets_its_configuration_and_the_row(tmp_path) -
     file.write_text(OWN)
     settings = EnvironmentSettings(environment=f"{file}:Echo", environment_kwargs={"mark": "!"})
     check(settings, [GAME])
-    environment = environment_of(GAME, settings)()
+    environment = made(GAME, settings)
     assert (environment.config, environment.row) == ({"mark": "!"}, GAME)
 
 
@@ -113,8 +114,8 @@ def test_all_faults_are_reported_together_and_a_row_of_each_kind_is_tried_once(m
 
 def test_a_row_selects_among_the_tools() -> None:
     settings = EnvironmentSettings(tools=("calculator", "python"))
-    names = [tool["function"]["name"] for tool in environment_of({}, settings)().tools]
+    names = [tool["function"]["name"] for tool in made({}, settings).tools]
     assert names == ["calculator", "python"]
     row = {"extra_info": {"tool_selection": np.array(["python"]), "tools_kwargs": {"search": None}}}
-    selected = environment_of(row, settings)()
+    selected = made(row, settings)
     assert [tool["function"]["name"] for tool in selected.tools] == ["python"]

@@ -12,8 +12,10 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.environments import EpisodeFault, Response, ToolCall, mcp_tools, tool_environment
-from hybridrl.environments.load import environment_of, load_tools
+from hybridrl.environments.load import load_tools
 from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.required import required
+from tests.environments.conftest import made
 
 pytest.importorskip("mcp.server.mcpserver", reason="the package mcp is not installed, or is older than 2")
 
@@ -74,7 +76,7 @@ def servers(settings) -> list[psutil.Process]:
 
 
 async def outcomes(settings, *calls) -> list[tuple[str, str]]:
-    environment = environment_of({}, settings)()
+    environment = made({}, settings)
     await environment.reset([])
     return [(record.outcome, record.result) for record in (await environment.step(Response("", calls))).calls]
 
@@ -115,7 +117,7 @@ def test_a_server_ends_with_the_process_that_started_it(settings) -> None:
     )
     command = [sys.executable, "-c", code, settings.tool_config_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
+        required(process.stdout).readline()
         (server,) = psutil.Process(process.pid).children()
         server.suspend()  # so that it cannot see the end of its input
         process.kill()
@@ -126,7 +128,7 @@ def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_again(s
     monkeypatch.setattr(tool_environment, "SECONDS_BEFORE_RETRY", 0.01)
 
     async def step(*calls):
-        environment = environment_of({}, settings)()
+        environment = made({}, settings)
         await environment.reset([])
         return [(record.outcome, record.result) for record in (await environment.step(Response("", calls))).calls]
 

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from hybridrl.environments import Response
-from hybridrl.environments.load import ENVIRONMENTS, check, environment_of
+from hybridrl.environments.load import ENVIRONMENTS, check
 from hybridrl.environments.settings import EnvironmentSettings
+from tests.environments.conftest import made
 
 skyrl_gym = pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
 
@@ -39,8 +40,8 @@ GSM8K = {"env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": "72"},
 
 
 def test_an_installed_environment_runs_and_agrees_with_the_built_in_one() -> None:
-    theirs = environment_of(GSM8K, EnvironmentSettings())()
-    assert type(theirs._environment).__module__.startswith("skyrl_gym")
+    theirs = made(GSM8K, EnvironmentSettings())
+    assert type(theirs.environment).__module__.startswith("skyrl_gym")
     ours = ENVIRONMENTS["gsm8k_multi_turn"]({}, GSM8K)
     asked = [{"role": "user", "content": "q"}]
     assert theirs.reset(asked) == asked
@@ -60,7 +61,7 @@ def test_a_class_by_path_and_a_registered_one_run_with_their_configuration(tmp_p
     file.write_text(CUSTOM)
     settings = EnvironmentSettings(environment=f"{file}:Echo", environment_kwargs={"mark": "?"}, max_turns=2)
     check(settings, [{}])
-    environment = environment_of({}, settings)()
+    environment = made({}, settings)
     assert environment.reset([])[0]["content"] == "go"
     first, second = environment.step(Response("a")), environment.step(Response("b"))
     assert (first.messages[0]["content"], first.metrics, second.done) == ("a?", {"turns": 1.0}, True)
@@ -69,5 +70,5 @@ def test_a_class_by_path_and_a_registered_one_run_with_their_configuration(tmp_p
     library = tmp_path / "registers.py"
     library.write_text(f"{CUSTOM}\nimport skyrl_gym\nskyrl_gym.register(id='echo', entry_point=Echo)")
     settings = EnvironmentSettings(libraries=(str(library),), environment_kwargs={"echo": {"mark": ";"}}, max_turns=2)
-    environment = environment_of({"env_class": "echo"}, settings)()
+    environment = made({"env_class": "echo"}, settings)
     assert environment.step(Response("a")).messages[0]["content"] == "a;"

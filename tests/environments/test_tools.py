@@ -8,9 +8,10 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.environments import EpisodeFault, Response, ToolCall
-from hybridrl.environments.load import environment_of, function_tools
+from hybridrl.environments.load import function_tools
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.tools import to_result
+from tests.environments.conftest import made
 
 TWO = '''
 def add(a: int, b: int = 1) -> int:
@@ -149,7 +150,7 @@ def act(tmp_path):
         calls = [ToolCall(name, {"what": what} if what else {}) for what in whats]
 
         async def run():
-            environment = environment_of({}, settings)()
+            environment = made({}, settings)
             await environment.reset([])
             return (await environment.step(Response("", calls))).calls
 

@@ -7,8 +7,9 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.environments import EpisodeFault, Response, ToolCall
-from hybridrl.environments.load import check, environment_of, load_tools
+from hybridrl.environments.load import check, load_tools
 from hybridrl.environments.settings import EnvironmentSettings
+from tests.environments.conftest import made
 
 TOOL = """
 from typing import Any, Optional
@@ -57,7 +58,7 @@ def settings_of(tmp_path, source: str, name: str, entry: str = ENTRY) -> Environ
 
 def episode(settings, row, *turns):
     async def run():
-        environment = environment_of(row, settings)()
+        environment = made(row, settings)
         await environment.reset([{"role": "user", "content": "?"}])
         steps = [await environment.step(turn) for turn in turns]
         return environment, steps, await environment.close()

@@ -10,6 +10,7 @@ from hybridrl.config import ConfigError
 from hybridrl.environments import EpisodeFault
 from hybridrl.environments.load import check, environment_of
 from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.environments.verl_loops import AgentLoop
 
 LOOPS = '''
 import logging
@@ -139,6 +140,7 @@ def settings(tmp_path):
 def run(name: str, settings, policy=None):
     row = {"agent_name": name, "extra_info": {"wanted": 8}}
     loop = environment_of(row, settings)
+    assert isinstance(loop, AgentLoop)
     call = loop.run(policy or Policy(), MESSAGES, Tokenizer(), CONFIG, {"temperature": 1.0}, Dialogue())
     return asyncio.run(call)
 

@@ -48,7 +48,7 @@ def make_worker(tokenizer, tmp_path, limits: Limits = LIMITS, **more: object) ->
         lambda: tokenizer, EnvironmentSettings(**kind), limits, (tokenizer.eos_token_id,), **more
     )
     worker = EpisodeWorker.__new__(EpisodeWorker)  # without an actor's log
-    worker._begin(settings)
+    worker.begin(settings)
     return worker
 
 

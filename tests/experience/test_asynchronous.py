@@ -16,6 +16,7 @@ from hybridrl.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
 from hybridrl.experience.spool import Spool
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score
 from tests.experience import virtual
 from tests.experience.virtual import PER_TOKEN, Lengths, build, train
@@ -32,7 +33,7 @@ def positions(collected: Collected) -> list[int]:
 
 
 def now(experience: AsynchronousExperience) -> float:
-    return experience.thread.loop.now
+    return required(experience.thread).loop.time()
 
 
 def test_a_step_does_not_wait_for_a_slow_response_which_the_next_ones_continue():
@@ -71,7 +72,7 @@ def test_with_a_bound_of_zero_a_step_has_the_prompts_of_the_synchronous_loop():
     steps = collect(experience, 3)
     experience.close()
     assert [positions(step) for step in steps] == [[0, 1], [2, 3], [4, 5]]
-    assert all(not step.batch.staleness.any() for step in steps)
+    assert all(not required(step.batch.staleness).any() for step in steps)
 
 
 def test_only_as_many_groups_start_early_as_the_engines_can_work_on():
@@ -112,7 +113,7 @@ def test_an_error_ends_everything_that_is_under_way():
     experience.runner.scorers.submit = lambda requests: 1 / 0
     with pytest.raises(ZeroDivisionError):
         experience.collect(1)
-    assert not experience.thread.thread.is_alive()
+    assert not required(experience.thread).thread.is_alive()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -244,7 +245,7 @@ def test_after_other_weights_the_spool_is_not_used(tmp_path):
     killed.collect(1)
     killed.close()
     resumed, requested = spooling(tmp_path, Lengths(), bound=0)
-    resumed.spool.engine = "other"
+    required(resumed.spool).engine = "other"
     resumed.collect(1)
     resumed.close()
     assert len(requested) == 4
@@ -269,7 +270,7 @@ def test_whatever_is_slow_dies_or_is_resumed_every_group_is_trained_once_and_in_
     trained = []
     for step in range(1, 8):
         collected = experience.collect(step)
-        assert int(collected.batch.staleness.max()) <= bound
+        assert int(required(collected.batch.staleness).max()) <= bound
         assert collected.batch.response_lengths.tolist() == [
             lengths[p, s]
             for p, s in zip(collected.batch.position.tolist(), collected.batch.sample.tolist(), strict=True)
@@ -294,7 +295,9 @@ def test_engines_of_their_own_continue_while_a_step_trains_and_their_tokens_keep
     train(experience, 3)
     third = experience.collect(3)
     assert positions(third) == [2] and now(experience) == 13 + 9
-    assert third.batch.staleness.tolist() == [1] * 3 + [0] * 6, "it began with the second step, which took 3 s"
+    assert required(third.batch.staleness).tolist() == [1] * 3 + [0] * 6, (
+        "it began with the second step, which took 3 s"
+    )
     experience.close()
 
 
@@ -303,7 +306,7 @@ def test_with_a_bound_of_zero_nothing_starts_while_a_step_trains():
     experience.collect(1)
     train(experience, 10)
     assert experience.under_way == {}
-    assert not experience.collect(2).batch.staleness.any() and now(experience) == 16
+    assert not required(experience.collect(2).batch.staleness).any() and now(experience) == 16
     experience.close()
 
 
@@ -336,7 +339,7 @@ def test_while_steps_train_too_every_group_is_trained_once_and_in_time(
     experience, trained = build(known, deaths=deaths, **options), []
     for step in range(1, 8):
         collected = experience.collect(step)
-        assert int(collected.batch.staleness.max()) <= bound
+        assert int(required(collected.batch.staleness).max()) <= bound
         assert len(positions(collected)) == batch
         trained += positions(collected)
         train(experience, training)

@@ -13,6 +13,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.experience.collector import Collected, NothingToLearnFrom, SynchronousExperience
 from hybridrl.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.experience.episodes import EpisodeRunner
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Score, Shaping
 from hybridrl.rollout import Completion, Sampling, request_seed
 from hybridrl.rollout.types import RejectedRequest
@@ -156,7 +157,7 @@ def test_a_step_has_the_next_prompts_with_their_responses_in_order():
 def test_a_step_samples_with_the_weights_of_the_step_before_and_returns_the_devices():
     experience = build([[0, 1], [1, 0]])
     experience.collect(7)
-    assert experience.engine.modes == [6, "training"]
+    assert vars(experience.engine)["modes"] == [6, "training"]
 
 
 def test_the_state_is_the_position_and_the_steps_with_too_many_faults():
@@ -320,7 +321,7 @@ def test_the_score_as_metric_is_the_one_after_the_penalty():
     penalty = OverlongPenalty(4, 1, 0.5, log=False)
     collected = collect(sampled([FLAT, GOOD], step=1, overlong=penalty), Client({(0, 1): 4}))
     assert positions(collected) == [0, 0]
-    assert collected.batch.rewards.tolist() == [1.0, 0.5]
+    assert required(collected.batch.rewards).tolist() == [1.0, 0.5]
 
 
 def test_a_metric_that_the_reward_lacks_is_named_with_the_existing_keys():
@@ -409,8 +410,8 @@ def test_a_further_draw_without_any_score_does_not_end_the_run():
 def test_every_row_has_the_score_of_its_prompts_greedy_response():
     client = Client()
     collected = collect(build([[0, 1], [1, 0]], greedy=[0.25, 0.75], greedy_baseline=True), client)
-    assert collected.batch.greedy_rewards.tolist() == [0.25, 0.25, 0.75, 0.75]
-    assert collected.batch.rewards.tolist() == [0, 1, 1, 0]
+    assert required(collected.batch.greedy_rewards).tolist() == [0.25, 0.25, 0.75, 0.75]
+    assert required(collected.batch.rewards).tolist() == [0, 1, 1, 0]
     assert collected.metrics["timing_s/gen_max"] >= 0
     requests, sampling = client.calls[1]
     assert [(request.prompt_ids[0], request.sample) for request in requests] == [(0, 0), (1, 0)]
@@ -421,7 +422,7 @@ def test_every_row_has_the_score_of_its_prompts_greedy_response():
 def test_a_prompt_whose_greedy_response_has_no_score_is_left_out():
     collected = collect(build([GOOD, GOOD], greedy=[fault(), 1], greedy_baseline=True))
     assert positions(collected) == [1, 1]
-    assert collected.batch.greedy_rewards.tolist() == [1, 1]
+    assert required(collected.batch.greedy_rewards).tolist() == [1, 1]
     assert collected.metrics["reward/faults"] == collected.metrics["reward/faults/timeout"] == 1
 
 
@@ -435,7 +436,7 @@ def test_only_the_groups_of_the_batch_get_greedy_responses():
     experience = sampled([FLAT, GOOD, GOOD, GOOD], draw=4, greedy=[9, 0.5, 1, 9], greedy_baseline=True)
     collected = collect(experience, client)
     assert [request.prompt_ids[0] for request in client.calls[-1][0]] == [1, 2]
-    assert collected.batch.greedy_rewards.tolist() == [0.5, 0.5, 1, 1]
+    assert required(collected.batch.greedy_rewards).tolist() == [0.5, 0.5, 1, 1]
 
 
 def test_faults_of_greedy_responses_count_among_the_steps():
@@ -453,8 +454,8 @@ def in_parts(score: float, **parts: object) -> Score:
 def test_the_reward_components_are_columns_in_the_order_named():
     table = [[in_parts(1.5, acc=True, form=0.5), in_parts(0.0, acc=False, form=0)]]
     collected = collect(build(table, step=1, reward_keys=("form", "acc")))
-    assert collected.batch.reward_parts.dtype == torch.float32
-    assert collected.batch.reward_parts.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+    assert required(collected.batch.reward_parts).dtype == torch.float32
+    assert required(collected.batch.reward_parts).tolist() == [[0.5, 1.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -470,13 +471,13 @@ def test_a_component_that_is_not_a_number_is_named_with_the_existing_keys(parts,
 def test_the_components_of_a_fault_that_counts_as_zero_are_zero():
     guard = FaultGuard("zero", 1.0, 99)
     collected = collect(build([[in_parts(1.0, acc=1), fault()]], step=1, guard=guard, reward_keys=("acc",)))
-    assert collected.batch.reward_parts.tolist() == [[1.0], [0.0]]
+    assert required(collected.batch.reward_parts).tolist() == [[1.0], [0.0]]
 
 
 def test_truncated_responses_are_not_trained_on_but_stay_in_their_group():
     collected = collect(build([GOOD, GOOD], mask_truncated=True), Client({(0, 1): 4, (1, 0): 2}))
-    assert collected.batch.response_mask.tolist() == [True] * 3 + [False] * 4 + [True] * 5
-    assert collected.batch.rewards.tolist() == [0, 1, 0, 1]
+    assert required(collected.batch.response_mask).tolist() == [True] * 3 + [False] * 4 + [True] * 5
+    assert required(collected.batch.rewards).tolist() == [0, 1, 0, 1]
     assert collected.metrics["sampling/masked_truncated"] == 1
 
 
@@ -534,8 +535,8 @@ def test_the_last_prompts_without_any_signal_are_an_error():
 def test_token_rewards_are_carried_and_other_scores_are_on_the_last_token():
     own = Score(0.75, {"score": 0.75}, token_rewards=[0.25, 0.0, 0.5])
     batch = collect(build([[own, 1]], step=1), Client({(0, 1): 2})).batch
-    assert batch.rewards.tolist() == [0.75, 1.0]
-    assert batch.token_rewards.tolist() == [0.25, 0.0, 0.5, 0.0, 1.0]
+    assert required(batch.rewards).tolist() == [0.75, 1.0]
+    assert required(batch.token_rewards).tolist() == [0.25, 0.0, 0.5, 0.0, 1.0]
 
 
 def test_without_any_there_is_no_such_field():
@@ -578,7 +579,7 @@ def test_responses_are_scored_as_they_finish_or_together_and_in_order(in_one_cal
 def test_the_penalty_is_subtracted_from_every_score_and_reported_in_its_extras():
     penalty = OverlongPenalty(4, 2, 1.0, log=True)
     collected = collect(build([[1, fault()]], step=1, overlong=penalty))
-    assert collected.batch.rewards.tolist() == [0.5]
+    assert required(collected.batch.rewards).tolist() == [0.5]
     assert collected.samples[0].score.extras == {"acc": 1, "overlong_reward": -0.5, "overlong": True}
     assert collected.samples[1].score == replace(fault(), text="0 1")
 
@@ -592,4 +593,4 @@ def test_a_response_whose_request_is_rejected_is_excluded_and_counted():
     collected = collect(build([[1, 0, 1], [0, 1, 0]]), Rejecting())
     assert collected.metrics["reward/faults/rejected"] == collected.metrics["reward/faults"] == 2
     assert positions(collected) == [0, 0, 1, 1]
-    assert collected.batch.rewards.tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert required(collected.batch.rewards).tolist() == [0.0, 1.0, 1.0, 0.0]

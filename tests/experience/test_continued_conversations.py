@@ -47,7 +47,7 @@ class Workers:
     def __init__(self, tokenizer: Any) -> None:
         worker = object.__new__(EpisodeWorker)  # without what its process needs
         ends = (tokenizer.eos_token_id,)
-        worker._begin(EpisodeSettings(lambda: tokenizer, EnvironmentSettings(environment=ECHO), LIMITS, ends))
+        worker.begin(EpisodeSettings(lambda: tokenizer, EnvironmentSettings(environment=ECHO), LIMITS, ends))
         self.worker, self.actors, self.logs, self.starting = worker, [Remote(worker)], ["log"], set()
 
     def limit_of(self, actor: Any) -> float:
@@ -188,7 +188,7 @@ def test_an_error_of_the_engines_ends_every_group(tokenizer):
         process = Process(tokenizer)
         tasks = [process.start(position=position) for position in range(2)]
         await process.sample(2, 2)
-        process.client._fail(RuntimeError("no engine is left"))
+        process.client.fail(RuntimeError("no engine is left"))
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert list(map(str, results)) == ["no engine is left"] * 2
         with pytest.raises(RuntimeError, match="no engine is left"):

@@ -18,6 +18,7 @@ from hybridrl.experience.batching import PromptGroup, to_batch
 from hybridrl.experience.conversations import conversation_metrics
 from hybridrl.experience.episodes import Episode
 from hybridrl.experience.sample_log import trained_fields
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.tracking.records import SampleRecord
 
@@ -69,14 +70,14 @@ def test_a_sampled_token_is_written_as_sampled_whether_or_not_it_is_trained_on()
     )
     algorithm = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True))
     batch = algorithm.advantages(to_batch([PromptGroup(0, [cut, game([5], sample=1)])], mask_truncated=True))[0]
-    tokens = trained_fields(batch, 2, lambda ids: [""] * len(ids))[0, 0]["tokens"]
+    tokens = trained_fields(batch, 0, 2, lambda ids: [""] * len(ids))[0, 0]["tokens"]
     assert tokens["sampled"] == [1, 1, 0, 0, 0, 0, 0, 0, 1]
 
 
 def test_a_row_of_a_replay_is_described_by_what_the_policy_wrote():
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
     batch = to_batch([PromptGroup(0, [game([7, 9], [8], sample=0), game([5], sample=1)])])
-    batch.advantages = batch.rollout_log_probs.clone()
+    batch.advantages = required(batch.rollout_log_probs).clone()
     batch.old_log_probs = torch.where(batch.response_mask, -1.25, -9.0)  # of what it read the trainer's are any
     rows = described(batch, [1.0, 0.5], tokenizer)
     assert [row["tokens"] for row in rows] == [3, 1]
@@ -87,4 +88,5 @@ def test_a_row_of_a_replay_is_described_by_what_the_policy_wrote():
 @pytest.mark.parametrize("stop", ["max_tokens", "max_turn_tokens", "context_overflow"])
 def test_a_rescored_episode_is_truncated_by_any_limit_of_tokens(stop):
     episode = {"stop": stop, "sampled_tokens": 3, "position": 0}
-    assert as_batch([SampleRecord("?", "7", "7", 1.0, 1, {}, episode)]).truncated.tolist() == [True]
+    batch = as_batch([SampleRecord("?", "7", "7", 1.0, 1, {}, episode)])
+    assert required(batch.truncated).tolist() == [True]

@@ -18,6 +18,7 @@ from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.batching import PromptGroup, to_batch
 from hybridrl.experience.conversations import conversation_metrics, transcript
 from hybridrl.experience.episodes import Episode, EpisodeRunner, Place
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.rollout import Completion, Sampling
 
@@ -43,9 +44,9 @@ def test_an_episode_of_several_turns_is_one_row_in_which_only_sampled_tokens_cou
     batch = to_batch([PromptGroup(0, [episode])])
     assert batch.prompt_ids.tolist() == [1, 2]
     assert batch.response_ids.tolist() == [7, 8, 3, 4, 5, 9, 6, 10, 11]
-    assert batch.rollout_log_probs.tolist() == [-1, -2, 0, 0, 0, -1, 0, -1, -2]
-    assert batch.response_mask.tolist() == [True, True, False, False, False, True, False, True, True]
-    assert batch.truncated.tolist() == [True]
+    assert required(batch.rollout_log_probs).tolist() == [-1, -2, 0, 0, 0, -1, 0, -1, -2]
+    assert required(batch.response_mask).tolist() == [True, True, False, False, False, True, False, True, True]
+    assert required(batch.truncated).tolist() == [True]
     assert torch.equal(batch.rewards, torch.tensor([1.0]))
 
 
@@ -62,10 +63,14 @@ def split_and_whole() -> tuple[list[Episode], list[Episode]]:
 
 def test_a_replaced_context_makes_a_further_row_of_the_same_episode():
     batch = to_batch([PromptGroup(4, split_and_whole()[0])])
-    assert batch.episode.tolist() == [0, 0, 1]
+    assert required(batch.episode).tolist() == [0, 0, 1]
     assert batch.prompt_ids.tolist() == [1, 2, 3, 1, 2]
     assert batch.response_lengths.tolist() == [3, 1, 2]
-    assert (batch.rewards.tolist(), batch.sample.tolist(), batch.position.tolist()) == ([1, 1, 0], [0, 0, 1], [4] * 3)
+    assert (required(batch.rewards).tolist(), batch.sample.tolist(), batch.position.tolist()) == (
+        [1, 1, 0],
+        [0, 0, 1],
+        [4] * 3,
+    )
     whole = batch.by_episode()
     assert (whole.response_lengths.tolist(), whole.prompt_ids.tolist()) == ([4, 2], [1, 2, 1, 2])
 
@@ -76,7 +81,9 @@ def test_the_baseline_is_over_episodes_and_not_over_rows():
         estimator = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True))
         advantages.append(estimator.advantages(to_batch([PromptGroup(0, episodes)]))[0].advantages)
     assert torch.equal(*advantages)
-    assert advantages[0].tolist() == pytest.approx([0.5 / (0.5**0.5 + 1e-6)] * 4 + [-0.5 / (0.5**0.5 + 1e-6)] * 2)
+    assert required(advantages[0]).tolist() == pytest.approx(
+        [0.5 / (0.5**0.5 + 1e-6)] * 4 + [-0.5 / (0.5**0.5 + 1e-6)] * 2
+    )
 
 
 def test_rewards_to_come_pass_from_row_to_row_of_an_episode():
@@ -130,7 +137,7 @@ class Source:
 def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
     scorers = Scorers()
     runner = EpisodeRunner(None, scorers, 1, None, None, **options)
-    episodes, _ = asyncio.run(runner._run(Source(trajectory), [PLACE]))
+    episodes, _ = asyncio.run(runner.score_ended(Source(trajectory), [PLACE]))
     return episodes[0], scorers
 
 
@@ -162,7 +169,7 @@ def test_an_episode_is_reported_once_it_has_its_score_while_others_are_sampled()
     source = TwoBatches(reported)
     runner = EpisodeRunner(None, SlowScorers(), 1)
     places = [PLACE, replace(PLACE, sample=1)]
-    run = runner._run(source, places, lambda episode: reported.append((episode.sample, episode.score.value)))
+    run = runner.score_ended(source, places, lambda episode: reported.append((episode.sample, episode.score.value)))
     episodes, _ = asyncio.run(run)
     assert source.before_the_second == [(1, 0.25)] and reported == [(1, 0.25), (0, 0.25)]
     assert [one.sample for one in episodes] == [0, 1]
@@ -174,7 +181,7 @@ def test_what_the_report_of_an_episode_raises_ends_the_call():
 
     runner = EpisodeRunner(None, Scorers(), 1)
     with pytest.raises(OSError, match="no space left"):
-        asyncio.run(runner._run(Source(Trajectory([turn([1], [7])])), [PLACE], full))
+        asyncio.run(runner.score_ended(Source(Trajectory([turn([1], [7])])), [PLACE], full))
 
 
 def test_an_episode_that_cannot_be_made_ends_the_call():
@@ -183,7 +190,7 @@ def test_an_episode_that_cannot_be_made_ends_the_call():
             raise ValueError("no episode")
 
     runner = Broken(None, SlowScorers(), 1)
-    call = runner._run(Source(Trajectory([turn([1], [7])])), [PLACE], lambda _: None)
+    call = runner.score_ended(Source(Trajectory([turn([1], [7])])), [PLACE], lambda _: None)
     with pytest.raises(ValueError, match="no episode"):
         asyncio.run(asyncio.wait_for(call, 10))
 

@@ -21,6 +21,7 @@ from hybridrl.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.batch import Batch
 from hybridrl.experience.admission import Admission
 from hybridrl.experience.asynchronous import AsynchronousExperience
+from hybridrl.required import required
 from hybridrl.rollout import Request
 from tests.experience import virtual
 from tests.experience.virtual import Scorers, build
@@ -62,7 +63,7 @@ class Policy:
         """Make a step of REINFORCE with the advantages of groups; the reward is the length."""
         logit = torch.tensor(self.logits[-1], requires_grad=True)
         log_probs = log_probs_of(batch, logit)
-        sampled_with = torch.tensor(self.logits).flip(0)[batch.staleness.long()]
+        sampled_with = torch.tensor(self.logits).flip(0)[required(batch.staleness).long()]
         rollout_log_probs, old_log_probs = log_probs_of(batch, sampled_with), log_probs.detach()
         batch, _ = self.correction.apply(
             replace(batch, rollout_log_probs=rollout_log_probs, old_log_probs=old_log_probs)
@@ -119,7 +120,7 @@ def learned(kind: type[AsynchronousExperience], bound: int, level: str) -> list[
         oldest = 0
         for step in range(1, STEPS + 1):
             batch = experience.collect(step).batch
-            oldest = max(oldest, int(batch.staleness.max()))
+            oldest = max(oldest, int(required(batch.staleness).max()))
             policy.learn(batch)
         experience.close()
         assert oldest == bound, "otherwise the variants would not differ"

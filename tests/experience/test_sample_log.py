@@ -11,6 +11,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.experience.episodes import Episode
 from hybridrl.experience.sample_log import SampleLog, read_batch, replays, sample_record, trained_fields
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.tracking import SampleRow
 
@@ -204,7 +205,7 @@ def test_the_batches_of_the_last_few_diagnoses_are_kept(tracker, tmp_path, make_
         log.keep(step, batch)
     assert [path.stem for path in replays(tmp_path / "replay")] == ["9", "10", "11"]
     kept = read_batch(tmp_path / "replay" / "11.npz")
-    assert kept.rewards.tolist() == [0.0, 1.0] and kept.response_ids.tolist() == batch.response_ids.tolist()
+    assert required(kept.rewards).tolist() == [0.0, 1.0] and kept.response_ids.tolist() == batch.response_ids.tolist()
     assert kept.values is None
 
 

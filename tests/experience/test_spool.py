@@ -59,7 +59,7 @@ def spool(directory: Path, engine: str = "e", reward: str = "r", *, whole_steps:
 
 def sampled(built: SynchronousExperience) -> int:
     """How many responses were sampled."""
-    return sum(len(requests) for requests, _ in built.runner.client.calls)
+    return sum(len(requests) for requests, _ in vars(built.runner.client)["calls"])
 
 
 def assert_undisturbed(built: SynchronousExperience, table=TABLE, **settings) -> None:

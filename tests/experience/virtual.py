@@ -17,6 +17,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.experience import asynchronous
 from hybridrl.experience.asynchronous import AsynchronousExperience
 from hybridrl.experience.episodes import EpisodeRunner
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score
 from hybridrl.rollout import Completion, Request, RolloutClient, Sampling
 from hybridrl.rollout.lanes import ServerFailure
@@ -155,6 +156,9 @@ class Switch:
 
     weights = ""
 
+    client: RolloutClient
+    revive: Callable[[int], Engine | None]
+
     def __init__(self, engines: list[Engine]) -> None:
         self.engines, self.training, self.pause = engines, False, lambda: None
 
@@ -162,7 +166,7 @@ class Switch:
         self.pause()
         self.training = False
         if self.engines[0].dead:
-            self.client.replace(0, self.revive(0))
+            self.client.replace(0, required(self.revive(0)))
         self.engines[0].version, self.weights = version, f"weights {version}"
 
     def to_training(self):
@@ -173,19 +177,22 @@ class PacedThread(asynchronous.LoopThread):
     """Time passes only while the driver waits for a coroutine: what overlaps with training takes as long as `train`."""
 
     def run(self, coroutine):
+        loop = self.loop
+        assert isinstance(loop, VirtualTime)
+
         async def paced():
-            self.loop.stands = False
+            loop.stands = False
             try:
                 return await coroutine
             finally:
-                self.loop.stands = True
+                loop.stands = True
 
         return super().run(paced())
 
 
 def train(experience: AsynchronousExperience, seconds: float) -> None:
     """Let time pass as a step trains."""
-    experience.thread.run(asyncio.sleep(seconds))
+    required(experience.thread).run(asyncio.sleep(seconds))
 
 
 def build(

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.batch import Batch
 from hybridrl.device import release_cached_memory
+from hybridrl.required import required
 from hybridrl.training import attention
 from hybridrl.training.model import LanguageModel
 from hybridrl.training.packing import lay_out
@@ -61,7 +62,7 @@ def gradients(path: str, rows: Batch, dtype: torch.dtype, *, padded: bool) -> di
     log_probs = model(lay_out(rows, padded).to(DEVICE), 1.0).log_probs
     (log_probs * torch.linspace(-1, 1, len(log_probs), device=DEVICE)).sum().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: value.float() for name, value in (found | {"log-probs": log_probs.detach()}).items()}
+    return {name: required(value).float() for name, value in (found | {"log-probs": log_probs.detach()}).items()}
 
 
 def run(tmp_path: Path, *more: str) -> list[dict]:

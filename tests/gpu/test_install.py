@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl import device as devices
+from hybridrl.required import required
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built for CPU")
 
@@ -47,7 +48,7 @@ def test_the_compiled_libraries_of_vllm_load():
 
 
 def test_torch_has_what_device_memory_is_shared_and_host_memory_registered_with():
-    runtime = torch._C._cudart
+    runtime = vars(torch._C)["_cudart"]
     assert {"cudaHostRegister", "cudaHostUnregister"} <= set(dir(runtime))
     assert {"_share_cuda_", "_new_shared_cuda", "_release_ipc_counter_cuda"} <= set(dir(torch.UntypedStorage))
     torch.cuda.check_error(0)
@@ -60,7 +61,7 @@ def test_a_group_by_nccl_can_be_cancelled_and_starts_no_watchdog_with_blocking_w
     options._timeout = timedelta(seconds=5)
     assert options._timeout == timedelta(seconds=5)
     assert {"broadcast", "abort"} <= set(dir(dist.ProcessGroupNCCL))
-    library = Path(find_spec("torch").origin).parent / "lib" / "libtorch_cuda.so"
+    library = Path(required(find_spec("torch")).origin).parent / "lib" / "libtorch_cuda.so"
     assert b"TORCH_NCCL_BLOCKING_WAIT is enabled, NO watchdog thread is created." in library.read_bytes()
 
 

@@ -43,7 +43,7 @@ def poison() -> None:
         return compute(self, scheduled)
 
     CPUWorker.sleep, CPUWorker.wake_up, CPUWorker.execute_model = sleep, wake_up, execute_model
-    VllmEngine.sleeps = property(lambda self: True, lambda self, value: None)
+    setattr(VllmEngine, "sleeps", property(lambda self: True, lambda self, value: None))  # noqa: B010
 
 
 if "hybridrl.rollout.vllm.engine" in sys.modules:  # not in a training rank

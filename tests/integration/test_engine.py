@@ -24,6 +24,7 @@ from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.experience.batching import group_by_prompt, to_batch
 from hybridrl.experience.episodes import Episode, EpisodeRunner
 from hybridrl.hybrid_engine import Mode
+from hybridrl.required import required
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rollout import ModeError, Request, Sampling, request_seed
 from hybridrl.rollout.engine import RolloutEngine
@@ -114,11 +115,11 @@ def test_weights_that_were_not_synced_stop_the_run(parts, monkeypatch):
     engine.to_training()
     update(workers, rows(wanted, responses))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.sync, "_send_all", lambda indices: None)
+        patch.setattr(engine.sync, "send_all", lambda indices: None)
         with pytest.raises(StaleWeights, match="computes with the weights of weight sync"):
             engine.to_rollout(5)
         finish = partial(EngineGroup.broadcast, engine.fleet.servers, RolloutEngine.finish_sync, timeout=60)
-        patch.setattr(engine.sync, "_send_all", lambda indices: finish(engine.sync.sync_id, 5))
+        patch.setattr(engine.sync, "send_all", lambda indices: finish(engine.sync.sync_id, 5))
         with pytest.raises(StaleWeights, match="differs from the trainer in the log-probs"):
             engine.to_rollout(5)
     engine.to_rollout(5)
@@ -206,7 +207,7 @@ def test_a_server_killed_asleep_is_rebuilt_when_it_is_needed(parts):
 def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(parts, monkeypatch):
     engine, workers = parts
     engine.to_training()
-    restarts, send_all = engine.client.restarts, engine.sync._send_all
+    restarts, send_all = engine.client.restarts, engine.sync.send_all
     victims = [server_processes()[0]]
 
     def send_to_the_dead(indices):
@@ -214,7 +215,7 @@ def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(pa
             victims.pop().kill()
         send_all(indices)
 
-    monkeypatch.setattr(engine.sync, "_send_all", send_to_the_dead)
+    monkeypatch.setattr(engine.sync, "send_all", send_to_the_dead)
     engine.to_rollout(8)
     wanted = requests(2)
     responses = generate(engine, wanted)
@@ -275,7 +276,7 @@ def episodes(config, engine, tokenizer, prompts, workers: EpisodeWorkers | None,
 
 
 def assert_equal(one: Batch, other: Batch) -> None:
-    for (name, axis, value), (name_there, _, there) in zip(one._filled(), other._filled(), strict=True):
+    for (name, axis, value), (name_there, _, there) in zip(one.filled(), other.filled(), strict=True):
         assert (name, value.dtype) == (name_there, there.dtype)
         assert torch.equal(value, there), (name, axis)
 
@@ -341,7 +342,7 @@ def test_log_probs_of_eight_turns_are_those_of_the_trainer(config, parts, tokeni
     found = episodes(config, engine, tokenizer, naming(prompts, agent_name="counter"), workers, 1)
     assert {one.score.detail for one in found} == {""}
     batch = batch_of(found)
-    assert batch.response_mask.sum() <= PROMPTS * SAMPLES * 8 * 3
+    assert required(batch.response_mask).sum() <= PROMPTS * SAMPLES * 8 * 3
     assert {len(one.trajectory.turns) for one in found} == {8}
     assert len({tuple(one.trajectory.turns[3].sampled.tolist()) for one in found}) > 1
     assert largest_gap(trainers, batch) < 1e-4

@@ -14,6 +14,7 @@ from hybridrl.batch import Batch, as_tensor
 from hybridrl.checkpoint.store import Store
 from hybridrl.cluster import Group, spawn
 from hybridrl.config.catalog import POLICY_LOSSES
+from hybridrl.required import required
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.training.learner import MiniBatch
 from hybridrl.training.losses import LossConfig, ValueLossConfig
@@ -252,8 +253,9 @@ def test_every_forward_pass_fills_its_fields_even_if_a_rank_has_no_rows(groups, 
         workers = TrainWorkers(group, plan_, critic, "float32", 120)
         filled = workers.values(workers.reference_log_probs(workers.forward_log_probs(batch, reference_kl=True)))
         results[key] = filled
-        assert (filled.reference_kl > -1e-5).all() and filled.reference_kl.mean() > 1e-4
-        assert (filled.old_log_probs - filled.reference_log_probs).abs().max() > 1e-3
+        kl = required(filled.reference_kl)
+        assert (kl > -1e-5).all() and kl.mean() > 1e-4
+        assert (required(filled.old_log_probs) - required(filled.reference_log_probs)).abs().max() > 1e-3
     for name in ("old_log_probs", "entropies", "sum_pi_squared", "reference_kl", "reference_log_probs", "values"):
         for several in (results[2], results["sharing"]):
             torch.testing.assert_close(vars(results[1])[name], vars(several)[name], rtol=1e-4, atol=1e-5)
@@ -293,7 +295,7 @@ def test_an_update_gives_the_same_on_one_two_and_two_ranks_that_share_rows(group
         filled, metrics = workers.update_policy(replace(ragged_batch(), old_log_probs=None), step=1)
         metrics |= workers.update_critic(filled, step=1)
         actual[key] = {name: value for name, value in metrics.items() if not name.startswith("timing_s")}
-        actual[key]["old_log_probs"] = filled.old_log_probs.tolist()
+        actual[key]["old_log_probs"] = required(filled.old_log_probs).tolist()
     assert {"actor/grad_norm", "actor/pg_loss", "critic/vf_loss"} <= actual[1].keys()
     for key in (2, "sharing"):
         assert actual[key] == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in actual[1].items()}
@@ -340,7 +342,7 @@ def test_an_update_weights_its_tokens_by_itself_as_after_a_forward_pass(groups, 
     )
     batch = replace(ragged_batch(), old_log_probs=None, importance_weights=None)
     expected, metrics = correction.apply(workers.forward_log_probs(batch))
-    assert expected.importance_weights.std() > 0.1, "otherwise there would be nothing to weight"
+    assert required(expected.importance_weights).std() > 0.1, "otherwise there would be nothing to weight"
     own = replace(LOSS, own_old_log_probs=True, correction=correction)
     by_update, by_pass = (
         gradient(groups[1], MicroBatchBudget(30), loss, rows) for loss, rows in ((own, batch), (LOSS, expected))

@@ -70,7 +70,7 @@ def test_a_missing_weight_sync_stops_the_run_however_small_the_update(parts, mon
     engine.to_rollout(2)
     engine.to_training()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.sync, "_send_all", lambda indices: None)
+        patch.setattr(engine.sync, "send_all", lambda indices: None)
         with pytest.raises(StaleWeights, match="computes with the weights of weight sync"):
             engine.to_rollout(3)
     engine.to_rollout(3)
@@ -86,7 +86,7 @@ def test_an_old_adapter_that_is_sent_as_the_new_one_stops_the_run(parts, monkeyp
     save(workers, tmp_path / "old")
     update(workers, rows(wanted, responses))
     save(workers, tmp_path / "new")
-    send_all = engine.sync._send_all
+    send_all = engine.sync.send_all
 
     def send_old(indices):
         workers.load(tmp_path / "old", ALL)
@@ -94,7 +94,7 @@ def test_an_old_adapter_that_is_sent_as_the_new_one_stops_the_run(parts, monkeyp
         workers.load(tmp_path / "new", ALL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.sync, "_send_all", send_old)
+        patch.setattr(engine.sync, "send_all", send_old)
         with pytest.raises(StaleWeights, match="differs from the trainer in the log-probs"):
             engine.to_rollout(4)
     engine.to_rollout(4)
@@ -128,9 +128,9 @@ def test_a_restarted_engine_gets_base_and_adapter_again(parts):
 def test_after_the_first_weight_sync_only_the_adapter_is_sent(parts, monkeypatch):
     engine, _ = parts
     sent = []
-    send = engine.sync._send
+    send = engine.sync.send
     monkeypatch.setattr(
-        engine.sync, "_send", lambda *call, **kind: sent.append((len(call[0]), kind)) or send(*call, **kind)
+        engine.sync, "send", lambda *call, **kind: sent.append((len(call[0]), kind)) or send(*call, **kind)
     )
     engine.to_rollout(7)
     engine.to_training()

@@ -13,6 +13,7 @@ from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.compose import save_config
 from hybridrl.doctor.replay import replay, weights_before
 from hybridrl.experience.sample_log import SampleLog
+from hybridrl.required import required
 from tests.integration.test_gradient import ragged_batch
 
 
@@ -59,4 +60,4 @@ def test_the_weights_are_those_of_the_last_checkpoint_before_the_step_healthy_or
         for step in (1, 2, 3):
             store.begin(step)
             store.publish(step, {"healthy": step < 2, "recovery": False, "metrics": {}, "reason": "it collapsed"})
-    assert weights_before(tmp_path, 3).step == 2 and weights_before(tmp_path, 1) is None
+    assert required(weights_before(tmp_path, 3)).step == 2 and weights_before(tmp_path, 1) is None

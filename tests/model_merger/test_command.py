@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridrl.model_merger import merge
-from hybridrl.model_merger.__main__ import _parser, main
+from hybridrl.model_merger.__main__ import command_parser, main
 from hybridrl.model_merger.checks import check_in_transformers
 from hybridrl.model_merger.merge import REPORT
 from hybridrl.model_merger.source import CheckFailed, open_source
@@ -105,7 +105,7 @@ def test_a_failed_check_sets_the_exit_status_and_nothing_is_published(actor, tmp
     def fails(source: object, directory: Path) -> str:
         raise CheckFailed("the outputs differ")
 
-    arguments = _parser().parse_args(merge_arguments(actor, tmp_path / "merged", "--verify", "transformers"))
+    arguments = command_parser().parse_args(merge_arguments(actor, tmp_path / "merged", "--verify", "transformers"))
     assert merge.run(arguments, fails) == 1
     assert capsys.readouterr().err == "failed: the outputs differ\n"
     assert not list(tmp_path.iterdir())
@@ -171,7 +171,7 @@ class FullHub(Hub):
 def test_a_merged_model_is_uploaded(actor, tmp_path, capsys, private):
     arguments = merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine", *private)
     hub = Hub()
-    assert merge.run(_parser().parse_args(arguments), hub=hub) == 0
+    assert merge.run(command_parser().parse_args(arguments), hub=hub) == 0
     assert hub.repositories == {"me/mine": bool(private)}
     assert hub.files["me/mine"] == {path.name for path in (tmp_path / "merged").iterdir()} - {REPORT}
     assert capsys.readouterr().out.endswith("uploaded to https://hub/me/mine\n")
@@ -179,7 +179,7 @@ def test_a_merged_model_is_uploaded(actor, tmp_path, capsys, private):
 
 def test_a_failed_upload_is_reported_and_the_model_is_kept(actor, tmp_path, capsys):
     arguments = merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine")
-    assert merge.run(_parser().parse_args(arguments), hub=FullHub()) == 2
+    assert merge.run(command_parser().parse_args(arguments), hub=FullHub()) == 2
     merged = tmp_path / "merged"
     assert f"--hf_upload_path=me/mine: quota exceeded; the merged model is in {merged}" in capsys.readouterr().err
     assert (merged / "model.safetensors").is_file()

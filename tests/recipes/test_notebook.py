@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -16,7 +17,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def test_the_notebook_trains_a_model_that_shows_its_work(tmp_path: Path) -> None:
     folder = tmp_path / "recipes" / "quickstart"
     shutil.copytree(RECIPES / "quickstart", folder)
-    notebook = nbformat.read(folder / "quickstart.ipynb", as_version=4)
+    notebook: Any = nbformat.read(folder / "quickstart.ipynb", as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
     metrics = read_metrics(tmp_path / "outputs" / "notebook" / "train")
     assert metrics[1]["critic/rewards/mean"] < 0.5 < 0.75 < metrics[15]["critic/rewards/mean"]
@@ -25,5 +26,5 @@ def test_the_notebook_trains_a_model_that_shows_its_work(tmp_path: Path) -> None
 
 
 def test_the_notebook_is_kept_without_its_outputs() -> None:
-    notebook = nbformat.read(RECIPES / "quickstart" / "quickstart.ipynb", as_version=4)
+    notebook: Any = nbformat.read(RECIPES / "quickstart" / "quickstart.ipynb", as_version=4)
     assert [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")] == []

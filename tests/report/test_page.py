@@ -21,6 +21,7 @@ import pytest
 from hybridrl.report import write_report
 from hybridrl.report.__main__ import main
 from hybridrl.report.page import render
+from hybridrl.required import required
 from tests.report.synthetic import HOSTILE, conversation, hostile, verl_sample, write_run, write_samples
 
 VOID = {"meta", "input", "img", "br", "wbr"}
@@ -74,7 +75,7 @@ def test_the_page_of_a_run_has_its_sentence_its_lights_and_eight_panels(tmp_path
     page = page_of(write_run(tmp_path / "run"))
     assert page.sentence.startswith("Reward 0.")
     assert "over 12 steps; validation 0.00 → 0.95" in page.sentence and "ended normally." in page.sentence
-    assert sum(attributes.get("class", "").startswith("light ") for _, attributes in page.elements) == 5
+    assert sum(required(attributes.get("class", "")).startswith("light ") for _, attributes in page.elements) == 5
     assert sum(attributes.get("class") == "panel" for _, attributes in page.elements) == 8
     assert len(page.data["panels"]) == 8
 

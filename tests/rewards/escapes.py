@@ -186,7 +186,7 @@ ATTEMPTS = {f"read {name}": f"gained = {code}" for name, code in _READ.items()} 
 def without_landlock() -> None:
     """Start bare interpreters as if the kernel did not know Landlock."""
     patch = "import hybridrl.rewards.sandbox.confinement as c; c.give_up_files = lambda: None; main{descriptors}"
-    sandbox._START = sandbox._START.replace("main{descriptors}", patch)
+    sandbox.START = sandbox.START.replace("main{descriptors}", patch)
 
 
 def main(victim: str, file: str, *options: str) -> None:

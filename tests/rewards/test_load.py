@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import ConfigError
+from hybridrl.required import required
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import load_reward
 from hybridrl.rewards.score import ScoringRequest
@@ -65,7 +66,7 @@ async def compute_score(solution_str, ground_truth):
 
 
 def test_an_async_function_keeps_its_event_loop_from_call_to_call(reward_config):
-    main = load_reward(reward_config(ASYNC_SOURCE)).main
+    main = required(load_reward(reward_config(ASYNC_SOURCE)).main)
     assert main(ANSWER) == main(ANSWER)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError
+from hybridrl.required import required
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest
@@ -272,7 +273,7 @@ def test_a_killed_or_interrupted_driver_leaves_no_process_and_no_traceback_of_th
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
     )
-    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    pids = [int(pid) for pid in required(driver.stdout).readline().split()]
     assert len(pids) == 2 and all(exists(pid) for pid in pids)
     os.killpg(driver.pid, sent)  # as Ctrl-C in a terminal does: to the whole foreground group
     driver.wait(timeout=10)

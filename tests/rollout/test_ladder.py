@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -141,9 +142,9 @@ def test_what_worked_is_used_by_a_resumed_run_unless_its_configuration_has_chang
 
 
 @pytest.fixture
-def fleet(monkeypatch, tmp_path) -> RolloutFleet:
+def fleet(monkeypatch, tmp_path) -> Any:
     """Two servers, as far as they know why they were lost; the kernel has killed `fleet.kills` processes."""
-    fleet = RolloutFleet.__new__(RolloutFleet)
+    fleet: Any = RolloutFleet.__new__(RolloutFleet)
     fleet.rollout = Section()
     fleet.ladder = MemoryLadder(fleet.rollout, "cuda")
     fleet.gone, fleet.started_with = {}, fleet.ladder.settings
@@ -225,7 +226,7 @@ def starts(fleet, monkeypatch) -> list[int]:
     fleet.session = SimpleNamespace(kept={})
     monkeypatch.setattr(fleets, "gather", gather)
     for name, method in {"_start": start, "_spawn": lambda *_: "new", "kill": lambda _: None}.items():
-        monkeypatch.setattr(fleet, name, method, raising=False)
+        monkeypatch.setattr(fleet, name, method)
     return attempts
 
 

@@ -79,9 +79,14 @@ async def started(monkeypatch: pytest.MonkeyPatch, gpus: list[str] | None = None
     monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module=__name__, name="FakeEngine"))
     server = RolloutServer.__new__(RolloutServer)  # without an actor's log file
     server.finished, server.running = asyncio.Queue(), set()
-    server._begin(Path("rollout-0.log"))
+    server.begin(Path("rollout-0.log"))
     assert await server.start("cuda", gpus or [], None, SimpleNamespace(name="vllm", full_determinism=fixed), 1)
     return server
+
+
+def fake(server: RolloutServer) -> FakeEngine:
+    assert isinstance(server.engine, FakeEngine)
+    return server.engine
 
 
 def requests(count: int) -> list[tuple[int, Request]]:
@@ -92,7 +97,7 @@ def requests(count: int) -> list[tuple[int, Request]]:
 def test_an_engine_sees_only_the_gpus_of_its_ranks(monkeypatch, gpus, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     server = asyncio.run(started(monkeypatch, gpus))
-    assert server.engine.visible == visible and server.engine.events == ["connect"]
+    assert fake(server).visible == visible and fake(server).events == ["connect"]
 
 
 def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(monkeypatch, tmp_path):
@@ -103,7 +108,7 @@ def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(mo
         one.renew("next.log")
         assert await one.start("cuda", [], None, SimpleNamespace(name="vllm", full_determinism=False), 1)
         await one.submit(requests(1))
-        return one.engine.events, await one.take()
+        return fake(one).events, await one.take()
 
     events, taken = asyncio.run(renewed())
     assert events == ["connect", "interrupt", 0, 1, "renew next.log", 0] and taken == [(100, 0)]
@@ -129,7 +134,7 @@ def test_with_full_determinism_the_engine_starts_once_it_has_all_requests(monkey
     async def events() -> list:
         server = await started(monkeypatch, fixed=True)
         await server.submit(requests(3))
-        return server.engine.events
+        return fake(server).events
 
     assert asyncio.run(events()) == ["connect", "hold", 0, 1, 2, "release"]
 
@@ -138,7 +143,7 @@ def test_with_full_determinism_the_engine_starts_once_it_has_all_requests(monkey
 def test_whatever_ends_a_request_is_raised_by_take(monkeypatch, fixed, reason):
     async def take() -> None:
         server = await started(monkeypatch, fixed=fixed)
-        server.engine.broken = True
+        fake(server).broken = True
         await server.submit(requests(1))
         await server.take()
 
@@ -169,13 +174,13 @@ def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_a
             file.write(
                 " WARNING reduce it to avoid out of memory\n torch.OutOfMemoryError: CUDA out of memory. Tried\n"
             )
-        server.engine.broken = True
+        fake(server).broken = True
         for _ in range(2):
             with pytest.raises(
                 EngineShortOfMemory, match=r"^the engine ran out of memory: torch.OutOf.*memory. Tried$"
             ):
                 await server.call("hold")
-            server.engine.broken = False  # it lives, but has not all of its memory
+            fake(server).broken = False  # it lives, but has not all of its memory
 
     asyncio.run(call())
 
@@ -183,7 +188,7 @@ def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_a
 def test_an_engine_that_was_killed_by_the_kernel_lacked_memory(monkeypatch):
     async def take() -> None:
         one = await started(monkeypatch)
-        one.engine.broken = True
+        fake(one).broken = True
         await one.submit(requests(1))
         monkeypatch.setattr(server, "oom_kills", lambda: 1 + (one.oom_kills or 0))
         await one.take()

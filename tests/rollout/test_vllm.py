@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
+from hybridrl.required import required
 from hybridrl.rollout.types import Request, Sampling
 from hybridrl.rollout.vllm.collector import Collector, Response
 from hybridrl.rollout.vllm.engine import PARTS, VllmEngine, unlink_segments
@@ -142,7 +143,7 @@ def test_segments_are_unlinked_although_another_child_has_ended():
     code = "from multiprocessing import shared_memory\nsegment = shared_memory.SharedMemory(create=True, size=1)\n"
     code += "print(segment.name, flush=True)\ninput()"
     maps = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    segment = Path("/dev/shm", maps.stdout.readline().strip())
+    segment = Path("/dev/shm", required(maps.stdout).readline().strip())
     assert segment.exists()
     unlink_segments()
     assert not segment.exists()

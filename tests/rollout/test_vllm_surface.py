@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.required import required
 from tests.rollout.vllm_sources import Found, Sources, signature_of, why_not_callable
 
 TOP = Path(__file__).parents[2]
 FILES = [*sorted(TOP.glob("hybridrl/rollout/vllm/*.py")), TOP / "hybridrl" / "model_merger" / "vllm_check.py"]
-INSTALLED = Path(find_spec("vllm").origin).parent
+INSTALLED = Path(required(required(find_spec("vllm")).origin)).parent
 VERSIONS = [INSTALLED, *map(Path, filter(None, os.environ.get("VLLM_SOURCES", "").split(":")))]
 ENGINE = ("vllm.v1.engine.llm_engine", "LLMEngine")
 # File and name of a variable -> the class of vLLM's that it is an instance of.
@@ -41,7 +42,7 @@ def sources(request: pytest.FixtureRequest) -> Sources:
 def imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
     """The module and name behind every name that is imported from vLLM."""
     nodes = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.module]
-    from_vllm = [one for one in nodes if one.module.partition(".")[0] == "vllm"]
+    from_vllm = [one for one in nodes if required(one.module).partition(".")[0] == "vllm"]
     return {name.asname or name.name: (node.module, name.name) for node in from_vllm for name in node.names}
 
 
@@ -78,9 +79,11 @@ def receiver(sources: Sources, file: Path, node: ast.expr) -> Found | None:
 def missing_attributes(sources: Sources, files: list[Path]) -> Iterator[str]:
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
-            found = receiver(sources, file, node.value) if isinstance(node, ast.Attribute) else None
+            if not isinstance(node, ast.Attribute):
+                continue
+            found = receiver(sources, file, node.value)
             if found and node.attr not in sources.members(found):
-                yield f"{file.name}: {found.node.name}.{node.attr}"
+                yield f"{file.name}: {required(found.node).name}.{node.attr}"
 
 
 def ours(file: str, name: str) -> ast.ClassDef:
@@ -109,7 +112,8 @@ def test_every_argument_of_an_engine_is_one_of_vllms(sources):
     function = next(
         one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "engine_arguments"
     )
-    keys = {key.value for one in ast.walk(function) if isinstance(one, ast.Dict) for key in one.keys if key}
+    names = [key for one in ast.walk(function) if isinstance(one, ast.Dict) for key in one.keys]
+    keys = {key.value for key in names if isinstance(key, ast.Constant)}
     parameters = sources.signature(sources.find("vllm", "EngineArgs")).parameters
     assert len(keys) > 20 and sorted(keys - set(parameters)) == []
 
@@ -128,6 +132,7 @@ def test_what_vllms_engine_calls_of_its_output_processor_and_logger_exists_here(
     ]
     assert len(calls) >= 3
     for call in calls:
+        assert isinstance(call.func, ast.Attribute)
         assert why_not_callable(signature_of(here[call.func.attr], method=True), call) == ""
 
 

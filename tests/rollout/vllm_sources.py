@@ -66,6 +66,7 @@ class Sources:
     def line(self, found: Found) -> list[tuple[str, ast.ClassDef]]:
         """Return a class and those that it inherits from, as far as they are in the sources."""
         classes = [(found.module, found.node)]
+        assert isinstance(found.node, ast.ClassDef)
         for base in found.node.bases:
             name = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(name, ast.Name) and (parent := self.find(found.module, name.id)) and parent.node:

@@ -22,6 +22,7 @@ from hybridrl.config.load_eval import load_eval_config
 from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
 from hybridrl.experience.episodes import EpisodeRunner
+from hybridrl.required import required
 from hybridrl.rewards.actor import DecodingScorer
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
@@ -71,7 +72,7 @@ class Engine:
         self.evaluation, self.fixed = evaluation, False
 
     async def stream(self, requests, begun=None):
-        tokenizer = self.evaluation.tokenizer
+        tokenizer = required(self.evaluation.tokenizer)
         for index, request in enumerate(requests):
             if self.evaluation.breaks_after == index:
                 raise RuntimeError("the engine is gone")
@@ -187,7 +188,7 @@ def test_an_earlier_evaluation_is_compared_without_what_else_is_in_its_file(plac
     run(evaluation(place, "eval.temperature=0.5", "eval.n=2"))  # in the same file
     write_results(Path("out/model"), baseline.samples, baseline.results, [])
     config = evaluation(place, "eval.compare=out/model").config
-    assert [one.key for one in earlier(config).samples] == [one.key for one in baseline.samples]
+    assert [one.key for one in required(earlier(config)).samples] == [one.key for one in baseline.samples]
 
 
 def test_the_responses_of_an_evaluation_are_read_as_stored_ones(place, capsys):

@@ -22,7 +22,8 @@ from hybridrl.cluster import group as groups
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.environments.pool import EpisodeDispatch
 from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.rewards.actor import _RemoteScorer
+from hybridrl.required import required
+from hybridrl.rewards.actor import RemoteScorer
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
 from hybridrl.rollout import Request, RolloutClient
@@ -147,9 +148,13 @@ def test_the_failure_has_a_typed_cause(error):
     with pytest.raises(WorkerDied) as raised:
         gather([Failing(error=error)], "train worker.update_policy", 1, ["/run/logs/train-3.log"])
     cause, root = raised.value.cause, error.cause if isinstance(error, RayTaskError) else error
-    assert (cause.actor, cause.kind, cause.lost) == ("train-3", type(root).__name__, True)
-    assert cause.text and "\n" not in cause.text
-    assert cause.out_of_memory is isinstance(root, exceptions.OutOfMemoryError) is isinstance(raised.value, OutOfMemory)
+    assert (required(cause).actor, required(cause).kind, required(cause).lost) == ("train-3", type(root).__name__, True)
+    assert required(cause).text and "\n" not in required(cause).text
+    assert (
+        required(cause).out_of_memory
+        is isinstance(root, exceptions.OutOfMemoryError)
+        is isinstance(raised.value, OutOfMemory)
+    )
 
 
 def test_an_end_by_a_full_object_store_and_disk_has_the_code_of_a_full_disk():
@@ -252,7 +257,7 @@ def test_a_rollout_server_whose_responses_are_lost_is_rebuilt_whether_or_not_it_
 @every_error
 def test_a_scoring_actor_that_is_lost_ends_the_attempt_and_no_response_counts_as_a_fault(config, error):
     def score() -> None:
-        scorer = _RemoteScorer(Actor(error), 0, "/run/logs/scoring-0.log", config.reward, lambda: None)
+        scorer = RemoteScorer(Actor(error), 0, "/run/logs/scoring-0.log", config.reward, lambda: None)
         scorer.start = lambda: False
         with ScorerPool(config.reward, scorers=[scorer]) as pool:
             futures: list[Future] = pool.submit([ScoringRequest("test", "4", "4", {})])
@@ -319,8 +324,9 @@ def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(e
 
 
 def test_sharing_rows_with_a_full_object_store_restarts_the_run(config, monkeypatch):
-    def put(value: object) -> None:
-        raise exceptions.ObjectStoreFullError("2 GiB")
+    class FullStore(FakeRay):
+        def put(self, value: object) -> None:
+            raise exceptions.ObjectStoreFullError("2 GiB")
 
-    monkeypatch.setattr(groups.ray, "put", put, raising=False)
+    monkeypatch.setattr(groups, "ray", FullStore())
     assert attempts(config, lambda: Group.share([1])) == 2

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import Qwen2Config
@@ -74,7 +75,7 @@ def test_a_run_takes_over_processes_only_from_one_that_ended_well_and_started_eq
     monkeypatch.setattr(setup, "start_session", RaySession)
     trainer = SimpleNamespace(device="cpu", nnodes=1, n_gpus_per_node=1)
     config = SimpleNamespace(trainer=trainer, ray_kwargs=SimpleNamespace(ray_init={}))
-    sessions = setup.Sessions()
+    sessions: Any = setup.Sessions()
     for processes in ("a", "a", "b", None, None):
         with sessions.open(config, processes) as session:
             assert session.kept == (None if processes is None else {})

@@ -12,7 +12,7 @@ import yaml
 
 from hybridrl import main_ppo, main_sft
 from hybridrl.cluster import WorkerDied
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.signals import NAMES
 
@@ -52,7 +52,7 @@ def test_a_run_gets_the_resolved_configuration(capsys: pytest.CaptureFixture[str
     work = Work()
     assert run_command(work.command, [*NEEDED, "data.train_batch_size=512"]) == 0
     (config,) = work.configs
-    assert config.data.train_batch_size == 512
+    assert isinstance(config, PPOConfig) and config.data.train_batch_size == 512
     assert "train_batch_size=512" in capsys.readouterr().out
 
 

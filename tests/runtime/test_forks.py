@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from hybridrl.required import required
 from hybridrl.runtime.forks import ForkServer, fork_server
 
 WORKER = """
@@ -62,7 +63,7 @@ def worker(tmp_path) -> Callable[..., subprocess.Popen]:
 
 
 def facts(process: subprocess.Popen) -> dict:
-    return json.loads(process.stdout.readline())
+    return json.loads(required(process.stdout).readline())
 
 
 def gone(pid: int) -> bool:

@@ -200,7 +200,7 @@ def test_other_users_may_not_enter_the_directory(start):
 def counts(tmp_path, monkeypatch) -> Callable[[str], int]:
     """Set the counts of the kernel; when the run began it had counted two kills for lack of memory."""
     monkeypatch.setattr(guard, "KERNEL_COUNTS", tmp_path / "vmstat")
-    monkeypatch.setattr(guard, "_OOM_KILLS_BEFORE", 2)
+    monkeypatch.setattr(guard, "OOM_KILLS_BEFORE", 2)
     return (tmp_path / "vmstat").write_text
 
 

@@ -159,7 +159,7 @@ def test_another_program_at_the_address_of_a_process_is_not_believed(tmp_path):
     log = tmp_path / "train-0.log"
     with log.open("w") as output, subprocess.Popen(["sleep", "60"], stderr=output) as process:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(stacks._address(process.pid))
+            listener.bind(stacks.address_of(process.pid))
             listener.listen()
             assert stacks.request(process.pid) is None
         process.kill()

@@ -15,9 +15,14 @@ def terminal(width: int = 160) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, _environ={})
 
 
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def shown(console: Console) -> list[str]:
     """Return the lines as written, without the codes that move the cursor."""
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written(console))
     return [line.strip("\r") for line in text.splitlines() if line]
 
 
@@ -109,7 +114,7 @@ def test_a_reward_above_the_steps_before_it_is_green():
     for step, reward in enumerate([0.5, 0.625, 0.25], 1):
         sink.log(step, {"critic/rewards/mean": reward})
     sink.close()
-    green = re.findall(r"\x1b\[1;32m +([\d.]+)", console.file.getvalue())
+    green = re.findall(r"\x1b\[1;32m +([\d.]+)", written(console))
     assert green == ["0.625"]
 
 
@@ -127,9 +132,7 @@ def test_in_a_log_quick_steps_have_a_line_every_two_seconds_and_the_last_always(
     sink = LineSink(console, total_steps=5, clock=lambda: next(times))
     for step in range(1, 6):
         sink.log(step, {"train/loss": step / 10, "train/grad_norm": 1.25})
-    assert console.file.getvalue().splitlines() == [
-        f"step {step}    loss {step / 10:.4f} grad 1.25" for step in (1, 3, 5)
-    ]
+    assert written(console).splitlines() == [f"step {step}    loss {step / 10:.4f} grad 1.25" for step in (1, 3, 5)]
 
 
 def test_quick_steps_are_thinned_out_but_a_validation_is_always_shown():
@@ -157,10 +160,10 @@ def test_the_bar_shows_what_the_step_is_doing():
     console = terminal()
     sink = TerminalSink(console, total_steps=2)
     Activity.is_now("responses 3/8")
-    sink._progress.refresh()
+    sink.progress.refresh()
     assert any("0/2 steps" in line and "responses 3/8" in line for line in shown(console))
     with Stopwatch()("update_actor"):
-        sink._progress.refresh()
+        sink.progress.refresh()
     assert "update" in shown(console)[-1]
     sink.close()
     Activity.is_now("responses 4/8")
@@ -176,7 +179,7 @@ def test_in_a_log_a_long_step_has_a_line_a_minute():
     sink.log(4, {"train/loss": 0.5})
     sink.doing("update")
     sink.doing("update")
-    assert console.file.getvalue().splitlines() == [
+    assert written(console).splitlines() == [
         "step 4 ... responses 2/8",
         "step 4    loss 0.5000",
         "step 5 ... update",

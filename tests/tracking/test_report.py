@@ -116,8 +116,8 @@ def test_the_curves_are_drawn_while_the_run_goes_and_seldom(tmp_path):
     drawn = []
     for step in range(1, 6):
         sink.log(step, {})
-        if sink._thread is not None:
-            sink._thread.join()
+        if sink.thread is not None:
+            sink.thread.join()
         drawn.append((tmp_path / "curves.png").is_file())
         (tmp_path / "curves.png").unlink(missing_ok=True)
     # After a minute; drawing took 2 s, so the next one comes 200 s later.

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hybridrl.tracking import Resume, SampleRow, Tracker
 from hybridrl.tracking.sink import Sink
-from hybridrl.tracking.trackers import SINKS
+from hybridrl.tracking.trackers import MLFLOW_PATIENCE, SINKS
 
 SAMPLE = SampleRow(prompt="2 + 3 = ?", response="[b]5[/b]\x1b[31m", ground_truth="5", score=1.0)
 
@@ -262,3 +263,49 @@ def test_importing_the_package_imports_no_heavy_sink():
     heavy = {"matplotlib", "tensorboard", "wandb", "torch"}
     code = f"import sys, hybridrl.tracking; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+class MlflowWithoutServer:
+    """MLflow's client, which puts the files of experiments that it creates by name alone into ./mlruns."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, str] = {}
+        self.experiment = self.uri = ""
+
+    def set_tracking_uri(self, uri: str) -> None:
+        self.uri = uri
+
+    def get_experiment_by_name(self, name: str) -> str | None:
+        return self.places.get(name)
+
+    def create_experiment(self, name: str, artifact_location: str) -> None:
+        assert name not in self.places
+        self.places[name] = artifact_location
+
+    def set_experiment(self, name: str) -> None:
+        self.places.setdefault(name, "./mlruns")
+        self.experiment = name
+
+    def start_run(self, run_id: str | None, run_name: str | None) -> SimpleNamespace:
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or run_name))
+
+    def log_dict(self, dictionary: object, file: str) -> None:
+        path = Path(self.places[self.experiment], file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(dictionary))
+
+
+def test_mlflow_without_a_server_writes_into_the_directory_of_the_run_alone(tmp_path, monkeypatch):
+    run, elsewhere, client = tmp_path / "run", tmp_path / "elsewhere", MlflowWithoutServer()
+    run.mkdir(), elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setitem(sys.modules, "mlflow", client)
+    for setting, value in MLFLOW_PATIENCE.items():
+        monkeypatch.setenv(setting, value)
+    sink = SINKS["mlflow"](run, "project", "name", {"a": 1}, {}, False)
+    sink.samples(2, [SampleRow("p", "r", "g", 1.0)])
+    resumed = SINKS["mlflow"](run, "project", "name", {"a": 1}, sink.state_dict(), False)
+    resumed.samples(4, [])
+    assert list(elsewhere.iterdir()) == [] and client.uri == f"sqlite:///{run}/mlflow.db"
+    assert sorted(path.name for path in run.rglob("*") if path.is_file()) == ["2.json", "4.json", "config.yaml"]

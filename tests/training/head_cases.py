@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.required import required
 from hybridrl.training import linear_log_probs
 from hybridrl.training.linear_log_probs import token_outputs
 from hybridrl.training.token_outputs import Head, LogitRule, OutputSpec, ReferenceOutputs, TokenOutputs
@@ -68,7 +69,7 @@ def loss(outputs: TokenOutputs) -> Tensor:
     """A nonlinear sum over all outputs, with a different weight for each token."""
     weights = torch.linspace(-1, 2, TOKENS)
     terms = [(0.1 * value).exp() * weights.roll(k) for k, value in enumerate(outputs) if value is not None]
-    return sum(terms).sum()
+    return torch.stack(terms).sum()
 
 
 def loss_gradient(outputs: TokenOutputs) -> TokenOutputs:
@@ -94,7 +95,7 @@ def check(made: Case) -> None:
     for value, expected in zip(outputs, right, strict=True):
         assert (value is None) == (expected is None)
         if value is not None:
-            torch.testing.assert_close(value, expected.float(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(value, required(expected).float(), atol=1e-5, rtol=1e-5)
     expected = torch.autograd.grad(loss(right), made.inputs)
     torch.testing.assert_close(torch.autograd.grad(loss(outputs), made.inputs), expected, atol=1e-5, rtol=1e-5)
     with torch.no_grad():

@@ -33,7 +33,8 @@ def drawn(lengths: list[int], heads: tuple[int, int], seed: int) -> list[Tensor]
 
 def packed_attention(inputs: list[Tensor], lengths: list[int], **options: object) -> Tensor:
     """Attention output [T, heads, width]."""
-    return attend(torch.nn.Identity(), *inputs, None, packed=PackedRows.of(lengths), **options)[0][0]
+    query, key, value = inputs
+    return attend(torch.nn.Identity(), query, key, value, None, packed=PackedRows.of(lengths), **options)[0][0]
 
 
 def by_the_formula(inputs: list[Tensor], lengths: list[int], sliding_window=10**6, softcap=None, s_aux=None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridrl.algorithms.objective import Totals
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.batch import Batch
+from hybridrl.required import required
 from hybridrl.training.learner import Learner, Loss, MiniBatch
 from hybridrl.training.losses import LossConfig, policy_loss, prepare_rejection
 from hybridrl.training.packing import lay_out
@@ -89,7 +90,7 @@ def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tens
     reject, rest = prepare_rejection(learner, loss)
     found = learner.full_gradient(batch, MiniBatch(passes, Totals.of(batch)), loss_of(learner, rest), reject)
 
-    kept = batch.response_mask.clone()
+    kept = required(batch.response_mask).clone()
     kept[REJECTED] = False
     weights = None
     if name == "weights of rows":  # of all that was written, so of the rejected tokens too: three, three, three and two

@@ -1,6 +1,7 @@
 """The time limit of collectives, on real ranks."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def limits_and_a_late_rank() -> tuple[list[float], float]:
     dist.destroy_process_group()
     devices.join_group("cpu", f"127.0.0.1:{port[0]}", listener, rank, ranks, LIMIT)
     grid, writer, sharing = mesh("cpu", ranks, 1), StateWriter("cpu"), sequence_group(ranks, LIMIT)
-    groups = [dist.group.WORLD, *grid.get_all_groups(), writer.group, sharing]
+    groups: list[Any] = [dist.group.WORLD, *grid.get_all_groups(), writer.group, sharing]
     limits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     began = time.monotonic()
     if rank == 0:

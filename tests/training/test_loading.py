@@ -17,7 +17,7 @@ from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_settings, own_tensors, parts
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.training import loading
-from hybridrl.training.fsdp import full_tensors, mesh, shard_and_fill
+from hybridrl.training.fsdp import full_tensors, local, mesh, shard_and_fill
 from hybridrl.training.loading import layer_classes
 from hybridrl.training.model import (
     HOST,
@@ -48,7 +48,7 @@ def sharded_log_probs(path: str, rows: Batch, shards: int | None = None) -> tupl
     """Log-probs of the rows, and how many parameters this rank holds and the model has."""
     model = load_shard(path, shards)
     held = {
-        "here": sum(p.to_local().numel() for p in model.parameters()),
+        "here": sum(local(p).numel() for p in model.parameters()),
         "model": sum(p.numel() for p in model.parameters()),
     }
     with torch.no_grad():

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybridrl.batch import Batch
 from hybridrl.config import ConfigError
 from hybridrl.config.schema import FurtherLoRAConfig
+from hybridrl.required import required
 from hybridrl.training.fsdp import full_tensor, mesh, reshard, shard_and_fill
 from hybridrl.training.lora import add_adapter, check_adapter, export_adapter, load_adapter
 from hybridrl.training.model import (
@@ -215,7 +216,7 @@ def trained_on_ranks(directory: str, rows: Batch, dtype: str) -> dict:
     with torch.no_grad():
         result["log_probs"] = log_probs(model.eval(), rows)
     reshard(model)
-    result["adapter"] = {name: value.full_tensor() for name, value in adapter_parameters(model.model).items()}
+    result["adapter"] = {name: full_tensor(value) for name, value in adapter_parameters(model.model).items()}
     result["moments"] = sum(len(optimizer.state) for optimizer in optimizers.optimizers)
     result["saved"] = sorted(state_of(model, optimizers, ["model"])["model"])
     result["base_after"] = base_parameters(model.model)
@@ -225,7 +226,7 @@ def trained_on_ranks(directory: str, rows: Batch, dtype: str) -> dict:
         for bucket in (*sender.plan.model, *sender.plan.adapter):
             sender.fill(bucket)
             result[f"sent {merge}"] |= {
-                t.name: t.view(bucket.view(sender.buffer.tensor)).clone() for t in bucket.tensors
+                t.name: t.view(bucket.view(required(sender.buffer).tensor)).clone() for t in bucket.tensors
             }
     result["buffer of an adapter alone"] = buffer_of_an_adapter_alone(model)
     return result
@@ -236,7 +237,7 @@ def buffer_of_an_adapter_alone(model: LanguageModel) -> tuple[int, int]:
     sender = Sender(model, torch.device("cpu"), FLOAT, 1 << 12, False)
     for bucket in sender.plan.adapter:
         sender.fill(bucket)
-    return len(sender.buffer.tensor), buffer_bytes(sender.plan.adapter)
+    return len(required(sender.buffer).tensor), buffer_bytes(sender.plan.adapter)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

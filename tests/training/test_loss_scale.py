@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch
+from hybridrl.required import required
 from hybridrl.training.fsdp import mesh, shard_and_fill
 from hybridrl.training.learner import Learner, MiniBatch
 from hybridrl.training.model import HOST, blank_language_model
@@ -35,7 +36,7 @@ def update(learner: Learner, weight: float) -> dict[str, float]:
 
     def loss(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
         actual = learner.model(lay_out(part, padded=False), 1.0).log_probs
-        return -weight * actual.sum() / (totals.tokens * dist.get_world_size()), {}
+        return -weight * actual.sum() / (required(totals).tokens * dist.get_world_size()), {}
 
     mini_batch = MiniBatch([[0], [1]], Totals.of(batch))
     (shares,) = learner.update(batch, [mini_batch], loss, 1e9, step=1, on_retry=lambda: again.append(1))

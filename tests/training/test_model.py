@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config, SeedOssConfig, StableLmConfig
 
 from hybridrl.batch import Batch
+from hybridrl.required import required
 from hybridrl.training import attention, linear_log_probs
 from hybridrl.training.loading import layer_classes
 from hybridrl.training.model import (
@@ -164,7 +165,7 @@ def test_all_outputs_and_their_gradient_match_the_formulas(
     wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
     actual = model(lay_out(rows, padded), temperature, against=against, **wanted)
     for value, right in zip(actual, expected, strict=True):
-        torch.testing.assert_close(value, right.float(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(value, required(right).float(), atol=1e-5, rtol=1e-5)
     assert not actual.sum_pi_squared.requires_grad
     gradients, right = full_gradient(model, actual), full_gradient(theirs, expected)
     torch.testing.assert_close(gradients, [value.float() for value in right], atol=1e-4, rtol=1e-4)
@@ -175,7 +176,7 @@ def test_the_kl_of_a_policy_to_itself_and_its_gradient_are_zero(directory, rows)
     actual = model(lay_out(rows, padded=False), 0.7, against=reference_outputs(model, rows, padded=False))
     assert torch.equal(actual.reference_kl, torch.zeros(15))
     actual.reference_kl.sum().backward()
-    assert max(float(parameter.grad.abs().max()) for parameter in model.parameters()) < 1e-5
+    assert max(float(required(parameter.grad).abs().max()) for parameter in model.parameters()) < 1e-5
 
 
 def test_the_reference_has_no_gradient_though_its_parameters_could(directories, rows):
@@ -216,7 +217,7 @@ def test_full_logits_never_exist_with_a_reference_either(odd, odd_rows, monkeypa
     with VocabularyWide(37) as wide:
         wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
         actual = model(lay_out(odd_rows, padded=False), 1.0, against=against, **wanted)
-        sum(actual[:2] + actual[3:]).sum().backward()
+        torch.stack([required(values) for values in actual[:2] + actual[3:]]).sum().backward()
     # 15 response tokens and memory for the logits of 4: 2 of the policy with 2 of the reference.
     assert {size for _, size in wide.seen} == {1, 2}
 

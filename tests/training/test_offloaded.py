@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from hybridrl.required import required
 from hybridrl.training.fsdp import mesh, shard_and_fill
 from hybridrl.training.model import HOST, blank_language_model
 from hybridrl.training.sender import Sender
@@ -30,7 +31,7 @@ def digests_twice(directory: str) -> list[list[int]]:
     for garbage in (1, 2):
         for bucket in sender.plan.model:
             sender.fill(bucket)
-        sender.buffer.tensor.fill_(garbage)
+        required(sender.buffer).tensor.fill_(garbage)
         result.append([sender.fill(bucket) for bucket in sender.plan.model])
     return result
 

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.required import required
 from hybridrl.training.packing import MicroBatchBudget, balance, lay_out, plan, reassemble
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=25)
@@ -128,9 +129,9 @@ def test_rows_are_packed_into_one_sequence(two_rows):
     inputs = lay_out(two_rows, padded=False)
     assert inputs.input_ids.tolist() == [[100, 0, 1, 101, 102, 103, 2]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
-    assert inputs.packed.boundaries.tolist() == [0, 3, 7]
-    assert inputs.packed.boundaries.dtype == torch.int32
-    assert inputs.packed.lengths == (3, 4)
+    assert required(inputs.packed).boundaries.tolist() == [0, 3, 7]
+    assert required(inputs.packed).boundaries.dtype == torch.int32
+    assert required(inputs.packed).lengths == (3, 4)
 
 
 def test_or_padded_on_the_right(two_rows):
@@ -151,7 +152,7 @@ def test_moving_inputs_moves_every_tensor(two_rows):
     for padded in (False, True):
         moved = lay_out(two_rows, padded).to(torch.device("meta"))
         assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
-        assert padded or moved.packed.boundaries.is_meta
+        assert padded or required(moved.packed).boundaries.is_meta
 
 
 @given(LENGTHS, RANKS, BUDGETS)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.batch import Batch
+from hybridrl.required import required
 from hybridrl.training.model import check_log_probs, load_language_model, load_value_model
 from hybridrl.training.packing import MicroBatchBudget, ModelInputs, lay_out, plan
 from hybridrl.training.sequence_parallel import sequence_group, slice_of
@@ -41,8 +42,8 @@ def outputs_and_gradient(path: str, inputs: ModelInputs) -> list[Tensor]:
     columns = [*actual, critic(inputs)]
     # A different weight for every token, and a term that couples the tokens.
     weights = torch.linspace(-1, 1, len(actual.log_probs))
-    loss = sum((column * weights).sum() + column.mean().sin() for column in columns if column.requires_grad)
-    loss.backward()
+    terms = [(column * weights).sum() + column.mean().sin() for column in columns if column.requires_grad]
+    torch.stack(terms).sum().backward()
     gradients = [parameter.grad for module in (model, critic) for parameter in module.parameters()]
     return [column.detach() for column in columns] + gradients
 
@@ -94,8 +95,8 @@ def test_a_slice_has_its_tokens_their_targets_and_the_boundaries_of_all_rows(mak
     assert second.position_ids.tolist() == [[1, 2, 3, 0]]
     assert (first.predictors.tolist(), second.predictors.tolist()) == ([0, 1], [1])
     assert (first.targets.tolist(), second.targets.tolist()) == ([0, 1], [2])
-    assert first.packed.boundaries.tolist() == second.packed.boundaries.tolist() == [0, 3, 7, 8]
-    assert [(part.slice.start, part.slice.total) for part in (first, second)] == [(0, 3), (2, 3)]
+    assert required(first.packed).boundaries.tolist() == required(second.packed).boundaries.tolist() == [0, 3, 7, 8]
+    assert [(required(part.slice).start, required(part.slice).total) for part in (first, second)] == [(0, 3), (2, 3)]
 
 
 def test_ranks_that_share_rows_have_the_same_micro_batches() -> None:

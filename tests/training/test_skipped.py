@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.objective import Totals
 from hybridrl.batch import Batch
-from hybridrl.training.fsdp import full_tensor, reshard
+from hybridrl.training.fsdp import full_tensor, local, reshard
 from hybridrl.training.learner import Learner, MiniBatch
 from hybridrl.training.packing import lay_out
 from tests.training.on_ranks import on_ranks
@@ -44,7 +44,7 @@ def broken(path: str, directory: Path, module: str) -> tuple[float, float, int]:
     before = weights(learner)
     reshard(learner.model)
     with torch.no_grad():
-        learner.model.get_submodule(module).weight.to_local().fill_(torch.nan)
+        local(learner.model.get_submodule(module).get_parameter("weight")).fill_(torch.nan)
     second = update(learner, 1.0, step=2)
     same = sum(torch.equal(before[name], value) for name, value in weights(learner).items())
     left = sum(len(one._forward_hooks) for one in learner.model.modules()) - hooks

@@ -21,7 +21,8 @@ from hybridrl.checkpoint.export import export_settings
 from hybridrl.config import ConfigError
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
-from hybridrl.training.fsdp import host_parameters, mesh, move_parameters, shard, shard_and_fill
+from hybridrl.required import required
+from hybridrl.training.fsdp import full_tensor, host_parameters, local, mesh, move_parameters, shard, shard_and_fill
 from hybridrl.training.learner import Learner, MiniBatch
 from hybridrl.training.model import ValueModel, blank_language_model, load_language_model, load_value_model
 from hybridrl.training.optimizer import Optimizers
@@ -113,7 +114,7 @@ def train(learner: Learner, updates: range) -> list[float]:
         inputs = lay_out(part, padded=False)
         critic = isinstance(learner.model, ValueModel)
         actual = (learner.model(inputs) - 1).square() if critic else -learner.model(inputs, 1.0).log_probs
-        return actual.sum() / (totals.tokens * dist.get_world_size()), {}
+        return actual.sum() / (required(totals).tokens * dist.get_world_size()), {}
 
     rates = []
     for number in updates:
@@ -130,7 +131,8 @@ def full(learner: Learner) -> dict[str, Tensor]:
     def walk(value: object, path: str) -> dict[str, Tensor]:
         if isinstance(value, dict):
             return {name: tensor for key, item in value.items() for name, tensor in walk(item, f"{path}.{key}").items()}
-        return {path: (value.full_tensor() if isinstance(value, DTensor) else value).clone()}
+        assert isinstance(value, Tensor)
+        return {path: full_tensor(value).clone()}
 
     return walk(state_of(learner.model, learner.optimizers, ("model", "optimizer")), "")
 
@@ -172,15 +174,13 @@ def moved(path: str) -> list[dict[str, Tensor]]:
     """The state after some updates, of a model on the device and of one that is offloaded after each."""
     stays, moves = build(path), build(path)
     places = host_parameters(moves.model)
-    assert len({place.to_local().untyped_storage().data_ptr() for place in places.values()}) == 1
+    assert len({local(place).untyped_storage().data_ptr() for place in places.values()}) == 1
     for number in range(3):
         for learner in (stays, moves):
             train(learner, range(number, number + 1))
         move_parameters(moves.model, places)
-        addresses = {name: value.to_local().data_ptr() for name, value in moves.model.named_parameters()}
-        assert addresses == {
-            name: places[value].to_local().data_ptr() for name, value in moves.model.named_parameters()
-        }
+        addresses = {name: local(value).data_ptr() for name, value in moves.model.named_parameters()}
+        assert addresses == {name: local(places[value]).data_ptr() for name, value in moves.model.named_parameters()}
         moves.model._apply(lambda value: value.clone())  # another address, as on a device
     return [full(stays), full(moves)]
 
@@ -192,7 +192,7 @@ def under_offload_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
         config, grid = fsdp_config(offload_policy=offloaded), mesh("cpu", dist.get_world_size(), dist.get_world_size())
         blank = blank_language_model(model_config(path), torch.float32)
         model = shard_and_fill(blank, path, config, grid, CPU, offloaded=offloaded)
-        allocations = {value.to_local().untyped_storage().data_ptr() for value in model.parameters()}
+        allocations = {local(value).untyped_storage().data_ptr() for value in model.parameters()}
         assert (len(allocations) == 1) == offloaded
         groups = [
             group for module in model.modules() if isinstance(module, FSDPModule) for group in param_groups(module)
@@ -309,7 +309,7 @@ def test_moments_have_the_names_that_torch_gives_them(group, directory, optimize
     learner = build(directory, optimizer=optimizer)
     train(learner, range(1))
     actual = state_of(learner.model, learner.optimizers, ALL)["optimizer"]["state"]
-    expected = get_optimizer_state_dict(learner.model.model, learner.optimizers.optimizers)["state"]
+    expected: Any = get_optimizer_state_dict(learner.model.model, learner.optimizers.optimizers)["state"]
     assert actual.keys() == expected.keys()
     for name, moments in expected.items():
         assert_equal(
@@ -339,7 +339,7 @@ def test_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, t
         for state in learner.optimizers.optimizers[0].state.values():
             state["exp_avg"] = state["exp_avg"].clone()
         copied = writer.start({tmp_path / str(number) / "actor": state_of(learner.model, learner.optimizers, ALL)})
-        places.append({path: copy.to_local().data_ptr() for path, copy in writer.copies["actor"].items() if copy.dim()})
+        places.append({path: local(copy).data_ptr() for path, copy in writer.copies["actor"].items() if copy.dim()})
         wait_for(writer)
     assert places[0] == places[1] == places[2]
     parameters = list(learner.model.parameters())
@@ -479,7 +479,7 @@ def saved(group, directories, tmp_path):
         learner = build(directories[family], **options)
         train(learner, range(1))
         save(learner, tmp_path)
-        model = learner.model.model
+        model: Any = learner.model.model
         if model.can_generate():
             model.generation_config = GenerationConfig(top_k=7, eos_token_id=[3, 5])
         export_settings(model, tmp_path / HUGGINGFACE, torch.float32)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hybridrl.batch import Batch
+from hybridrl.training.fsdp import full_tensor
 from hybridrl.training.loading import layer_classes
 from hybridrl.training.model import LanguageModel, ValueModel, load_language_model, load_value_model
 from hybridrl.training.packing import lay_out
@@ -197,7 +198,7 @@ def test_a_sharded_value_model_gives_the_same_values_and_gradient(critic, rows, 
     torch.testing.assert_close(actual, expected)
     right, shards = gradient(plain.model, expected), gradient(parts.model, actual)
     assert all(isinstance(shard, DTensor) for shard in shards)
-    torch.testing.assert_close([shard.full_tensor() for shard in shards], right)
+    torch.testing.assert_close([full_tensor(shard) for shard in shards], right)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "computed in bfloat16"])
@@ -219,6 +220,6 @@ def test_a_sharded_policy_is_measured_against_a_sharded_reference(directories, r
     exact = {} if dtype is None else {"atol": 0.3, "rtol": 0.3}
     torch.testing.assert_close((squared, kl), plain[:2], **exact)
     if dtype is None:
-        torch.testing.assert_close([shard.full_tensor() for shard in shards], plain[2])
+        torch.testing.assert_close([full_tensor(shard) for shard in shards], plain[2])
     else:
-        assert all(shard.full_tensor().isfinite().all() for shard in shards)
+        assert all(full_tensor(shard).isfinite().all() for shard in shards)

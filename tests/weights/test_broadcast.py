@@ -37,10 +37,10 @@ class Nccl:
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
         self.seconds, self.aborted = options._timeout.total_seconds(), threading.Event()
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]  # it is, in torch's C++
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         gloo._timeout = options._timeout * 100
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, gloo)
+        self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, gloo)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> "NcclWork":
         return NcclWork(self, self.gloo.broadcast(tensor, root))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hybridrl.required import required
 from hybridrl.weights.buckets import SharedBuffer, digest, open_buffer
 
 CPU = torch.device("cpu")
@@ -38,9 +39,9 @@ def test_another_process_reads_what_this_one_writes_now_and_later(buffer):
         for seed in range(2):
             buffer.tensor.copy_(torch.randint(256, (SIZE,), generator=torch.Generator().manual_seed(seed)))
             print("what is there?", file=reader.stdin, flush=True)
-            read = json.loads(reader.stdout.readline())
+            read = json.loads(required(reader.stdout).readline())
             assert read == [digest(buffer.tensor), buffer.tensor[:3].tolist(), SIZE]
-        reader.stdin.close()
+        required(reader.stdin).close()
 
 
 def test_a_new_buffer_is_empty_and_is_opened_by_plain_data(buffer):

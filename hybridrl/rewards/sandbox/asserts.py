@@ -186,6 +186,9 @@ class _Test:
 class _StandIn:
     """An object of the program, known to the tests' process by its number only."""
 
+    _test: _Test
+    _number: int
+
     def __init__(self, test: _Test, number: int) -> None:
         vars(self).update(_test=test, _number=number)
 

@@ -34,7 +34,7 @@ _KNOWS_SCOPES = 6
 
 # Allowed system calls with their numbers on x86_64 and on aarch64; a dash: that architecture has no such call. Every
 # other one fails with "Operation not permitted": opening a file, sockets, new processes, signals to others.
-_ALLOWED = """
+ALLOWED = """
     read 0 63  readv 19 65  pread64 17 67  write 1 64  writev 20 66  lseek 8 62  close 3 57
     close_range 436 436  dup 32 23  dup2 33 -  dup3 292 24  fstat 5 80  getcwd 79 17
     pipe 22 -  pipe2 293 59  poll 7 -  ppoll 271 73  select 23 -
@@ -145,7 +145,7 @@ def filter_system_calls(for_bash: bool = False) -> None:
     column, architecture = _MACHINES[platform.machine()]
     filter_ = [(_LOAD, 0, 0, _ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
     filter_ += [(_LOAD, 0, 0, _NUMBER), (_JUMP_LEAST, 0, 1, _OTHER_ABI), (_RETURN, 0, 0, _DENY)]
-    for number in f"{_ALLOWED} {_OF_BASH if for_bash else ''}".split()[1 + column :: 3]:
+    for number in f"{ALLOWED} {_OF_BASH if for_bash else ''}".split()[1 + column :: 3]:
         filter_ += _where(None if number == "-" else int(number), (_RETURN, 0, 0, _ALLOW))
     filter_ += _to_start_bash(column) if for_bash else _to_start_threads(column)
     # Copies of descriptors and their flags; other commands of fcntl name a process and the signal that it gets.
@@ -243,7 +243,7 @@ class Library:
         spec = machinery.ModuleSpec(name, self, origin=origin, is_package=is_package)
         spec.has_location = True
         if is_package:
-            spec.submodule_search_locations.append(os.path.dirname(origin))
+            spec.submodule_search_locations = [os.path.dirname(origin)]
         return spec
 
     def create_module(self, spec: machinery.ModuleSpec) -> None:

@@ -19,7 +19,7 @@ from hybridrl.rewards.sandbox.confinement import pack, supported
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 # Neither the environment nor installed packages: only the standard library can be imported.
-_START = (
+START = (
     "import sys; sys.path.append({root!r}); from hybridrl.rewards.sandbox.{module} import main; sys.path.pop(); "
     "main{descriptors}"
 )
@@ -87,7 +87,7 @@ def run(
 
 def _lines(module: str, descriptors: tuple[int, ...], job: str, seconds: float) -> list[bytes]:
     """Return a line for each run that ended in time."""
-    start = _START.format(root=_ROOT, module=module, descriptors=descriptors)
+    start = START.format(root=_ROOT, module=module, descriptors=descriptors)
     command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", start]
     options: dict[str, Any] = {"capture_output": True, "env": {}, "cwd": "/", "pass_fds": descriptors}
     try:

@@ -25,6 +25,7 @@ from hybridrl.config.checks.model import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.required import required
 from hybridrl.rollout.statistics import EngineStats
 from hybridrl.rollout.types import Completion, Goal, Request
 from hybridrl.rollout.vllm import repairs
@@ -87,7 +88,7 @@ class VllmEngine:
         await self._call_workers("renew", log_file)
 
     async def generate(self, request: Request) -> Completion:
-        model, version = self.loop.engine.model_config, self.version
+        model, version = required(self.loop.engine).model_config, self.version
         parameters = checked_params(request, model.get_vocab_size(), model.max_model_len)
         if parameters.stop:
             self._read_texts()

@@ -52,7 +52,7 @@ def _import_without_torchvision() -> None:
     if is_torchvision_available():  # transformers caches this, so it never takes the stand-ins for the library
         return
     stand_ins = {name: ModuleType(name) for name in STAND_INS}
-    stand_ins["torchvision.transforms.v2"].functional = stand_ins["torchvision.transforms.v2.functional"]
+    vars(stand_ins["torchvision.transforms.v2"])["functional"] = stand_ins["torchvision.transforms.v2.functional"]
     sys.modules |= stand_ins
     try:
         importlib.import_module(IMAGE_PROCESSOR)

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from hybridrl import device as devices
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import ADAPTER_CONFIG
+from hybridrl.required import required
 from hybridrl.rollout.vllm import repairs  # noqa: F401  repairs vLLM when it is imported
 from hybridrl.runtime.guard import end_with_parent, redirect_output
 from hybridrl.runtime.stacks import write_stacks_on_request
@@ -108,7 +109,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def receive(self, size: int) -> torch.Tensor:
         if len(self.received) < size:
             self.received = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self.group.broadcast(self.received[:size])
+        required(self.group).broadcast(self.received[:size])
         return self.received[:size]
 
     def finish_weight_update(self) -> None:
@@ -139,6 +140,8 @@ class EngineProcess:
     """vLLM's `worker_extension_cls`: these become methods of its worker, which has `weight_transfer_engine` and
     `model_runner`."""
 
+    weight_transfer_engine: Any
+    model_runner: Any
     adapter: dict[str, torch.Tensor] | None = None  # tensors of the next adapter that have arrived
 
     def renew(self, log_file: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridrl.algorithms.objective import Totals, token_weights
 from hybridrl.batch import Batch
 from hybridrl.config.catalog import POLICY_LOSSES
+from hybridrl.required import required
 from tests.algorithms.parameters import policy_loss
 
 Ragged = Callable[..., tuple[Tensor, Batch]]
@@ -62,6 +63,10 @@ def one_row(make_batch) -> Callable[..., tuple[list[float], dict[str, list[float
         log_probs = now.log().requires_grad_()
         values, statistics = policy_loss(loss, **settings)(log_probs, batch)
         values.sum().backward()
-        return values.tolist(), {name: value.tolist() for name, value in statistics.items()}, log_probs.grad.tolist()
+        return (
+            values.tolist(),
+            {name: value.tolist() for name, value in statistics.items()},
+            required(log_probs.grad).tolist(),
+        )
 
     return run
