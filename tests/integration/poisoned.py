@@ -42,8 +42,14 @@ def poison() -> None:
             raise RuntimeError(f"the engine computes while {sorted(asleep)} are asleep")
         return compute(self, scheduled)
 
+    build = VllmEngine.__init__
+
+    def begin(self, *arguments):
+        build(self, *arguments)
+        self.sleeps = True  # as on a GPU
+
     CPUWorker.sleep, CPUWorker.wake_up, CPUWorker.execute_model = sleep, wake_up, execute_model
-    setattr(VllmEngine, "sleeps", property(lambda self: True, lambda self, value: None))  # noqa: B010
+    VllmEngine.__init__ = begin
 
 
 if "hybridrl.rollout.vllm.engine" in sys.modules:  # not in a training rank

@@ -30,9 +30,7 @@ class Nccl:
     and a watchdog ends the process after the time limit; created with blocking wait, it lasts until then and raises.
     """
 
-    @dataclass
-    class Options:
-        _timeout: Any = None
+    Options = SimpleNamespace
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
