@@ -299,7 +299,9 @@ def test_after_a_failure_of_the_policy_the_connection_stays_usable(endpoint):
 def test_only_requests_to_this_host_are_answered(endpoint, host, status):
     async def run(**options):
         async with endpoint(lambda prompt: "7", app=options) as served, client_of(served) as http:
-            return [(await http.get(path, headers={"Host": host})).status_code for path in ("/health", "/v1/models")]
+            here = f"http://127.0.0.1:{http.base_url.port}"  # the configured name is no address of this machine
+            urls = (f"{here}/health", f"{here}/v1/models")
+            return [(await http.get(url, headers={"Host": host})).status_code for url in urls]
 
     assert asyncio.run(run()) == [status] * 2
     if host == "evil.example":
