@@ -66,6 +66,7 @@ setup(
             "hypothesis>=6.100",
             "ipykernel>=7.4,<8",
             "latex2mathml>=3.78,<4",  # formulas of the documentation as a site
+            "markdown>=3.11,<4",
             "mkdocs>=1.6,<2",
             "nbclient>=0.11,<0.12",
             "nbformat>=5.11,<6",
