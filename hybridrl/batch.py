@@ -141,8 +141,8 @@ class Batch:
         """Return the sum of response-axis values per row [B]."""
         return values.new_zeros(len(self)).index_add_(0, self.response_row, values)
 
-    def written_mean(self, values: Tensor) -> Tensor:
-        """Return the mean of response-axis values over the tokens per row that the policy wrote [B]; 0 if none."""
+    def trained_mean(self, values: Tensor) -> Tensor:
+        """Return the mean of response-axis values over the tokens per row that are trained on [B]; 0 if none."""
         mask = required(self.response_mask).to(values.dtype)
         return self.per_row(values * mask) / self.per_row(mask).clamp(min=1)
 

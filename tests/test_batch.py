@@ -60,9 +60,9 @@ def test_per_row_sums_the_values_of_each_response(three_rows):
     assert three_rows.per_row(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])).tolist() == [3.0, 4.0, 56.0]
 
 
-def test_the_written_mean_excludes_tokens_that_the_policy_did_not_write(make_batch):
+def test_the_mean_over_trained_tokens_excludes_others(make_batch):
     batch = make_batch([3, 2, 1], response_mask=[True, False, True, False, False, True])
-    assert batch.written_mean(torch.tensor([1.0, 9.0, 3.0, 9.0, 9.0, 7.0])).tolist() == [2.0, 0.0, 7.0]
+    assert batch.trained_mean(torch.tensor([1.0, 9.0, 3.0, 9.0, 9.0, 7.0])).tolist() == [2.0, 0.0, 7.0]
 
 
 def test_padded_fills_rows_on_the_right(three_rows):

@@ -76,7 +76,7 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
         "rollout_actor_probs_pearson_corr": torch.corrcoef(probs)[0, 1] if varied else 1.0,
         "log_probs_diff_max": log_ratio[tokens].abs().max(),
     }
-    rollout_log_ppl, training_log_ppl = -batch.written_mean(rollout)[rows], -batch.written_mean(trainer)[rows]
+    rollout_log_ppl, training_log_ppl = -batch.trained_mean(rollout)[rows], -batch.trained_mean(trainer)[rows]
     difference = training_log_ppl - rollout_log_ppl
     divergences = {
         "kl": -log_ratio[tokens].mean(),  # KL(engine || trainer)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from hybridrl.config import ConfigError, catalog
 from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
-from hybridrl.config.custom_code import bound, load_function
+from hybridrl.config.custom_code import bind_named, load_function
 from hybridrl.config.values import Aggregation
 
 # What a custom function finds in the namespace `settings` besides the configuration keys: name there, and key.
@@ -79,7 +79,7 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any], rows: int = 1)
     if further and further[0] not in values:
         present = {name: values[key] for name, key in SETTINGS.items() if key in values}
         values = {**values, further[0]: SimpleNamespace(**values, **present)}
-    return bound(function, values)
+    return bind_named(function, values)
 
 
 def _check(value: Any, known: tuple[Any, ...], subject: str) -> None:

@@ -119,4 +119,4 @@ def penalized(batch: Batch, form: str, weight: float) -> tuple[Tensor, float]:
     else:
         kl = kl_estimate(required(batch.old_log_probs), required(batch.reference_log_probs), form)
     kl = torch.where(required(batch.response_mask), kl, 0.0)
-    return required(batch.token_rewards) - weight * kl, float(batch.written_mean(kl).mean())
+    return required(batch.token_rewards) - weight * kl, float(batch.trained_mean(kl).mean())

@@ -59,7 +59,7 @@ def gspo(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_ratio_h
     GSPO's sequence loss, in value and in gradient. log s is at most 10.
     """
     change = log_probs - required(batch.old_log_probs)
-    sequence = batch.written_mean(change.detach())[batch.response_row]
+    sequence = batch.trained_mean(change.detach())[batch.response_row]
     ratio = (sequence + log_probs - log_probs.detach()).clamp(max=10).exp()
     loss, clipped = clipped_loss(ratio, batch, clip_ratio_low, clip_ratio_high)
     return loss, {"pg_clipfrac": clipped.float(), "ppo_kl": -change.detach()}
@@ -80,8 +80,8 @@ def geo_mean(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_rat
     change = log_probs - required(batch.old_log_probs)
     low, high, advantages = -clip_ratio_low, clip_ratio_high, required(batch.advantages)
     clipped = torch.where(advantages > 0, change.clamp(max=high), change.clamp(min=low))
-    ratio = batch.written_mean(clipped * (advantages != 0)).exp()
-    loss = -batch.written_mean(advantages) * ratio
+    ratio = batch.trained_mean(clipped * (advantages != 0)).exp()
+    loss = -batch.trained_mean(advantages) * ratio
     change = change.detach()
     outside = (change < low) | (change > high)
     return loss[batch.response_row], {

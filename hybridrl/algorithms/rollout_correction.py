@@ -55,7 +55,7 @@ class Rejection:
             case "seq_sum":
                 rows = batch.per_row(tokens)
             case "seq_mean":
-                rows = batch.written_mean(tokens)
+                rows = batch.trained_mean(tokens)
             case _:
                 rows = tokens.new_zeros(len(batch)).scatter_reduce(0, batch.response_row, tokens, "amax")
         return rows[batch.response_row]
@@ -158,7 +158,7 @@ class RolloutCorrection:
         """Trainer over engine, not yet bounded [response tokens]."""
         log_ratio = written_only(log_ratio, batch)
         if self._by_row:
-            rows = batch.per_row(log_ratio) if self.level == "sequence" else batch.written_mean(log_ratio)
+            rows = batch.per_row(log_ratio) if self.level == "sequence" else batch.trained_mean(log_ratio)
             log_ratio = rows[batch.response_row]
         return log_ratio.clamp(-SAFE, SAFE).exp()
 
@@ -193,7 +193,7 @@ def written_only(log_ratio: Tensor, batch: Batch) -> Tensor:
 def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
     """The values of all tokens that the policy wrote, or their mean per row, for rows in which it wrote any."""
     if by_row:
-        return batch.written_mean(values)[batch.per_row(required(batch.response_mask).long()) > 0]
+        return batch.trained_mean(values)[batch.per_row(required(batch.response_mask).long()) > 0]
     return values[batch.response_mask]
 
 

@@ -39,7 +39,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     return members[function]
 
 
-def bound(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
+def bind_named(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
     """The function with each of its parameters bound that has the name of a value."""
     names = [name for name in inspect.signature(function).parameters if name in values]
     return functools.partial(function, **{name: values[name] for name in names})
@@ -48,7 +48,7 @@ def bound(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[.
 def call_custom(
     key: str, name: str, function: Callable[..., Any], *arguments: Any, trial: str = "on made-up groups", page: str
 ) -> Any:
-    """What a custom function returns in a trial; ConfigError names the line at which it fails, or says that it cannot
+    """The result of a custom function in a trial; ConfigError names the line at which it fails, or says that it cannot
     be called like this."""
     fix = f"{page} shows what it is called with"
     try:

@@ -159,7 +159,7 @@ def described(batch: Batch, norms: list[float], tokenizer: PreTrainedTokenizerBa
                 "gradient": norms[row],
                 "share": norms[row] ** 2 / sum(norm**2 for norm in norms),
                 "score": float(batch.rewards[row]),
-                "advantage": float(part.written_mean(part.advantages)[0]),
+                "advantage": float(part.trained_mean(part.advantages)[0]),
                 "tokens": len(places),
                 "least_log_prob": float(batch.old_log_probs[places].min()),
                 "largest_gap": float(gaps[places].max()),

@@ -189,7 +189,7 @@ def mean_advantages(batch: Batch, estimator: Any, scores: Sequence[float | None]
     """Return the mean advantage per token of each row [B] for these scores."""
     batch.rewards = torch.tensor(scores, dtype=torch.float32)
     batch.token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, batch.last_tokens, batch.rewards)
-    return batch.written_mean(estimator(batch)[0])
+    return batch.trained_mean(estimator(batch)[0])
 
 
 def _show_changed(rescored: Sequence[Rescored], findings: Findings) -> None:

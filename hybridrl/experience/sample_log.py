@@ -118,7 +118,7 @@ def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode)
     evenly from the least to the largest advantage, what is known of each token of the response. `version` is that of
     the weights that the step began with."""
     rows = batch.by_episode()
-    advantages = rows.written_mean(required(rows.advantages))
+    advantages = rows.trained_mean(required(rows.advantages))
     places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
     fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
     for of_row, audit in zip(fields, _audits(rows, version), strict=True):

@@ -279,7 +279,7 @@ def grouped(records: Sequence[SampleRecord]) -> list[Group]:
 
 
 def key_in_step(record: SampleRecord) -> str:
-    """What is equal of the samples of one prompt in one step."""
+    """The part of a sample that all samples of its prompt in this step share."""
     position = record.episode.get("position")
     return record.prompt if position is None else f"position {position}"
 

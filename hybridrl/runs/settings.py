@@ -16,6 +16,7 @@ from hybridrl.config.compose import OWN
 from hybridrl.config.schema import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.rollout import Sampling
+from hybridrl.rounding import coarser
 from hybridrl.training.losses import LossConfig, ValueLossConfig
 from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.schedule import located
@@ -154,8 +155,8 @@ def build_agreement(config: PPOConfig) -> Agreement | None:
     plain = (rollout.top_p, rollout.top_k, rollout.repetition_penalty, rollout.min_tokens) == (1.0, -1, 1.0, 0)
     if not (plain and rollout.do_sample and rollout.temperature > 0):
         return None
-    coarser = max(types, key=lambda name: LIMITS[name])
-    return Agreement(LIMITS[coarser] if limit is None else limit, coarser)
+    rounded = coarser(*types)
+    return Agreement(LIMITS[rounded] if limit is None else limit, rounded)
 
 
 def policy_loss_config(config: PPOConfig) -> LossConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import bound, call_custom, load_function
+from hybridrl.config.custom_code import bind_named, call_custom, load_function
 from hybridrl.tracking import SampleRow, Sink
 
 KEY, PAGE = "trainer.logger", "docs/extensions.md"
@@ -25,12 +25,12 @@ CALLS: dict[str, tuple[Any, ...]] = {
 def custom_sinks(loggers: list[str]) -> dict[str, Callable[..., Sink]]:
     """Return what makes each custom sink among the loggers from the values of PARAMETERS, by its name; raises
     ConfigError for one that is not there."""
-    return {name: _maker(name) for name in loggers if ":" in name}
+    classes = {name: load_function(name, KEY) for name in loggers if ":" in name}
+    return {name: lambda *values, made=made: _given(made, *values)() for name, made in classes.items()}
 
 
-def _maker(name: str) -> Callable[..., Sink]:
-    made = load_function(name, KEY)
-    return lambda *values: bound(made, dict(zip(PARAMETERS, values, strict=True)))()
+def _given(made: Callable[..., Any], *values: Any) -> Callable[..., Any]:
+    return bind_named(made, dict(zip(PARAMETERS, values, strict=True)))
 
 
 def try_sinks(loggers: list[str], project: str, name: str) -> None:
@@ -38,8 +38,7 @@ def try_sinks(loggers: list[str], project: str, name: str) -> None:
     close it; raises ConfigError if it cannot be used."""
     for logger in custom_sinks(loggers):
         with tempfile.TemporaryDirectory() as directory:
-            values = (Path(directory), project, name, {}, {}, True)
-            make = bound(load_function(logger, KEY), dict(zip(PARAMETERS, values, strict=True)))
+            make = _given(load_function(logger, KEY), Path(directory), project, name, {}, {}, True)
             sink = call_custom(KEY, logger, make, trial="when it is created", page=PAGE)
             if not isinstance(sink, Sink):
                 cause, fix = f"{KEY}={logger} is no hybridrl.tracking.Sink", "derive the class from it"

@@ -20,7 +20,7 @@ class Change:
 
     @property
     def definition(self) -> str:
-        """What the two are, for a reader."""
+        """The meaning of the two numbers, for a reader."""
         return "first step; last step" if self.count == 1 else f"first step; mean of the last {self.count}"
 
 

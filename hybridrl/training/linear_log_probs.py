@@ -23,7 +23,7 @@ SAME = 1e-5  # gradients that differ by less, relative to their largest number, 
 
 
 class ChunkMemory(Protocol):
-    """What computes chunks one after another: see `token_outputs.LogitTables`."""
+    """The arithmetic of chunks, one after another: see `token_outputs.LogitTables`."""
 
     def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs: ...
     def gradient(self, by: TokenOutputs) -> Tensor: ...

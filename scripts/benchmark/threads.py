@@ -1,4 +1,4 @@
-"""How threads should wait for each other on a CPU: `python scripts/benchmark/threads.py`
+"""Ways for threads to wait for each other on a CPU: `python scripts/benchmark/threads.py`
 
 A worker's way (hybridrl/runtime/spinning.py: long spinning that gives way to other programs) next to spinning for long,
 for a short time and not at all (GOMP_SPINCOUNT), on all cores: many small products with Python between them, and an
@@ -60,9 +60,7 @@ def busy() -> Iterator[None]:
 
 
 def measured(directory: Path, load: str) -> list[Row]:
-    rows, common = [], worker_environment("cpu", 1)
-    for name in WAITING:
-        del common[name]
+    rows, common = [], {name: value for name, value in worker_environment("cpu", 1).items() if name not in WAITING}
     with ExitStack() as stack:
         sides = {}
         for number, (name, variables) in enumerate(WAITS.items()):

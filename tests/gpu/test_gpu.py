@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.batch import Batch
-from hybridrl.device import release_cached_memory
+from hybridrl.device import host_buffer, release_cached_memory
 from hybridrl.required import required
 from hybridrl.training import attention
 from hybridrl.training.model import LanguageModel
@@ -121,6 +121,16 @@ def test_the_memory_of_a_bucket_whose_reader_was_killed_is_freed():
     buffer.close(reader_died=True)
     release_cached_memory("cuda")
     assert torch.cuda.memory_allocated() == before
+
+
+def test_registered_host_memory_can_be_freed_and_its_place_used_again():
+    values = torch.arange(1 << 20, dtype=torch.uint8, device=DEVICE)
+    for _ in range(8):
+        buffers = [host_buffer(size, "cuda") for size in (1, 1000, 70_000, 2_300_000, 64 << 20)]
+        assert all(buffer.is_pinned() for buffer in buffers)
+        buffers[-1][: len(values)].copy_(values, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(buffers[-1][: len(values)], values.cpu())
 
 
 def read_until_killed(handle, opened):

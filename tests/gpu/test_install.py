@@ -1,5 +1,5 @@
-"""What an installation for CUDA shows without a GPU: run by scripts/test_cuda_install.sh, with a stub of the driver's
-library. Skipped where torch is built for CPU."""
+"""Properties of an installation for CUDA that show without a GPU: run by scripts/test_cuda_install.sh, with a stub of
+the driver's library. Skipped where torch is built for CPU."""
 
 import os
 import subprocess

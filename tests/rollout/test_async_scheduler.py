@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the script prints for each scheduler; both run at the same time."""
+    """The lines that the script prints for each scheduler; both run at the same time."""
     directory = tmp_path_factory.mktemp("tiny")
     make_data = TOP / "recipes" / "quickstart" / "make_data.py"
     subprocess.run([sys.executable, make_data, "--out", directory], check=True, cwd=TOP)

@@ -257,6 +257,19 @@ def test_a_directory_that_lacks_weights_is_rejected_by_their_names(directory, tm
         load(str(tmp_path))
 
 
+def test_a_right_model_in_bfloat16_is_accepted_however_large_its_logits_are():
+    """Single log-probs of two right computations differ by 0.3 and more there."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=4096, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).bfloat16()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            scale = {"lm_head.weight": 9.0 / 128**0.5, "model.embed_tokens.weight": 1.0}
+            torch.nn.init.normal_(parameter, std=scale.get(name, 1.5 / parameter.shape[1] ** 0.5))
+    check_log_probs(LanguageModel(model), torch.bfloat16, padded=False)
+
+
 def test_a_family_whose_packed_rows_interact_is_detected():
     config = StableLmConfig(**SMALL, num_key_value_heads=4)
     model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))

@@ -39,8 +39,8 @@ def test_the_log_of_the_ratio_is_at_most_ten(one_row):
 def test_with_one_advantage_a_row_it_is_the_papers_sequence_loss_in_value_and_gradient(ragged, total, seed):
     log_probs, batch = ragged(seed, one_advantage_a_row=True)
     log_probs.requires_grad_()
-    ratio = batch.written_mean(log_probs - batch.old_log_probs).exp()
-    advantage = batch.written_mean(batch.advantages)
+    ratio = batch.trained_mean(log_probs - batch.old_log_probs).exp()
+    advantage = batch.trained_mean(batch.advantages)
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
     written = batch.per_row(batch.response_mask.long()) > 0
     paper = -surrogate[written].mean()
