@@ -2,7 +2,9 @@
 the cores.
 
 Spinning saves waking a thread for each of the many small products of a token. Next to a busy program it takes the core
-from the very thread that is waited for: small products then take twice as long (scripts/benchmark/threads.py).
+from the very thread that is waited for: small products then take 2.7 times as long as without spinning
+(scripts/benchmark/threads.py).
+
 libgomp reads the length of the wait when it is loaded and has no function to change it, but two lengths:
 `GOMP_SPINCOUNT`, and a hundred spins (`OMP_WAIT_POLICY=PASSIVE`) as long as its pools have more threads than there are
 cores. So while others use the cores, a second pool is kept, whose threads sleep. Only the waiting depends on the load:
