@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import load_ppo_config
-from hybridrl.weights.sync import BucketSync
+from hybridrl.weights.sync import BucketSync, StaleWeights
 from tests.integration.answers import PROMPT, generate, requests, tokens
 
 pytestmark = pytest.mark.slow
@@ -43,5 +43,5 @@ def test_a_switch_that_sends_no_weights_is_noticed(parts, monkeypatch):
     engine.to_rollout(1)
     engine.to_training()
     monkeypatch.setattr(BucketSync, "publish", lambda sync, version: None)
-    with pytest.raises(Exception, match="rollout server 0 differs from the trainer in the log-probs"):
+    with pytest.raises(StaleWeights, match="rollout server 0 differs from the trainer in the log-probs"):
         engine.to_rollout(2)
