@@ -50,16 +50,16 @@ RESPONSES = {
 
 
 def impose(engine: Any) -> None:
-    plain, responses = engine.sampling_params, RESPONSES[os.environ["IMPOSED"]]
+    plain, responses = engine.checked_params, RESPONSES[os.environ["IMPOSED"]]
 
-    def imposed(request: Any) -> Any:
-        parameters = plain(request)
+    def imposed(request: Any, vocabulary: int, context: int) -> Any:
+        parameters = plain(request, vocabulary, context)
         parameters.max_tokens = responses.length(request) - request.begun
         return parameters
 
-    engine.sampling_params = imposed
+    engine.checked_params = imposed
 
 
-# Training ranks import this file without vLLM, and an engine's process may before that module is complete.
-if hasattr(sys.modules.get("hybridrl.rollout.vllm.engine"), "sampling_params"):
-    impose(sys.modules["hybridrl.rollout.vllm.engine"])
+# Training ranks import this file without vLLM, and an engine's further processes before that module is complete.
+if hasattr(engine := sys.modules.get("hybridrl.rollout.vllm.engine"), "VllmEngine"):
+    impose(engine)
