@@ -43,16 +43,16 @@ def test_a_variant_that_does_not_fit_in_memory_is_measured_in_smaller_micro_batc
     monkeypatch.setattr(Bench, "end", lambda bench, group: None)
     monkeypatch.setattr(Bench, "build", lambda bench, config: tried.append(config.actor_rollout_ref))
 
-    def update(bench: Bench, name: str) -> str:
+    def update(bench: Bench, name: str) -> list[str]:
         if tried[-1].actor.ppo_max_token_len_per_gpu > 128:
             raise RemoteFailure("train worker.update_policy: rank 0 failed: CUDA out of memory. Tried to allocate")
-        return name
+        return [name]
 
     monkeypatch.setattr(Bench, "update", update)
     make_model(SHAPES["tiny"], tmp_path / "model")
     bench = Bench(options, tmp_path, ExitStack())
     bench.group = None
-    assert bench.variant("without recomputation") == "without recomputation"
+    assert bench.variant("without recomputation") == ["without recomputation"]
     assert [section.actor.ppo_max_token_len_per_gpu for section in tried] == [512, 256, 128]
     assert not any(section.model.enable_gradient_checkpointing for section in tried)
 
@@ -86,6 +86,36 @@ def test_rollout_is_compared_with_vllms_generate_in_both_of_its_process_modes(tm
         "rollout against vLLM's generate, its engine in the caller's process, tiny": 2.0,
         "rollout against vLLM's generate, its engine in its own process, vLLM's default, tiny": 0.5,
     }
+
+
+def test_the_kernels_of_a_trace_are_added_by_kind_and_overlapping_ones_count_once_as_busy(tmp_path):
+    from kernel_trace import read_trace
+
+    def event(name: str, begin: int, microseconds: int, category: str = "kernel") -> dict:
+        return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": microseconds}
+
+    events = [
+        event("aten::mm", 0, 900, "cpu_op"),
+        event("nvjet_sm90_tst", 100, 200),
+        event("void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", 250, 100),  # 50 with the product
+        event("Memcpy DtoD", 500, 100, "gpu_memcpy"),
+        event("void at::native::silu_kernel", 600, 50),
+        {"ph": "M", "name": "process_name"},
+    ]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    found = read_trace(tmp_path / "trace.json")
+    assert found is not None
+    assert (found.span, found.busy, found.launches) == pytest.approx((550e-6, 400e-6, 4))
+    assert found.kinds == pytest.approx(
+        {
+            "matrix products": 200e-6,
+            "attention": 100e-6,
+            "copies": 100e-6,
+            "elementwise operations and reductions": 50e-6,
+        }
+    )
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events[:1]}))
+    assert read_trace(tmp_path / "trace.json") is None  # of a CPU
 
 
 def test_the_sleep_of_engines_is_counted_as_a_call(monkeypatch):

@@ -28,22 +28,15 @@ SCRIPTS = {
     "weight_sync": ("Weight sync, 0.5 B", ["weight_sync.py"]),
     "threads": ("Threads that wait", ["threads.py"]),
     "evaluation": ("Evaluation against vLLM alone", ["evaluation.py"]),
-    "step": ("A step of 25 M parameters", ["step.py", "--rounds", "3", MICRO_BATCHES]),
-    "step_trl": (
-        "A step of 25 M parameters compared with TRL",
-        ["step.py", "--no-bare", "--rounds", "3", MICRO_BATCHES],
-    ),
-    "quickstart_trl": (
-        "A step of the quickstart compared with TRL, 2 slots",
-        ["step.py", "--no-bare", "--case", "quickstart", "--slots", "2"],
-    ),
+    "step": ("A step of 25 M parameters", ["step.py", "--rounds", "2", MICRO_BATCHES]),
+    "quickstart": ("A step of the quickstart", ["step.py", "--case", "quickstart", "--slots", "2", "--rounds", "3"]),
 }
-WITH_PEER = ("step_trl", "quickstart_trl")
+WITH_PEER = ("step", "quickstart")  # are compared with TRL as well if --peer is given
 
 
 def run(name: str, out: Path, peer: str) -> bool:
     script, *more = SCRIPTS[name][1]
-    if name in WITH_PEER:
+    if peer and name in WITH_PEER:
         more = ["--peer", peer, *more]
     command = [sys.executable, str(HERE / script), "--json", str(out / f"{name}.json"), *more]
     print("$", " ".join(command), flush=True)
@@ -89,11 +82,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="file with the markers between which the tables are written")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    names = (
-        [name for name in SCRIPTS if options.peer or name not in WITH_PEER] if "all" in options.names else options.names
-    )
-    if not options.peer and set(names) & set(WITH_PEER):
-        parser.error(f"{' and '.join(WITH_PEER)} need --peer, the Python of an environment with TRL (trl_peer.py)")
+    names = list(SCRIPTS) if "all" in options.names else options.names
     failed = [name for name in names if not run(name, options.out, options.peer)]
     results = load_results(options.out)
     (options.out / "performance.md").write_text(tables(results))

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 import torch
 from child import Child
 from gpu_work import GROUP, LOADS, cuts, operations, peak_of, sampled
+from kernel_trace import read_trace, record_next_update
 from limited import Report, cell, measure
 from memory_plan import make_model, overrides
 from models import SHAPES
@@ -109,14 +110,14 @@ class Bench:
         tasks = {
             "start-up": self.start,
             "weight sync and switch": self.sync_and_switch,
-            f"update, {BASE}": lambda: [self.update(BASE)],
+            f"update, {BASE}": lambda: self.update(BASE),
             "log-probs": self.log_probs,
             "rollout": self.rollout,
             "difference of log-probs": self.agreement,
             "memory of a sleeping engine": self.asleep,
         }
         for name in self.options.variants:
-            tasks[f"update, {name}"] = lambda name=name: [self.variant(name)]
+            tasks[f"update, {name}"] = lambda name=name: self.variant(name)
         return tasks | {"rollout against vLLM's generate": self.bare}
 
     def start(self) -> list[Row]:
@@ -188,7 +189,7 @@ class Bench:
     def batch(self) -> Batch:
         return self.algorithm.advantages(self.load.batch(self.options.gpus))[0]
 
-    def update(self, variant: str) -> Row:
+    def update(self, variant: str) -> list[Row]:
         batch = self.batch()
         memory(self.group, reset=True)
         seconds = in_turn({"update": lambda: self.workers.update_policy(batch, 1)})["update"]
@@ -199,13 +200,24 @@ class Bench:
         most = peak_of(self.gpu)
         size = tokens // gpus // micro_batches
         cut = f"{updates} update in {micro_batches} micro-batch(es) of {size:,} tokens per rank"
-        return Row(
+        row = Row(
             f"update, share of the peak, {variant}, {self.name}",
             f"{cell(seconds.wall)}; {cut}; {speed / 1e12:.3g} TFLOP/s per rank; peak {peak:.1f} GiB",
             "",
             speed / most if most else None,
             f"at least {SHARES[self.name]}" if self.name in SHARES else "",
         )
+        return [row, *self.kernels(batch, variant)]
+
+    def kernels(self, batch: Batch, variant: str) -> list[Row]:
+        """Record one more update of the first rank, which takes longer than the others as it is recorded."""
+        file = self.directory / "update.json"
+        gather([self.group.actors[0].__ray_call__.remote(record_next_update, str(file))], "train worker.record", 60)
+        self.workers.update_policy(batch, 1)
+        found = read_trace(file)
+        if found is None:
+            return []
+        return [Row(f"update, kernels, {variant}, {self.name}", str(found), "", found.busy / found.span)]
 
     def log_probs(self) -> list[Row]:
         batch, before = self.batch(), memory(self.group, reset=True)
@@ -249,7 +261,7 @@ class Bench:
         value = kept if self.gpu else None
         return [Row(f"sleeping engine, GiB on the device, {self.name}", sizes, "", value, "at most 1.5")]
 
-    def variant(self, name: str) -> Row:
+    def variant(self, name: str) -> list[Row]:
         """Measure the update in new training ranks; in smaller micro-batches if one of all rows does not fit."""
         tokens = self.load.rows * self.load.width
         while True:
