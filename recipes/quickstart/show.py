@@ -5,7 +5,6 @@ Exits with status 1 if the run did not reach the expected accuracy.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from reward import compute_score
 
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.change import change_of, last_steps
+from hybridrl.tracking.records import read_records, records_of
 from hybridrl.tracking.sink import PHASES, RESPONSE_LENGTH, REWARD, STEP_SECONDS, phase_seconds
 
 LEAST_SAMPLED, LEAST_GREEDY = 0.85, 0.95
@@ -79,12 +79,12 @@ def read_stages(run_dir: Path) -> tuple[Stage, Stage]:
     trained, validated = read_steps(run_dir)
     steps = list(trained)
     changes = [change_of(name, [values[name] for values in trained.values()]) for name in (REWARD[0], RESPONSE_LENGTH)]
+    rollouts, validations = records_of(run_dir, "rollouts"), records_of(run_dir, "samples")
 
     def stage(steps: list[int], validation: int, end: str) -> Stage:
-        sampled = [sample for step in steps for sample in read_samples(run_dir / "rollouts" / f"{step}.jsonl")]
-        greedy = read_samples(run_dir / "samples" / f"{validation}.jsonl")
+        sampled = [sample for step in steps for sample in read_samples(rollouts[step])]
         reward, tokens = (getattr(change, end) for change in changes)
-        return Stage(sampled, greedy, reward, tokens, len(steps))
+        return Stage(sampled, read_samples(validations[validation]), reward, tokens, len(steps))
 
     last = steps[-last_steps(len(steps)) :]
     return stage(steps[:1], validated[0], "before"), stage(last, validated[-1], "after")
@@ -102,12 +102,11 @@ def read_steps(run_dir: Path) -> tuple[dict[int, dict[str, float]], list[int]]:
 
 def read_samples(file: Path) -> list[Sample]:
     samples = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        result = compute_score("", row["output"], row["gts"])
-        question, response = one_line(row["input"].removeprefix("user: ")), one_line(row["output"])
+    for record in read_records(file):
+        result = compute_score("", record.response, record.truth)
+        question, response = one_line(record.prompt.removeprefix("user: ")), one_line(record.response)
         right, worked = result["score"] == 1, result["worked"] == 1
-        samples.append(Sample(question, response, row["gts"], row["score"], right, worked))
+        samples.append(Sample(question, response, record.truth, record.score, right, worked))
     return samples
 
 

@@ -3,25 +3,23 @@
 Exits with status 1 if the run did not reach 90% of the best possible reward.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from show import print_results, read_arguments, read_steps, table
 
 from hybridrl.tracking.change import change_of
+from hybridrl.tracking.records import SampleRecord, read_records, records_of
 
 REWARD, LEAST = "critic/score/mean", 0.9
-Record = dict[str, Any]  # a line of a file of samples
 
 
 def show_episodes(
     name: str,
     best: float,
     figures: Mapping[str, tuple[str, float]],
-    title: Callable[[Record], str],
-    line: Callable[[Record], str],
+    title: Callable[[SampleRecord], str],
+    line: Callable[[SampleRecord], str],
     what_changed: str,
     commands: str,
 ) -> int:
@@ -35,14 +33,15 @@ def show_episodes(
         if values := [values[key] for values in trained.values() if key in values]:  # a custom environment has others
             change = change_of(key, values)
             rows.append((f"  {label}", *(f"{value:.3f}" for value in (change.before, change.after, highest))))
-    pair = example_pair(*(arguments.run_dir / "samples" / f"{validated[end]}.jsonl" for end in (0, -1)))
+    files = records_of(arguments.run_dir, "samples")
+    pair = example_pair(files[validated[0]], files[validated[-1]])
     example = [f"    {end:<8}{line(record)}" for end, record in zip(("before", "after"), pair, strict=True)]
     pages = ["\n".join([f"  {title(pair[0])}", *example]), table(rows), what_changed]
     expected = "" if reward.after >= LEAST * best else f"{LEAST:.0%} of the best possible mean reward."
     return print_results(arguments, pages, commands, expected)
 
 
-def example_pair(first: Path, last: Path) -> tuple[Record, Record]:
+def example_pair(first: Path, last: Path) -> tuple[SampleRecord, SampleRecord]:
     """Return the validation episodes of a row that was lost at first and is won at last, else of any row."""
-    pairs = list(zip(*(map(json.loads, file.read_text("utf-8").splitlines()) for file in (first, last)), strict=True))
-    return next((pair for pair in pairs if (pair[0]["score"] or 0) <= 0 < (pair[1]["score"] or 0)), pairs[0])
+    pairs = list(zip(read_records(first), read_records(last), strict=True))
+    return next((pair for pair in pairs if (pair[0].score or 0) <= 0 < (pair[1].score or 0)), pairs[0])

@@ -1,13 +1,13 @@
 """The agent quickstart's results: a game before and after, reward against the best possible, time figures."""
 
 import sys
-from typing import Any
 
 from make_games import GUESSES, HIGH, LOW
 from show import one_line
 from show_episodes import show_episodes
 
 from hybridrl.environments.built_in.games import best_guessing
+from hybridrl.tracking.records import SampleRecord
 
 WHAT_CHANGED = f"""\
 The demonstrations often try the lowest number that is left, and the model imitates them. From a reward for finding
@@ -38,10 +38,10 @@ To try next on this machine, after
 With a GPU, a tool on a real task: recipes/gsm8k/README.md."""
 
 
-def game_line(game: dict[str, Any]) -> str:
+def game_line(game: SampleRecord) -> str:
     """Return a game in one line: each guess with what the environment said of it."""
-    said = [message["content"] for message in game["episode"]["messages"][1:]]
-    hints = [*said[1::2], "right" if game["score"] > 0 else "lost"]
+    said = [message["content"] for message in game.episode["messages"][1:]]
+    hints = [*said[1::2], "right" if (game.score or 0) > 0 else "lost"]
     return one_line(", ".join(f"{guess} {hint}" for guess, hint in zip(said[::2], hints, strict=False)))
 
 
@@ -49,8 +49,8 @@ def main() -> int:
     best = best_guessing(LOW, HIGH, max_turns=GUESSES)
     figures = {"share of numbers found": ("environment/won", 1.0)}
 
-    def title(game: dict[str, Any]) -> str:
-        return f"The number is {game['gts']}, of {LOW} to {HIGH}"
+    def title(game: SampleRecord) -> str:
+        return f"The number is {game.truth}, of {LOW} to {HIGH}"
 
     return show_episodes("agent", best, figures, title, game_line, WHAT_CHANGED, NEXT)
 

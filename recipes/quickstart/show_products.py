@@ -1,10 +1,11 @@
 """The tool quickstart's results: a response with its calls before and after, share of calls, time figures."""
 
 import sys
-from typing import Any
 
 from show import one_line
 from show_episodes import show_episodes
+
+from hybridrl.tracking.records import SampleRecord
 
 WHAT_CHANGED = """\
 Most demonstrations guess, though a calculator is there, and the model, which cannot multiply, imitates them. From a
@@ -36,21 +37,21 @@ To try next on this machine, after
 With a GPU, the calculator on a real task: recipes/gsm8k/README.md."""
 
 
-def response_line(record: dict[str, Any]) -> str:
+def response_line(record: SampleRecord) -> str:
     """Return a response in one line, with its calls and their results."""
     parts = []
-    for message in record["episode"]["messages"][1:]:
+    for message in record.episode["messages"][1:]:
         parts += [message["content"]] if message["content"] else []
         for call in message.get("tool_calls", ()):
             parts.append(f"{call['function']['name']}({', '.join(map(str, call['function']['arguments'].values()))})")
-    return one_line(f"{' -> '.join(parts)}   {'right' if record['score'] == 1 else 'wrong'}")
+    return one_line(f"{' -> '.join(parts)}   {'right' if record.score == 1 else 'wrong'}")
 
 
 def main() -> int:
     figures = {"calls per response": ("tool_call_counts/mean", 1.0)}
 
-    def title(record: dict[str, Any]) -> str:
-        return one_line(f"{record['episode']['messages'][0]['content']}  (It is {record['gts']}.)")
+    def title(record: SampleRecord) -> str:
+        return one_line(f"{record.episode['messages'][0]['content']}  (It is {record.truth}.)")
 
     return show_episodes("tool", 1.0, figures, title, response_line, WHAT_CHANGED, NEXT)
 
