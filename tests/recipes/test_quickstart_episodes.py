@@ -93,12 +93,13 @@ def test_the_commands_to_try_next_name_the_run_and_its_model(
     run = tool_run(tmp_path / "run", 0.9)
     (run / "global_step_2" / "actor").mkdir(parents=True)
     _, text = show("show_products.py", run, monkeypatch, capsys)
-    block = text.partition("To try next")[2].partition("With a GPU")[0].replace("\\\n", " ")
-    commands = shlex.split(block.replace("\n\n", " ; "))
-    assert f"model.path={run}/global_step_2/actor" in commands
-    (data,) = (word for word in commands if word.startswith("{"))
+    lines = [line for line in text.partition("To try next")[2].splitlines() if line.startswith("    ")]
+    words = shlex.split("\n".join(lines).replace("\\\n", " "))
+    assert f"model.path={run}/global_step_2/actor" in words
+    (data,) = (word for word in words if word.startswith("{"))
     assert json.loads(data)["tools"] == [{"type": "function", "function": {"name": "calculator"}}]
-    shown = shlex.split(block[block.index("hybridrl show") :].splitlines()[0])[2:]
+    at = words.index("show")
+    shown = words[at + 1 : words.index("hybridrl", at)]
     assert samples.main(shown) == 0 and "#### 2848" in capsys.readouterr().out
 
 
