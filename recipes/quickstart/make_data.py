@@ -24,6 +24,7 @@ from transformers.utils import logging
 Problem = tuple[int, int]
 Files = dict[str, Iterable[dict[str, Any]]]  # the rows of each file
 
+NUMBERS = range(100, 1000)
 TRAIN_PROBLEMS, VAL_PROBLEMS, WARMUP_PROBLEMS = 2000, 200, 4000
 WARMUP_ROWS = 450 * 32  # one epoch is 450 steps of 32
 SHARE_LAZY, SHARE_CAREFUL, SHARE_CARELESS = 0.6, 0.34, 0.06
@@ -63,12 +64,11 @@ def _worked(problem: Problem, *, carries: bool) -> str:
     return f"{'; '.join(lines)}\n#### {int(f'{total // 10}{digits}')}"
 
 
-def draw_problems(split: str, count: int, seed: int, *, digits: int = 3) -> list[Problem]:
-    """Return different pairs of numbers of so many digits; the hash of a pair assigns it to "train" or "val"."""
+def draw_problems(split: str, count: int, seed: int, numbers: range = NUMBERS) -> list[Problem]:
+    """Return different pairs of these numbers; the hash of a pair assigns it to "train" or "val"."""
     draw, problems = random.Random(f"{split} {seed}"), dict[Problem, None]()
-    lowest, highest = 10 ** (digits - 1), 10**digits - 1
     while len(problems) < count:
-        problem = draw.randint(lowest, highest), draw.randint(lowest, highest)
+        problem = draw.choice(numbers), draw.choice(numbers)
         if (_hash(problem) % 10 == 0) == (split == "val"):
             problems[problem] = None
     return list(problems)

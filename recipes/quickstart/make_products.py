@@ -1,8 +1,8 @@
 """Make the inputs of the tool quickstart: a tiny model and its tokenizer, demonstrations, products to find.
 
-The policy is given a product of two numbers of two digits, which a model this small cannot compute, and a calculator.
-In most demonstrations it is left unused: a guess multiplies the tens and the ones alone. In the others it is called,
-and its result is copied. Reinforcement learning finds out which is right.
+The policy is given a product of two numbers, which a model this small cannot compute, and a calculator. In most
+demonstrations it is left unused: a guess multiplies the tens and the ones alone. In the others it is called, and its
+result is copied. Reinforcement learning finds out which is right.
 
     What is 76*48?
     guess   #### 2848                   (7*4=28, 6*8=48)
@@ -17,8 +17,9 @@ from typing import Any
 
 from make_data import Files, Problem, draw_problems, make, prompt_row
 
+NUMBERS = range(32, 100)  # whose products have four digits
 TRAIN_PROBLEMS, VAL_PROBLEMS, WARMUP_PROBLEMS = 2000, 200, 4000
-WARMUP_ROWS = 240 * 32  # one epoch is 240 steps of 32
+WARMUP_ROWS = 400 * 32  # one epoch is 400 steps of 32
 SHARE_CALLING = 0.35  # of the demonstrations
 TOOL = "calculator"
 
@@ -64,7 +65,7 @@ def conversation(problem: Problem, *, calls: bool) -> list[dict[str, Any]]:
 
 
 def warmup_rows(seed: int) -> Iterator[dict[str, Any]]:
-    problems = draw_problems("train", WARMUP_PROBLEMS, 1000 + seed, digits=2)
+    problems = draw_problems("train", WARMUP_PROBLEMS, 1000 + seed, NUMBERS)
     draw = random.Random(f"products {seed}")
     for _ in range(WARMUP_ROWS):
         yield {"messages": conversation(draw.choice(problems), calls=draw.random() < SHARE_CALLING)}
@@ -72,7 +73,7 @@ def warmup_rows(seed: int) -> Iterator[dict[str, Any]]:
 
 def prompt_rows(split: str, count: int) -> Iterator[dict[str, Any]]:
     """Yield rows for reinforcement learning; they are the same for every seed, so that runs can be compared."""
-    for index, problem in enumerate(draw_problems(split, count, 0, digits=2)):
+    for index, problem in enumerate(draw_problems(split, count, 0, NUMBERS)):
         yield prompt_row("products", question(problem), problem[0] * problem[1], split, index)
 
 

@@ -59,7 +59,7 @@ def test_a_third_of_the_demonstrations_call_and_the_guesses_are_wrong(made: Path
             }
             assert turns[1]["content"] == truth and is_right
         kinds["call" if len(turns) == 3 else "right guess" if is_right else "wrong guess"] += 1
-    assert kinds.total() == 240 * 32
+    assert kinds.total() == 400 * 32
     assert kinds["call"] / kinds.total() == pytest.approx(0.35, abs=0.02)
     assert kinds["right guess"] / kinds.total() < 0.01  # 70*40
 
@@ -67,7 +67,7 @@ def test_a_third_of_the_demonstrations_call_and_the_guesses_are_wrong(made: Path
 def test_a_guess_multiplies_the_tens_and_the_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPE))
     guess = runpy.run_path(str(RECIPE / "make_products.py"))["guess"]
-    assert [guess(problem) for problem in ((76, 48), (11, 11), (70, 40))] == [2848, 101, 2800]
+    assert [guess(problem) for problem in ((76, 48), (33, 33), (70, 40))] == [2848, 909, 2800]
 
 
 def test_no_validation_problem_is_in_the_training_data(made: Path) -> None:
