@@ -27,7 +27,9 @@ FOUND = [("assistant", "16"), ("user", "high"), ("assistant", "08")]
 def record(task: str, truth: str, score: float, messages: list[Any]) -> str:
     said = [one if isinstance(one, dict) else {"role": one[0], "content": one[1]} for one in messages]
     episode = {"messages": [{"role": "user", "content": task}, *said], "turns": []}
-    return json.dumps({"input": f"user: {task}", "output": "", "gts": truth, "score": score, "episode": episode})
+    return json.dumps(
+        {"input": f"user: {task}", "output": said[-1]["content"], "gts": truth, "score": score, "episode": episode}
+    )
 
 
 def made_up_run(run: Path, first: list[str], last: list[str], **metrics: list[float]) -> Path:
