@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # A small language model learns by reinforcement learning to reason before it answers. No GPU is needed.
 #
-#   bash scripts/quickstart.sh [--agent] [--seed N] [key=value ...]
+#   bash scripts/quickstart.sh [--agent | --tool] [--seed N] [key=value ...]
 #
-# With --agent it learns to act over several turns: to find a number by guessing. key=value is passed to main_ppo, such as
-# trainer.total_training_steps=10. All output is in outputs/quickstart, or outputs/agent; the warm start is kept there for
-# the next call with the same seed.
+# With --agent it learns to act over several turns: to find a number by guessing. With --tool it learns to call a
+# calculator. key=value is passed to main_ppo, such as trainer.total_training_steps=10. All output is in
+# outputs/quickstart, outputs/agent or outputs/tool; the warm start is kept there for the next call with the same seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage_error() {
-    echo "quickstart.sh: $1. Usage: bash scripts/quickstart.sh [--agent] [--seed N] [key=value ...]" >&2
+    echo "quickstart.sh: $1. Usage: bash scripts/quickstart.sh [--agent | --tool] [--seed N] [key=value ...]" >&2
     exit 2
 }
 
@@ -26,6 +26,12 @@ while (($#)); do
         --agent)
             out=outputs/agent make=make_games.py warmup=agent_warmup train=agent show=show_games.py
             demonstrations="games of poor players" learning="play 8 games per number, reinforce the short ones"
+            shift
+            ;;
+        --tool)
+            out=outputs/tool make=make_products.py warmup=tool_warmup train=tool show=show_products.py
+            demonstrations="most of them guesses without the tool"
+            learning="sample 8 responses per problem, reinforce the right ones"
             shift
             ;;
         *=*)

@@ -50,14 +50,15 @@ class ToolEnvironment(Environment):
         if not response.calls:
             return Step(done=True)
         if response.last:  # nobody would read the results
-            return Step(calls=[CallRecord(call, "", 0.0, "skipped") for call in response.calls])
+            return Step(calls=[self._not_run(call, "") for call in response.calls])
         metrics: dict[str, float] = {}
         most = max(self._settings.max_parallel_calls, 1)
         running = [self._run(call, metrics) for call in response.calls[:most]]
         ended = await asyncio.gather(*running, return_exceptions=True)  # a fault must not leave the others running
         for fault in (record for record in ended if isinstance(record, BaseException)):
             raise fault
-        records = [*ended, *(self._skipped(call, most) for call in response.calls[most:])]
+        limited = f"Error: not run, only {'1 call' if most == 1 else f'{most} calls'} at a time"
+        records = [*ended, *(self._not_run(call, limited) for call in response.calls[most:])]
         return Step([_message(record) for record in records], metrics=metrics, calls=records)
 
     async def close(self) -> Mapping[str, float]:
@@ -119,9 +120,9 @@ class ToolEnvironment(Environment):
             raise EpisodeFault(f"tool {tool.name} failed {attempt + 1} times: {first_line(cause)}") from cause
         return ToolResult(f"Error: {first_line(cause)}"), outcome
 
-    def _skipped(self, call: ToolCall, most: int) -> CallRecord:
-        calls = "1 call" if most == 1 else f"{most} calls"
-        return CallRecord(call, f"Error: not run, only {calls} at a time", 0.0, "skipped")
+    def _not_run(self, call: ToolCall, text: str) -> CallRecord:
+        """Record a call that a limit prevents; one with a name of no tool is not counted as a tool for that."""
+        return CallRecord(call, text, 0.0, "invalid" if self._invalid(call) else "skipped")
 
 
 def truncated(text: str, length: int, side: str) -> str:

@@ -24,6 +24,7 @@ from transformers.utils import logging
 Problem = tuple[int, int]
 Files = dict[str, Iterable[dict[str, Any]]]  # the rows of each file
 
+NUMBERS = range(100, 1000)
 TRAIN_PROBLEMS, VAL_PROBLEMS, WARMUP_PROBLEMS = 2000, 200, 4000
 WARMUP_ROWS = 450 * 32  # one epoch is 450 steps of 32
 SHARE_LAZY, SHARE_CAREFUL, SHARE_CARELESS = 0.6, 0.34, 0.06
@@ -63,11 +64,11 @@ def _worked(problem: Problem, *, carries: bool) -> str:
     return f"{'; '.join(lines)}\n#### {int(f'{total // 10}{digits}')}"
 
 
-def draw_problems(split: str, count: int, seed: int) -> list[Problem]:
-    """Return different problems of three digits each; the hash of a problem assigns it to "train" or "val"."""
+def draw_problems(split: str, count: int, seed: int, numbers: range = NUMBERS) -> list[Problem]:
+    """Return different pairs of these numbers; the hash of a pair assigns it to "train" or "val"."""
     draw, problems = random.Random(f"{split} {seed}"), dict[Problem, None]()
     while len(problems) < count:
-        problem = draw.randint(100, 999), draw.randint(100, 999)
+        problem = draw.choice(numbers), draw.choice(numbers)
         if (_hash(problem) % 10 == 0) == (split == "val"):
             problems[problem] = None
     return list(problems)
@@ -93,23 +94,27 @@ def warmup_rows(seed: int) -> Iterator[dict[str, Any]]:
 def prompt_rows(split: str, count: int) -> Iterator[dict[str, Any]]:
     """Yield rows for reinforcement learning; they are the same for every seed, so that runs can be compared."""
     for index, problem in enumerate(draw_problems(split, count, 0)):
-        yield {
-            "data_source": "quickstart/addition",
-            "prompt": [{"role": "user", "content": question(problem)}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(sum(problem))},
-            "extra_info": {"split": split, "index": index},
-        }
+        yield prompt_row("addition", question(problem), sum(problem), split, index)
 
 
-def build_tokenizer(*texts: str) -> Qwen2Tokenizer:
+def prompt_row(task: str, question: str, truth: int, split: str, index: int) -> dict[str, Any]:
+    return {
+        "data_source": f"quickstart/{task}",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(truth)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def build_tokenizer(*texts: str, template: str = CHAT_TEMPLATE) -> Qwen2Tokenizer:
     """Return a tokenizer of bytes with merges for the few words of a task."""
     bytes_only = Qwen2Tokenizer(
         eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"]
     )
     words = ["user\n", "assistant\n", "system\n", *texts]
-    tokenizer = bytes_only.train_new_from_iterator(2 * words, vocab_size=320, show_progress=False)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = bytes_only.train_new_from_iterator(2 * words, vocab_size=384, show_progress=False)
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -133,7 +138,9 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def make(description: str, texts: Sequence[str], rows_of: Callable[[int], Files]) -> None:
+def make(
+    description: str, texts: Sequence[str], rows_of: Callable[[int], Files], *, template: str = CHAT_TEMPLATE
+) -> None:
     """Write what a quickstart starts from: a model, its tokenizer with merges for `texts`, and rows of a seed."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
@@ -142,7 +149,7 @@ def make(description: str, texts: Sequence[str], rows_of: Callable[[int], Files]
     logging.disable_progress_bar()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(*texts)
+    tokenizer = build_tokenizer(*texts, template=template)
     tokenizer.save_pretrained(out / "model")
     build_model(tokenizer, arguments.seed).save_pretrained(out / "model")
     files = rows_of(arguments.seed)

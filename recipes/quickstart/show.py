@@ -5,7 +5,6 @@ Exits with status 1 if the run did not reach the expected accuracy.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from reward import compute_score
 
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.change import change_of, last_steps
+from hybridrl.tracking.records import read_records, records_of
 from hybridrl.tracking.sink import PHASES, RESPONSE_LENGTH, REWARD, STEP_SECONDS, phase_seconds
 
 LEAST_SAMPLED, LEAST_GREEDY = 0.85, 0.95
@@ -46,8 +46,9 @@ To try next on this machine, after
     hybridrl sweep --config-path recipes/quickstart --config-name train \\
         actor_rollout_ref.actor.optim.lr=1e-4,5e-5 trainer.default_local_dir=outputs/sweep
 
-  An agent: the same model learns a game of several turns:
+  An agent: the same model learns a game of several turns, or that a tool pays:
     bash scripts/quickstart.sh --agent
+    bash scripts/quickstart.sh --tool
 
 With a GPU, a real task: recipes/gsm8k/README.md."""
 
@@ -75,37 +76,42 @@ class Stage:
 
 def read_stages(run_dir: Path) -> tuple[Stage, Stage]:
     """Return step 1 with the first validation, and the last steps with the last validation."""
+    trained, validated = read_steps(run_dir)
+    steps = list(trained)
+    changes = [change_of(name, [values[name] for values in trained.values()]) for name in (REWARD[0], RESPONSE_LENGTH)]
+    rollouts, validations = records_of(run_dir, "rollouts"), records_of(run_dir, "samples")
+
+    def stage(steps: list[int], validation: int, end: str) -> Stage:
+        sampled = [sample for step in steps for sample in read_samples(rollouts[step])]
+        reward, tokens = (getattr(change, end) for change in changes)
+        return Stage(sampled, read_samples(validations[validation]), reward, tokens, len(steps))
+
+    last = steps[-last_steps(len(steps)) :]
+    return stage(steps[:1], validated[0], "before"), stage(last, validated[-1], "after")
+
+
+def read_steps(run_dir: Path) -> tuple[dict[int, dict[str, float]], list[int]]:
+    """Return the metrics of each training step, and the steps with a validation."""
     metrics = read_metrics(run_dir)
-    trained = [step for step, values in metrics.items() if STEP_SECONDS in values]
-    last = trained[-last_steps(len(trained)) :]
+    trained = {step: values for step, values in metrics.items() if STEP_SECONDS in values}
     validated = [step for step, values in metrics.items() if "timing_s/testing" in values]
     if not trained or len(validated) < 2:
         sys.exit(f"{run_dir}/metrics.jsonl: no step between two validations, so there is nothing to compare")
-
-    changes = [change_of(name, [metrics[step][name] for step in trained]) for name in (REWARD[0], RESPONSE_LENGTH)]
-
-    def stage(steps: list[int], validation: int, end: str) -> Stage:
-        sampled = [sample for step in steps for sample in read_samples(run_dir / "rollouts" / f"{step}.jsonl")]
-        greedy = read_samples(run_dir / "samples" / f"{validation}.jsonl")
-        reward, tokens = (getattr(change, end) for change in changes)
-        return Stage(sampled, greedy, reward, tokens, len(steps))
-
-    return stage(trained[:1], validated[0], "before"), stage(last, validated[-1], "after")
+    return trained, validated
 
 
 def read_samples(file: Path) -> list[Sample]:
     samples = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        result = compute_score("", row["output"], row["gts"])
-        question, response = _one_line(row["input"].removeprefix("user: ")), _one_line(row["output"])
+    for record in read_records(file):
+        result = compute_score("", record.response, record.truth)
+        question, response = one_line(record.prompt.removeprefix("user: ")), one_line(record.response)
         right, worked = result["score"] == 1, result["worked"] == 1
-        samples.append(Sample(question, response, row["gts"], row["score"], right, worked))
+        samples.append(Sample(question, response, record.truth, record.score, right, worked))
     return samples
 
 
-def _one_line(text: str) -> str:
-    # A model can write control characters, which must not reach the terminal.
+def one_line(text: str) -> str:
+    """Return the text in one line, without control characters: a model can write some for the terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in "  ".join(text.splitlines()))
 
 
@@ -135,7 +141,12 @@ def figures_page(*stages: Stage) -> str:
         ("greedy responses to problems not trained on", "", ""),
         ("  accuracy", *(_figure([sample.right for sample in stage.greedy]) for stage in stages)),
     ]
-    return "\n".join(f"  {name:<44}{before:>8}{after:>9}".rstrip() for name, before, after in rows)
+    return table(rows)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of a name and figures as lines."""
+    return "\n".join(f"  {name:<43}{''.join(f'{figure:>9}' for figure in figures)}".rstrip() for name, *figures in rows)
 
 
 def _figure(values: Sequence[float]) -> str:
@@ -173,26 +184,33 @@ def read_arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def print_results(arguments: argparse.Namespace, pages: Sequence[str], commands: str, expected: str) -> int:
+    """Print the pages, the time, and commands to try next; return the exit status. `expected` is what the run did not
+    reach, empty if it did."""
+    pages = [*pages]
+    if arguments.seconds:
+        pages.append(seconds_page(arguments.run_dir, arguments.seconds, arguments.warm_start_seconds))
+    pages.append(f"Everything about the run, with its curves and samples: {arguments.run_dir}/report.html")
+    pages.append(next_page(commands, arguments.run_dir))
+    if expected:
+        pages.append(f"This run did not reach the expected result: {expected}")
+    print("\n\n".join(pages))
+    return 1 if expected else 0
+
+
 def main() -> int:
     arguments = read_arguments("Show what a run of the quickstart has learned.")
-    run_dir: Path = arguments.run_dir
-    before, after = read_stages(run_dir)
+    before, after = read_stages(arguments.run_dir)
     shares = {
         name: fmean(one.worked for one in stage.sampled) for name, stage in (("before", before), ("after", after))
     }
     pages = [example_page(*example_pair(before.greedy, after.greedy)), figures_page(before, after)]
     pages.append(WHAT_CHANGED.format(**shares))
-    if arguments.seconds:
-        pages.append(seconds_page(run_dir, arguments.seconds, arguments.warm_start_seconds))
-    pages += [f"Everything about the run, with its curves and samples: {run_dir}/report.html", next_page(NEXT, run_dir)]
-    if not has_learned(after):
-        pages.append(
-            f"This run did not reach the expected result: more than {LEAST_SAMPLED:.0%} of the sampled responses right "
-            f"over the last\n{after.steps} steps, and more than {LEAST_GREEDY:.0%} of the greedy ones. This can happen "
-            "with fewer steps or other values."
-        )
-    print("\n\n".join(pages))
-    return 0 if has_learned(after) else 1
+    expected = (
+        f"more than {LEAST_SAMPLED:.0%} of the sampled responses right over the last\n{after.steps} steps, and more "
+        f"than {LEAST_GREEDY:.0%} of the greedy ones. This can happen with fewer steps or other values."
+    )
+    return print_results(arguments, pages, NEXT, "" if has_learned(after) else expected)
 
 
 if __name__ == "__main__":

@@ -249,3 +249,15 @@ def test_calls_of_the_last_response_are_not_run() -> None:
 
     last = asyncio.run(run())
     assert (last.messages, last.done, last.calls[0].outcome) == ([], False, "skipped")
+
+
+def test_a_call_that_a_limit_prevents_is_invalid_if_no_tool_could_have_run_it() -> None:
+    calls = [ToolCall("double", {"x": 4}), ToolCall("triple", {"x": 4}), ToolCall("", {}, error="it cannot be read")]
+
+    async def outcomes(calls, **response):
+        environment = ToolEnvironment([tool(double, x="integer")], EnvironmentSettings(max_parallel_calls=1), {})
+        await environment.reset([])
+        return [record.outcome for record in (await environment.step(Response("", calls, **response))).calls]
+
+    assert asyncio.run(outcomes(calls, last=True)) == ["skipped", "invalid", "invalid"]
+    assert asyncio.run(outcomes([calls[0], *calls])) == ["ok", "skipped", "invalid", "invalid"]

@@ -12,7 +12,7 @@ INSTALL = "#!/bin/bash\necho install.sh >>calls\n"
 PYTHON = """#!/bin/bash
 echo "$*" >>calls
 [[ $2 != "$FAILING" ]] || exit 7
-[[ $2 != hybridrl.main_sft ]] || mkdir -p outputs/quickstart/warmup
+[[ $2 != hybridrl.main_sft ]] || mkdir -p outputs/{quickstart,agent,tool}/warmup
 """
 
 
@@ -69,6 +69,27 @@ def test_a_second_call_trains_again_from_the_same_warm_start(checkout: Path) -> 
     assert (status, stages(commands)) == (0, ["install.sh", "hybridrl.doctor", "main_ppo", "show.py"])
 
 
+@pytest.mark.parametrize(
+    ("option", "make", "train", "show"),
+    [
+        ("--agent", "make_games.py", "agent", "show_games.py"),
+        ("--tool", "make_products.py", "tool", "show_products.py"),
+    ],
+)
+def test_an_option_selects_another_task_with_its_own_warm_start(
+    checkout: Path, option: str, make: str, train: str, show: str
+) -> None:
+    recipe = checkout / "recipes" / "quickstart"
+    (recipe / make).write_text(make)
+    (recipe / f"{train}_warmup.yaml").write_text(train)
+    call(checkout)  # whose warm start is not the one of the option
+    status, commands, _ = call(checkout, option)
+    assert status == 0
+    assert commands[1] == f"recipes/quickstart/{make} --out outputs/{train}/data --seed 0"
+    assert f"--config-name {train}_warmup " in commands[2] and f"--config-name {train} " in commands[3]
+    assert commands[4].startswith(f"recipes/quickstart/{show} outputs/{train} ")
+
+
 def test_values_that_are_rejected_are_known_before_the_warm_start(checkout: Path) -> None:
     status, commands, printed = call(checkout, "trainer.total_trainin_steps=2", failing="hybridrl.doctor")
     assert (status, stages(commands)) == (2, ["install.sh", "hybridrl.doctor"])
@@ -105,4 +126,4 @@ def test_a_failure_ends_the_script_with_its_status_and_discards_an_incomplete_wa
 def test_unknown_arguments_are_rejected_before_anything_runs(checkout: Path, arguments: list[str]) -> None:
     status, commands, printed = call(checkout, *arguments)
     assert (status, commands) == (2, [])
-    assert "bash scripts/quickstart.sh [--agent] [--seed N] [key=value ...]" in printed
+    assert "bash scripts/quickstart.sh [--agent | --tool] [--seed N] [key=value ...]" in printed

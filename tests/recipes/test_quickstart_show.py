@@ -1,3 +1,4 @@
+import gzip
 import json
 import runpy
 import shlex
@@ -130,6 +131,14 @@ def test_escape_codes_in_a_response_do_not_reach_the_terminal(
     dump(run / "samples" / "0.jsonl", [LAZY, "\x1b[2J" + LAZY, *[WORKED] * 28])
     show(run, monkeypatch)
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_files_that_were_compressed_for_their_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_up_run(tmp_path / "run")
+    for file in [*(run / "samples").iterdir(), *(run / "rollouts").iterdir()]:
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    assert show(run, monkeypatch) == 0
 
 
 def test_a_run_without_two_validations_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
