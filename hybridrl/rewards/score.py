@@ -157,6 +157,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [plain(item) for item in value]
+    if hasattr(value, "tolist") and isinstance(items := value.tolist(), list) and len(items) > 1:
+        return plain(items)  # an array or tensor
     number = as_number(value)
     return None if value is None else str(value) if number is None else number
 
