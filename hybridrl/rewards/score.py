@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e18  # of a score: estimators and losses square it in float32
+# In `extra_info` of a conversation: what the policy itself wrote, a turn per line, without what it read; and until it
+# is decoded, the token ids of each turn.
+WRITTEN, WRITTEN_IDS = "written", "written_ids"
 NO_ANSWER = (None, "", "[INVALID]")  # what reward functions return as `pred`; the last one is verl's
 
 
