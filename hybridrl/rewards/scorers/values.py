@@ -69,7 +69,7 @@ def _value(number: Any) -> Float | None:
     if not isinstance(number, Expr) or number.free_symbols:
         return None
     try:
-        value = number.evalf(30, strict=True)
+        value: Any = number.evalf(30, strict=True)
     except (PrecisionExhausted, ValueError, TypeError, ArithmeticError, AttributeError, RecursionError):
         return None
     return Float(value, 30) if value.is_Float or value.is_Integer or value.is_Rational else None
@@ -107,7 +107,7 @@ def _has_root(expression: Expr) -> bool:
     )
 
 
-def _real_at(expression: Expr, at: Mapping[str, float]) -> float | None:
+def _real_at(expression: Any, at: Mapping[str, float]) -> float | None:
     """Return the value at a point, None if it is not real or not defined there."""
     value = expression.subs({symbol: at[str(symbol)] for symbol in expression.free_symbols}).evalf(15)
     real, imaginary = value.as_real_imag()
