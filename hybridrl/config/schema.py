@@ -49,6 +49,7 @@ class RowsConfig(Section):
     train_max_samples: int
     val_max_samples: int
     prompt_key: str
+    tools_key: str
     train_batch_size: values.Positive
     shuffle: bool
     trust_remote_code: bool

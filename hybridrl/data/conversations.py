@@ -3,23 +3,45 @@
 Knows neither models nor batches; the order of the conversations is in order.py.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import Batch, pack
+from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import SFTDataConfig
 from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
-from hybridrl.data.tokenizer import Message, TokenRows, as_chat, as_messages, encode, multimodal_fault, render, truncate
+from hybridrl.data.tokenizer import (
+    Message,
+    TokenRows,
+    as_chat,
+    as_messages,
+    as_tools,
+    encode,
+    multimodal_fault,
+    render,
+    truncate,
+)
 
+# Maps a conversation and its tools to token ids and mask, as its responses would have been sampled turn by turn; raises
+# ConfigError for a template that cannot do that.
+Replay = Callable[[Sequence[Message], Sequence[dict[str, Any]]], tuple[list[int], list[int]]]
+REPLAYED = (
+    "%s: the chat template renders earlier turns of %d conversations differently once others follow; they are trained "
+    "on as they are sampled, turn by turn"
+)
 BROKEN_PREFIX = (
     "the chat template renders the beginning of this conversation differently from the full conversation, so the "
     "position of its responses is unknown; give one response per row, or another template (model.custom_chat_template)"
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,6 +50,7 @@ class Conversation:
 
     ids: list[int]
     loss_mask: list[int]
+    replayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,22 +79,28 @@ def load_conversations(
     max_samples: int,
     shuffle: bool,
     key: str,
+    replay: Replay | None = None,
 ) -> ConversationDataset:
     """Read, check and tokenize the rows of `files`.
 
     A row has chat messages that end with the assistant's, or a prompt and a response. `max_samples`, `shuffle` and
-    `key` are as in `load_rows`. Raises ConfigError that lists all bad rows together.
+    `key` are as in `load_rows`. `replay` is for conversations whose beginning is rendered differently alone; without it
+    they are bad rows. Raises ConfigError that lists all bad rows together.
     """
     faults = Faults(key)
     rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed)
-    parse, tokenize = (_chat, _tokenize_chats) if tokenizer.chat_template else (_texts, _tokenize_texts)
+    parse = _chat if tokenizer.chat_template else _texts
     parsed = [parse(row, config, faults) for row in rows]
     faults.close()
-    dataset, overlong, dropped = ConversationDataset(), [], 0
-    tokenized = zip(rows, tokenize(rows, parsed, config, tokenizer, faults), strict=True)
-    for row, conversation in with_progress(tokenized, len(rows)):
+    if tokenizer.chat_template:
+        conversations = _tokenize_chats(rows, parsed, config, tokenizer, faults, replay)
+    else:
+        conversations = _tokenize_texts(parsed, tokenizer)
+    dataset, overlong, dropped, replayed = ConversationDataset(), [], 0, 0
+    for row, conversation in with_progress(zip(rows, conversations, strict=True), len(rows)):
         if conversation is None:
             continue
+        replayed += conversation.replayed
         ids, loss_mask = conversation.ids, conversation.loss_mask
         if len(ids) > config.max_length:
             overlong.append((len(ids), row.place))
@@ -84,6 +113,8 @@ def load_conversations(
         else:
             dropped += 1
     faults.close()
+    if replayed:
+        logger.warning(REPLAYED, key, replayed)
     outcome = f"truncated (data.truncation={config.truncation}), {dropped} dropped because no response token is left"
     outcome = "" if config.truncation == "error" or dropped == len(rows) else outcome
     fix = "raise data.max_length, or truncate them with data.truncation=left|right"
@@ -92,21 +123,32 @@ def load_conversations(
 
 
 def _tokenize_chats(
-    rows: Rows, chats: list[list[Message]], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
+    rows: Rows,
+    chats: list[list[Message]],
+    config: SFTDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    faults: Faults,
+    replay: Replay | None,
 ) -> Iterator[Conversation | None]:
     """Locate each response by rendering the conversation up to its beginning and up to its end."""
     turns = [[i for i, message in enumerate(chat) if message["role"] == "assistant"] for chat in chats]
     arguments = config.apply_chat_template_kwargs
     before = [chat[:i] for chat, places in zip(chats, turns, strict=True) for i in places]
     until = [chat[: i + 1] for chat, places in zip(chats, turns, strict=True) for i in places]
-    opened = render(tokenizer, before, arguments, add_generation_prompt=True)
-    closed = render(tokenizer, until, arguments, add_generation_prompt=False)
-    special = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
-    for row, places in zip(rows, turns, strict=True):
+    tools = [as_tools(row.values.get(config.tools_key)) or [] for row in rows]
+    of_turns = [own for own, places in zip(tools, turns, strict=True) for _ in places]
+    opened = render(tokenizer, before, arguments, add_generation_prompt=True, tools=of_turns)
+    closed = render(tokenizer, until, arguments, add_generation_prompt=False, tools=of_turns)
+    added = tokenizer.added_tokens_decoder.items()  # one can be white space, such as Gemma's line break
+    special = {tokenizer.eos_token_id, *(token for token, text in added if text.content.strip())}
+    for row, places, chat, own in zip(rows, turns, chats, tools, strict=True):
         starts, ends = list(islice(opened, len(places))), list(islice(closed, len(places)))
         error = next((item for item in starts + ends if isinstance(item, TemplateError)), None)
-        if error is not None or any(prefix != ends[-1][: len(prefix)] for prefix in starts + ends):
-            yield faults.add(row.place, f"the chat template rejects it: {error}" if error else BROKEN_PREFIX)
+        if error is not None:
+            yield faults.add(row.place, f"the chat template rejects it: {error}")
+            continue
+        if any(prefix != ends[-1][: len(prefix)] for prefix in starts + ends):
+            yield _replayed(replay, chat, own, row, faults)
             continue
         ids, loss_mask = ends[-1], [0] * len(ends[-1])
         for start, end in zip(starts, ends, strict=True):
@@ -119,9 +161,16 @@ def _tokenize_chats(
         yield Conversation(ids, loss_mask)
 
 
-def _tokenize_texts(
-    _: Rows, pairs: list[tuple[str, str]], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults
-) -> Iterator[Conversation]:
+def _replayed(
+    replay: Replay | None, chat: list[Message], tools: list[dict[str, Any]], row: Row, faults: Faults
+) -> Conversation | None:
+    try:
+        return Conversation(*replay(chat, tools), replayed=True) if replay else faults.add(row.place, BROKEN_PREFIX)
+    except ConfigError as error:
+        return faults.add(row.place, f"{BROKEN_PREFIX} ({error})")
+
+
+def _tokenize_texts(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Conversation]:
     """Without a chat template: the prompt as it is, the response, and the end-of-sequence token."""
     prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
     responses = encode(tokenizer, [response for _, response in pairs], add_special_tokens=False)
@@ -135,6 +184,9 @@ def _chat(row: Row, config: SFTDataConfig, faults: Faults) -> list[Message] | No
     values = row.values
     if fault := multimodal_fault(values, values.get(config.messages_key)):
         return faults.add(row.place, fault)
+    if as_tools(values.get(config.tools_key)) is None:
+        needed = f"data.tools_key={config.tools_key} must hold a list of schemas of tools ([{{...}}, ...])"
+        return faults.add(row.place, needed)
     if values.get(config.messages_key) is not None:
         chat = as_messages(values[config.messages_key])
         if chat is not None and chat[-1]["role"] == "assistant":
@@ -142,7 +194,7 @@ def _chat(row: Row, config: SFTDataConfig, faults: Faults) -> list[Message] | No
         needed = f"data.messages_key={config.messages_key} must hold chat messages ([{{role, content}}, ...]), "
         return faults.add(row.place, f"{needed}the last of them from the assistant")
     prompt, response = values.get(config.prompt_key), values.get(config.response_key)
-    chat = as_messages(as_chat(prompt))
+    chat = as_messages(prompt) or as_messages(as_chat(prompt))
     if chat and isinstance(response, str):
         return [*chat, {"role": "assistant", "content": response}]
     return faults.add(

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import tee
 from typing import Any
 
 from jinja2 import TemplateError
@@ -21,7 +22,17 @@ from hybridrl.config.custom_code import load_class, where
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
-from hybridrl.data.tokenizer import Message, TokenRows, as_chat, as_messages, encode, multimodal_fault, render, truncate
+from hybridrl.data.tokenizer import (
+    Message,
+    TokenRows,
+    as_chat,
+    as_messages,
+    as_tools,
+    encode,
+    multimodal_fault,
+    render,
+    truncate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +52,7 @@ TURNS = re.compile(r"<[|\uff5c]User[|\uff5c]>(.*)<[|\uff5c]Assistant[|\uff5c]>(?
 @dataclass(frozen=True)
 class Prompt:
     """`row` counts the rows of all files from 0; `messages` is the prompt of the row, which may be a plain text, and
-    `columns` are all of the row's, for environments."""
+    `columns` are all of the row's, for environments. `tools` are the schemas that the row shows to the model."""
 
     row: int
     ids: list[int]
@@ -50,6 +61,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     columns: dict[str, Any] = field(default_factory=dict, compare=False)
+    tools: list[dict[str, Any]] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True)
@@ -105,12 +117,13 @@ def load_prompts(
         rows = load_rows(files, faults, key=key, max_samples=max_samples, **selection)
     sources, environments = _check(rows, config, faults, key, str(tokenizer.chat_template or ""))
 
-    prompts = (prompt.messages for row in rows if isinstance(prompt := _parse(row, config), Prompt))
+    prompts = (prompt for row in rows if isinstance(prompt := _parse(row, config), Prompt))
     if tokenizer.chat_template:
+        chats, tools = (map(get, prompts) for get, prompts in zip((_chat, _tools), tee(prompts), strict=True))
         options = config.apply_chat_template_kwargs
-        tokenized = render(tokenizer, map(as_chat, prompts), options, add_generation_prompt=True)
+        tokenized = render(tokenizer, chats, options, add_generation_prompt=True, tools=tools)
     else:
-        tokenized = encode(tokenizer, prompts)
+        tokenized = encode(tokenizer, (str(prompt.messages) for prompt in prompts))
     kept, ids, overlong = [], TokenRows(), []
     for index, (row, tokens) in enumerate(with_progress(zip(rows, tokenized, strict=True), len(rows))):
         if isinstance(tokens, TemplateError):
@@ -134,6 +147,14 @@ def load_prompts(
     fix += "data.truncation=left|right|middle"
     report_overlong(overlong, len(rows), limit, key=key, outcome=outcome, fix=fix)
     return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments)
+
+
+def _chat(prompt: Prompt) -> list[Message]:
+    return as_chat(prompt.messages)
+
+
+def _tools(prompt: Prompt) -> list[dict[str, Any]]:
+    return prompt.tools
 
 
 class Prompts(list[Prompt]):
@@ -186,7 +207,7 @@ def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: s
     sources: set[str] = set()
     environments: set[str] = set()
     roles: Counter[str] = Counter()
-    chats = 0
+    chats = with_tools = as_text = 0
     for row in with_progress(rows, len(rows), "checking"):
         prompt = _parse(row, config)
         if isinstance(prompt, Prompt):
@@ -194,6 +215,8 @@ def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: s
             sources.add(prompt.data_source)
             environments.update(str(name) for column in ENVIRONMENTS if (name := row.values.get(column)))
             chats += not isinstance(prompt.messages, str)
+            with_tools += bool(prompt.tools)
+            as_text += not isinstance(prompt.messages, str) and isinstance(row.values.get(config.prompt_key), str)
             roles.update({message["role"] for message in as_chat(prompt.messages)})
         else:
             faults.add(row.place, "; ".join(prompt))
@@ -208,8 +231,10 @@ def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: s
             f"{key}: {chats} rows have chat messages, but the tokenizer has no chat template",
             fix="set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings",
         )
-    foreign = ", ".join(f"{count} in {name} format" for name, count in formats.items() if name != VERL)
-    logger.info("%s: %d rows%s", key, len(rows), f" ({foreign})" if foreign else "")
+    notes = [f"{count} in {name} format" for name, count in formats.items() if name != VERL]
+    notes += [f"{with_tools} with tools (data.tools_key={config.tools_key})"] if with_tools else []
+    notes += [f"{as_text} with chat messages as JSON text"] if as_text else []
+    logger.info("%s: %d rows%s", key, len(rows), f" ({', '.join(notes)})" if notes else "")
     return sources, environments
 
 
@@ -217,8 +242,11 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     """Return the row as a prompt without ids, or all faults of the row."""
     form, values = to_verl_format(row.values, config.reward_fn_key)
     prompt = values.get(config.prompt_key if form != AREAL else "prompt")
-    messages = prompt if isinstance(prompt, str) else as_messages(prompt)
+    messages = as_messages(prompt) or (prompt if isinstance(prompt, str) else None)
+    tools = as_tools(values.get(config.tools_key))
     faults = []
+    if tools is None:
+        faults.append(f"data.tools_key={config.tools_key} must hold a list of schemas of tools ([{{...}}, ...])")
     if not messages:
         key, names = config.prompt_key, row.values
         near = difflib.get_close_matches(key, names, n=1) or [name for name in PROMPT_NAMES if name in names]
@@ -245,7 +273,7 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
         return faults
     source = values.get(config.reward_fn_key)
     data_source = UNKNOWN_SOURCE if source is None else str(source)
-    return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, row.values)
+    return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, row.values, tools or [])
 
 
 def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[str, Any]]:

@@ -16,15 +16,13 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 from rich.progress import track
 
 from hybridrl.config.files import (
@@ -38,6 +36,7 @@ from hybridrl.config.files import (
 )
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
+from hybridrl.data.arrow import read_columns
 
 T = TypeVar("T")
 
@@ -48,7 +47,6 @@ MAX_FAULTS = 1000
 PROGRESS_BAR_ROWS = 20_000  # from this number of rows on, a progress bar is shown
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PLACE = re.compile(r"(.*?(?:line|row)) (\d+)$")
-BATCH = 1000  # rows of a columnar file converted to Python values at a time
 
 logger = logging.getLogger(__name__)
 
@@ -186,16 +184,8 @@ def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, Any]]:
         if ".json" in path.name.lower():
             yield from _read_json(path, faults)
         else:
-            with ExitStack() as stack:  # memory-mapped instead of read at once
-                if path.suffix.lower() == ".arrow":
-                    mapped = stack.enter_context(pyarrow.memory_map(str(path)))
-                    batches = stack.enter_context(pyarrow.ipc.open_stream(mapped))
-                else:
-                    file = stack.enter_context(pyarrow.parquet.ParquetFile(path, memory_map=True))
-                    batches = file.iter_batches(BATCH)
-                rows = (values for batch in batches for values in batch.to_pylist(maps_as_pydicts="strict"))
-                for number, values in enumerate(rows, 1):
-                    yield f"{path}, row {number}", values
+            for number, values in enumerate(read_columns(path), 1):
+                yield f"{path}, row {number}", values
     except ConfigError:  # a ValueError too, raised by too many faults
         raise
     except (pyarrow.ArrowException, OSError, EOFError, ValueError, RecursionError) as error:

@@ -1,9 +1,10 @@
 """The tokenizer: loading it, chat messages and texts -> token ids, and compact storage of these. Knows no rows."""
 
+import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat, starmap
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,46 @@ def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int
 
 
 def as_messages(value: Any) -> list[Message] | None:
-    """Return the value as chat messages without the null fields that parquet adds, or None if it is not a chat."""
+    """Return the value as chat messages, or None if it is not a chat: JSON text of messages is decoded, parts that are
+    all text become one text, and fields that are null are left out. A message with calls needs no content."""
     value = value.tolist() if isinstance(value, np.ndarray) else value
+    value = from_json(value) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         return None
-    for item in value:
-        if not isinstance(item, dict) or not item.get("role") or not isinstance(item.get("content"), str | list):
-            return None
-    return [{name: field for name, field in item.items() if field is not None} for item in value]
+    messages = list(map(_as_message, value))
+    return None if None in messages else messages
+
+
+def _as_message(item: Any) -> Message | None:
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str) or not item["role"]:
+        return None
+    content = "" if item.get("content") is None and item.get("tool_calls") else item.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            content = "".join(texts)
+    if not isinstance(content, str | list):
+        return None
+    return {name: field for name, field in (item | {"content": content}).items() if field is not None}
+
+
+def from_json(text: str) -> Any:
+    """Return the list that a text with JSON holds; None for any other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return the schemas of tools that a row has, also as JSON text; [] for none, None if it is something else."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if value is None or value == "":
+        return []
+    value = from_json(value) if isinstance(value, str) else value
+    return value if isinstance(value, list) and all(isinstance(tool, dict) and tool for tool in value) else None
 
 
 def as_chat(prompt: list[Message] | str) -> list[Message]:
@@ -118,15 +151,15 @@ def as_chat(prompt: list[Message] | str) -> list[Message]:
 def multimodal_fault(values: dict[str, Any], messages: Any) -> str:
     """Describe the content of a row that is not text, or return "" if there is none.
 
-    This is a non-empty column of images, videos or audios, or a message part of such a type. The characters "<image>"
-    alone are text, as in verl, which replaces them only if such a column is non-empty.
+    This is a non-empty column of images, videos or audios, or a message part of any other type than text. The
+    characters "<image>" alone are text, as in verl, which replaces them only if such a column is non-empty.
     """
     filled = {name: value for name in MEDIA if (value := values.get(name)) is not None}
     content = [f"the column {name}" for name, value in filled.items() if not hasattr(value, "__len__") or len(value)]
     contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
     parts = [part for parts in contents if isinstance(parts, list) for part in parts if isinstance(part, dict)]
-    kinds = sorted({str(part.get("type")) for part in parts})
-    content += [f"a part of type {kind}" for kind in kinds if any(name[:-1] in kind for name in MEDIA)]
+    kinds = sorted({str(part.get("type", "text")) for part in parts} - {"text"})
+    content += [f"a part of type {kind}" for kind in kinds]
     return f"more than text: {', '.join(content)}; leave such rows out: only text is supported" if content else ""
 
 
@@ -136,25 +169,28 @@ def render(
     arguments: dict[str, Any],
     *,
     add_generation_prompt: bool,
+    tools: Iterable[list[dict[str, Any]]] = (),
 ) -> Iterator[list[int] | TemplateError]:
-    """Yield the token ids of each conversation, or the template's error for it."""
+    """Yield the token ids of each conversation, or the template's error for it; `tools` are those of each."""
 
-    def apply(chats: Any) -> Any:
+    def apply(chats: Any, tools: list[dict[str, Any]]) -> Any:
         options = {"add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": False}
-        return tokenizer.apply_chat_template(chats, **options, **arguments)
+        return tokenizer.apply_chat_template(chats, tools=tools or None, **options, **arguments)
 
-    def apply_alone(chat: list[Message]) -> list[int] | TemplateError:
+    def apply_alone(chat: list[Message], tools: list[dict[str, Any]]) -> list[int] | TemplateError:
         try:
-            return apply(chat)
+            return apply(chat, tools)
         except TemplateError as error:
             return error
 
-    for chunk in _chunks(chats):
-        try:
-            rendered = apply(chunk)
-        except TemplateError:
-            rendered = map(apply_alone, chunk)
-        yield from rendered
+    for chunk in _chunks(zip(chats, chain(tools, repeat([])), strict=False)):
+        if not any(tools for _, tools in chunk):
+            try:
+                yield from apply([chat for chat, _ in chunk], [])
+                continue
+            except TemplateError:
+                pass
+        yield from starmap(apply_alone, chunk)
 
 
 def encode(

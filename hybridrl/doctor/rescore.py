@@ -23,7 +23,7 @@ from hybridrl.config.findings import Findings
 from hybridrl.data.rows import Faults, Rows, load_rows
 from hybridrl.doctor import directory_parser, show
 from hybridrl.doctor.replay import load_config
-from hybridrl.doctor.reward import reward_config, score_all
+from hybridrl.doctor.reward import reward_config, score_all, written
 from hybridrl.environments.episode import TRUNCATED
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.ppo import build_shaping
@@ -124,7 +124,8 @@ def _request(record: SampleRecord, rows: Rows | None) -> ScoringRequest:
     number, source = record.episode.get("row"), str(record.episode.get("data_source", ""))
     there = rows is not None and number is not None and number < len(rows)  # the data may have changed since
     extra: Any = rows[number].values.get("extra_info") if there else None
-    return ScoringRequest(source, record.response, record.truth, extra if isinstance(extra, dict) else {})
+    extra = (extra if isinstance(extra, dict) else {}) | written(record.episode)
+    return ScoringRequest(source, record.response, record.truth, extra)
 
 
 def _report_scores(rescored: Sequence[Rescored], log: Path, findings: Findings) -> None:

@@ -29,8 +29,9 @@ from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
-from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.rewards.score import WRITTEN, Score, ScoringRequest
 from hybridrl.runs.reward_trial import faults, try_reward
+from hybridrl.tracking.records import OWN_KEY
 
 KEY = "--rows"
 SHOWN = 5  # rows that differ
@@ -123,11 +124,22 @@ def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
         bad_rows.add(row.place, f"{missing}; the row has {', '.join(values)}")
         return None
     source, extra_info, score = values.get("data_source"), values.get("extra_info"), values.get("score")
+    episode = values.get(OWN_KEY)
+    extra = (extra_info if isinstance(extra_info, dict) else {}) | written(episode if isinstance(episode, dict) else {})
     return Stored(
         row.place.rpartition(", ")[2],  # without the file, which is the same for all
-        ScoringRequest(str(source or data_source), response, truth, extra_info if isinstance(extra_info, dict) else {}),
+        ScoringRequest(str(source or data_source), response, truth, extra),
         float(score) if isinstance(score, int | float) else None,
     )
+
+
+def written(episode: Mapping[str, Any]) -> dict[str, str]:
+    """Return for `extra_info` what the policy wrote in a conversation of a file of samples; empty for others."""
+    messages, turns = episode.get("messages"), episode.get("turns")
+    if not isinstance(messages, list) or not isinstance(turns, list) or not turns:
+        return {}
+    mine = [one for one in messages if isinstance(one, dict) and one.get("role") == "assistant"]
+    return {WRITTEN: "\n".join(str(one.get("content") or "") for one in mine[-len(turns) :])}
 
 
 def score_all(

@@ -51,8 +51,9 @@ class Evaluator:
 def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, float]:
     """Return mean@n, std@n, and bootstrap estimates of best@k, worst@k and maj@k, by data source and variable.
 
-    `val-core` holds the main variable (`acc` if the reward gives one, else `reward`) at the largest n; the rest is
-    `val-aux`. maj@k, the score of the most frequent prediction among k responses, needs the reward to give `pred`.
+    `val-core` holds the main variable (`acc` if the reward gives it for every response, else `reward`) at the largest
+    n, as in verl; the rest is `val-aux`. maj@k, the score of the most frequent prediction among k responses, needs the
+    reward to give `pred`. A number that only some responses have has its mean over those, and nothing else.
     """
     metrics: dict[str, float] = {}
     sources: dict[str, list[list[Episode]]] = defaultdict(list)
@@ -60,22 +61,28 @@ def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, floa
         sources[samples[start].prompt.data_source].append(list(samples[start : start + count]))
     for source, groups in sources.items():
         tables = _variables(groups)
-        core = "acc" if "acc" in tables else "reward"
+        core = "acc" if "acc" in tables and not np.isnan(tables["acc"]).any() else "reward"
         for variable, values in tables.items():
+            if np.isnan(values).any():
+                metrics[f"val-aux/{source}/{variable}/mean@{count}"] = float(np.nanmean(values))
+                continue
             for name, value in _table_metrics(values, _predictions(groups), count).items():
                 largest = name.split("@")[1].split("/")[0] == str(count)
-                main = variable == core and largest and not name.startswith(("std", "worst")) and "/std" not in name
+                main = variable == core and largest and not name.startswith(("std", "worst"))
                 metrics[f"{'val-core' if main else 'val-aux'}/{source}/{variable}/{name}"] = value
     return metrics
 
 
 def _variables(groups: list[list[Episode]]) -> dict[str, np.ndarray]:
-    """Return each numeric value of the scores as a table [prompts, samples]."""
+    """Return each numeric value of the scores as a table [prompts, samples]; NaN where a response has no such number,
+    and 0 where the grader failed. `reward` is the score, also if the reward gives another number of that name, which is
+    left to training's metrics and the samples."""
     tables = {"reward": np.array([[s.score.value or 0.0 for s in group] for group in groups])}
-    names = sorted({name for group in groups for s in group for name in s.score.extras} - {"score"})
+    names = sorted({name for group in groups for s in group for name in s.score.extras} - {"score", *tables})
     for name in names:
-        column = [[s.score.extras.get(name, 0.0) for s in group] for group in groups]
-        if all(isinstance(value, bool | int | float) for row in column for value in row):
+        column = [[0.0 if s.score.fault else s.score.extras.get(name) for s in group] for group in groups]
+        values = [value for row in column for value in row if value is not None]
+        if values and all(isinstance(value, bool | int | float) for value in values):
             tables[name] = np.array(column, dtype=float)
     return tables
 

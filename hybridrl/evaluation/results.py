@@ -15,6 +15,7 @@ from hybridrl.config import ConfigError
 from hybridrl.evaluation import statistics
 from hybridrl.evaluation.plan import Question
 from hybridrl.evaluation.samples import Sample, by_dataset, read_samples
+from hybridrl.tracking.records import json_text
 
 RESULTS, QUESTIONS, SAMPLES, TABLE = "results.json", "questions.jsonl", "samples.jsonl", "table.md"
 RESPONSES = "responses.parquet"  # as verl's generation writes it
@@ -142,11 +143,9 @@ def write_results(
     groups = by_dataset(samples)
     datasets = {name: dataset_results(some, ks, all_greedy=all_greedy) for name, some in groups.items()}
     results = facts | {"datasets": datasets}
-    lines = [
-        json.dumps(_question(name, one), ensure_ascii=False) for name, some in groups.items() for one in group(some)
-    ]
+    lines = [json_text(_question(name, one)) for name, some in groups.items() for one in group(some)]
     publish_text(directory / QUESTIONS, "\n".join(lines) + "\n")
-    publish_text(directory / RESULTS, json.dumps(results, indent=1, ensure_ascii=False, default=str))
+    publish_text(directory / RESULTS, json_text(results, indent=1))
     return results
 
 
@@ -229,7 +228,7 @@ def add_to_results(directory: Path, facts: dict[str, Any]) -> None:
     """Add to the results that a directory has."""
     file = directory / RESULTS
     results = json.loads(file.read_text(encoding="utf-8")) | facts
-    publish_text(file, json.dumps(results, indent=1, ensure_ascii=False, default=str))
+    publish_text(file, json_text(results, indent=1))
 
 
 def _question(dataset: str, one: Answers) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Self
 from hybridrl.config import ConfigError
 from hybridrl.environments.episode import TRUNCATED
 from hybridrl.tracking.console import info, warn
+from hybridrl.tracking.records import json_text
 
 GREEDY = -1  # the number of the greedy sample
 
@@ -138,7 +139,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def _line(sample: Sample) -> bytes:
-    return json.dumps(asdict(sample), ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
+    return json_text(asdict(sample)).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _read(path: Path) -> tuple[dict[str, Sample], int]:

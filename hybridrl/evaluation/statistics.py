@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from statistics import NormalDist
 
 import numpy as np
@@ -24,6 +24,7 @@ CORRECT = 0.5  # a sample with more than this counts as right
 FEW = 5  # right or wrong questions, or such with samples that differ, below which the normal approximation is none
 DRAWS = 10_000  # of a bootstrap and of a permutation
 MAJORITY_DRAWS = 1000  # of k samples of a question
+MOST_SUBSETS = 5000  # of k samples of a question, which are all counted
 EXACT_QUESTIONS = 13  # up to which all 2^Q sign flips are tried
 EXACT_FREEDOM = 200  # up to which the t distribution is summed exactly
 MOST_FREEDOM = 1_000_000  # from here on the t distribution is the normal one
@@ -208,15 +209,15 @@ def majority_at(
     values: np.ndarray, predictions: Sequence[str], k: int, random: np.random.Generator | None = None
 ) -> float:
     """Return the probability that the most frequent prediction among k of a question's samples, drawn without
-    replacement, is right; ties count by the share of right ones among them. An empty prediction is no vote. Exact for
-    k = n and k = 1, else from draws."""
+    replacement, is right; ties count by the share of right ones among them. An empty prediction is no vote. Exact where
+    there are at most MOST_SUBSETS sets of k samples, else from draws."""
     words, group = np.unique([normalised(text) for text in predictions], return_inverse=True)
     right = np.array([(values[group == index] > CORRECT).mean() for index in range(len(words))])
     voting = words != ""
     if k == 1:
         return float(np.where(voting, right, 0)[group].mean())
-    if k == len(values):
-        drawn = group[None, :]
+    if math.comb(len(values), k) <= MOST_SUBSETS:
+        drawn = group[np.array(list(combinations(range(len(values)), k)))]
     else:
         random = np.random.default_rng(0) if random is None else random
         drawn = group[random.random((MAJORITY_DRAWS, len(values))).argsort(axis=1)[:, :k]]

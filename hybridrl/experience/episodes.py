@@ -24,7 +24,7 @@ from hybridrl.environments.worker import EpisodeSpec
 from hybridrl.experience.spool import ResponseStore
 from hybridrl.required import required
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Score, ScoringRequest, Shaping
+from hybridrl.rewards.score import WRITTEN_IDS, Score, ScoringRequest, Shaping
 from hybridrl.rollout import Completion, Request, RequestFault, RolloutClient, Sampling, request_seed
 from hybridrl.tracking.sink import Activity
 
@@ -381,17 +381,17 @@ def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:
     if trajectory.text is None:  # a single response, which is decoded where it is scored
         return ScoringRequest(source, None, truth, extra, trajectory.turns[0].sampled)
     turns = trajectory.turns
-    rewards = [call.reward for turn in turns for call in turn.calls if call.reward is not None]
+    last = max(index for index, turn in enumerate(turns) if turn.fresh or not index)
     conversation = {
+        WRITTEN_IDS: [turn.sampled.tolist() for turn in turns[last:]],
         "num_turns": len(turns),
         "turn_scores": [turn.reward for turn in turns if turn.reward is not None],
-        "tool_rewards": rewards,
+        "tool_rewards": [call.reward for turn in turns for call in turn.calls if call.reward is not None],
         "messages": list(trajectory.messages),
         "episode_metrics": dict(trajectory.metrics),
         "stop": trajectory.stop,
     }
-    ids = trajectory.rows()[-1].response_ids
-    return ScoringRequest(source, trajectory.text, truth, extra | conversation, ids)
+    return ScoringRequest(source, trajectory.text, truth, extra | conversation, trajectory.rows()[-1].response_ids)
 
 
 def _resolved(score: Score) -> Future[Score]:

@@ -14,9 +14,10 @@ from hybridrl.experience.episodes import Episode
 from hybridrl.required import required
 from hybridrl.tracking import SampleRow, Tracker
 from hybridrl.tracking.console import console, sample_table, warn
-from hybridrl.tracking.records import OWN_KEY, record_files, write_records
+from hybridrl.tracking.records import OWN_KEY, VERL_KEYS, record_files, write_records
 
 EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are retained
+TAKEN = {*VERL_KEYS, OWN_KEY} - {"score"}  # what every sample has itself
 WEIGHT_DIGITS = 4  # of importance weights, after the point: float32 log-probs of engine and trainer differ by 1e-5
 TOKEN_VALUES = {  # in a record, by name of the field of a batch
     "log_probs": "rollout_log_probs",
@@ -52,6 +53,7 @@ class SampleLog:
         self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
         self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
         self.most = most
+        self.named = False
 
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
         """Write the samples of a step with what `batch`, the rows that it trained on, says of them."""
@@ -84,11 +86,20 @@ class SampleLog:
     def _write(self, directory: Path, step: int, episodes: Sequence[Episode], trained: "Trained | None" = None) -> None:
         path = directory / f"{step}.jsonl"
         try:
+            self._name_taken(episodes)
             write_records(path, (sample_record(step, episode, trained) for episode in episodes))
             if self.most is not None:
                 delete_oldest(directory, self.most)
         except OSError as error:  # a full disk does not end the run
             warn(f"{path} could not be written: {error.strerror or error}; training continues", "samples-lost")
+
+    def _name_taken(self, episodes: Sequence[Episode]) -> None:
+        """Warn once of keys of the reward that samples have under another name."""
+        taken = sorted({name for one in episodes for name in one.score.extras if name in TAKEN})
+        if taken and not self.named:
+            self.named = True
+            names = ", ".join(f"{name} as {_free(name)}" for name in taken)
+            warn(f"the reward returns keys that every sample has itself; samples have {names}", "reward-keys")
 
     def delete_after(self, step: int) -> None:
         """Delete the samples of later steps, which a run that resumes after this one samples again."""
@@ -186,9 +197,14 @@ def sample_record(step: int, episode: Episode, trained: Trained | None = None) -
         "gts": prompt.ground_truth,
         "score": score.value,
         "step": step,
-        **{name: value for name, value in score.extras.items() if name != "score"},
+        **{_free(name): value for name, value in score.extras.items() if name != "score"},
         OWN_KEY: known | transcript(trajectory),
     }
+
+
+def _free(name: str) -> str:
+    """Return the key under which a sample has a value of its reward: the sample's own keys stay its own."""
+    return f"reward/{name}" if name in TAKEN else name
 
 
 def replays(directory: Path) -> list[Path]:

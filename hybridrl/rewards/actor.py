@@ -24,7 +24,7 @@ from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.rewards.load import processes, seconds_between_calls
 from hybridrl.rewards.pool import Scorer, ScorerPool
 from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScorerDied, ScoringProcess
-from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.rewards.score import WRITTEN, WRITTEN_IDS, Score, ScoringRequest
 from hybridrl.runtime.guard import begin_actor
 
 _RESTARTS = 3  # of an actor that dies; Ray repeats the calls that were in progress
@@ -104,9 +104,15 @@ class DecodingScorer:
             text = one.solution if texts[-1] is None else texts[-1]
             ids = one.response_ids if self._takes_tokens else None
             ids = None if ids is None else np.asarray(ids).tolist()
-            ready.append(ScoringRequest(one.data_source, text, one.ground_truth, one.extra_info, ids))
+            ready.append(ScoringRequest(one.data_source, text, one.ground_truth, self._decoded(one.extra_info), ids))
         for text, score in zip(texts, self._scorer.score(ready), strict=True):
             yield score if text is None else replace(score, text=text)
+
+    def _decoded(self, extra_info: dict[str, Any]) -> dict[str, Any]:
+        if WRITTEN_IDS not in extra_info:
+            return extra_info
+        texts = self._tokenizer.batch_decode(extra_info[WRITTEN_IDS], skip_special_tokens=True)
+        return {name: value for name, value in extra_info.items() if name != WRITTEN_IDS} | {WRITTEN: "\n".join(texts)}
 
 
 class ScoringActor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.rewards.score import WRITTEN
 
 # The function of each scorer; its file is imported when rows need it, since one of them imports sympy.
 _FUNCTIONS = {
@@ -41,12 +42,14 @@ _TRIAL_TRUTH = {"code": "pass"}
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> Any:
-    """Score by the scorer of `data_source`, with those options that it takes; ConfigError if there is none."""
+    """Score by the scorer of `data_source`, with those options that it takes; ConfigError if there is none. Of a
+    conversation only what the policy wrote is scored: a tool may have said the truth."""
     name = scorer_of(data_source)
     if name is None:
         check_data_sources([data_source])
     scorer, taken = _load(name)
-    return scorer(solution_str, ground_truth, **{name: value for name, value in options.items() if name in taken})
+    text = (extra_info or {}).get(WRITTEN, solution_str)
+    return scorer(text, ground_truth, **{name: value for name, value in options.items() if name in taken})
 
 
 def cpu_limited_score(

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e18  # of a score: estimators and losses square it in float32
+# In `extra_info` of a conversation: what the policy itself wrote, a turn per line, without what it read; and until it
+# is decoded, the token ids of each turn.
+WRITTEN, WRITTEN_IDS = "written", "written_ids"
 NO_ANSWER = (None, "", "[INVALID]")  # what reward functions return as `pred`; the last one is verl's
 
 
@@ -157,6 +160,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [plain(item) for item in value]
+    if hasattr(value, "tolist") and isinstance(items := value.tolist(), list) and len(items) > 1:
+        return plain(items)  # an array or tensor
     number = as_number(value)
     return None if value is None else str(value) if number is None else number
 

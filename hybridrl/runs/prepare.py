@@ -18,10 +18,11 @@ from hybridrl.config.custom_code import check_syntax, import_libraries, publish_
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
-from hybridrl.data.conversations import ConversationDataset, load_conversations
+from hybridrl.data.conversations import ConversationDataset, Replay, load_conversations
 from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.tokenizer import end_tokens, load_tokenizer
+from hybridrl.environments.dialogue import Dialogue
 from hybridrl.health.custom import custom_rules
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
@@ -202,13 +203,22 @@ def load_sft_inputs(
     reject_hub_model(model, "model.path")
     if model.lora_rank:
         info(check_adapter(model, "model"))
-    load = partial(load_conversations, config=data, tokenizer=tokenizer)
+    load = partial(load_conversations, config=data, tokenizer=tokenizer, replay=_replay(config, tokenizer))
     limit, shuffle = data.train_max_samples, data.shuffle
     training, validation = load(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files"), None
     if data.val_files:
         validation = load(data.val_files, max_samples=data.val_max_samples, shuffle=False, key="data.val_files")
     reject_unknown_tokens(model, "model.path", training, validation)
     return tokenizer, training, validation
+
+
+def _replay(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Replay | None:
+    """Return what renders a conversation turn by turn, if the chat template can."""
+    try:
+        ends, arguments = end_tokens(config.model.path, tokenizer), config.data.apply_chat_template_kwargs
+        return Dialogue(tokenizer, ends, arguments=arguments).replay if tokenizer.chat_template else None
+    except ConfigError:
+        return None
 
 
 def reject_hub_model(model: ModelConfig, key: str) -> None:

@@ -179,4 +179,20 @@ def _text(value: Any) -> str:
 
 def _line(record: dict[str, Any]) -> str:
     """Return a record as one line; half a character, as a model can write, as its escape code."""
-    return json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode()
+    return json_text(record).encode("utf-8", "backslashreplace").decode()
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON that every parser reads: null for NaN and infinity, which JSON lacks."""
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(_finite(key)): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -8,6 +8,7 @@ from transformers import Qwen2Tokenizer
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import SFTDataConfig
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
+from hybridrl.environments.dialogue import Dialogue
 
 Write = Callable[..., str]
 
@@ -146,3 +147,43 @@ def test_a_truncated_conversation_keeps_its_mask_and_is_dropped_without_response
     assert right.ids.lengths.tolist() == [3]
     assert "2 of 2 rows are longer than data.max_length=3" in caplog.text
     assert "1 dropped because no response token is left" in caplog.text
+
+
+# Writes an empty thought into the last response only, as templates of reasoning models do.
+THOUGHT_IN_THE_LAST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_turns_that_the_template_renders_differently_are_trained_as_they_are_sampled(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer.chat_template = THOUGHT_IN_THE_LAST
+    replay = Dialogue(tokenizer, [tokenizer.eos_token_id]).replay
+    file = write(chat("q1", "one", "q2", "two"), chat("q", "single"))
+    options = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
+    two, single = load_conversations([file], sft_config, tokenizer, **options, replay=replay)
+    assert trained_text(two, tokenizer) == "<think></think>one<|im_end|><think></think>two<|im_end|>"
+    assert trained_text(single, tokenizer) == "<think></think>single<|im_end|>"
+    assert "differently" not in tokenizer.decode(two.ids) and "of 1 conversations differently" in caplog.text
+    assert "line 1: the chat template renders the beginning" in rejection(file, sft_config, tokenizer)
+
+
+def test_the_line_break_after_a_turn_is_not_trained_on_where_it_is_a_token_of_its_own(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    tokenizer.add_tokens(["\n"])  # as Gemma's tokenizers have it
+    (conversation,) = load(write(chat("q1", "one", "q2", "two")), sft_config, tokenizer)
+    assert trained_text(conversation, tokenizer) == "one<|im_end|>two<|im_end|>"
+
+
+def test_the_tools_of_a_row_are_in_its_conversation(
+    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }};{% endfor %}" + tokenizer.chat_template
+    file = write(chat("a", "b") | {"tools": [{"name": "add"}]}, chat("a", "b"))
+    with_tools, without = load(file, sft_config, tokenizer)
+    assert tokenizer.decode(with_tools.ids) == "add;" + tokenizer.decode(without.ids)
+    assert trained_text(with_tools, tokenizer) == trained_text(without, tokenizer) == "b<|im_end|>"

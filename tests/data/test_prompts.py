@@ -1,3 +1,4 @@
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -274,3 +275,76 @@ def test_a_template_without_a_system_role_is_rejected_with_a_fix(
     tokenizer.chat_template = rule + "{% for m in messages %}{{ m.content }}{% endfor %}"
     text = rejection(write(row([{"role": "system", "content": "Be brief."}, *user("2+2?")])), config, tokenizer)
     assert "System role not supported; put the system message into the user's, or set" in text
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        '[{"role": "user", "content": "2+2?"}]',
+        [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}],
+        [{"role": "user", "content": "2+2?", "name": None}],
+    ],
+    ids=["JSON text", "parts of text", "null fields"],
+)
+def test_messages_in_another_form_are_the_same_prompt(
+    prompt: Any, write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (plain,) = load(write(row(user("2+2?"))), config, tokenizer)
+    caplog.clear()
+    (other,) = load(write(row(prompt)), config, tokenizer)
+    assert (other.ids, other.messages) == (plain.ids, plain.messages)
+    assert ("1 with chat messages as JSON text" in caplog.text) == isinstance(prompt, str)
+
+
+def test_a_text_that_is_json_but_no_chat_stays_a_text(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    (prompt,) = load(write(row("[1, 2, 3]")), config, tokenizer)
+    assert prompt.messages == "[1, 2, 3]"
+
+
+def test_a_message_with_calls_needs_no_content(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    earlier = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    (prompt,) = load(write(row([*user("2+2?"), earlier, *user("so?")])), config, tokenizer)
+    assert prompt.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    fault = rejection(write(row([{"role": "user", "content": None}])), config, tokenizer)
+    assert "data.prompt_key=prompt must hold chat messages" in fault
+
+
+def test_a_part_that_is_not_text_is_named(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    parts = [{"type": "input_audio", "input_audio": {}}, {"type": "text", "text": "what?"}]
+    message = rejection(write(row([{"role": "user", "content": parts}])), config, tokenizer)
+    assert "line 1: more than text: a part of type input_audio" in message
+
+
+@pytest.mark.parametrize("form", [lambda tools: tools, json.dumps], ids=["list", "JSON text"])
+def test_the_tools_of_a_row_reach_the_template(
+    form: Callable[[Any], Any],
+    write: Write,
+    config: DataConfig,
+    tokenizer: Qwen2Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "function": {"name": "sub"}}]
+    file = write(row(user("a"), tools=form(tools)), row(user("b")), row(user("c"), schemas=form(tools[:1])))
+    texts = [tokenizer.decode(prompt.ids) for prompt in load(file, config, tokenizer)]
+    assert texts == ["add;sub;a", "b", "c"]
+    assert "1 with tools (data.tools_key=tools)" in caplog.text
+    texts = [tokenizer.decode(prompt.ids) for prompt in load(file, replace(config, tools_key="schemas"), tokenizer)]
+    assert texts == ["a", "b", "add;c"]
+
+
+def test_tools_that_are_no_list_of_schemas_are_bad_rows(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    for tools in ("weather", {"type": "function"}, ["weather"]):
+        message = rejection(write(row(user("a"), tools=tools)), config, tokenizer)
+        assert "line 1: data.tools_key=tools must hold a list of schemas of tools" in message

@@ -57,6 +57,18 @@ def test_changed_scores_and_turned_advantages_are_reported(run, capsys):
     assert found["sample"][0] == "step 1, row 0, sample 0: 0 -> 1; ground truth 4; response ends '4'"
 
 
+def test_a_conversation_is_scored_by_what_the_policy_wrote(run, capsys, monkeypatch):
+    file = run / "rollouts" / "1.jsonl"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "#### 5"}]
+    messages += [{"role": "user", "content": "it is #### 4"}, {"role": "assistant", "content": "ok"}]
+    read = record(1, 0, 0, 0.0, "#### 5 it is #### 4 ok")
+    read["episode"] |= {"messages": messages, "turns": [{}, {}], "data_source": "openai/gsm8k"}
+    file.write_text(json.dumps(read) + "\n")
+    (run.parent / "own.py").write_text("def own(extra_info): return float(extra_info['written'] == '#### 5\\nok')")
+    assert main(["rescore", str(run), "--reward", f"{run.parent}/own.py:own", "--json", "--steps", "1"]) == 0
+    assert "step 1: mean reward 0.000 -> 1.000, 1 changed" in capsys.readouterr().out
+
+
 def test_only_the_steps_that_are_named_are_scored(run, capsys):
     assert causes(capsys, run, "--steps", "2")[1]["changed"] == ["1 of 2 samples have another score"]
     status, found = causes(capsys, run, "--steps", "2,9")

@@ -55,7 +55,7 @@ def test_the_mean_at_the_largest_number_is_core_and_the_rest_auxiliary():
     estimates = {
         f"{name}@{size}/{part}" for name in ("best", "worst", "maj") for size in (2, 3) for part in ("mean", "std")
     }
-    core = {"mean@3", "best@3/mean", "maj@3/mean"}
+    core = {"mean@3"} | {f"{name}@3/{part}" for name in ("best", "maj") for part in ("mean", "std")}  # verl's rule
     every = estimates | {"mean@3", "std@3"}
     assert {name for name in metrics if name.startswith("val-core/")} == {f"val-core/maths/acc/{name}" for name in core}
     assert {name for name in metrics if name.startswith("val-aux/")} == (
@@ -122,6 +122,25 @@ def test_best_worst_and_majority_are_near_their_exact_values(size):
 def test_the_same_samples_give_the_same_estimates():
     samples = episodes([scored(float(n % 3), pred=n % 2) for n in range(8)])
     assert validation_metrics(samples, 8) == validation_metrics(samples, 8)
+
+
+def test_a_number_named_reward_does_not_replace_the_score():
+    metrics = validation_metrics(episodes([scored(0.0, reward=7.0)], [scored(1.0, reward=7.0)]), 1)
+    assert metrics == {"val-core/maths/reward/mean@1": 0.5}
+
+
+def test_a_number_that_some_responses_lack_has_its_mean_over_the_others():
+    samples = episodes([scored(1.0, format=1.0, some=None), scored(0.0, some=3)], [scored(0.0, some=1), FAULT])
+    metrics = validation_metrics(samples, 2)
+    assert metrics["val-aux/maths/format/mean@2"] == 0.5  # 1 of one response, 0 of the fault
+    assert metrics["val-aux/maths/some/mean@2"] == pytest.approx((3 + 1 + 0) / 3)
+    assert not any(name.startswith("val-aux/maths/format/best") for name in metrics)
+    assert metrics["val-core/maths/reward/mean@2"] == 0.25
+
+
+def test_acc_is_the_main_value_only_if_every_response_has_it():
+    samples = episodes([scored(1.0, acc=1.0)], [scored(0.0)])
+    assert validation_metrics(samples, 1) == {"val-core/maths/reward/mean@1": 0.5, "val-aux/maths/acc/mean@1": 1.0}
 
 
 def test_text_is_not_a_variable():

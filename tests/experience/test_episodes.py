@@ -223,6 +223,12 @@ def test_the_reward_function_reads_the_whole_conversation():
     assert (extra["episode_metrics"], extra["stop"]) == ({"won": 1.0}, "completed")
 
 
+def test_what_the_policy_wrote_in_the_last_row_is_apart_from_what_it_read():
+    turns = [turn([1, 2], [7, 8]), replace(turn([3], [9]), fresh=True), turn([4, 5], [6])]
+    _, scorers = score(Trajectory(turns, text="what it wrote and read"))
+    assert scorers.asked[0].extra_info["written_ids"] == [[9], [6]]
+
+
 def test_a_fault_of_the_environment_excludes_the_episode():
     scored, scorers = score(Trajectory([], "fault", text="", fault="died", detail="its process died"))
     assert (scored.score.value, scored.score.fault, scorers.asked) == (None, "died", [])

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hybridrl.experience.sample_log import SampleLog, read_batch, replays, sampl
 from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.tracking import SampleRow
+from hybridrl.tracking.records import read_records
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 
@@ -169,6 +171,34 @@ def test_a_full_disk_costs_the_samples_of_a_step_and_does_not_end_the_run(tracke
     (warning,) = capsys.readouterr().out.splitlines()
     cause = f"{tmp_path}/3.jsonl could not be written: No space left on device"
     assert warning == f"warning: {cause}; training continues [samples-lost]"
+
+
+def test_keys_of_the_reward_replace_none_of_the_samples_own_and_it_is_said_once(tracker, tmp_path, capsys):
+    extras = {"score": 1.0, "output": "MINE", "input": 5, "gts": "other", "step": 99, "episode": 3, "acc": True}
+    episode = replace(RIGHT, score=Score(1.0, extras))
+    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=Path(), shown=0)
+    log.validation_samples(3, [episode])
+    log.validation_samples(4, [episode])
+    (row,), (own,) = rows_of(tmp_path / "3.jsonl"), read_records(tmp_path / "3.jsonl")
+    assert (own.response, own.truth, own.step) == (episode.text, episode.prompt.ground_truth, 3)
+    assert {name: row[f"reward/{name}"] for name in ("output", "input", "gts", "step", "episode")} == {
+        name: extras[name] for name in ("output", "input", "gts", "step", "episode")
+    }
+    assert row["acc"] is True and isinstance(row["episode"], dict)
+    (warning,) = capsys.readouterr().out.splitlines()
+    assert "gts as reward/gts" in warning and warning.endswith("[reward-keys]")
+
+
+def test_numbers_that_json_lacks_are_null_in_samples(tracker, tmp_path):
+    extras = {"score": 1.0, "nan": math.nan, "nested": [{"a": math.inf}, -math.inf, 2.5]}
+    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=Path(), shown=0)
+    log.validation_samples(3, [replace(RIGHT, score=Score(1.0, extras))])
+
+    def none(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    row = json.loads((tmp_path / "3.jsonl").read_text(), parse_constant=none)
+    assert row["nan"] is None and row["nested"] == [{"a": None}, None, 2.5]
 
 
 def test_without_directories_nothing_is_deleted(tracker, tmp_path, monkeypatch):

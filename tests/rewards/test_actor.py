@@ -23,6 +23,10 @@ import os
 def compute_score(solution_str, ground_truth, response_ids=None):
     return {"score": float(ground_truth), "text": solution_str, "ids": response_ids, "home": os.environ.get("MY_KEY")}
 """
+WRITTEN = """
+def compute_score(extra_info):
+    return {"score": 1.0, "found": str({name: extra_info[name] for name in ("index", "written")})}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,14 @@ def test_a_decoding_scorer_returns_the_text_with_the_score(reward_config, tokeni
     first, second = scorer.score([*encoded("four"), ScoringRequest("test", "as text", "1", {})])
     assert (first.text, first.extras["text"], first.extras["ids"]) == ("four", "four", [4.0, 0.0])
     assert (second.text, second.extras["text"], second.extras["ids"]) == (None, "as text", None)
+
+
+def test_what_the_policy_wrote_is_decoded_a_turn_per_line(reward_config, tokenizer_path):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_path)
+    scorer = DecodingScorer(CallerScorer(reward_config(WRITTEN), ()), tokenizer)
+    turns = [[WORDS.index(text), 0] for text in ("four", "fine")]
+    (score,) = scorer.score([ScoringRequest("test", "all", "1", {"written_ids": turns, "index": 3})])
+    assert score.extras["found"] == "{'index': 3, 'written': 'four\\nfine'}"
 
 
 def test_scoring_in_the_caller_needs_no_actor(reward_config, tokenizer_path, tmp_path):

@@ -3,6 +3,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 
 from hybridrl.rewards.score import Score, ScoringRequest, score_request, to_score
 
@@ -27,6 +28,13 @@ ANSWER = ScoringRequest("gsm8k", "#### 42", "42", {})
 )
 def test_a_number_is_the_score_and_is_recorded_as_acc(returned, value):
     assert to_score(returned) == Score(value, {"acc": value})
+
+
+def test_arrays_and_tensors_of_several_numbers_become_lists():
+    values = {"array": np.array([[0.5, 1.0], [2.0, 3.0]]), "long": np.arange(2000), "tensor": torch.tensor([1.5, 2.5])}
+    extras = to_score({"score": 1.0, **values}).extras
+    assert extras["array"] == [[0.5, 1.0], [2.0, 3.0]] and extras["tensor"] == [1.5, 2.5]
+    assert extras["long"] == list(range(2000))
 
 
 def test_all_keys_of_a_dict_are_kept_and_made_plain():

@@ -64,7 +64,10 @@ def test_no_entry_is_of_a_metric_that_is_never_logged() -> None:
     [
         ("actor/entropy", "actor/entropy"),
         ("critic/score/max", "critic/score/{mean,max,min}"),
-        ("val-core/gsm8k/main/acc/mean@8", "val-core/<data source>/{acc,reward}/{mean@<n>,best@<n>/mean,maj@<n>/mean}"),
+        (
+            "val-core/gsm8k/main/acc/mean@8",
+            "val-core/<data source>/{acc,reward}/{mean@<n>,best@<n>/{mean,std},maj@<n>/{mean,std}}",
+        ),
         ("val-aux/gsm8k/acc/worst@4/std", "val-aux/<data source>/<variable>/{mean,std,best,worst,maj}@<n>"),
         ("val-aux/reward/faults", "val-aux/reward/faults"),
         ("reward/faults/raised:KeyError", "reward/faults/<kind>"),

@@ -49,7 +49,7 @@ def same_output(printed: str, expected: str) -> bool:
         if word == wanted:
             return True
         try:
-            return "." in word + wanted and math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+            return "." in word + wanted and _close(float(word), float(wanted))
         except ValueError:
             return False
 
@@ -57,9 +57,18 @@ def same_output(printed: str, expected: str) -> bool:
     return len(words) == len(wanted) and all(map(same, words, wanted))
 
 
+def _close(one: float, other: float) -> bool:
+    try:
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    except OverflowError:  # an integer beyond all floats
+        return one == other
+
+
 def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
-    """Return whether the program passes, test by test."""
+    """Return whether the program passes, test by test; no program passes none, also where nothing is to be printed."""
     tests = _as_tests(ground_truth)
+    if not program.strip():
+        return [False]
     if "asserts" in tests:
         return [output is not None for output in run(program, tests["asserts"], limits, "asserts")]
     inputs, outputs = tests["inputs"], tests["outputs"]
@@ -109,10 +118,21 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def same_value(returned: str, expected: Any) -> bool:
-    """Whether a returned value, as JSON, is the expected one, given as a value or as JSON."""
+    """Whether a returned value, as JSON, is the expected one, given as a value or as JSON; numbers with a fraction may
+    differ by one millionth, as printed ones may."""
     value, wanted = _from_json(returned), _from_json(expected) if isinstance(expected, str) else expected
     # APPS wraps the expected value in a list.
-    return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
+    return _same(value, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _same(value, wanted[0]))
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(_same, value, wanted))
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        return value.keys() == wanted.keys() and all(_same(value[key], wanted[key]) for key in wanted)
+    if isinstance(value, int | float) and isinstance(wanted, int | float) and float in (type(value), type(wanted)):
+        return _close(value, wanted)
+    return bool(value == wanted)
 
 
 def _from_json(text: str) -> Any:

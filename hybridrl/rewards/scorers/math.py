@@ -13,6 +13,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from hybridrl.config import ConfigError
 from hybridrl.rewards.scorers.texts import last_answer_line, last_boxed
+from hybridrl.rewards.scorers.values import has_other_number, same_number, same_where_real
 
 # math-verify warns that no time limit is set.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -41,6 +42,9 @@ _DELIMITED = re.compile(r"(?<!\\)(?:\$\$(.*?)\$\$|\$([^\n]+?)(?<!\\)\$|\\\((.*?)
 # 42; .5; 1,234.5; (3/4)*2^10; [1, 2); 5 million
 _NUMBERS = re.compile(rf"(?<![A-Za-z0-9.])[-+(\[]*\.?[0-9][-+*/^()\[\]. 0-9,]*(?:(?:{'|'.join(_POWERS)})\b)?")
 _STATED = re.compile(r".*(?:\b(?:is|are|get|be)\b|[:=])\s*")
+# 6.1e31, where e is no factor; and a constant that is written upright, which the grammar takes for a name.
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,4})(?![A-Za-z0-9.^_{])")
+_UPRIGHT = re.compile(r"\\(?:mathrm|text|operatorname)\s*\{\s*([ei])\s*\}")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _LATEX = [LatexExtractionConfig()]
 
@@ -96,8 +100,11 @@ def is_equal(result: str, truth: str) -> bool:
         return int(result) == int(truth)
     if notations_differ(_EQUALS.split(result)[-1], _EQUALS.split(truth)[-1]):
         return False
-    if verify(_truth(truth), _boxed(result), timeout_seconds=None):
-        return True
+    wanted, given = _truth(truth), _boxed(result)
+    if (same := same_number(given, wanted)) is not None:
+        return same
+    if verify(wanted, given, timeout_seconds=None) or same_where_real(given, wanted):
+        return not has_other_number(given, wanted)
     # The right side of an equation may be the truth; math-verify checks that only for equations it can parse.
     sides = _EQUALS.split(result)
     return len(sides) > 1 and not _EQUALS.search(truth) and is_equal(sides[-1], truth)
@@ -132,6 +139,7 @@ def plain(result: str) -> str:
     r"""Remove delimiters, currency, percent, degrees, units and separators: 1250 for 1{,}250\text{ cm}^2 or $1,250."""
     boxed, enclosed = last_boxed(result), _ENCLOSED.fullmatch(result)
     result = boxed if boxed is not None else enclosed[1] if enclosed else result
+    result = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", _UPRIGHT.sub(r"\1", result))
     result = _THIN_SPACE.sub("", _SIGNS.sub("", result).replace("{,}", ",")).strip()
     result = result.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
     if len(_DOLLAR.findall(result)) == 1:  # currency, since delimiters come in pairs

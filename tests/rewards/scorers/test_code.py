@@ -23,6 +23,13 @@ def test_the_score_is_the_share_of_tests_or_all_or_nothing():
     assert compute_score(half, SUMS, continuous=False) == {"score": 0.0, "acc": 0.0, "passed": 0.5}
 
 
+@pytest.mark.parametrize("response", ["", "  \n", "```python\n```", "```python\n\n"])
+def test_a_response_without_a_program_passes_no_test_also_where_nothing_is_to_be_printed(response):
+    nothing = {"inputs": ["", ""], "outputs": ["", "3"]}
+    assert compute_score(response, nothing) == {"score": 0.0, "acc": 0.0, "passed": 0.0}
+    assert acc("print()", {"inputs": [""], "outputs": [""]}) == 1.0
+
+
 def test_a_program_that_loops_or_crashes_is_a_wrong_response():
     for program in ("while True: pass", "import os; os.abort()", "def"):
         assert compute_score(program, SUMS, seconds=0.5)["score"] == 0.0
@@ -94,6 +101,15 @@ def test_outputs_are_compared_word_by_word(printed, expected, same):
         ('"x"', "x", True),
         ("[1, 2]", "[1, 2]", True),
         ("2", 3, False),
+        ("0.30000000000000004", 0.3, True),
+        ("0.30000000000000004", [0.3], True),
+        ('{"a": [1, 0.30000000000000004]}', {"a": [1, 0.3]}, True),
+        ("3.0", 3, True),
+        ("0.31", 0.3, False),
+        ("1000001", 1000000, False),  # integers are exact
+        ("1" + "0" * 400, 0.5, False),
+        ("[0.3, 1]", [0.3], False),
+        ('{"a": 0.3}', {"b": 0.3}, False),
         ("no JSON", "no JSON?", False),
         ("[" * 100_000, [1], False),
     ],
