@@ -17,11 +17,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import yaml
@@ -95,11 +97,17 @@ def mutations(file: str) -> Iterator[tuple[str, int, str, Callable[[], str]]]:
 
 
 def drawn(seed: int, count: int) -> list[Mutant]:
-    """Return so many mutants, each equally likely; those that do not compile or repeat another are passed over."""
-    everything = [mutation for file in TESTS if file != KERNELS for mutation in mutations(file)]
-    random.Random(seed).shuffle(everything)
+    """Return so many mutants, from each operator in turn, as two thirds of all would otherwise change an argument.
+    Those that do not compile or repeat another are passed over."""
+    by_operator = defaultdict(list)
+    for file in TESTS:
+        for mutation in mutations(file) if file != KERNELS else ():
+            by_operator[mutation[2]].append(mutation)
+    for operator, found in by_operator.items():
+        random.Random(f"{seed} {operator}").shuffle(found)
+    turns = zip_longest(*(found for _, found in sorted(by_operator.items())))
     sources: dict[str, Mutant] = {}
-    for file, line, operator, make in everything:
+    for file, line, operator, make in filter(None, chain.from_iterable(turns)):
         if len(sources) == count:
             break
         source = make()
@@ -255,6 +263,8 @@ def main() -> int:
         mutants = [mutant for mutant in mutants if options.only is None or mutant.number in options.only]
         versions = " ".join(f"{name} {version(name)}" for name in ("mutmut", "libcst", "torch", "pytest"))
         print(f"{len(mutants)} mutants, seed {options.seed}, Python {sys.version.split()[0]}, {versions}", flush=True)
+        changes = Counter(mutant.change for mutant in mutants if mutant.file != KERNELS)
+        print(*(f"{number} {change}" for change, number in sorted(changes.items())), sep=", ", flush=True)
         for library in LIBRARIES:
             import_module(library)
         copies = [Copy(Path(work) / str(number)) for number in range(options.jobs)]

@@ -118,6 +118,11 @@ def test_in_bypass_mode_only_the_exact_kl_needs_the_trainer_before_the_update(as
     assert Algorithm(grpo, **asked, bypass=True).needs_old_log_probs is needed
 
 
+def test_an_estimator_alone_needs_no_critic_and_nothing_of_a_reference():
+    algorithm = Algorithm(grpo)
+    assert not (algorithm.uses_critic or algorithm.uses_reference or algorithm.needs_old_log_probs)
+
+
 def correction(level="token"):
     return RolloutCorrection(level, None, 2.0, False, ())
 

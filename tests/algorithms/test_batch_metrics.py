@@ -70,6 +70,15 @@ def test_metrics_are_mean_and_extremes_under_verls_names(step):
     }
 
 
+def test_half_nine_tenths_and_all_but_a_hundredth_of_the_responses_are_no_longer_than_the_quantiles(make_batch):
+    lengths = torch.arange(200, 0, -1)
+    zeros = torch.zeros(int(lengths.sum()))
+    tokens = dict.fromkeys(("token_rewards", "advantages", "returns"), zeros)
+    batch = make_batch(lengths.tolist(), rewards=zeros[:200], truncated=zeros[:200].bool(), **tokens)
+    metrics = batch_metrics(batch)
+    assert [metrics[f"response_length/p{share}"] for share in (50, 90, 99)] == [100, 180, 198]
+
+
 def test_the_entropy_is_of_all_that_was_sampled_also_where_a_rejection_left_some_out(step):
     sampled = step.response_mask
     step.response_mask = sampled & torch.tensor([True, False, True, True, False, True])

@@ -136,6 +136,21 @@ def test_a_sharded_model_has_the_same_gradient_either_way(directories, part, fam
         torch.testing.assert_close(found, right, **({"atol": 0.02, "rtol": 0.02} if dtype == "bfloat16" else {}))
 
 
+def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_written_tokens(make_batch):
+    batch = make_batch(
+        [2, 1],
+        advantages=[1.0, 2.0, 7.0],
+        reference_log_probs=[-1.5, -2.0, -9.0],
+        response_mask=[True, True, False],
+    )
+    outputs = TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), entropies=torch.tensor([0.5, 1.5, 9.0]))
+    loss = LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0, entropy_coeff=0.1, kl_form="k1", kl_coef=0.6)
+    total, shares = policy_loss(outputs, batch, Totals.of(batch), loss)
+    # -A log p is 1 and 4, the entropies are 0.5 and 1.5, log p less the reference's is 0.5 and 0.
+    assert shares == {"pg_loss": 5.0, "entropy_loss": 2.0, "kl_loss": 0.5}
+    assert float(total) == pytest.approx(5 - 0.1 * 2 + 0.6 * 0.5)
+
+
 def test_importance_weights_apply_to_the_policy_loss_alone(part):
     """Asynchronous training: the KL and entropy terms are means over the same tokens without weights."""
     options = {"kl_form": "k3", "kl_coef": 0.3, "entropy_coeff": 0.1}

@@ -1,11 +1,21 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from hybridrl.required import required
-from hybridrl.training.packing import MicroBatchBudget, balance, lay_out, plan, reassemble
+from hybridrl.training.packing import (
+    MicroBatchBudget,
+    PackedRows,
+    balance,
+    lay_out,
+    plan,
+    reassemble,
+    separate_rows,
+)
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=25)
 RANKS = st.integers(1, 5)
@@ -161,3 +171,26 @@ def test_results_come_back_in_the_order_of_the_batch(make_batch, lengths, ranks,
     rows = [[row for part in micro_batches for row in part] for micro_batches in plan(lengths, ranks, budget)]
     actual = [batch.select(own).response_ids.numpy() for own in rows]
     assert torch.equal(reassemble(actual, rows, batch.response_lengths), batch.response_ids)
+
+
+class RunningSum(nn.Module):
+    """Mixes neighbouring tokens without attention, and is recognised by its convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 1)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, packed: PackedRows | None = None) -> Tensor:
+        return hidden.cumsum(1)
+
+
+def test_a_layer_with_a_convolution_computes_packed_rows_one_by_one():
+    layer, values, rows = RunningSum(), torch.arange(1.0, 6).view(1, 5, 1), PackedRows.of([2, 3])
+    assert layer(values, packed=rows).flatten().tolist() == [1, 3, 6, 10, 15]
+    separate_rows(layer)
+    assert layer(values, packed=rows).flatten().tolist() == [1, 3, 3, 7, 12]
+    # Padded rows, a mask, and a slice of tokens, which does not consist of rows.
+    slices = PackedRows.of([2, 3], group=dist.ProcessGroup(0, 1))
+    for options in ({}, {"mask": values}, {"packed": slices}):
+        assert layer(values, **options).flatten().tolist() == [1, 3, 6, 10, 15]
+    assert layer(values, values, packed=rows).flatten().tolist() == [1, 3, 6, 10, 15]
