@@ -1,6 +1,7 @@
 """The gradient of a policy loss, computed per token together with the log-probs, equals the one of a backward pass."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hybridrl.batch import Batch
 from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.training import linear_log_probs
 from hybridrl.training.fsdp import full_tensor, mesh, shard
-from hybridrl.training.losses import LossConfig, gradient_function, policy_loss
+from hybridrl.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
 from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.packing import lay_out
 from hybridrl.training.token_outputs import ReferenceOutputs, TokenOutputs
@@ -149,6 +150,21 @@ def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_w
     # -A log p is 1 and 4, the entropies are 0.5 and 1.5, log p less the reference's is 0.5 and 0.
     assert shares == {"pg_loss": 5.0, "entropy_loss": 2.0, "kl_loss": 0.5}
     assert float(total) == pytest.approx(5 - 0.1 * 2 + 0.6 * 0.5)
+
+
+def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_keep_ranks_aligned(part):
+    given = []
+
+    def model(inputs, temperature, **options) -> TokenOutputs:
+        given.append(options["loss_gradient"])
+        return TokenOutputs(torch.full((15,), -1.0, requires_grad=True))
+
+    learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"))
+    compute = policy_objective(learner, LOSS, reference=never, outputs=[])
+    total, shares = compute(part, None)
+    assert total.requires_grad and total.item() == 0 and shares == {}
+    assert compute(part, Totals.of(part))[0].item() != 0
+    assert given[0] is None and callable(given[1])
 
 
 def test_importance_weights_apply_to_the_policy_loss_alone(part):
