@@ -157,7 +157,7 @@ def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_ke
 
     def model(inputs, temperature, **options) -> TokenOutputs:
         given.append(options["loss_gradient"])
-        return TokenOutputs(torch.full((15,), -1.0, requires_grad=True))
+        return TokenOutputs(torch.zeros(15, requires_grad=True))  # certain tokens
 
     learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"))
     compute = policy_objective(learner, LOSS, reference=never, outputs=[])
