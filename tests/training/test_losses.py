@@ -12,6 +12,7 @@ from hybridrl.algorithms.objective import Totals
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.batch import Batch
 from hybridrl.config.catalog import POLICY_LOSSES
+from hybridrl.required import required
 from hybridrl.training import linear_log_probs
 from hybridrl.training.fsdp import full_tensor, mesh, shard
 from hybridrl.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
@@ -150,6 +151,14 @@ def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_w
     # -A log p is 1 and 4, the entropies are 0.5 and 1.5, log p less the reference's is 0.5 and 0.
     assert shares == {"pg_loss": 5.0, "entropy_loss": 2.0, "kl_loss": 0.5}
     assert float(total) == pytest.approx(5 - 0.1 * 2 + 0.6 * 0.5)
+
+
+def test_the_gradient_is_minus_the_advantage_and_zero_for_an_output_that_the_loss_does_not_read(make_batch):
+    batch = make_batch([2], advantages=[1.0, 2.0])
+    compute = gradient_function(batch, Totals.of(batch), LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0))
+    gradient = required(compute)(TokenOutputs(torch.tensor([-1.0, -2.0]), entropies=torch.tensor([0.5, 1.5])))
+    assert gradient.log_probs.tolist() == [-1, -2]
+    assert required(gradient.entropies).tolist() == [0, 0]
 
 
 def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_keep_ranks_aligned(part):
