@@ -1,7 +1,6 @@
 """Custom estimators and losses on made-up groups: what works passes, what no step could use is named."""
 
 import pytest
-import torch
 
 from hybridrl.algorithms.lookup import bind, find_estimator
 from hybridrl.algorithms.trial import try_estimator, try_policy_loss

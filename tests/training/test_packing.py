@@ -174,7 +174,7 @@ def test_results_come_back_in_the_order_of_the_batch(make_batch, lengths, ranks,
 
 
 def test_results_that_lack_a_rank_are_an_error_and_no_shorter_result():
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         reassemble([np.array([1.0, 2.0])], [[0], [1]], torch.tensor([2, 1]))
 
 
