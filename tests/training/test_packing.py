@@ -37,6 +37,11 @@ def test_micro_batches_are_nearly_equal_rather_than_full():
     assert plan([3, 3, 3, 4, 5], 1, MicroBatchBudget(12)) == [[[4, 1], [3, 0, 2]]]
 
 
+def test_one_micro_batch_more_than_the_sum_allows_is_tried_before_two_more():
+    # 20 tokens would fill two, but neither 6 has a 4 to go with.
+    assert len(plan([6, 6, 3, 3, 2], 1, MicroBatchBudget(10))[0]) == 3
+
+
 def test_padded_rows_count_as_long_as_the_longest_of_their_micro_batch():
     # 7 and 4 take 14 tokens when padded, 4 and 3 take 8.
     assert plan([7, 4, 3], 1, MicroBatchBudget(11, padded=True)) == [[[0], [1, 2]]]
