@@ -118,6 +118,12 @@ def test_in_bypass_mode_only_the_exact_kl_needs_the_trainer_before_the_update(as
     assert Algorithm(grpo, **asked, bypass=True).needs_old_log_probs is needed
 
 
+def test_an_estimator_alone_needs_no_critic_and_nothing_of_a_reference():
+    algorithm = Algorithm(grpo)
+    assert not (algorithm.uses_critic or algorithm.uses_reference or algorithm.needs_old_log_probs)
+    assert algorithm.state_dict() == {"kl_weight": 0.0}
+
+
 def correction(level="token"):
     return RolloutCorrection(level, None, 2.0, False, ())
 
@@ -127,6 +133,14 @@ def test_importance_weights_come_from_the_difference_to_the_rollout(scored):
     algorithm = Algorithm(centred, correction=correction())
     batch, metrics = algorithm.advantages(scored)
     assert required(batch.importance_weights).tolist() == pytest.approx([1.0, 1.64872, 1.64872], abs=1e-5)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.64872, abs=1e-5)
+
+
+def test_a_kl_penalty_and_importance_weights_both_have_metrics(scored):
+    scored.rollout_log_probs = torch.tensor([-1.0, -2.5, -1.5])
+    algorithm = Algorithm(centred, kl_in_reward="kl", kl_weight=KLWeight(0.1), correction=correction())
+    metrics = algorithm.advantages(scored)[1]
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(-0.125)
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.64872, abs=1e-5)
 
 

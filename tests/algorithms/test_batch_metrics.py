@@ -6,6 +6,7 @@ import torch
 from hybridrl.algorithms.batch_metrics import (
     batch_metrics,
     mismatch_metrics,
+    off_policy_metrics,
     repeated_ngrams,
     throughput_metrics,
     value_metrics,
@@ -68,6 +69,15 @@ def test_metrics_are_mean_and_extremes_under_verls_names(step):
         "perf/total_num_tokens": 12,
         "perf/response_tokens": 5,
     }
+
+
+def test_half_nine_tenths_and_all_but_a_hundredth_of_the_responses_are_no_longer_than_the_quantiles(make_batch):
+    lengths = torch.arange(200, 0, -1)
+    zeros = torch.zeros(int(lengths.sum()))
+    tokens = dict.fromkeys(("token_rewards", "advantages", "returns"), zeros)
+    batch = make_batch(lengths.tolist(), rewards=zeros[:200], truncated=zeros[:200].bool(), **tokens)
+    metrics = batch_metrics(batch)
+    assert [metrics[f"response_length/p{share}"] for share in (50, 90, 99)] == [100, 180, 198]
 
 
 def test_the_entropy_is_of_all_that_was_sampled_also_where_a_rejection_left_some_out(step):
@@ -229,3 +239,25 @@ def test_throughput_is_tokens_a_second_a_device_and_milliseconds_a_token_of_each
         "timing_per_token_ms/gen": 5.0,
         "timing_per_token_ms/update_actor": 5.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("episode", "newest", "oldest", "spans", "continued"),
+    [(None, (4 / 3, 3, 0), (2, 3, 1), (5 / 3, 3, 1), 1 / 3), ([0, 0, 1], (1.5, 3, 0), (2.5, 3, 2), (2, 3, 1), 1 / 2)],
+    ids=["a row each", "two rows of an episode"],
+)
+def test_staleness_is_of_the_newest_and_oldest_written_token_of_an_episode(
+    make_batch, episode, newest, oldest, spans, continued
+):
+    batch = make_batch([2, 2, 1], staleness=[0, 2, 1, 9, 3], response_mask=[True, True, True, False, True])
+    batch.episode = None if episode is None else torch.tensor(episode)
+    expected = {"training/off_policy/token_staleness": 1.5, "partial/continued_share": continued}
+    for name, values in (("staleness", newest), ("staleness_worst", oldest), ("spans", spans)):
+        kinds = zip(("mean", "max", "min"), values, strict=True)
+        expected |= {f"training/off_policy/trajectory_{name}/{kind}": value for kind, value in kinds}
+    assert off_policy_metrics(batch) == pytest.approx(expected)
+
+
+def test_rows_without_versions_or_a_written_token_have_no_staleness(make_batch):
+    assert off_policy_metrics(make_batch([2])) == {}
+    assert off_policy_metrics(make_batch([2], staleness=[0, 1], response_mask=[False, False])) == {}

@@ -33,6 +33,27 @@ def test_a_further_positional_argument_receives_a_namespace_of_all_values_by_key
     assert bind(estimator, VALUES)(1) == 0.9
 
 
+def test_the_older_names_of_all_keys_in_a_namespace() -> None:
+    keys = {
+        "norm_adv_by_std_in_grpo": "normalise",
+        "gdpo_reward_weights": "part_weights",
+        "clip_ratio_low": "clip_low",
+        "clip_ratio_high": "clip_high",
+        "clip_ratio_c": "clip_dual",
+        "tau_pos": "tau_positive",
+        "tau_neg": "tau_negative",
+        "clip_cov_ratio": "clip_cov_share",
+        "clip_cov_lb": "clip_cov_least",
+        "clip_cov_ub": "clip_cov_most",
+        "kl_cov_ratio": "kl_cov_share",
+        "ppo_kl_coef": "kl_cov_weight",
+        "dro_beta": "dro_weight",
+    }
+    values = {key: float(number) for number, key in enumerate(keys)}
+    settings = vars(bind(lambda batch, settings: settings, values)(None))
+    assert settings == values | {older: values[key] for key, older in keys.items()}
+
+
 def test_facts_are_attributes_of_the_function(tmp_path) -> None:
     text = "def loss(log_probs, batch): return -log_probs, {}\n"
     facts = "loss.by_token = True\nloss.aggregation = 'seq-mean-token-mean'\n"

@@ -113,6 +113,22 @@ def test_weights_are_of_the_rows_before_rejection(two_rows):
     assert required(corrected.importance_weights).tolist() == pytest.approx([1, 1, 0, 8, 8])
 
 
+def test_weights_and_rejections_of_one_step_both_have_metrics(two_rows):
+    _, metrics = correction("sequence", "9", "token_k2", 0.5).apply(two_rows)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 1 + 8 + 8) / 4)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1 / 4
+
+
+def test_the_deviation_of_two_rows_is_their_difference_over_the_root_of_two(two_rows):
+    _, metrics = correction("sequence", "9").apply(two_rows)  # weights 1 and 8
+    assert metrics["rollout_corr/rollout_is_seq_std"] == pytest.approx(7 / 2**0.5)
+
+
+def test_only_ratios_of_single_tokens_without_a_rejection_are_by_token():
+    assert [correction(level).by_token for level in (None, *LEVELS)] == [True, True, False, False]
+    assert not correction("token", options="token_k2", thresholds="0.5").by_token
+
+
 # With d = ln 2, a token's k1 is -d, d; -2d, -d. Its k2 is 0.24, 0.24; 0.96, 0.24, and k3 0.31, 0.19; 1.61,
 # 0.31. So a row's k1 is 0; -3d (sum) or -1.5d (mean), its k2 0.48; 1.20 or 0.24; 0.60, its k3 0.50; 1.92 or 0.25; 0.96.
 

@@ -1,6 +1,7 @@
 """The gradient of a policy loss, computed per token together with the log-probs, equals the one of a backward pass."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hybridrl.algorithms.objective import Totals
 from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.batch import Batch
 from hybridrl.config.catalog import POLICY_LOSSES
+from hybridrl.required import required
 from hybridrl.training import linear_log_probs
 from hybridrl.training.fsdp import full_tensor, mesh, shard
-from hybridrl.training.losses import LossConfig, gradient_function, policy_loss
+from hybridrl.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
 from hybridrl.training.model import LanguageModel, load_language_model
 from hybridrl.training.packing import lay_out
 from hybridrl.training.token_outputs import ReferenceOutputs, TokenOutputs
@@ -134,6 +136,44 @@ def test_a_sharded_model_has_the_same_gradient_either_way(directories, part, fam
     assert len(pairs) > 20
     for found, right in pairs:
         torch.testing.assert_close(found, right, **({"atol": 0.02, "rtol": 0.02} if dtype == "bfloat16" else {}))
+
+
+def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_written_tokens(make_batch):
+    batch = make_batch(
+        [2, 1],
+        advantages=[1.0, 2.0, 7.0],
+        reference_log_probs=[-1.5, -2.0, -9.0],
+        response_mask=[True, True, False],
+    )
+    outputs = TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), entropies=torch.tensor([0.5, 1.5, 9.0]))
+    loss = LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0, entropy_coeff=0.1, kl_form="k1", kl_coef=0.6)
+    total, shares = policy_loss(outputs, batch, Totals.of(batch), loss)
+    # -A log p is 1 and 4, the entropies are 0.5 and 1.5, log p less the reference's is 0.5 and 0.
+    assert shares == {"pg_loss": 5.0, "entropy_loss": 2.0, "kl_loss": 0.5}
+    assert float(total) == pytest.approx(5 - 0.1 * 2 + 0.6 * 0.5)
+
+
+def test_the_gradient_is_minus_the_advantage_and_zero_for_an_output_that_the_loss_does_not_read(make_batch):
+    batch = make_batch([2], advantages=[1.0, 2.0])
+    compute = gradient_function(batch, Totals.of(batch), LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0))
+    gradient = required(compute)(TokenOutputs(torch.tensor([-1.0, -2.0]), entropies=torch.tensor([0.5, 1.5])))
+    assert gradient.log_probs.tolist() == [-1, -2]
+    assert required(gradient.entropies).tolist() == [0, 0]
+
+
+def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_keep_ranks_aligned(part):
+    given = []
+
+    def model(inputs, temperature, **options) -> TokenOutputs:
+        given.append(options["loss_gradient"])
+        return TokenOutputs(torch.zeros(15, requires_grad=True))  # certain tokens
+
+    learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"))
+    compute = policy_objective(learner, LOSS, reference=never, outputs=[])
+    total, shares = compute(part, None)
+    assert total.requires_grad and total.item() == 0 and shares == {}
+    assert compute(part, Totals.of(part))[0].item() != 0
+    assert given[0] is None and callable(given[1])
 
 
 def test_importance_weights_apply_to_the_policy_loss_alone(part):

@@ -3,9 +3,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from hybridrl.required import required
-from hybridrl.training.packing import MicroBatchBudget, balance, lay_out, plan, reassemble
+from hybridrl.training.packing import (
+    MicroBatchBudget,
+    PackedRows,
+    balance,
+    lay_out,
+    plan,
+    reassemble,
+    separate_rows,
+)
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=25)
 RANKS = st.integers(1, 5)
@@ -25,6 +34,11 @@ def test_a_rank_that_needs_fewer_micro_batches_spreads_its_rows_over_as_many():
 def test_micro_batches_are_nearly_equal_rather_than_full():
     # 5 + 4 + 3 would fill a micro-batch of 12, and leave 3 + 3.
     assert plan([3, 3, 3, 4, 5], 1, MicroBatchBudget(12)) == [[[4, 1], [3, 0, 2]]]
+
+
+def test_one_micro_batch_more_than_the_sum_allows_is_tried_before_two_more():
+    # 20 tokens would fill two, but neither 6 has a 4 to go with.
+    assert len(plan([6, 6, 3, 3, 2], 1, MicroBatchBudget(10))[0]) == 3
 
 
 def test_padded_rows_count_as_long_as_the_longest_of_their_micro_batch():
@@ -161,3 +175,31 @@ def test_results_come_back_in_the_order_of_the_batch(make_batch, lengths, ranks,
     rows = [[row for part in micro_batches for row in part] for micro_batches in plan(lengths, ranks, budget)]
     actual = [batch.select(own).response_ids.numpy() for own in rows]
     assert torch.equal(reassemble(actual, rows, batch.response_lengths), batch.response_ids)
+
+
+def test_results_that_lack_a_rank_are_an_error_and_no_shorter_result():
+    with pytest.raises(ValueError, match="longer"):
+        reassemble([np.array([1.0, 2.0])], [[0], [1]], torch.tensor([2, 1]))
+
+
+class RunningSum(nn.Module):
+    """Mixes neighbouring tokens without attention, and is recognised by its convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 1)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, packed: PackedRows | None = None) -> Tensor:
+        return hidden.cumsum(1)
+
+
+def test_a_layer_with_a_convolution_computes_packed_rows_one_by_one():
+    layer, values, rows = RunningSum(), torch.arange(1.0, 6).view(1, 5, 1), PackedRows.of([2, 3])
+    assert layer(values, packed=rows).flatten().tolist() == [1, 3, 6, 10, 15]
+    separate_rows(layer)
+    assert layer(values, packed=rows).flatten().tolist() == [1, 3, 3, 7, 12]
+    # Padded rows, a mask, and a slice of tokens, which does not consist of rows.
+    slices = PackedRows.of([2, 3], group=object())
+    for options in ({}, {"mask": values}, {"packed": slices}):
+        assert layer(values, **options).flatten().tolist() == [1, 3, 6, 10, 15]
+    assert layer(values, values, packed=rows).flatten().tolist() == [1, 3, 6, 10, 15]

@@ -53,6 +53,13 @@ def test_a_tensor_has_its_offset_and_size():
     ]
 
 
+def test_only_the_bytes_after_a_tensor_that_it_does_not_fill_are_cleared():
+    _, second, _ = plan_buckets(MODEL, limit=512)  # at 320: 64 bytes, and 16 of the next 64
+    buffer = torch.full((448,), 7, dtype=torch.uint8)
+    second.clear_gaps(buffer)
+    assert buffer.tolist() == [7] * (320 + 64 + 16) + [0] * 48
+
+
 def test_one_byte_less_and_the_second_layer_does_not_fit():
     assert [len(bucket.tensors) for bucket in plan_buckets(MODEL, limit=511)] == [2, 2, 2, 3]
 
