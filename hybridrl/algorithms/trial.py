@@ -85,9 +85,11 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
         raise _unusable(LOSS, name, f"it returns {_kind(result)}", expected)
     per_token = result[0]
     _check(LOSS, name, "the loss", per_token, log_probs.shape, expected)
-    if not per_token.requires_grad:
+    gradient = None
+    if per_token.requires_grad:
+        (gradient,) = torch.autograd.grad(per_token.sum(), log_probs, allow_unused=True)
+    if gradient is None:
         raise _unusable(LOSS, name, "its loss does not depend on the log-probs", "a loss with a gradient")
-    (gradient,) = torch.autograd.grad(per_token.sum(), log_probs, allow_unused=True, materialize_grads=True)
     _check(LOSS, name, "the gradient", gradient, log_probs.shape, "a loss with a finite gradient")
     return per_token.detach(), gradient
 

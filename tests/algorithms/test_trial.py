@@ -86,6 +86,10 @@ def test_a_custom_loss_is_tried_with_its_gradient(tmp_path):
         ("return -batch.advantages * log_probs", r"it returns a tensor \[9\]; return the loss"),
         ("return (batch.advantages * log_probs).mean(), {}", r"the loss is a tensor \[\]"),
         ("return -batch.advantages, {}", "its loss does not depend on the log-probs"),
+        (
+            "return batch.advantages * torch.ones(1, requires_grad=True), {}",
+            "its loss does not depend on the log-probs",
+        ),
         ("return log_probs.detach().sqrt() + log_probs, {}", "the loss is not finite"),
         ("return (log_probs - batch.old_log_probs).abs().sqrt() * 0 + log_probs * batch.rewards, {}", "TypeError"),
     ],
