@@ -14,9 +14,10 @@ from pathlib import Path
 
 from hybridrl.config import ConfigError
 from hybridrl.config.checks.training import resolve_dtype, this_machine
-from hybridrl.config.compose import CONF, SHIPPED, existing, parse_overrides, plain_values, shipped
+from hybridrl.config.compose import CONF, SHIPPED, parse_overrides, plain_values, shipped
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.keys import nearest_keys
+from hybridrl.config.load import existing
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
 from hybridrl.config.values import Reading, value_of
 from hybridrl.endpoint.address import ADMIN_KEY, bound

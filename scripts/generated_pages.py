@@ -1,5 +1,6 @@
 """Write the tables of docs/configuration.md and docs/metrics.md, which tests compare."""
 
+import argparse
 from pathlib import Path
 
 from hybridrl.config.compose import shipped
@@ -108,5 +109,8 @@ def _metric_row(entry: MetricEntry) -> tuple[str, ...]:
 PAGES = {"configuration.md": configuration, "metrics.md": metrics}
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=DOCS, help="directory of the pages that are written")
+    out = parser.parse_args().out
     for name in PAGES:
-        (DOCS / name).write_text(page(name), encoding="utf-8")
+        (out / name).write_text(page(name), encoding="utf-8")

@@ -5,6 +5,7 @@ The doctor plans (docs/memory.md) GRPO without a reference model for Qwen2.5's s
 it fits. Nothing is loaded; the plan itself was not measured on CUDA.
 """
 
+import argparse
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -105,6 +106,7 @@ def rows(sizes: Iterable[str]) -> Iterator[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     heads = ["model", *(f"{memory} GB" for memory in GPUS)]
     table = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n" + "".join(rows(SHAPES))

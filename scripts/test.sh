@@ -6,6 +6,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [[ " $* " == *" --help "* ]]; then
+    sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' scripts/test.sh
+    exit
+fi
+
 select="not gpu and not slow and not drill"
 case ${1:-} in
 --all) select="not gpu and not drill" && shift ;;

@@ -7,19 +7,17 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [[ " $* " == *" --help "* ]]; then
+    sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' scripts/test_cuda_install.sh
+    exit
+fi
+
 torch=2.13.0
 vllm=0.32.0
 oldest_vllm=0.26.0
 home=.venv-cuda
 python=$home/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
-
-for argument in "$@"; do
-    if [[ $argument == --help ]]; then
-        sed -n '2,/^set/p' "$0" | sed '$d; s/^# //'
-        exit
-    fi
-done
 
 install_cuda() {
     "${PYTHON:-python3.11}" -m venv "$home"

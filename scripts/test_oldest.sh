@@ -5,6 +5,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [[ " $* " == *" --help "* ]]; then
+    sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' scripts/test_oldest.sh
+    exit
+fi
+
 torch=2.11.0
 vllm=0.26.0
 ray=2.56.0

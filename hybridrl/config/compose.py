@@ -7,6 +7,8 @@ that decide which key is meant.
 import functools
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -81,11 +83,28 @@ def usual_value(schema: type, key: str) -> Any:
 
 def composed(file: Path, arguments: list[str]) -> DictConfig:
     """Compose a file, those it lists, and overrides. Raises ConfigError."""
+    state = state_of(file.parent) | state_of(CONF)
+    values = [text for text in arguments if text.startswith("++") and not text.startswith("++hydra.")]
+    choices = tuple(text for text in arguments if text not in values)
+    with suppress(HydraException, OmegaConfBaseException):  # Hydra itself reports what is wrong
+        overrides = OverridesParser.create().parse_overrides(values)
+        special = [override for override in overrides if override.is_sweep_override()]
+        if not special and not any(text.startswith("~") for text in choices):  # its place among the values counts
+            config = deepcopy(composed_by_hydra(file, choices, state))
+            for override in overrides:
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
+            return config
+    return deepcopy(composed_by_hydra(file, tuple(arguments), state))
+
+
+@functools.lru_cache(maxsize=16)
+def composed_by_hydra(file: Path, arguments: tuple[str, ...], state: frozenset) -> DictConfig:
+    """Compose them by Hydra, which takes long; remembered for files in this `state`, for the next run of a sweep."""
     if file.parent != CONF:
-        arguments = [*arguments, f"hydra.searchpath=['file://{CONF}']"]
+        arguments = (*arguments, f"hydra.searchpath=['file://{CONF}']")
     try:
         with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
-            return compose(config_name=file.stem, overrides=arguments)
+            return compose(config_name=file.stem, overrides=[*arguments])
     except MissingConfigException as error:
         missing = "=".join((error.missing_cfg_file or "").rsplit("/", 1))
         fix = f"choose {' | '.join(error.options)}" if error.options else ""
@@ -100,16 +119,6 @@ def presets() -> dict[str, str]:
     """The names of the shipped presets, each with the first line of its comment."""
     comments = {file.stem: file.read_text(encoding="utf-8").splitlines()[1] for file in CONF.glob(f"{PRESET}/*.yaml")}
     return {name: comment.removeprefix("# ") for name, comment in sorted(comments.items())}
-
-
-def existing(name: str, directory: Path) -> Path:
-    if not directory.is_dir():
-        raise ConfigError(f"--config-path={directory}: there is no such directory")
-    file = directory / f"{name.removesuffix('.yaml')}.yaml"
-    if not file.is_file():
-        names = ", ".join(sorted(other.stem for other in directory.glob("*.yaml"))) or "none"
-        raise ConfigError(f"--config-name={name}: there is no {file}", fix=f"files there: {names}")
-    return file.resolve()
 
 
 def file_values(file: Path, overrides: list[str]) -> Plain:

@@ -18,12 +18,11 @@ from hybridrl.config.compose import (
     CONF,
     SHIPPED,
     custom_values,
-    existing,
     parse_overrides,
     plain_values,
     usual_value,
 )
-from hybridrl.config.findings import Findings
+from hybridrl.config.findings import ConfigError, Findings
 from hybridrl.config.findings import show as shown
 from hybridrl.config.help import changed_values
 from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, holds, nearest_keys, tree
@@ -71,6 +70,16 @@ def load_config(
 
 load_ppo_config = functools.partial(load_config, PPOConfig)
 load_sft_config = functools.partial(load_config, SFTConfig)
+
+
+def existing(name: str, directory: Path) -> Path:
+    if not directory.is_dir():
+        raise ConfigError(f"--config-path={directory}: there is no such directory")
+    file = directory / f"{name.removesuffix('.yaml')}.yaml"
+    if not file.is_file():
+        names = ", ".join(sorted(other.stem for other in directory.glob("*.yaml"))) or "none"
+        raise ConfigError(f"--config-name={name}: there is no {file}", fix=f"files there: {names}")
+    return file.resolve()
 
 
 def resolve_config(

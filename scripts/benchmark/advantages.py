@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
+from side_by_side import Arguments
 from torch import Tensor
 
 from hybridrl.algorithms.estimators import gae, grpo
 from hybridrl.batch import Batch
 from hybridrl.required import required
 
-ROUNDS, TOLERANCE = 5, 1e-5
+TOLERANCE = 1e-5
 GAE = {"gamma": 1.0, "lam": 0.95}
 
 
@@ -66,12 +67,12 @@ def grpo_loop(rewards: Tensor, group: list[int], mask: Tensor) -> Tensor:
     return scores[:, None] * mask
 
 
-def compare(name: str, batch: Batch, ours: Callable[[], Tensor], loop: Callable[[], Tensor]) -> None:
+def compare(name: str, batch: Batch, ours: Callable[[], Tensor], loop: Callable[[], Tensor], rounds: int) -> None:
     """Exit if the two differ; otherwise print the time of each."""
     difference = float((batch.padded(ours()) - loop()).abs().max())
     if difference > TOLERANCE:
         raise SystemExit(f"{name}: the two differ by {difference:.1e}")
-    taken = [(milliseconds(ours), milliseconds(loop)) for _ in range(ROUNDS)]
+    taken = [(milliseconds(ours), milliseconds(loop)) for _ in range(rounds)]
     for label, times in zip(("vectorised", "plain loop"), zip(*taken, strict=True), strict=True):
         print(f"{name:28} {label}  median {statistics.median(times):7.1f} ms  least {min(times):7.1f} ms")
 
@@ -83,22 +84,35 @@ def milliseconds(function: Callable[[], Tensor]) -> float:
 
 
 def main() -> None:
+    parser = Arguments(__doc__, rows=16, tokens=32, samples=64, rounds=1)
+    parser.add_argument("--rows", type=int, default=1024, help="of GAE")
+    parser.add_argument("--tokens", type=int, default=2048, help="of each of these rows")
+    parser.add_argument("--samples", type=int, default=8192, help="of GRPO, of 1 to 512 tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {ROUNDS} rounds in turn")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {options.rounds} rounds in turn")
 
-    batch = rows(torch.full((1024,), 2048), group_size=1)
+    batch = rows(torch.full((options.rows,), options.tokens), group_size=1)
     rewards, values = (batch.padded(required(field)) for field in (batch.token_rewards, batch.values))
     mask = batch.padded(required(batch.response_mask), fill=False)
-    compare("GAE [1024, 2048]", batch, lambda: gae(batch, **GAE)[0], lambda: gae_loop(rewards, values, mask))
+    compare(
+        f"GAE [{options.rows}, {options.tokens}]",
+        batch,
+        lambda: gae(batch, **GAE)[0],
+        lambda: gae_loop(rewards, values, mask),
+        options.rounds,
+    )
 
-    samples = rows(torch.randint(1, 513, (8192,)), group_size=8)
+    samples = rows(torch.randint(1, 513, (options.samples,)), group_size=8)
     rewards, group = samples.padded(samples.token_rewards), samples.group.tolist()
     written = samples.padded(samples.response_mask, fill=False)
     compare(
-        "GRPO 8192 samples, 1-512",
+        f"GRPO {options.samples} samples, 1-512",
         samples,
         lambda: grpo(samples, norm_adv_by_std_in_grpo=True)[0],
         lambda: grpo_loop(rewards, group, written),
+        options.rounds,
     )
 
 

@@ -19,6 +19,7 @@ from statistics import fmean
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from side_by_side import Arguments
 from warm_start import TOP, python, warm_start
 
 from hybridrl.tracking.change import LAST_STEPS, change_of
@@ -181,9 +182,7 @@ def write_page(page: Path, curves: dict[str, Curve], seed: int, steps: int) -> N
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train the quickstart once per algorithm; draw and tabulate the curves."
-    )
+    parser = Arguments(__doc__, steps=1, only=["gae"])
     parser.add_argument("--seed", type=int, default=0, help="of the warm start and of every run")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="+", choices=ENTRIES, default=list(ENTRIES), metavar="NAME", help="entries")
@@ -196,7 +195,7 @@ def main() -> int:
     arguments = parse()
     out: Path = arguments.out.absolute()
     runs = {name: Run(name, arguments.seed, arguments.steps, out / name) for name in ENTRIES}
-    start = warm_start(arguments.seed, out)
+    start = warm_start(arguments.seed, out, arguments.tiny)
     failed = []
     for run in (runs[name] for name in arguments.only):
         began, kept = time.monotonic(), run.complete

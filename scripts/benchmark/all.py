@@ -34,8 +34,8 @@ SCRIPTS = {
 WITH_PEER = ("step", "quickstart")  # are compared with TRL as well if --peer is given
 
 
-def run(name: str, out: Path, peer: str) -> bool:
-    script, *more = SCRIPTS[name][1]
+def run(name: str, out: Path, peer: str, tiny: bool) -> bool:
+    script, *more = SCRIPTS[name][1] + ["--tiny"] * tiny
     if peer and name in WITH_PEER:
         more = ["--peer", peer, *more]
     command = [sys.executable, str(HERE / script), "--json", str(out / f"{name}.json"), *more]
@@ -78,12 +78,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", choices=[*SCRIPTS, "all"], default="all", help="scripts to run")
     parser.add_argument("--peer", default="", help="the Python of an environment with TRL (trl_peer.py)")
+    parser.add_argument("--tiny", action="store_true", help="each with --tiny")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark"))
     parser.add_argument("--docs", type=Path, help="file with the markers between which the tables are written")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     names = list(SCRIPTS) if "all" in options.names else options.names
-    failed = [name for name in names if not run(name, options.out, options.peer)]
+    failed = [name for name in names if not run(name, options.out, options.peer, options.tiny)]
     results = load_results(options.out)
     (options.out / "performance.md").write_text(tables(results))
     picture(results, options.out / "performance.png")

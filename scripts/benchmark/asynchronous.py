@@ -7,7 +7,6 @@ The case tail: the quickstart's warm start with imposed log-normal lengths (impo
 predicts the gain from what the synchronous one measured: the speed of its engines, and the seconds of all else.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -18,7 +17,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from imposed import RESPONSES
 from side_by_side import Row, arguments, report
-from step import CASES, Case, configuration
+from step import CASES, Case, configuration, impose
 
 from hybridrl.config import PPOConfig
 from hybridrl.experience.admission import QUEUED
@@ -28,11 +27,11 @@ from hybridrl.report.prediction import WARM_UP, Times, run_times
 from hybridrl.tracking import read_metrics
 
 
-def case_of(name: str, directory: Path) -> tuple[Case, list[str]]:
+def case_of(name: str, directory: Path, tiny: bool) -> tuple[Case, list[str]]:
     """Return a case with its further settings."""
     if name == "25m":
-        return CASES[name](directory), []
-    case = replace(CASES["quickstart"](directory), responses=RESPONSES["tail"])
+        return CASES[name](directory, tiny), []
+    case = replace(CASES["quickstart"](directory, tiny), responses=RESPONSES["tiny" if tiny else "tail"])
     context = "actor_rollout_ref.model.override_config.max_position_embeddings=2304"
     return case, [f"+{context}", "actor_rollout_ref.rollout.max_num_seqs=16"]
 
@@ -83,7 +82,7 @@ def predicted(case: Case, times: Times, config: PPOConfig, mode: str) -> float:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, steps=3, slots=1)
     parser.add_argument("--case", choices=["tail", "25m"], default="tail")
     parser.add_argument("--mode", choices=["continued", "separate"], default="continued")
     parser.add_argument("--slots", type=int, default=2, help="devices")
@@ -93,9 +92,9 @@ def main() -> None:
     options = parser.parse_args()
     with TemporaryDirectory() as place:
         directory = Path(place)
-        case, more = case_of(options.case, directory)
+        case, more = case_of(options.case, directory, options.tiny)
         config = configuration(case, directory, options.slots, [*more, *options.overrides])
-        os.environ["IMPOSED"] = options.case
+        impose("tiny" if options.tiny else options.case)
         runs = run_modes(case, directory, options, more)
         law = mean(predicted(case, run_times(run), config, options.mode) for run in runs["synchronous"])
         metrics = {name: list(chain.from_iterable(map(counted_steps, some))) for name, some in runs.items()}

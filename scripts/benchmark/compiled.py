@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from models import sharded_model
-from side_by_side import Row, arguments, formatted, in_turn, report
+from models import SHAPES, sharded_model
+from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
 from hybridrl.batch import Batch
 from hybridrl.training.packing import lay_out
@@ -18,24 +18,24 @@ from hybridrl.training.packing import lay_out
 ROWS = 8
 
 
-def batch(seed: int) -> Batch:
+def batch(seed: int, vocabulary: int) -> Batch:
     """Return rows of 80 to 260 tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(20, 60, (ROWS,), generator=generator)
     responses = torch.randint(60, 200, (ROWS,), generator=generator)
-    ids = (torch.randint(4096, (int(lengths.sum()),), generator=generator) for lengths in (prompts, responses))
+    ids = (torch.randint(vocabulary, (int(lengths.sum()),), generator=generator) for lengths in (prompts, responses))
     numbers = torch.arange(ROWS)
     return Batch(prompts, responses, *ids, group=numbers, position=numbers, sample=numbers)
 
 
-def side(*, compiled: bool) -> Callable[[int], None]:
-    """Return an update of rows drawn from a seed, with a separate model."""
-    model = sharded_model("25m")
-    for layer in model.model.model.layers if compiled else ():
-        layer.compile(dynamic=True)
+def side(shape: str, backend: str = "") -> Callable[[int], None]:
+    """Return an update of rows drawn from a seed, with a separate model, compiled if there is a backend."""
+    model, vocabulary = sharded_model(shape), min(4096, SHAPES[shape]["vocab_size"])
+    for layer in model.model.model.layers if backend else ():
+        layer.compile(dynamic=True, backend=backend)
 
     def update(seed: int) -> None:
-        model(lay_out(batch(seed), padded=False), 1.0, entropies=True).log_probs.mean().backward()
+        model(lay_out(batch(seed, vocabulary), padded=False), 1.0, entropies=True).log_probs.mean().backward()
         model.zero_grad()
 
     return update
@@ -50,12 +50,19 @@ def seconds_to_begin(update: Callable[[int], None]) -> float:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__, shape="tiny", backend="aot_eager", rounds=1)
+    parser.add_argument("--shape", choices=SHAPES, default="25m")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    sides = {"as it is": side(compiled=False), "layers compiled": side(compiled=True)}
+    sides = {
+        "as it is": side(options.shape),
+        "layers compiled": side(options.shape, options.backend),
+    }
     first = {name: seconds_to_begin(update) for name, update in sides.items()}
-    seconds = in_turn({name: lambda update=update: update(0) for name, update in sides.items()})
+    seconds = in_turn({name: lambda update=update: update(0) for name, update in sides.items()}, options.rounds)
     usual, compiled = seconds.values()
     first_seconds = (f"{value:.0f} s of processor time" for value in reversed(first.values()))
     rows = [

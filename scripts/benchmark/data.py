@@ -5,7 +5,6 @@ loaded as a run loads them, each in a separate process. Memory is the peak, and 
 and tokenizer.
 """
 
-import argparse
 import gc
 import json
 import random
@@ -18,6 +17,7 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from side_by_side import Arguments
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import SHIPPED
@@ -65,7 +65,7 @@ def load(file: str, tokenizer_path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, rows=100)
     parser.add_argument("tokenizer")
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--load", metavar="FILE", help="load this file and print time and memory")

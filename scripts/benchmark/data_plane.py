@@ -31,7 +31,8 @@ from hybridrl.training.packing import MicroBatchBudget
 from hybridrl.training.worker import Columns
 from hybridrl.training.worker_group import TrainWorkers
 
-ROWS, WIDTH, FILLED, WORKERS = 2048, 2048, 0.3, 2
+FILLED, WORKERS = 0.3, 2
+DRIVER = ((2, 512), (2, 2048), (16, 2048), (64, 8192), (256, 32768), (1024, 131072))  # ranks, and rows for them
 BUDGET = MicroBatchBudget(16384)
 
 
@@ -84,10 +85,10 @@ class Recorded(Group):
         return columns
 
 
-def rows(count: int) -> Batch:
+def rows(count: int, width: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     lengths: Any = torch.distributions.LogNormal(0.0, 0.6).sample((count,)) if count else torch.zeros(0)
-    lengths = (lengths / lengths.mean() * FILLED * WIDTH).long().clamp(2, WIDTH - 1)
+    lengths = (lengths / lengths.mean() * FILLED * width).long().clamp(2, width - 1)
     tokens = int(lengths.sum())
     numbers, values = torch.arange(count), torch.rand(tokens, generator=generator)
     ids = torch.randint(0, 150_000, (tokens,), generator=generator, dtype=torch.int32)
@@ -147,18 +148,18 @@ def as_tensordict(batch: Batch, actors: list[Any]) -> dict[str, Callable[[], Ten
     return {"nested tensors in a TensorDict": nested, "a memory-mapped TensorDict": mapped}
 
 
-def through_ray() -> list[Row]:
+def through_ray(count: int, width: int, rounds: int) -> list[Row]:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
     environment = worker_environment("cpu", WORKERS)  # as for a run's ranks
     remote = ray.remote(StandIn).options(num_cpus=0, runtime_env={"env_vars": environment})
     actors: list[Any] = [remote.remote() for _ in range(WORKERS)]
-    workers, batch = stand_in_workers(Group(actors, "stand-in", [])), rows(ROWS)
+    workers, batch = stand_in_workers(Group(actors, "stand-in", [])), rows(count, width)
     pad = batch.padded
     ids, mask = pad(batch.response_ids).long(), pad(batch.response_mask).long()
     padded = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(1) * mask}
     padded |= {"responses": ids.clone(), "response_mask": mask.clone()}
     padded |= {"log_probs": pad(batch.rollout_log_probs), "advantages": pad(batch.advantages)}
-    half = ROWS // WORKERS
+    half = count // WORKERS
 
     def packed_exchange() -> Tensor:
         return workers.forward_log_probs(batch).old_log_probs
@@ -172,27 +173,29 @@ def through_ray() -> list[Row]:
     others = as_tensordict(batch, actors)
     assert all(torch.equal(exchange(), batch.rollout_log_probs) for exchange in others.values())
     # Many rounds: a round takes half as long again if the object store uses pages that a process has not touched yet.
-    seconds = in_turn({"packed": packed_exchange, "padded": padded_exchange} | others, rounds=15)
+    seconds = in_turn({"packed": packed_exchange, "padded": padded_exchange} | others, rounds)
     ray.shutdown()
     packed_seconds, padded_seconds = seconds["packed"], seconds["padded"]
-    what = f"{ROWS:,} rows of {WIDTH:,} tokens, {FILLED:.0%} filled, to {WORKERS} workers and a column back"
+    what = f"{count:,} rows of {width:,} tokens, {FILLED:.0%} filled, to {WORKERS} workers and a column back"
     ratio = padded_seconds.median / packed_seconds.median
     cells = formatted(packed_seconds, "ms"), f"padded: {formatted(padded_seconds, 'ms')}"
     speed = [Row(what, *cells, ratio, "at least 20 (aim 40)")]
     for name in others:
         ratio = seconds[name].median / packed_seconds.median
         speed.append(Row("the same, planned in advance", cells[0], f"{name}: {formatted(seconds[name], 'ms')}", ratio))
-    size = sum(value.nbytes for value in batch.__getstate__().values()) / ROWS
-    wide = sum(value.nbytes for value in padded.values()) / ROWS
+    size = sum(value.nbytes for value in batch.__getstate__().values()) / count
+    wide = sum(value.nbytes for value in padded.values()) / count
     cells = f"{size / 1e3:.2f} kB", f"{wide / 1e3:.1f} kB"
     return [*speed, Row("bytes per row of that batch", *cells, size / 1e3, "at most 8.5 (aim 7) kB")]
 
 
-def on_the_driver() -> list[Row]:
-    """Return the driver's time for up to a thousand ranks."""
+def on_the_driver(most: int, width: int) -> list[Row]:
+    """Return the driver's time for two and more ranks."""
     table = []
-    for ranks, count in ((2, 512), (2, 2048), (16, 2048), (64, 8192), (256, 32768), (1024, 131072)):
-        group, seconds, batch = Recorded(ranks), [], rows(count)
+    for ranks, count in DRIVER:
+        if ranks > most:
+            break
+        group, seconds, batch = Recorded(ranks), [], rows(count, width)
         for _ in range(3):
             group.shared = group.messages = 0
             group.rank_seconds, began = 0.0, time.perf_counter()
@@ -207,10 +210,16 @@ def on_the_driver() -> list[Row]:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__, rows=64, tokens=64, rounds=1, ranks=16)
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=2048, help="of the longest row")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=DRIVER[-1][0], help="most stand-ins")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     Batch.only = lambda self, *names: self  # all fields are sent, also those that log-probs do not need
-    report([*through_ray(), *on_the_driver()], options.json)
+    exchanged = through_ray(options.rows, options.tokens, options.rounds)
+    report([*exchanged, *on_the_driver(options.ranks, options.tokens)], options.json)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,20 @@ per step since the line before. `--products N` is what oneDNN keeps, by default 
 have; vLLM's own default is 1024.
 """
 
-import argparse
 import asyncio
 import gc
 import os
 import subprocess
 import sys
+from argparse import SUPPRESS
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from side_by_side import Arguments
+from warm_start import TOP, make_data
 
 from hybridrl.config import load_ppo_config
 from hybridrl.rollout import Request, Sampling, request_seed
@@ -27,7 +29,6 @@ from hybridrl.rollout.vllm.settings import vllm_environment
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.weights.buckets import Bucket, SharedBuffer, buffer_bytes, digest, plan_buckets
 
-ROOT = Path(__file__).absolute().parents[2]
 RESPONSES, TOKENS, LINES = 8, 6, 20
 CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
@@ -80,7 +81,7 @@ def shared_weights(model: Path) -> tuple[SharedBuffer, list[Bucket]]:
     return weights, buckets
 
 
-async def run(directory: Path, steps: int, synchronous: bool) -> None:
+async def run(directory: Path, steps: int, kinds: list[str]) -> None:
     from hybridrl.rollout.vllm.engine import VllmEngine  # reads the environment that this process was given
 
     section = load_ppo_config(overrides(directory)).actor_rollout_ref
@@ -90,7 +91,7 @@ async def run(directory: Path, steps: int, synchronous: bool) -> None:
     weights = shared_weights(directory / "model")
     before = private_memory()
     for step in range(1, steps + 1):
-        if synchronous:
+        if kinds[step % len(kinds)] == "synchronous":
             await synchronous_step(engine, step, *weights)
         else:
             requests = await interrupted_step(engine, step, requests)
@@ -106,7 +107,7 @@ def overrides(directory: Path) -> list[str]:
     return [
         f"data.train_files={directory}/train.jsonl",
         f"actor_rollout_ref.model.path={directory}/model",
-        f"reward.custom_reward_function.path={ROOT}/tests/integration/length_reward.py",
+        f"reward.custom_reward_function.path={TOP}/tests/integration/length_reward.py",
         "data.max_prompt_length=80",
         "data.max_response_length=80",
         "actor_rollout_ref.rollout.max_num_seqs=8",
@@ -115,22 +116,26 @@ def overrides(directory: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, steps=2, kinds=["interrupted", "synchronous"])
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--synchronous", action="store_true")
+    kinds = {"dest": "kinds", "const": ["synchronous"], "default": ["interrupted"]}
+    parser.add_argument(
+        "--synchronous", action="store_const", help="steps of the other kind (--tiny: of both)", **kinds
+    )
     parser.add_argument("--products")
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # of the model, in the measured process
+    parser.add_argument("--directory", type=Path, help=SUPPRESS)  # of the model, in the measured process
     options = parser.parse_args()
     if options.directory:
-        asyncio.run(run(options.directory, options.steps, options.synchronous))
+        asyncio.run(run(options.directory, options.steps, options.kinds))
         os._exit(0)
     with TemporaryDirectory() as directory:
-        make = [sys.executable, f"{ROOT}/recipes/quickstart/make_data.py", "--out", directory]
-        subprocess.run(make, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        rollout = load_ppo_config(overrides(Path(directory))).actor_rollout_ref.rollout
+        data = Path(directory, "data")
+        if not make_data(0, data.parent):
+            sys.exit("the model could not be made")
+        rollout = load_ppo_config(overrides(data)).actor_rollout_ref.rollout
         environment = worker_environment("cpu", slots=1) | vllm_environment(rollout)
         environment |= {CAPACITY: options.products} if options.products else {}
-        command = [sys.executable, __file__, *sys.argv[1:], "--directory", directory]
+        command = [sys.executable, __file__, *sys.argv[1:], "--directory", str(data)]
         subprocess.run(command, check=True, env=os.environ | environment)
 
 

@@ -6,7 +6,6 @@ python scripts/benchmark/episodes.py --sleeping 1,000 episodes of 4 turns whose 
 Both print seconds and their ratio. Bare calls sample the same turns from the same prompts, without environments.
 """
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -17,8 +16,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from side_by_side import ROUNDS, Arguments
 from transformers import AutoTokenizer
-from warm_start import TOP, python
+from warm_start import make_data
 
 from hybridrl.cluster import RaySession
 from hybridrl.config import load_ppo_config
@@ -31,7 +31,6 @@ from hybridrl.rollout import Completion, Request, RolloutClient, Sampling
 from hybridrl.runs.ppo import start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 
-ROUNDS = 5
 ENVIRONMENT = """
 import asyncio
 from hybridrl.environments import Environment, Step
@@ -107,7 +106,7 @@ def sleeping(directory: Path, count: int, turns: int) -> None:
     session.close()
 
 
-def against_bare_calls(directory: Path, count: int, turns: int, tokens: int) -> None:
+def against_bare_calls(directory: Path, count: int, turns: int, tokens: int, rounds: int) -> None:
     """Print the seconds of episodes, and those of the same turns sampled without environments, in turn."""
     values = {
         "data.train_files": directory / "data" / "train.jsonl",
@@ -153,7 +152,7 @@ def against_bare_calls(directory: Path, count: int, turns: int, tokens: int) -> 
     seconds: dict[str, list[float]] = {"episodes": [], "bare": []}
     with open_workers(session, directory, "Talk", turns, 0.0, tokenizer.eos_token_id, limits) as workers:
         trajectories: list[Trajectory] = []
-        for number in range(ROUNDS + 1):  # the first warms up
+        for number in range(rounds + 1):  # the first warms up
             began = time.monotonic()
             trajectories = asyncio.run(run(workers, specs_of(count, sampling), sample))
             middle = time.monotonic()
@@ -163,27 +162,29 @@ def against_bare_calls(directory: Path, count: int, turns: int, tokens: int) -> 
                 seconds["bare"].append(time.monotonic() - middle)
     assert {len(one.turns) for one in trajectories} == {turns}, trajectories[0]
     medians = {name: statistics.median(each) for name, each in seconds.items()}
-    print(f"{count} episodes x {turns} turns x {tokens} tokens, median of {ROUNDS} rounds in turn:")
+    print(f"{count} episodes x {turns} turns x {tokens} tokens, median of {rounds} rounds in turn:")
     print(f"episodes {medians['episodes']:.2f} s, bare calls {medians['bare']:.2f} s, ratio ", end="")
     print(f"{medians['episodes'] / medians['bare']:.3f}")
     session.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time episodes against bare calls, or against tools that sleep.")
+    parser = Arguments(__doc__, episodes=4, turns=2, tokens=4, rounds=1)
     parser.add_argument("--sleeping", action="store_true", help="without engines, with tools that sleep a second")
     parser.add_argument("--episodes", type=int, help="by default 64, or 1,000 that sleep")
     parser.add_argument("--turns", type=int, help="by default 8, or 4 that sleep")
     parser.add_argument("--tokens", type=int, default=32, help="per response")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="against bare calls")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        if not python([str(TOP / "recipes/quickstart/make_data.py"), "--out", f"{directory}/data"]):
+        if not make_data(0, directory):
             raise SystemExit("the model could not be made")
         if arguments.sleeping:
             sleeping(directory, arguments.episodes or 1000, arguments.turns or 4)
         else:
-            against_bare_calls(directory, arguments.episodes or 64, arguments.turns or 8, arguments.tokens)
+            count, turns = arguments.episodes or 64, arguments.turns or 8
+            against_bare_calls(directory, count, turns, arguments.tokens, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Bare(Generation):
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, questions=4, samples=2, rounds=1, devices=1)
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
@@ -65,7 +65,7 @@ def main() -> None:
 def compare(options: argparse.Namespace, place: Path) -> list[Row]:
     """Time both sides in turn on the same requests."""
     if not (options.model and options.rows):
-        made = dict(override.split("=", 1) for override in warm_start(1, place))
+        made = dict(override.split("=", 1) for override in warm_start(1, place, options.tiny))
         options.model = options.model or made["actor_rollout_ref.model.path"]
         options.rows = options.rows or made["data.train_files"]
     config = load_eval_config(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from models import SHAPES, sharded_model
 from safetensors.torch import load_file, save_file
-from side_by_side import Row, arguments, formatted, in_turn, report
+from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
 from hybridrl.checkpoint.export import export_model, parts
 from hybridrl.training.fsdp import full_tensors, reshard
@@ -29,8 +29,9 @@ def flushed(file: Path) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, shape="tiny", rounds=1)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--directory", type=Path, help="on the disk to write to; default: that of temporary files")
     options = parser.parse_args()
     with TemporaryDirectory(dir=options.directory) as place:
@@ -73,7 +74,7 @@ def main() -> None:
             "disk": cleared(plain, directory / "plain"),
             "save_file": cleared(save_with_safetensors, directory / "save_file.safetensors"),
         }
-        seconds = in_turn(sides)
+        seconds = in_turn(sides, options.rounds)
         dist.destroy_process_group()
     share = seconds["disk"].median / seconds["here"].median
     what = f"export of {size / 1e9:.2f} GB over a plain write"

@@ -8,7 +8,6 @@ the merged model compared with the saved tensors, in transformers and in vLLM. T
 1 if a family that the checks accept fails.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from side_by_side import Arguments
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -285,7 +285,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, names=["Qwen2"])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FAMILIES)} (all)")
     parser.add_argument("--docs", type=Path, help=f"write the table between {BEGIN} and {END} of this file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the configuration")

@@ -27,10 +27,11 @@ import httpx
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
+from side_by_side import Arguments
+from warm_start import TOP, make_data
 
 from hybridrl.required import required
 
-TOP = Path(__file__).absolute().parents[2]
 ADMIN_KEY, PORT = "fuzz", 8431
 READY_SECONDS, EPISODE_REQUESTS, AT_A_TIME = 600, 20, 8
 STEP_EPISODES, EPISODES_AT_A_TIME = 8, 4  # of a run
@@ -292,17 +293,16 @@ def fuzz_run(model: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Send generated requests to the endpoint.")
+    parser = Arguments(__doc__, count=8)
     parser.add_argument("targets", nargs="*", default=["serve", "run"], help="serve, run, or an address")
     parser.add_argument("--count", type=int, default=2000, help="requests of each form")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=TOP / "outputs" / "fuzz")
     arguments = parser.parse_args()
     arguments.out = arguments.out.absolute()
-    model, wrong = arguments.out / "model", []
-    if {"serve", "run"} & {*arguments.targets}:
-        script = ["recipes/quickstart/make_data.py", "--out", str(model)]
-        subprocess.run([sys.executable, *script], cwd=TOP, check=True, stdout=subprocess.DEVNULL)
+    model, wrong = arguments.out / "data", []
+    if {"serve", "run"} & {*arguments.targets} and not model.is_dir() and not make_data(0, arguments.out):
+        sys.exit("the model could not be made")
     for target in arguments.targets:
         print(target, flush=True)
         start = {"serve": fuzz_serve, "run": fuzz_run}.get(target)

@@ -311,15 +311,18 @@ class Bench:
         return Row(what, self.speed(ours), self.speed(seconds), seconds / ours, "at least 0.98")
 
 
-def main() -> int:
-    parser = arguments(__doc__)
+def parse() -> Namespace:
+    parser = arguments(__doc__, shape="tiny", device="cpu", variants=list(VARIANTS)[:1])
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--device", choices=LOADS, default="cuda")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help='names in VARIANTS, or "key=value ..."')
     parser.add_argument("--seconds", type=float, default=520.0, help="time after which no further row is measured")
     parser.add_argument("overrides", nargs="*", help="key=value of the run, after --")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(options: Namespace) -> int:
     with TemporaryDirectory() as place, ExitStack() as stack:
         bench = Bench(options, Path(place), stack)
         failed = measure(bench.tasks(), Report(options.json), options.seconds)
@@ -329,4 +332,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    chosen = parse()  # --help needs no process of its own
+    sys.exit(guarded(lambda: main(chosen)))

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from side_by_side import Arguments
 from warm_start import TOP, python, warm_start
 
 from hybridrl.doctor.selftest_resume import ON_DISK, Kill, Selftest, draw_kills
@@ -73,7 +74,8 @@ def kill_runs(mode: str, arguments: argparse.Namespace, overrides: list[str], ou
     """Kill the runs of a mode. Returns the kills, lost steps and differences of each."""
     make = EachOnce if mode in DEPENDS_ON_TIME else Selftest
     shutil.rmtree(out / "whole", ignore_errors=True)
-    test = make([*start_of(mode, out), *MODES[mode], *overrides], mode == "critic", arguments.steps, out)
+    command = [*start_of(mode, out, arguments.tiny), *MODES[mode], *overrides]
+    test = make(command, mode == "critic", arguments.steps, out)
     test.run_unbroken()
     results = []
     for number in range(arguments.runs):
@@ -90,7 +92,7 @@ def kill_runs(mode: str, arguments: argparse.Namespace, overrides: list[str], ou
     return results
 
 
-def start_of(mode: str, out: Path) -> list[str]:
+def start_of(mode: str, out: Path, tiny: bool) -> list[str]:
     """Return the command line of a quickstart, made where it is missing."""
     if mode == "agents":
         data = out.parent / "games"
@@ -99,7 +101,7 @@ def start_of(mode: str, out: Path) -> list[str]:
         start = ["--config-path", f"{TOP}/recipes/quickstart", "--config-name", "agent"]
         files = [f"data.train_files={data}/train.jsonl", f"actor_rollout_ref.model.path={data}/model"]
         return [*start, *files, NO_VALIDATION]
-    start = ["--config-path", f"{TOP}/recipes/quickstart", "--config-name", "train", *warm_start(0, out.parent)]
+    start = ["--config-path", f"{TOP}/recipes/quickstart", "--config-name", "train", *warm_start(0, out.parent, tiny)]
     return [*start, f"reward.custom_reward_function.path={TOP}/recipes/quickstart/reward.py", NO_VALIDATION]
 
 
@@ -111,7 +113,7 @@ def kills_of(rng: random.Random, arguments: argparse.Namespace, step_seconds: fl
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description="Kill runs at random moments and compare them with an unbroken one.")
+    parser = Arguments(__doc__, runs=1, steps=2)
     parser.add_argument("--mode", nargs="+", choices=MODES, default=["synchronous"])
     parser.add_argument("--runs", type=int, default=20, help="per mode")
     parser.add_argument("--steps", type=int, default=12)

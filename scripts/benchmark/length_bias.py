@@ -19,7 +19,7 @@ from warm_start import TOP, warm_start
 from hybridrl.tracking import read_metrics
 
 VALIDATION = re.compile(r"val-core/.*/mean@\d+")
-SEEDS, MODES = (0, 1, 2), ("sync", "colocate_async")
+MODES = ("sync", "colocate_async")
 REWARD = "def compute_score(solution_str, **_):\n    return len(solution_str) / 100\n"
 SETTINGS = [
     "actor_rollout_ref.rollout.max_num_seqs=16",
@@ -35,14 +35,15 @@ SETTINGS = [
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, steps=1, seeds=[0, 1])
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("overrides", nargs="*", help="key=value of the runs")
     options = parser.parse_args()
     with TemporaryDirectory() as place:
         directory = Path(place)
         (directory / "reward.py").write_text(REWARD)
-        start = warm_start(0, directory)
+        start = warm_start(0, directory, options.tiny)
         rows = start[0].partition("=")[2]
         command = [
             *(sys.executable, "-m", "hybridrl.main_ppo", "-m"),
@@ -54,7 +55,7 @@ def main() -> None:
             f"trainer.total_training_steps={options.steps}",
             f"trainer.default_local_dir={directory}/runs",
             *options.overrides,
-            f"trainer.seed={','.join(map(str, SEEDS))}",
+            f"trainer.seed={','.join(map(str, options.seeds))}",
             f"trainer.v1.trainer_mode={','.join(MODES)}",
         ]
         subprocess.run(command, check=True, cwd=TOP)
@@ -68,7 +69,7 @@ def main() -> None:
             lengths[mode].append(100 * scores[-1])
             continued_shares += [line["partial/continued_share"] for line in lines if "partial/continued_share" in line]
     sync, continued = lengths["sync"], lengths["colocate_async"]
-    error = ((stdev(sync) ** 2 + stdev(continued) ** 2) / len(SEEDS)) ** 0.5
+    error = ((stdev(sync) ** 2 + stdev(continued) ** 2) / len(options.seeds)) ** 0.5
     what = f"characters of a response after {options.steps} steps, {fmean(first):.1f} before"
     what += f", {fmean(continued_shares):.0%} continued"
     of_continued, of_sync = (", ".join(f"{length:.1f}" for length in some) for some in (continued, sync))

@@ -12,6 +12,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from models import SHAPES
+from side_by_side import Arguments
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config import load_sft_config
@@ -20,17 +22,6 @@ from hybridrl.training.fsdp import local, mesh, shard_and_fill
 from hybridrl.training.model import HOST, blank_language_model
 
 RANKS, MB = 2, 1e6
-CONFIG = Qwen2Config(
-    vocab_size=64000,
-    hidden_size=768,
-    intermediate_size=2688,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=4,
-    tie_word_embeddings=True,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 
 
 def own_bytes() -> int:
@@ -66,9 +57,13 @@ def load(rank: int, directory: Path, model: ModelConfig, fsdp: FSDPConfig) -> No
 
 
 def main() -> None:
+    parser = Arguments(__doc__, shape="tiny")
+    parser.add_argument("--shape", choices=SHAPES, default="142m")
+    shape = SHAPES[parser.parse_args().shape]
+    settings = Qwen2Config(**{"tie_word_embeddings": True} | shape, bos_token_id=1, eos_token_id=2)
     with TemporaryDirectory() as name:
         directory = Path(name)
-        AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(directory / "model")
+        AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(directory / "model")
         (directory / "rows.jsonl").write_text("{}\n")
         keys = {
             "model.path": directory / "model",

@@ -9,7 +9,7 @@ Each peak is measured in a separate process.
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +18,7 @@ from side_by_side import Row, arguments, formatted, in_turn, report
 from hybridrl.training.linear_log_probs import token_outputs
 from hybridrl.training.token_outputs import Head, OutputSpec, TokenOutputs
 
-WIDTH, VOCABULARY = 1024, 32_000
-LONG, LONG_WIDTH, LARGE_VOCABULARY = 8192, 896, 151_936
+HEAD, LONG = (1024, 32_000), (8192, 896, 151_936)  # width and vocabulary; the tokens before them
 
 
 class Case:
@@ -63,8 +62,8 @@ class Case:
         return work
 
 
-def times(tokens: int, rounds: int) -> list[Row]:
-    case = Case(tokens, WIDTH, VOCABULARY)
+def times(tokens: int, head: Sequence[int], rounds: int) -> list[Row]:
+    case = Case(tokens, *head)
     sides = {"products": case.products(), "any": case.any_loss, "sum": case.sum_over_tokens}
     seconds = in_turn(sides, rounds)
     rows = []
@@ -79,9 +78,9 @@ def times(tokens: int, rounds: int) -> list[Row]:
     return rows
 
 
-def peaks(tokens: int) -> list[Row]:
-    full = 4 * tokens * VOCABULARY
-    learning, alone = peak_of("sum", tokens, WIDTH, VOCABULARY), peak_of("alone", LONG, LONG_WIDTH, LARGE_VOCABULARY)
+def peaks(tokens: int, head: Sequence[int], long: Sequence[int]) -> list[Row]:
+    full, full_alone = 4 * tokens * head[-1], 4 * long[0] * long[-1]
+    learning, alone = peak_of("sum", tokens, *head), peak_of("alone", *long)
     return [
         Row(
             "peak of that, gradients included",
@@ -91,9 +90,9 @@ def peaks(tokens: int) -> list[Row]:
             "at most 0.5 (aim 0.4)",
         ),
         Row(
-            f"peak of log-probs and entropies alone, {LONG:,} tokens x {LARGE_VOCABULARY:,}",
+            f"peak of log-probs and entropies alone, {long[0]:,} tokens x {long[-1]:,}",
             f"{alone / 2**30:.2f} GiB",
-            f"full logits {4 * LONG * LARGE_VOCABULARY / 2**30:.2f} GiB",
+            f"full logits {full_alone / 2**30:.2f} GiB",
             alone / 2**30,
             "at most 1 GiB (aim 0.5)",
         ),
@@ -122,8 +121,10 @@ def resident(field: str) -> int:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, tokens=64, head=[32, 256], long=[64, 32, 256], rounds=1)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--head", type=int, nargs=2, default=HEAD, metavar=("WIDTH", "VOCABULARY"))
+    parser.add_argument("--long", type=int, nargs=3, default=LONG, metavar=("TOKENS", "WIDTH", "VOCABULARY"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak", nargs=4, help="measure one process's peak: sum or alone, tokens, width, vocabulary")
     options = parser.parse_args()
@@ -131,7 +132,8 @@ def main() -> None:
     if options.peak:
         kind, *shape = options.peak
         return measure_peak(kind, *map(int, shape))
-    report(times(options.tokens, options.rounds) + peaks(options.tokens), options.json)
+    rows = times(options.tokens, options.head, options.rounds)
+    report(rows + peaks(options.tokens, options.head, options.long), options.json)
 
 
 if __name__ == "__main__":

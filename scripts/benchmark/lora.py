@@ -19,9 +19,10 @@ from pathlib import Path
 
 import psutil
 import torch
-from algorithms import TOP, python, warm_start
 from peak_memory import process_bytes
+from side_by_side import Arguments
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from warm_start import TOP, make_data, warm_start
 
 from hybridrl.tracking.change import LAST_STEPS, change_of
 
@@ -29,7 +30,7 @@ MODEL, GOAL, MIB = "actor_rollout_ref.model", 0.8, 1 << 20
 # On two ranks. Full training uses 1.0e-4; an adapter needs a higher rate, here the lowest that trains well.
 LORA = f"{MODEL}.lora_rank=16 {MODEL}.lora_alpha=32 actor_rollout_ref.actor.optim.lr=2.0e-4"
 RUNS = {"full": "", "adapter": LORA, "merged": f"{LORA} {MODEL}.lora.merge=true"}
-MEMORY = {"full": "", "LoRA, rank 16": "model.lora_rank=16"}
+MEMORY = {"full, wide": "", "LoRA, rank 16": "model.lora_rank=16"}
 WIDE = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -97,7 +98,7 @@ def train_worker_bytes(pid: int) -> list[int]:
 
 
 def learning_runs(arguments: argparse.Namespace) -> dict[str, Run]:
-    start, out = warm_start(arguments.seed, arguments.out), arguments.out
+    start, out = warm_start(arguments.seed, arguments.out, arguments.tiny), arguments.out
     trainer = {"total_training_steps": arguments.steps, "seed": arguments.seed, "val_before_train": "false"}
     trainer |= {"test_freq": -1, "save_freq": -1, "logger": "[console]"}
     recipe = ["--config-path", "recipes/quickstart", "--config-name", "train"]
@@ -108,12 +109,12 @@ def learning_runs(arguments: argparse.Namespace) -> dict[str, Run]:
 
 def memory_runs(arguments: argparse.Namespace) -> dict[str, Run]:
     data, out = arguments.out / f"warm-start-{arguments.seed}" / "data", arguments.out
-    if not data.is_dir():
-        python(["recipes/quickstart/make_data.py", "--out", str(data), "--seed", str(arguments.seed)])
+    if not data.is_dir() and not make_data(arguments.seed, data.parent):
+        sys.exit("the data could not be made")
     wide = out / "wide-model"
     if not (wide / "config.json").is_file():
         torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(data / "model", **WIDE)
+        config = AutoConfig.from_pretrained(data / "model", **({} if arguments.tiny else WIDE))
         AutoModelForCausalLM.from_config(config).save_pretrained(wide)
         AutoTokenizer.from_pretrained(data / "model").save_pretrained(wide)
     fixed = ["hybridrl.main_sft", f"data.train_files={data}/warmup.jsonl", f"model.path={wide}", "data.max_length=128"]
@@ -158,10 +159,13 @@ def write_page(page: Path, tables: list[list[str]], caption: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare LoRA with full training, on the quickstart.")
+    parser = Arguments(__doc__, steps=1, only=["adapter", "LoRA, rank 16"])
+    names = [*RUNS, *MEMORY]
     parser.add_argument("--seed", type=int, default=0, help="of the warm start and of every run")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--only", nargs="+", choices=[*RUNS, "memory"], default=[*RUNS, "memory"], metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}"
+    )
     parser.add_argument("--out", type=Path, default=TOP / "outputs" / "lora", help="directory of the runs")
     parser.add_argument("--docs", type=Path, default=TOP / "docs", help="directory of lora.md")
     return parser.parse_args()
@@ -171,8 +175,7 @@ def main() -> int:
     arguments = parse()
     arguments.out = arguments.out.absolute()
     learning, memory = learning_runs(arguments), memory_runs(arguments)
-    wanted = [run for name, run in learning.items() if name in arguments.only]
-    wanted += list(memory.values()) if "memory" in arguments.only else []
+    wanted = [run for name, run in (learning | memory).items() if name in arguments.only]
     failed = [run for run in wanted if not run.make()]
     for run in failed:
         print(f"failed: {run.directory}/output.log", flush=True)

@@ -3,11 +3,11 @@
 A random model of that shape is trained for two steps on CPU and saved after each, so that all buffers are allocated in
 the second step's update. The measurement is the proportional set size of all the run's processes, minus that of the
 same run with a model of negligible size, i.e. of the imports. Prints plan, measurement and error; the last line is a
-JSON object. Exits with status 1 if the error is above 20%. On two cores 25m takes 2 minutes and 4 GiB, 150m 10 minutes
-and 13 GiB (with a critic), 0.5b 11 minutes and 17 GiB (with trainer.save_freq and ckpt_freq_secs at -1).
+JSON object. Exits with status 1 if the error is above 20% (not with --tiny, where imports count as well). On two cores
+25m takes 2 minutes and 4 GiB, 150m 10 minutes and 13 GiB (with a critic), 0.5b 11 minutes and 17 GiB (with
+trainer.save_freq and ckpt_freq_secs at -1).
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -22,6 +22,7 @@ import psutil
 import torch
 from models import SHAPES
 from peak_memory import process_bytes
+from side_by_side import Arguments
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl import main_ppo
@@ -221,7 +222,7 @@ def compare(plan: Plan, by_phase: dict[str, dict[str, int]], processes: int) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, shape="tiny", processes=0)
     parser.add_argument("--shape", choices=SHAPES, default="25m")
     parser.add_argument("--critic", action="store_true", help="with a critic (GAE) rather than without (GRPO)")
     parser.add_argument("--processes", type=int, help="bytes of the imports, if measured before")
@@ -246,7 +247,7 @@ def main() -> int:
         f"peak without imports: planned {planned / GIB:.2f} GiB, measured {measured / GIB:.2f}, error {row.error:+.1%}"
     )
     print(json.dumps(asdict(row) | {"error": row.error}))
-    return int(abs(row.error) > 0.2)
+    return int(abs(row.error) > 0.2 and not arguments.tiny)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ safetensors' own `save_file`. Warm: files are in the page cache, as after a save
 the complete command in a separate process, with its memory; and greedy responses of the sharded and the merged model.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import SHAPES, sharded_model
 from safetensors.torch import load_file, save_file
+from side_by_side import Arguments
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import Batch
@@ -63,8 +63,12 @@ def save(rank: int, shape: str, directory: Path) -> None:
     dist.destroy_process_group()
 
 
+def prompt_of(vocabulary: int) -> list[int]:
+    return [token % vocabulary for token in PROMPT]
+
+
 def greedy(model: LanguageModel) -> list[int]:
-    ids = list(PROMPT)
+    ids = prompt_of(model.model.config.vocab_size)
     for _ in range(TOKENS):
         one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         row = Batch(len(ids) * one, one, torch.tensor(ids), zero, group=zero, position=zero, sample=zero)
@@ -75,7 +79,7 @@ def greedy(model: LanguageModel) -> list[int]:
 
 def merged_greedy(directory: Path) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-    prompt = torch.tensor([PROMPT])
+    prompt = torch.tensor([prompt_of(model.config.vocab_size)])
     ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, do_sample=False)
     return ids[0, len(PROMPT) :].tolist()
 
@@ -209,7 +213,7 @@ def median_ratio(over: list[float], under: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, shape="tiny", rounds=1)
     parser.add_argument("--directory", help="on the disk to measure; what is written there is removed")
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--rounds", type=int, default=5)

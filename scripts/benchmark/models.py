@@ -9,7 +9,7 @@ from hybridrl.training import attention
 from hybridrl.training.fsdp import mesh, shard
 from hybridrl.training.model import LanguageModel
 
-# Qwen2.5-0.5B's, 1.5B's and 7B's shapes, models of 25, 100 and 150 million parameters, and one to test a script with.
+# Qwen2.5-0.5B's, 1.5B's and 7B's shapes, models of 25, 100, 142 and 150 million parameters, and one for --tiny.
 SHAPES = {
     "25m": {
         "vocab_size": 16384,
@@ -59,6 +59,14 @@ SHAPES = {
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "num_key_value_heads": 12,
+    },
+    "142m": {
+        "vocab_size": 64000,
+        "hidden_size": 768,
+        "intermediate_size": 2688,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
     },
     "tiny": {
         "vocab_size": 1024,

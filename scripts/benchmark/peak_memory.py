@@ -1,16 +1,16 @@
 """Peak memory of a command and its children: `python scripts/benchmark/peak_memory.py bash scripts/quickstart.sh`
 
-The proportional set size counts memory that processes share once. Sampled every two seconds.
+The proportional set size counts memory that processes share once.
 """
 
 import subprocess
 import sys
 import threading
+from argparse import REMAINDER
 from pathlib import Path
 
 import psutil
-
-SECONDS_BETWEEN_SAMPLES = 2.0
+from side_by_side import Arguments
 
 
 def tree_bytes(pid: int) -> int:
@@ -30,14 +30,18 @@ def process_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
 
 
-def main(command: list[str]) -> int:
-    process, peak, ended = subprocess.Popen(command), 0, threading.Event()
+def main() -> int:
+    parser = Arguments(__doc__, seconds=0.1)
+    parser.add_argument("--seconds", type=float, default=2.0, help="between samples")
+    parser.add_argument("command", nargs=REMAINDER)
+    options = parser.parse_args()
+    process, peak, ended = subprocess.Popen(options.command), 0, threading.Event()
     threading.Thread(target=lambda: (process.wait(), ended.set()), daemon=True).start()
-    while not ended.wait(SECONDS_BETWEEN_SAMPLES):
+    while not ended.wait(options.seconds):
         peak = max(peak, tree_bytes(process.pid))
     print(f"peak memory {peak / 2**30:.2f} GiB")
     return process.returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -86,20 +86,22 @@ def uneven(shares: list[list[int]], lengths: np.ndarray) -> float:
     return max(int(lengths[share].sum()) for share in shares) * len(shares) / int(lengths.sum()) - 1
 
 
-def ranks_table() -> Iterator[Row]:
-    for name, lengths in lengths_drawn(8192).items():
+def ranks_table(part: int, rounds: int | None) -> Iterator[Row]:
+    count = 8192 // part
+    for name, lengths in lengths_drawn(count).items():
         listed = lengths.tolist()
         sides = {
-            "ours": partial(balance, np.arange(8192), lengths, 64),
+            "ours": partial(balance, np.arange(count), lengths, 64),
             "a heap": partial(with_a_heap, listed, 64),
         }
         ours, other = (f"; worst over mean 1 + {uneven(side(), lengths):.1e}" for side in sides.values())
         target = "at most 3 (aim 1) ms, 1 + 1e-3 (aim 1e-4)"
-        yield row(f"8,192 rows to 64 ranks, {name}", in_turn(sides, 21), ours, other, target)
+        yield row(f"{count:,} rows to 64 ranks, {name}", in_turn(sides, rounds or 21), ours, other, target)
 
 
-def micro_batches_table() -> Iterator[Row]:
-    drawn = lengths_drawn(1024)
+def micro_batches_table(part: int, rounds: int | None) -> Iterator[Row]:
+    count = 1024 // part
+    drawn = lengths_drawn(count)
     tight = {f"{name}, {room} tokens below full": filling(drawn[name], room) for name in drawn for room in (0, 100)}
     for name, lengths in (drawn | tight).items():
         fewest, listed = -(-int(lengths.sum()) // CAP), lengths.tolist()
@@ -108,12 +110,13 @@ def micro_batches_table() -> Iterator[Row]:
             "best fit decreasing": partial(best_fit, listed),
         }
         ours, other = plan(lengths, 1, MicroBatchBudget(CAP))[0], best_fit(listed)
-        if sorted(number for rows in ours for number in rows) != list(range(1024)):
+        if sorted(number for rows in ours for number in rows) != list(range(count)):
             raise SystemExit(f"{name}: a row is in no micro-batch or in two")
         over = sum(int(lengths[rows].sum()) > CAP for rows in ours)
         details = f"; {len(ours)} micro-batches, {over} over the cap", f"; {len(other)} micro-batches"
         target = f"at most 5 (aim 1) ms; {fewest} micro-batches fit the sum: + 1% (aim 0)"
-        yield row(f"1,024 rows to micro-batches of 16,384, {name}", in_turn(sides, 21), *details, target)
+        what = f"{count:,} rows to micro-batches of 16,384, {name}"
+        yield row(what, in_turn(sides, rounds or 21), *details, target)
 
 
 # -- attention -----------------------------------------------------------------------------------------------------
@@ -146,16 +149,17 @@ def row_by_row(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Te
     return attend(torch.nn.Identity(), query, key, value, None, packed=PackedRows.of(lengths.tolist()))[0]
 
 
-def attention_table() -> Iterator[Row]:
+def attention_table(part: int, rounds: int | None) -> Iterator[Row]:
     draw = torch.Generator().manual_seed(0)
+    few, some, many = (max(count // part, 1) for count in (16, 128, 256))
 
     def tail(count: int, middle: float, most: int) -> Tensor:
         return (torch.randn(count, generator=draw) * 0.8 + middle).exp().long().clamp(20, most)
 
     shapes = {
-        "quickstart: 256 rows of 45-60, 2 heads": (2, 2, torch.randint(45, 61, (256,), generator=draw)),
-        "25M: 128 rows of 80-572, 6 heads (2 of keys)": (6, 2, 60 + tail(128, 5.0, 512)),
-        "0.5B: 16 rows up to 2,048, 14 heads (2 of keys)": (14, 2, tail(16, 6.4, 2048)),
+        f"quickstart: {many} rows of 45-60, 2 heads": (2, 2, torch.randint(45, 61, (many,), generator=draw)),
+        f"25M: {some} rows of 80-572, 6 heads (2 of keys)": (6, 2, 60 + tail(some, 5.0, 512)),
+        f"0.5B: {few} rows up to 2,048, 14 heads (2 of keys)": (14, 2, tail(few, 6.4, 2048)),
     }
     for name, (heads, of_keys, lengths) in shapes.items():
         inputs = [
@@ -171,7 +175,7 @@ def attention_table() -> Iterator[Row]:
         sides = {label: partial(with_gradient, attention, inputs, lengths) for label, attention in kinds.items()}
         for results in zip(*(side() for side in sides.values()), strict=True):
             torch.testing.assert_close([results[0]] * 2, [*results[1:]], atol=1e-4, rtol=1e-4)
-        times = in_turn(sides, 5)
+        times = in_turn(sides, rounds or 5)
         repeated = f"; with repeated heads {formatted(times.pop('repeated heads'), 'ms')}"
         yield row(f"attention and its gradient, {name} of 64", times, repeated)
 
@@ -179,17 +183,19 @@ def attention_table() -> Iterator[Row]:
 # -- GAE and selecting rows ----------------------------------------------------------------------------------------
 
 
-def gae_table() -> Iterator[Row]:
+def gae_table(part: int, rounds: int | None) -> Iterator[Row]:
     torch.manual_seed(0)
-    tail = (torch.randn(1024) * 0.8 + 6).exp().long().clamp(20, 2047)
+    count = 1024 // part
+    tail = (torch.randn(count) * 0.8 + 6).exp().long().clamp(20, 2047)
     tail[0] = 2048
-    for name, lengths in (("full rows", torch.full((1024,), 2048)), ("heavy-tailed rows", tail)):
+    for name, lengths in (("full rows", torch.full((count,), 2048)), ("heavy-tailed rows", tail)):
         batch = with_rewards(lengths, group_size=1)
         rewards, values = (batch.padded(required(field)) for field in (batch.token_rewards, batch.values))
         steps = partial(gae_loop, rewards, values, batch.padded(required(batch.response_mask), fill=False))
         sides = {"ours": partial(gae, batch, **GAE), "time steps": steps}
         torch.testing.assert_close(batch.padded(gae(batch, **GAE)[0]), steps(), atol=1e-5, rtol=0)
-        yield row(f"GAE [1024, 2048], {name}", in_turn(sides, 9), target="at most 100 (aim 45) ms")
+        what = f"GAE [{count}, 2048], {name}"
+        yield row(what, in_turn(sides, rounds or 9), target="at most 100 (aim 45) ms")
 
 
 def with_an_index(batch: Batch, rows: Tensor) -> Batch:
@@ -202,13 +208,14 @@ def with_an_index(batch: Batch, rows: Tensor) -> Batch:
     return replace(batch, **{name: value[index[axis]] for name, axis, value in batch.filled()})
 
 
-def select_table() -> Iterator[Row]:
+def select_table(part: int, rounds: int | None) -> Iterator[Row]:
     draw = torch.Generator().manual_seed(0)
-    batch = with_rewards(torch.randint(400, 829, (2048,), generator=draw), group_size=1)
+    count = 2048 // part
+    batch = with_rewards(torch.randint(400, 829, (count,), generator=draw), group_size=1)
     drawn = {name: torch.randn(len(batch.response_ids), generator=draw) for name in ("old_log_probs", "advantages")}
     batch = replace(batch, **drawn)  # with ids, mask, rewards and values six fields of response tokens
-    order = torch.randperm(2048, generator=draw)
-    for parts in (2, 64):
+    order = torch.randperm(count, generator=draw)
+    for parts in (2, min(64, count)):
         cut = order.chunk(parts)
         sides = {
             "ours": lambda cut=cut: [batch.select(rows) for rows in cut],
@@ -216,7 +223,7 @@ def select_table() -> Iterator[Row]:
         }
         for ours, other in zip(*(side() for side in sides.values()), strict=True):
             assert all(torch.equal(value, vars(other)[name]) for name, _, value in ours.filled())
-        yield row(f"select, 2,048 rows of about 614 tokens in {parts} parts", in_turn(sides, 9))
+        yield row(f"select, {count:,} rows of about 614 tokens in {parts} parts", in_turn(sides, rounds or 9))
 
 
 TABLES = {
@@ -229,11 +236,13 @@ TABLES = {
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, part=64, rounds=1)
     parser.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES), help="only these")
+    parser.add_argument("--part", type=int, default=1, metavar="N", help="an Nth of the rows")
+    parser.add_argument("--rounds", type=int, help="by default 5 to 21")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    report([row for name in chosen.only for row in TABLES[name]()], chosen.json)
+    report([row for name in chosen.only for row in TABLES[name](chosen.part, chosen.rounds)], chosen.json)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Writes the records of a step of the quickstart's size, with and without tokens o
 seconds with a step's (`--step`, by default the median of the quickstart on two cores).
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from side_by_side import Arguments
 
 from hybridrl.batch import Batch
 from hybridrl.data.prompts import Prompt
@@ -52,7 +52,7 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, rows=8, tokens=4)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=36, help="of each response")
     parser.add_argument("--step", type=float, default=1.4, help="seconds of a step without records")

@@ -6,12 +6,13 @@ The files are those of openai/human-eval and google-research/google-research.
 
 import gzip
 import json
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from side_by_side import Arguments
 
 from hybridrl.rewards.scorers.code import compute_score
 
@@ -29,8 +30,10 @@ def tasks(path: Path) -> Iterator[tuple[Any, str, Any]]:
             yield row["task_id"], row["test_setup_code"] + "\n" + row["code"], row
 
 
-def main(*paths: str) -> None:
-    for path in map(Path, paths):
+def main() -> None:
+    parser = Arguments(__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    for path in parser.parse_args().files:
         every, began = list(tasks(path)), time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             scores = list(pool.map(lambda task: compute_score(f"```python\n{task[1]}\n```", task[2])["acc"], every))
@@ -42,4 +45,4 @@ def main(*paths: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

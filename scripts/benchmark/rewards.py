@@ -5,7 +5,6 @@ rows with prediction and ground_truth. Both use the built-in scorers in 2 proces
 With --tokenizer, GSM8K is also scored as a run does it: token ids are sent to a Ray actor, which decodes them.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -14,6 +13,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
+from side_by_side import Arguments
 from transformers import AutoTokenizer
 
 from hybridrl.cluster import RaySession
@@ -43,7 +43,7 @@ def measure(name: str, requests: list[ScoringRequest], count: int, pool: ScorerP
     print(f"{name:<36} {rate}  {result}", flush=True)
 
 
-def measure_actors(requests: list[ScoringRequest], tokenizer_path: str) -> None:
+def measure_actors(requests: list[ScoringRequest], count: int, tokenizer_path: str) -> None:
     """Measure one scoring actor on this machine, with token ids as input."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     encoded = [
@@ -55,7 +55,7 @@ def measure_actors(requests: list[ScoringRequest], tokenizer_path: str) -> None:
         with tempfile.TemporaryDirectory() as logs:
             load = partial(load_tokenizer, tokenizer_path)
             pool = open_scorer_pool(session, CONFIG, Path(logs), {"gsm8k"}, load)
-            measure("GSM8K, decoded by an actor", encoded, 10_000, pool)
+            measure("GSM8K, decoded by an actor", encoded, count, pool)
     finally:
         session.close()
 
@@ -65,24 +65,28 @@ def rows(path: str) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, count=100)
     parser.add_argument("gsm8k", type=rows, help="rows with question and answer")
     parser.add_argument("math", type=rows, nargs="?", help="rows with prediction and ground_truth")
     parser.add_argument("--tokenizer", help="directory of a tokenizer: measure a scoring actor too")
+    parser.add_argument(
+        "--count", type=int, default=10_000, help="responses; a fifth of other truths, a hundredth of code"
+    )
     arguments = parser.parse_args()
+    count = arguments.count
     solved = [
         ScoringRequest("gsm8k", row["answer"], row["answer"].rpartition("#### ")[2].replace(",", ""), {})
         for row in arguments.gsm8k
     ]
-    measure("GSM8K", solved, 10_000)
+    measure("GSM8K", solved, count)
     if arguments.tokenizer:
-        measure_actors(solved, arguments.tokenizer)
+        measure_actors(solved, count, arguments.tokenizer)
     if arguments.math:
         boxed = [ScoringRequest("lighteval/MATH", row["prediction"], row["ground_truth"], {}) for row in arguments.math]
-        measure("MATH (math-verify)", boxed, 10_000)
+        measure("MATH (math-verify)", boxed, count)
         numbers = [request for request in boxed if not request.ground_truth.isdecimal()]
-        measure("MATH, truths that are not integers", numbers, 2_000)
-    measure("code, a program with 10 tests", [ScoringRequest("taco", PROGRAM, TESTS, {})], 100)
+        measure("MATH, truths that are not integers", numbers, count // 5)
+    measure("code, a program with 10 tests", [ScoringRequest("taco", PROGRAM, TESTS, {})], count // 100)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ shapes take 13 GiB of memory (5.5 for parameters and moments, 5.5 for the stagin
 and 11 GiB of disk space.
 """
 
-import argparse
 import json
 import shutil
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import SHAPES, sharded_model
+from side_by_side import Arguments
 from torch.multiprocessing import spawn
 
 from hybridrl.config.schema import OptimizerConfig
@@ -27,7 +27,6 @@ from hybridrl.training.model import LanguageModel
 from hybridrl.training.optimizer import Optimizers
 from hybridrl.training.state import StateWriter, state_of
 
-SAVES = 8
 BLOCK = 256 << 20  # of the copy in memory, much larger than a processor's caches
 GIB = 2**30
 
@@ -67,7 +66,7 @@ def copy_in_memory(source: torch.Tensor, target: torch.Tensor, size: int) -> Non
         target[: size - first].copy_(source[: size - first])
 
 
-def measure(rank: int, ranks: int, shape: str, directory: str) -> None:
+def measure(rank: int, ranks: int, shape: str, saves: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/store", ranks), rank=rank, world_size=ranks)
     model, optimizers = build(shape)
@@ -82,7 +81,7 @@ def measure(rank: int, ranks: int, shape: str, directory: str) -> None:
     wait_for(writer)
     source, target = torch.full((BLOCK,), 1, dtype=torch.uint8), torch.full((BLOCK,), 2, dtype=torch.uint8)
     stalls, writes, copies = [], [], []
-    for step in range(1, SAVES):
+    for step in range(1, saves):
         copies.append(timed(partial(copy_in_memory, source, target, size)))
         stalls.append(timed(partial(start, step)))
         writes.append(stalls[-1] + timed(partial(wait_for, writer)))
@@ -108,15 +107,16 @@ def print_figures(ranks: int, figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, shape="tiny", ranks=[2], saves=2)
     parser.add_argument("--shape", choices=SHAPES, default="100m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--saves", type=int, default=8, help="of which the first is counted separately")
     parser.add_argument("--directory", help="on the disk to measure; what is written there is removed")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
     arguments, figures = parser.parse_args(), {}
     for ranks in arguments.ranks:
         with TemporaryDirectory(dir=arguments.directory) as directory:
-            spawn(measure, (ranks, arguments.shape, directory), nprocs=ranks)
+            spawn(measure, (ranks, arguments.shape, arguments.saves, directory), nprocs=ranks)
             figures[ranks] = json.loads(Path(directory, "figures.json").read_text())
         print_figures(ranks, figures[ranks])
     if arguments.json:

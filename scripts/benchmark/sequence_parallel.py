@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from models import sharded_model
+from models import SHAPES, sharded_model
 from side_by_side import Row, arguments, report
 from torch.multiprocessing import spawn
 
@@ -25,8 +25,8 @@ from hybridrl.training.sequence_parallel import sequence_group, slice_of
 RANKS, SHORT = 2, 64
 
 
-def row(tokens: int) -> Batch:
-    ids, number = torch.arange(tokens) * 37 % 4096, torch.zeros(1, dtype=torch.int64)
+def row(tokens: int, vocabulary: int) -> Batch:
+    ids, number = torch.arange(tokens) * 37 % vocabulary, torch.zeros(1, dtype=torch.int64)
     lengths = torch.tensor([1]), torch.tensor([tokens - 1])
     return Batch(*lengths, ids[:1], ids[1:], group=number, position=number, sample=number)
 
@@ -37,14 +37,15 @@ def peak_bytes(status: str = "VmHWM") -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(status))
 
 
-def rank(number: int, sharing: int, tokens: int, directory: str) -> None:
+def rank(number: int, shape: str, sharing: int, tokens: int, directory: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store-{sharing}", RANKS)
     dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS)
-    model, group = sharded_model("25m"), sequence_group(sharing, 600.0)
+    model, group = sharded_model(shape), sequence_group(sharing, 600.0)
+    vocabulary = min(4096, SHAPES[shape]["vocab_size"])
 
     def update(length: int) -> None:
-        model.hidden_states(slice_of(lay_out(row(length), padded=False), group)).square().mean().backward()
+        model.hidden_states(slice_of(lay_out(row(length, vocabulary), padded=False), group)).square().mean().backward()
 
     update(SHORT)
     before = peak_bytes("VmRSS")
@@ -58,13 +59,13 @@ def rank(number: int, sharing: int, tokens: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
-def measured(tokens: int, rounds: int) -> dict[int, list[tuple[float, float]]]:
+def measured(shape: str, tokens: int, rounds: int) -> dict[int, list[tuple[float, float]]]:
     """Return memory, of the larger rank, and seconds of every round, by how many ranks share a row."""
     rounds_of: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     for _ in range(rounds):
         for sharing, rows in rounds_of.items():
             with TemporaryDirectory() as directory:
-                spawn(partial(rank), args=(sharing, tokens, directory), nprocs=RANKS)
+                spawn(partial(rank), args=(shape, sharing, tokens, directory), nprocs=RANKS)
                 rows.append(max(torch.load(f"{directory}/{sharing}-{number}") for number in range(RANKS)))
     return rounds_of
 
@@ -73,7 +74,7 @@ def main(options: argparse.Namespace) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # in the ranks: freed memory is returned to the system at once
     rows, least = [], {}
     for tokens in options.tokens:
-        by_sharing = measured(tokens, options.rounds)
+        by_sharing = measured(options.shape, tokens, options.rounds)
         memory, seconds = (
             [min(values[kind] for values in by_sharing[sharing]) for sharing in (2, 1)] for kind in (0, 1)
         )
@@ -93,7 +94,8 @@ def as_row(what: str, values: list[float], unit: str, size: float, target: str =
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, shape="tiny", tokens=[512, 1024])
+    parser.add_argument("--shape", choices=SHAPES, default="25m")
     parser.add_argument("--tokens", type=int, nargs=2, default=[1024, 2048], metavar=("SHORT", "LONG"))
     parser.add_argument("--rounds", type=int, default=1)
     main(parser.parse_args())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 
@@ -89,9 +90,27 @@ def formatted(seconds: Seconds, unit: str = "s") -> str:
     return "{:.{d}f} {unit} (least {:.{d}f}, CPU {:.{d}f})".format(*values, d=digits, unit=unit)
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of every script."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+class Arguments(argparse.ArgumentParser):
+    """The options of a script, described by its docstring: with --tiny those in `tiny` have these values by default."""
+
+    def __init__(self, description: str | None, **tiny: Any) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.tiny = tiny
+        if tiny:
+            what = "the smallest sizes, to see within seconds whether the script runs; its figures have no meaning"
+            self.add_argument("--tiny", action="store_true", help=what)
+
+    def parse_known_args(self, args=None, namespace=None):  # parse_args calls it
+        parsed = super().parse_known_args(args, namespace)
+        if self.tiny and parsed[0].tiny:
+            self.set_defaults(**self.tiny)
+            parsed = super().parse_known_args(args, namespace)
+        return parsed
+
+
+def arguments(description: str | None, **tiny: Any) -> Arguments:
+    """Return a parser of a script that reports rows."""
+    parser = Arguments(description, **tiny)
     parser.add_argument("--json", type=Path, help="file to write the rows and the machine to")
     return parser
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from side_by_side import Row, arguments, formatted, in_turn, report
+from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 from warm_start import TOP, warm_start
 
 # Runs in a separate process, as the imports of this script would be counted as the driver's.
@@ -59,12 +59,12 @@ def imported(statement: str) -> None:
     subprocess.run([sys.executable, "-c", statement], check=True)
 
 
-def run_parts(overrides: list[str]) -> list[tuple[str, float]]:
+def run_parts(overrides: list[str], tiny: bool) -> list[tuple[str, float]]:
     """Return the parts and when each was done, in seconds since the command."""
     with TemporaryDirectory() as place:
         start = ["--config-path", f"{TOP}/recipes/quickstart", "--config-name", "train"]
         more = [
-            *warm_start(0, Path(place)),
+            *warm_start(0, Path(place), tiny),
             f"reward.custom_reward_function.path={TOP}/recipes/quickstart/reward.py",
             "data.val_files=null",
             "trainer.total_training_steps=1",
@@ -83,11 +83,12 @@ def run_parts(overrides: list[str]) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, rounds=1)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the imports")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     options = parser.parse_args()
     statements = {"command": "import hybridrl.main_ppo", "torch, ray": "import torch, ray"}
-    seconds = in_turn({name: partial(imported, statement) for name, statement in statements.items()})
+    seconds = in_turn({name: partial(imported, statement) for name, statement in statements.items()}, options.rounds)
     ours, libraries = seconds["command"], seconds["torch, ray"]
     rows = [
         Row(
@@ -99,7 +100,7 @@ def main() -> None:
         )
     ]
     before = 0.0
-    for name, at in run_parts(options.overrides):
+    for name, at in run_parts(options.overrides, options.tiny):
         rows.append(Row(f"start-up: {name}", f"{at - before:.1f} s", f"{at:.1f} s since the command"))
         before = at
     report(rows, options.json)

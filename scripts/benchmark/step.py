@@ -65,23 +65,29 @@ class Case:
         return vars(self) | {"responses": asdict(self.responses) | {"lengths": self.responses.lengths}}
 
 
-def case_25m(directory: Path) -> Case:
-    make_model(SHAPES["25m"], directory / "model")
+def case_25m(directory: Path, tiny: bool) -> Case:
+    name = "tiny" if tiny else "25m"
+    make_model(SHAPES[name], directory / "model")
     rows = directory / "rows.jsonl"
     with open(rows, "w", encoding="utf-8") as file:
-        for number in range(20 * RESPONSES["25m"].prompts):
+        for number in range(20 * RESPONSES[name].prompts):
             question = [{"role": "user", "content": f"What is {100 + 7 * number % 900}+{100 + 13 * number % 900}?"}]
             row = {"data_source": "none", "prompt": question, "reward_model": {"ground_truth": str(number)}}
             print(json.dumps(row), file=file)
-    return Case(str(directory / "model"), str(rows), RESPONSES["25m"], updates=1)
+    return Case(str(directory / "model"), str(rows), RESPONSES[name], updates=1)
 
 
-def case_quickstart(directory: Path) -> Case:
-    rows, model = (override.partition("=")[2] for override in warm_start(0, directory))
-    return Case(model, rows, RESPONSES["quickstart"], updates=4)
+def case_quickstart(directory: Path, tiny: bool) -> Case:
+    rows, model, *_ = (override.partition("=")[2] for override in warm_start(0, directory, tiny))
+    return Case(model, rows, RESPONSES["tiny" if tiny else "quickstart"], updates=4)
 
 
 CASES = {"25m": case_25m, "quickstart": case_quickstart}
+
+
+def impose(name: str) -> None:
+    """Have the processes of a run import imposed.py, with these lengths."""
+    os.environ |= {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "IMPOSED": name}
 
 
 def configuration(case: Case, directory: Path, slots: int, more: list[str]) -> PPOConfig:
@@ -331,7 +337,7 @@ def rows_of(sides: Sides, options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, rounds=1)
     parser.add_argument("--case", choices=CASES, default="25m")
     parser.add_argument("--peer", help="the Python of TRL's environment")
     parser.add_argument("--micro", type=int, default=16, help="rows per micro-batch of TRL")
@@ -341,10 +347,10 @@ def main() -> None:
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     options = parser.parse_args()
-    os.environ |= {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "IMPOSED": options.case}
+    impose("tiny" if options.tiny else options.case)
     with TemporaryDirectory() as place:
         directory = Path(place)
-        case = CASES[options.case](directory)
+        case = CASES[options.case](directory, options.tiny)
         config = configuration(case, directory, options.slots, options.overrides)
         rows: list[Row] = []
 

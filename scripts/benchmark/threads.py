@@ -5,6 +5,7 @@ for a short time and not at all (GOMP_SPINCOUNT), on all cores: many small produ
 update of 25 million parameters; alone, and next to a program that uses one core.
 """
 
+import argparse
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 from child import Child, serve
 from compiled import side
-from side_by_side import Row, arguments, formatted, in_turn, report
+from models import SHAPES
+from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
 from hybridrl.runtime.environment import WAITING, worker_environment
 from hybridrl.runtime.spinning import INTERVAL, give_way
@@ -30,21 +32,20 @@ WAITS = {
     "5,000 spins": {"GOMP_SPINCOUNT": "5000"},
     "none": {"GOMP_SPINCOUNT": "0"},
 }
-WORK = {"products": "2,000 products of 128 rows, 384 x 1,280", "update": "an update of 25 M parameters, 8 rows"}
 
 
-def work(pipes: str, gives_way: bool) -> None:
+def work(options: argparse.Namespace) -> None:
     """Compute on request; the process of a side."""
-    if gives_way:
+    if options.give_way:
         give_way()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows, weights, update = torch.randn(128, 384), torch.randn(384, 1280), side(compiled=False)
+    rows, weights, update = torch.randn(128, 384), torch.randn(384, 1280), side(options.shape)
 
     def products() -> None:
-        for _ in range(2000):
+        for _ in range(options.products):
             torch.nn.functional.silu(rows @ weights)
 
-    serve(pipes, {"products": products, "update": partial(update, 0)})
+    serve(options.pipes, {"products": products, "update": partial(update, 0)})
 
 
 @contextmanager
@@ -59,33 +60,46 @@ def busy() -> Iterator[None]:
         program.wait()
 
 
-def measured(directory: Path, load: str) -> list[Row]:
-    rows, common = [], {name: value for name, value in worker_environment("cpu", 1).items() if name not in WAITING}
+def measured(directory: Path, options: argparse.Namespace) -> list[Row]:
+    sizes = ["--shape", options.shape, "--products", str(options.products)]
+    common = {name: value for name, value in worker_environment("cpu", 1).items() if name not in WAITING}
     with ExitStack() as stack:
         sides = {}
         for number, (name, variables) in enumerate(WAITS.items()):
-            command = [sys.executable, __file__, *["--give-way"] * (name == OURS)]
+            command = [sys.executable, __file__, *sizes, *["--give-way"] * (name == OURS)]
             sides[name] = stack.enter_context(Child(command, directory / f"{number}.log", common | variables))
-        if load:
-            stack.enter_context(busy())
-        for function, what in WORK.items():
-            seconds_of = in_turn({name: partial(child.call, function) for name, child in sides.items()})
-            ours = seconds_of.pop(OURS)
-            for name, seconds in seconds_of.items():
-                row = f"{what}, {OURS} over {name}{load}"
-                rows.append(Row(row, formatted(ours), formatted(seconds), ours.median / seconds.median))
+        rows = compared(sides, "", options)
+        stack.enter_context(busy())
+        return rows + compared(sides, ", next to a busy program", options)
+
+
+def compared(sides: dict[str, Child], load: str, options: argparse.Namespace) -> list[Row]:
+    rows, parameters = [], options.shape.replace("m", " M")
+    functions = {
+        "products": f"{options.products:,} products of 128 rows, 384 x 1,280",
+        "update": f"an update of {parameters} parameters, 8 rows",
+    }
+    for function, what in functions.items():
+        seconds_of = in_turn({name: partial(child.call, function) for name, child in sides.items()}, options.rounds)
+        ours = seconds_of.pop(OURS)
+        for name, seconds in seconds_of.items():
+            row = f"{what}, {OURS} over {name}{load}"
+            rows.append(Row(row, formatted(ours), formatted(seconds), ours.median / seconds.median))
     return rows
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, shape="tiny", products=20, rounds=1)
+    parser.add_argument("--shape", choices=SHAPES, default="25m")
+    parser.add_argument("--products", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--pipes", help="pipes of a side's process")
     parser.add_argument("--give-way", action="store_true", help="for a side's process")
     options = parser.parse_args()
     if options.pipes:
-        return work(options.pipes, options.give_way)
+        return work(options)
     with TemporaryDirectory() as place:
-        report([row for load in ("", ", next to a busy program") for row in measured(Path(place), load)], options.json)
+        report(measured(Path(place), options), options.json)
 
 
 if __name__ == "__main__":

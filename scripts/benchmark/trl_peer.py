@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 
 class Imposed(LogitsProcessor):
@@ -57,7 +55,10 @@ class Peer(TrainerCallback):
             print(json.dumps(reply), file=self.replies, flush=True)
 
 
-def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
+def trainer(arguments: argparse.Namespace, peer: Peer) -> Any:
+    from datasets import Dataset  # only --help works without these two
+    from trl import GRPOConfig, GRPOTrainer
+
     setting = json.loads(arguments.setting.read_text())
     rows = [json.loads(line) for line in Path(setting["rows"]).read_text(encoding="utf-8").splitlines()]
     data = Dataset.from_list([{"prompt": row["prompt"], **row["reward_model"]} for row in rows])
@@ -102,7 +103,7 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> GRPOTrainer:
     return grpo
 
 
-def _impose(grpo: GRPOTrainer, peer: Peer, lengths: list[int], eos: int) -> None:
+def _impose(grpo: Any, peer: Peer, lengths: list[int], eos: int) -> None:
     """Generate responses of the imposed lengths, or use those of the request, to compare gradients."""
     turn, generate = grpo._generate_single_turn, grpo.model.generate
 

@@ -10,6 +10,7 @@ memory as a run's processes do (`device.py`), which plain vLLM does not.
 import os
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ import torch
 from child import Child
 from memory_plan import make_model, overrides
 from models import SHAPES
-from side_by_side import Row, arguments, formatted, in_turn, report
+from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
 from hybridrl.cluster import Group
 from hybridrl.config import PPOConfig, load_ppo_config
@@ -79,7 +80,7 @@ class WeightSyncs:
         return count / (time.perf_counter() - began)
 
 
-def measure(config: PPOConfig, directory: Path, name: str, same_allocator: bool) -> list[Row]:
+def measure(config: PPOConfig, directory: Path, options: Namespace) -> list[Row]:
     section = config.actor_rollout_ref
     torch.save((section.model, section.rollout, 1), directory / "engine.pt")
     with ExitStack() as stack:
@@ -92,7 +93,7 @@ def measure(config: PPOConfig, directory: Path, name: str, same_allocator: bool)
         ours.to_rollout()
         before = [ours.decode() for _ in range(3)]
         environment = {"OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        if same_allocator:
+        if options.same_allocator:
             environment |= worker_environment("cpu", slots=1)
         bare = [sys.executable, str(HERE / "bare.py"), "--threads", str(os.cpu_count())]
         other = stack.enter_context(Child(bare, directory / "bare.log", environment))
@@ -105,7 +106,7 @@ def measure(config: PPOConfig, directory: Path, name: str, same_allocator: bool)
             "reload": partial(other.call, "reload"),
             "copy": lambda: [target.copy_(source) for _ in range(size // BLOCK)],
         }
-        seconds = in_turn(sides)
+        seconds = in_turn(sides, options.rounds)
         ours.to_training()
         ours.seconds.clear()
         ours.to_rollout()
@@ -115,7 +116,7 @@ def measure(config: PPOConfig, directory: Path, name: str, same_allocator: bool)
     floor = seconds["copy"].median
     return [
         Row(
-            f"weight sync, {name}",
+            f"weight sync, {options.shape}",
             formatted(seconds["to rollout"]),
             f"reload_weights: {formatted(seconds['reload'])}",
             ratio,
@@ -138,8 +139,9 @@ def measure(config: PPOConfig, directory: Path, name: str, same_allocator: bool)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, shape="tiny", rounds=1)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument(
         "--same-allocator", action="store_true", help="use the allocator of a run's processes for vLLM's side too"
     )
@@ -153,7 +155,7 @@ def main() -> None:
         maker.join()
         more = ["trainer.save_freq=-1", *options.overrides]
         config = load_ppo_config(overrides(directory / "model", directory, False, more))
-        report(measure(config, directory, options.shape, options.same_allocator), options.json)
+        report(measure(config, directory, options), options.json)
 
 
 if __name__ == "__main__":

@@ -1,68 +1,17 @@
-"""Rollouts that are continued over steps, with real engines and whole runs."""
+"""Rollouts that are continued over steps, in whole runs; with an engine alone in test_engine.py."""
 
-import asyncio
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from hybridrl.rollout import Completion, Request
-from tests.integration.answers import PROMPT, SAMPLING, rows, update
 from tests.integration.test_resume import compared_metrics, kill_in_step
 from tests.integration.test_run import assert_gone, finish, metrics, start, validation_keys
 
 CONTINUED = {"trainer.v1.trainer_mode": "colocate_async", "actor_rollout_ref.rollout.max_num_seqs": 4}
-
-
-def test_each_part_of_a_response_that_is_continued_over_two_syncs_has_the_log_probs_of_its_weights(parts):
-    engine, workers = parts
-    sampling = replace(SAMPLING, max_tokens=400, ignore_eos=True)
-    wanted = [Request(0, sample, PROMPT, 50 + sample, sampling) for sample in range(3)]
-    loop, first = asyncio.new_event_loop(), engine.version + 1
-    lengths, gaps = [0, 0, 0], []
-
-    async def sample_some(begin) -> list:
-        futures = begin()
-        await asyncio.sleep(0.2)
-        await engine.client.interrupt()
-        return futures
-
-    def compare(parts: list[Completion]) -> None:
-        """Compare the tokens sampled last, and those before, with the trainer's weights; then update these."""
-        engine.to_training()
-        batch = rows(wanted, {(0, sample): part for sample, part in enumerate(parts)})
-        gap = (workers.forward_log_probs(batch).old_log_probs - batch.rollout_log_probs).abs().numpy()
-        new = np.concatenate(
-            [np.arange(len(part.token_ids)) >= done for part, done in zip(parts, lengths, strict=True)]
-        )
-        gaps.append((gap[new].max(), gap[~new].max() if lengths[0] else 1.0))
-        lengths[:] = [len(part.token_ids) for part in parts]
-        update(workers, batch)
-
-    engine.to_rollout(first)
-    futures = loop.run_until_complete(sample_some(lambda: [engine.client.generate(request) for request in wanted]))
-    compare([engine.client.held()[0, sample, 0].begun for sample in range(3)])
-    engine.to_rollout(first + 1)
-    loop.run_until_complete(sample_some(engine.client.resume))
-    compare([engine.client.held()[0, sample, 0].begun for sample in range(3)])
-    engine.to_rollout(first + 2)
-
-    async def end() -> list[Completion]:
-        engine.client.resume()
-        return await asyncio.gather(*futures)
-
-    whole = loop.run_until_complete(end())
-    loop.close()
-    compare(whole)
-    for of_its_weights, of_others in gaps:
-        assert of_its_weights < 1e-4 < 0.1 < of_others, "updates must change the policy for this to mean anything"
-    for response in whole:
-        assert len(response.token_ids) == 400
-        assert sorted(set(np.unique(response.versions).tolist())) == [first, first + 1, first + 2]
 
 
 @pytest.fixture(scope="module")

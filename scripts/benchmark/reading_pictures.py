@@ -1,22 +1,21 @@
-"""Draw docs/reading.png, what good and bad runs look like: `python scripts/reading_pictures.py [--runs DIR]`
+"""Draw docs/reading.png, what good and bad runs look like: `python scripts/benchmark/reading_pictures.py [--runs DIR]`
 
 Trains the quickstart's task four times, each about a minute on two cores: as it is, with a learning rate that is far
 too high, with a reward that pays for length, and with one that is the same for every response.
 """
 
-import argparse
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from side_by_side import Arguments
+from warm_start import TOP, python, warm_start
 
 from hybridrl.tracking.report import COLORS, STYLE, read_metrics
 
-TOP = Path(__file__).parents[1]
-STEPS, SEED = 25, 0
+SEED = 0
 RATE, REWARD = "actor_rollout_ref.actor.optim.lr", "reward.custom_reward_function"
 LENGTH = """
 def compute_score(solution_str, ground_truth):
@@ -44,24 +43,15 @@ PANELS = {
 }
 
 
-def train(name: str, overrides: list[str], directory: Path) -> Path:
+def train(name: str, start: list[str], steps: int, directory: Path) -> Path:
     """Train one run from the warm start of the quickstart, unless it is there already. Returns its directory."""
     run = directory / name.replace(" ", "-")
     if not (run / "curves.png").is_file():
-        words = [
-            sys.executable,
-            "-m",
-            "hybridrl.main_ppo",
-            "--config-path",
-            "recipes/quickstart",
-            "--config-name",
-            "train",
-        ]
-        keys = {"default_local_dir": run, "total_training_steps": STEPS, "seed": SEED, "logger": "[console]"}
-        places = [override.format(directory) for override in overrides]
-        subprocess.run(
-            [*words, *(f"trainer.{key}={value}" for key, value in keys.items()), *places], cwd=TOP, check=True
-        )
+        words = ["-m", "hybridrl.main_ppo", "--config-path", "recipes/quickstart", "--config-name", "train", *start]
+        keys = {"default_local_dir": run, "total_training_steps": steps, "seed": SEED, "logger": "[console]"}
+        words += [f"trainer.{key}={value}" for key, value in keys.items()]
+        if not python([*words, *(override.format(directory) for override in RUNS[name])]):
+            sys.exit(f"the run {name} failed")
     return run
 
 
@@ -81,18 +71,20 @@ def draw(runs: dict[str, Path], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, steps=1, only=["paid for length"])
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help="runs")
     parser.add_argument("--runs", type=Path, help="where the runs are kept; default: nowhere")
+    parser.add_argument("--out", type=Path, default=TOP / "docs" / "reading.png")
     options = parser.parse_args()
-    if not (TOP / "outputs" / "quickstart" / "warmup").is_dir():
-        sys.exit("the warm start is missing: run bash scripts/quickstart.sh first")
     with tempfile.TemporaryDirectory() as place:
         directory = (options.runs or Path(place)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "length.py").write_text(LENGTH)
         (directory / "same.py").write_text(SAME)
-        runs = {name: train(name, overrides, directory) for name, overrides in RUNS.items()}
-        draw(runs, TOP / "docs" / "reading.png")
+        start = warm_start(SEED, directory, options.tiny)
+        start.append(f"data.val_files={Path(start[0].partition('=')[2]).with_name('val.jsonl')}")
+        draw({name: train(name, start, options.steps, directory) for name in options.only}, options.out)
 
 
 if __name__ == "__main__":

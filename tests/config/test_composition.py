@@ -1,0 +1,43 @@
+"""Files are composed once for all commands of a process, to which the values of each are applied as Hydra does it."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from hybridrl.config import ConfigError
+from hybridrl.config.compose import CONF, composed
+
+FILE = CONF / "ppo_trainer.yaml"
+ARGUMENTS = [
+    ["++trainer.seed=7", "++data.train_files=[a.jsonl,b.jsonl]", "++trainer.logger=[]"],
+    ["++actor_rollout_ref.actor.optim.lr=1e-6", "++actor_rollout_ref.actor.optim.lr=2e-6"],
+    ["++reward.reward_kwargs={a: {b: 1}}", "++reward.reward_kwargs.a.c=[1, {d: null}]", "++reward.reward_kwargs.a.b=2"],
+    ["++trainer.project_name='a, \"b\" {c}'", "++trainer.experiment_name=${trainer.project_name}", "++own.x=on"],
+    ["+preset=dapo", "++algorithm.adv_estimator=rloo"],
+    ["++own.a=1", "~own", "++own.b=1"],
+    ["~trainer.seed"],
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_the_values_of_a_command_are_those_of_hydra_every_time(arguments):
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        expected = compose(config_name=FILE.stem, overrides=arguments)
+    for _ in range(2):
+        found = composed(FILE, arguments)
+        assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(expected)
+        assert OmegaConf.is_struct(found) == OmegaConf.is_struct(expected)
+        OmegaConf.update(found, "trainer.project_name", "changed by its reader")
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path):
+    file = tmp_path / "mine.yaml"
+    for seed in (1, 22):
+        file.write_text(f"defaults: [ppo_trainer, _self_]\ntrainer: {{seed: {seed}}}\n")
+        assert composed(file, ["++trainer.project_name=a"]).trainer.seed == seed
+
+
+@pytest.mark.parametrize("argument", ["++trainer.seed=1,2", "++trainer.seed.a.b=[", "+preset=none"])
+def test_what_hydra_rejects_is_rejected(argument):
+    with pytest.raises(ConfigError, match=r"ppo_trainer\.yaml: |preset=none: there is no such configuration file"):
+        composed(FILE, [argument])

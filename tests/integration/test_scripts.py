@@ -1,0 +1,289 @@
+"""Every script runs: `--help` answers at once, and the smallest run of a script prints every row that it promises."""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import PPOConfig
+from hybridrl.config.load import resolve_config
+from tests.report.synthetic import write_run
+
+ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "scripts" / "benchmark"
+PYTHON = sorted(
+    file.relative_to(ROOT).as_posix() for file in ROOT.glob("scripts/**/*.py") if '"__main__"' in file.read_text()
+)
+SHELL = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("scripts/*.sh"))
+# Scripts that run elsewhere: in the test file named, or as a side of another script.
+ELSEWHERE = {
+    "scripts/simulate_async.py": "tests/experience/test_simulate_command.py",
+    "scripts/sizing.py": "tests/doctor/test_sizing.py",
+    "scripts/benchmark/bare.py": "scripts/benchmark/step.py",
+    "scripts/benchmark/export.py": "scripts/benchmark/all.py",
+    "scripts/benchmark/families.py": "tests/integration/test_families.py",
+    "scripts/benchmark/log_probs.py": "scripts/benchmark/all.py",
+    "scripts/benchmark/stacks.py": "tests/runtime/test_stacks.py",
+    "scripts/benchmark/trl_peer.py": "scripts/benchmark/step.py",  # in an environment with TRL
+}
+BROWSER = """#!/bin/bash
+echo "<title></title>"
+for argument; do case $argument in --screenshot=*) echo drawn >"${argument#*=}" ;; esac; done
+"""
+HUMAN_EVAL = {"task_id": "HumanEval/0", "prompt": "def one():\n", "canonical_solution": "    return 1\n"}
+HUMAN_EVAL |= {"entry_point": "one", "test": "def check(candidate):\n    assert candidate() == 1\n"}
+MBPP = {"task_id": 11, "code": "def one():\n    return 1", "test_setup_code": "", "test_list": ["assert one() == 1"]}
+SOLVED = {"question": "What is 1+2?", "answer": "1+2=3\n#### 3"}
+FRACTION = {"prediction": "\\boxed{\\frac{1}{2}}", "ground_truth": "\\frac{1}{2}"}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The smallest run of a script: its arguments, where HERE is its directory and QUICKSTART that of the quickstart's
+    data, the beginnings of the rows that it must print, and the files that it must write."""
+
+    arguments: str = "--tiny"
+    rows: list[str] = field(default_factory=list)
+    files: str = ""
+
+
+RUNS = {
+    "scripts/generated_pages.py": Tiny("--out HERE", files="configuration.md metrics.md"),
+    "scripts/report_screenshot.py": Tiny("HERE/run --out HERE/report.png", files="report.png"),
+    "advantages": Tiny(rows=["GAE [16, 32]", "GRPO 64 samples"]),
+    "algorithms": Tiny("--tiny --out HERE/runs --docs HERE/docs", ["gae ", "| gae |"], "docs/algorithms.png"),
+    "all": Tiny(
+        "--tiny export log_probs --out HERE/out --docs HERE/docs/performance.md",
+        ["| export of", "| log-probs and gradients, any", "| log-probs and gradients, a sum", "| peak of that"],
+        "docs/performance.png",
+    ),
+    "asynchronous": Tiny(rows=["| tail, continued: a step", "| its gain over the", "| seconds of rollout"]),
+    "bfloat16_updates": Tiny(rows=["| 1e-06 | bfloat16 |", "| 0.001 | float32 |"]),
+    "compiled": Tiny(rows=["| update, layers compiled", "| first two updates"]),
+    "data": Tiny("--tiny QUICKSTART/model", [".jsonl: 100 prompts", ".parquet: 100 prompts"]),
+    "data_plane": Tiny(
+        rows=[
+            "| 64 rows of 64 tokens",
+            "| bytes per row",
+            "| driver, 512 rows on 2 ranks",
+            "| driver, 2,048 rows on 16 ranks",
+        ]
+    ),
+    "engine_memory": Tiny(rows=["step     1", "step     2"]),
+    "episodes": Tiny(rows=["4 episodes x 2 turns x 4 tokens", "episodes "]),
+    "episodes --sleeping": Tiny("--tiny --sleeping", ["coroutines", "plain functions"]),
+    "evaluation": Tiny(rows=["| main_eval on 1 device"]),
+    "fuzz_endpoint": Tiny(
+        "--tiny run --out HERE",
+        ["/v1/chat/completions: 8", "/v1/completions: 8", "/v1/responses: 8", "/v1/messages: 8"],
+    ),
+    "gpu": Tiny(
+        rows=[
+            "| start-up, tiny |",
+            "| weight sync, seconds, tiny |",
+            "| switch there and back, seconds, tiny |",
+            "| sleep and wake, seconds, tiny |",
+            "| update, share of the peak, with recomputation, tiny |",
+            "| log-probs, peak beyond kept memory, relative to that of full logits, tiny |",
+            "| rollout, tiny |",
+            "| difference of log-probs, mean, tiny |",
+            "| sleeping engine, GiB on the device, tiny |",
+            "| update, share of the peak, without recomputation, tiny |",
+            "| rollout against vLLM's generate, its engine in the caller's process, tiny |",
+            "| rollout against vLLM's generate, its engine in its own process, vLLM's default, tiny |",
+        ]
+    ),
+    "kills": Tiny("--tiny --out HERE", ["synchronous, run 0: as the unbroken one", "1 of 1 runs"]),
+    "length_bias": Tiny(rows=["| characters of a response"]),
+    "load_memory": Tiny(rows=["rank 0: at most", "rank 1: at most"]),
+    "lora": Tiny("--tiny --out HERE/runs --docs HERE/docs", ["| adapter |", "| LoRA, rank 16 |"]),
+    "memory_plan": Tiny(rows=["rollout: planned", "save: planned", "peak without imports: planned"]),
+    "merge": Tiny(
+        rows=[
+            "  cp ",
+            "  write from a buffer ",
+            "  merge ",
+            "  export from memory ",
+            "  safetensors save_file ",
+            "  check of the tensors ",
+            "  float32 ",
+            "  bfloat16 ",
+            "greedy tokens: ",
+        ]
+    ),
+    "peak_memory": Tiny("--tiny sleep 1", ["peak memory "]),
+    "planning": Tiny(
+        rows=[
+            "| 128 rows to 64 ranks, uniform",
+            "| 16 rows to micro-batches of 16,384, uniform",
+            "| 16 rows to micro-batches of 16,384, uniform 1..2,048, 100 tokens below full",
+            "| attention and its gradient, quickstart",
+            "| attention and its gradient, 25M",
+            "| attention and its gradient, 0.5B",
+            "| GAE [16, 2048], full rows",
+            "| GAE [16, 2048], heavy-tailed rows",
+            "| select, 32 rows of about 614 tokens in 2 parts",
+            "| select, 32 rows of about 614 tokens in 32 parts",
+        ]
+    ),
+    "reading_pictures": Tiny("--tiny --out HERE/reading.png", files="reading.png"),
+    "records": Tiny(rows=["8 records, tokens of 0", "8 records, tokens of 4"]),
+    "reference_solutions": Tiny("HERE/he.jsonl HERE/mbpp.jsonl", ["he.jsonl: 1 of 1 ", "mbpp.jsonl: 1 of 1 "]),
+    "report": Tiny(rows=["| 200 steps, 200 samples: write", "| 200 steps, 200 samples: open", "| 2 steps, samples of"]),
+    "rewards": Tiny(
+        "--tiny HERE/gsm8k.jsonl HERE/math.jsonl --tokenizer QUICKSTART/model",
+        ["GSM8K  ", "GSM8K, decoded by an actor", "MATH (math-verify)", "MATH, truths that are", "code, a program"],
+    ),
+    "save_stall": Tiny(
+        rows=["2 ranks: ", "  copied in memory ", "  stall of the first save ", "  a save that training"]
+    ),
+    "sequence_parallel": Tiny(
+        rows=["| memory per rank, rows of 512", "| two rows of 1024 tokens", "| memory per rank and additional token"]
+    ),
+    "start_up": Tiny(
+        rows=[
+            "| import of hybridrl.main_ppo",
+            "| start-up: configuration",
+            "| start-up: imports of the driver",
+            "| start-up: checks",
+            "| start-up: data and reward",
+            "| start-up: Ray",
+            "| start-up: actors requested",
+            "| start-up: engines and trainers",
+            "| start-up: first weight sync",
+            "| start-up: first step",
+        ]
+    ),
+    "step": Tiny(
+        rows=[
+            "| whole step over bare vLLM + torch (25m, 1 slots)",
+            "| rollout against vLLM's generate (25m, 1 slots)",
+            "| update against bare torch (25m, 1 slots)",
+            "| share of a step outside its work (25m, 1 slots)",
+        ]
+    ),
+    "sweep": Tiny("--tiny -- --cfg job", ["| 2 runs of 1 steps"]),  # prints the configurations
+    "threads": Tiny(
+        rows=[
+            "| 20 products of 128 rows, 384 x 1,280, a worker's way over 300,000 spins |",
+            "| an update of tiny parameters, 8 rows, a worker's way over 5,000 spins |",
+            "| 20 products of 128 rows, 384 x 1,280, a worker's way over none, next to a busy program |",
+            "| an update of tiny parameters, 8 rows, a worker's way over none, next to a busy program |",
+        ]
+    ),
+    "weight_sync": Tiny(
+        rows=[
+            "| weight sync, tiny",
+            "| weight sync over a copy",
+            "| back to training",
+            "| tokens/s after a weight sync",
+        ]
+    ),
+}
+
+
+def script_of(name: str) -> str:
+    script = name.split()[0]
+    return script if "/" in script else f"scripts/benchmark/{script}.py"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with what scripts read: pages without their tables, rows, a run; and a stand-in of a browser."""
+    (tmp_path / "docs").mkdir()
+    for page in ("algorithms.md", "lora.md", "performance.md"):
+        text = (ROOT / "docs" / page).read_text()
+        (tmp_path / "docs" / page).write_text(re.sub(r"(?m)^\|.*$", "", text))
+    files = {"he": HUMAN_EVAL, "mbpp": MBPP, "gsm8k": SOLVED, "math": FRACTION}
+    for name, row in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    write_run(tmp_path / "run", steps=4)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "chromium").write_text(BROWSER)
+    (tmp_path / "bin" / "chromium").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_every_script_has_a_smallest_run() -> None:
+    assert sorted([*{script_of(name) for name in RUNS}, *ELSEWHERE]) == PYTHON
+    for script, file in ELSEWHERE.items():
+        assert Path(script).name in (ROOT / file).read_text(), f"{file} does not run {script}"
+
+
+@pytest.fixture
+def next_to_scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process imports what is next to a script, for the time of a test: forty processes would take minutes."""
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delitem(sys.modules, "hybridrl.rollout.vllm.engine", raising=False)  # imposed.py would change it
+    loaded = {*sys.modules}
+    yield
+    for name in {*sys.modules} - loaded:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "scripts")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("script", PYTHON)
+def test_a_script_asked_for_help_answers_and_does_nothing_else(script, next_to_scripts, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert not ended.value.code and printed.startswith(f"usage: {Path(script).name}"), printed
+
+
+@pytest.mark.parametrize("script", SHELL)
+def test_a_shell_script_asked_for_help_names_its_arguments_and_does_nothing_else(script, tmp_path):
+    """In a directory without the project, where all else fails."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / script, tmp_path / "scripts")
+    asked = ["bash", str(tmp_path / script), "--help"]
+    done = subprocess.run(asked, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert f"bash {script} [" in done.stdout + done.stderr
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [tmp_path / script]
+
+
+@pytest.mark.slow
+def test_runs_that_a_smallest_run_leaves_out_have_a_valid_configuration(next_to_scripts, monkeypatch, tmp_path):
+    import algorithms
+    import gpu
+    import kills
+    import lora
+    import reading_pictures
+
+    monkeypatch.chdir(tmp_path)
+    every = [*algorithms.ENTRIES.values(), *lora.RUNS.values()]
+    every = [overrides.split() for overrides in every]
+    every += [*kills.MODES.values(), *gpu.VARIANTS.values(), *reading_pictures.RUNS.values()]
+    for overrides in every:
+        name = "agent" if overrides is kills.MODES["agents"] else "train"
+        more = ["trainer.n_gpus_per_node=2", *(override.format(tmp_path) for override in overrides)]
+        found = resolve_config(PPOConfig, more, name, ROOT / "recipes" / "quickstart", offline=True).findings
+        assert [finding.text for finding in found.items if finding.severity == "error"] == [], overrides
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_runs_at_its_smallest_size(name, here, tiny, monkeypatch):
+    run = RUNS[name]
+    arguments = run.arguments.replace("HERE", str(here)).replace("QUICKSTART", str(tiny)).split()
+    monkeypatch.setenv("QUICKSTART_DATA", str(tiny))
+    before = {file: file.read_bytes() for file in (ROOT / "docs").iterdir()}
+    done = subprocess.run([sys.executable, script_of(name), *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    printed = done.stdout + "".join(file.read_text() for file in here.glob("docs/*.md"))
+    lines = printed.splitlines()
+    rows = {row: [line.removeprefix(row) for line in lines if line.startswith(row)] for row in run.rows}
+    assert [row for row, rests in rows.items() if not any(re.search(r"\d", rest) for rest in rests)] == [], done.stdout
+    assert not re.search(r"\b(nan|inf|not measured)\b|failed: \w", done.stdout), done.stdout
+    assert [file for file in run.files.split() if not (here / file).stat().st_size] == []
+    assert {file: file.read_bytes() for file in (ROOT / "docs").iterdir()} == before
