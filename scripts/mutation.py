@@ -247,7 +247,7 @@ def report(mutants: list[Mutant], survivors: list[Mutant]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/mutation.sh", description="Mutation testing; see the script.")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=SEED, help=f"of the draw; default {SEED}")
     parser.add_argument("--count", type=int, default=COUNT, help=f"mutants drawn; default {COUNT}")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time; default 2")

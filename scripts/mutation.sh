@@ -7,6 +7,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [[ " $* " == *" --help "* ]]; then
+    sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' scripts/mutation.sh
+    exit
+fi
+
 # Tests start a Ray of their own and log to no account.
 unset RAY_ADDRESS RAY_NAMESPACE WANDB_API_KEY
 exec .venv/bin/python scripts/mutation.py "$@"

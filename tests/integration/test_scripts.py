@@ -25,6 +25,7 @@ PYTHON = sorted(
 SHELL = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("scripts/*.sh"))
 # Scripts that run elsewhere: in the test file named, or as a side of another script.
 ELSEWHERE = {
+    "scripts/mutation.py": "tests/test_mutation.py",
     "scripts/simulate_async.py": "tests/experience/test_simulate_command.py",
     "scripts/sizing.py": "tests/doctor/test_sizing.py",
     "scripts/benchmark/bare.py": "scripts/benchmark/step.py",
