@@ -191,6 +191,11 @@ RUNS = {
 }
 
 
+# That take longest: of the product's own parts they use what others do (or what tests/test_gpu_benchmark.py does), so
+# that .ci/run has one of them in turn.
+DRILLS = ("episodes --sleeping", "gpu", "kills", "length_bias", "lora", "reading_pictures")
+
+
 def script_of(name: str) -> str:
     script = name.split()[0]
     return script if "/" in script else f"scripts/benchmark/{script}.py"
@@ -272,8 +277,9 @@ def test_runs_that_a_smallest_run_leaves_out_have_a_valid_configuration(next_to_
         assert [finding.text for finding in found.items if finding.severity == "error"] == [], overrides
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.drill if name in DRILLS else pytest.mark.slow) for name in RUNS]
+)
 def test_a_script_runs_at_its_smallest_size(name, here, tiny, monkeypatch):
     run = RUNS[name]
     arguments = run.arguments.replace("HERE", str(here)).replace("QUICKSTART", str(tiny)).split()
