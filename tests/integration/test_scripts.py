@@ -191,9 +191,12 @@ RUNS = {
 }
 
 
-# That take longest: of the product's own parts they use what others do (or what tests/test_gpu_benchmark.py does), so
-# that .ci/run has one of them in turn.
-DRILLS = ("episodes --sleeping", "gpu", "kills", "length_bias", "lora", "reading_pictures")
+# That take longest: of the product's own parts they use what others do, or what other tests do, so that .ci/run has one
+# of them in turn.
+DRILLS = (
+    *("algorithms", "asynchronous", "episodes", "episodes --sleeping", "evaluation", "fuzz_endpoint", "gpu", "kills"),
+    *("length_bias", "lora", "memory_plan", "merge", "reading_pictures"),
+)
 
 
 def script_of(name: str) -> str:
