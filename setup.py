@@ -51,6 +51,7 @@ setup(
         "rich>=14",
         "safetensors>=0.6",
         "starlette>=1.10,<2",
+        "sympy>=1.14,<1.15",  # what mathematical results are compared in
         "tensorboard>=2.20",
         "transformers>=5.19,<5.20",
         "uvicorn>=0.54,<0.55",
