@@ -143,7 +143,7 @@ TEMPLATES = [
 def test_a_chat_template_reaches_nothing_but_its_messages(template, tmp_path):
     tokenizer = Qwen2Tokenizer(vocab={"a": 0}, merges=[])
     tokenizer.chat_template = template.replace("%s", str(tmp_path / "trace"))
-    (outcome,) = render(tokenizer, [[{"role": "user", "content": "a"}]], {}, add_generation_prompt=True)
+    (outcome,) = render(tokenizer, [([{"role": "user", "content": "a"}], [])], {}, add_generation_prompt=True)
     assert isinstance(outcome, TemplateError) or outcome == []
     assert not (tmp_path / "trace").exists()
 

@@ -137,8 +137,8 @@ def _tokenize_chats(
     until = [chat[: i + 1] for chat, places in zip(chats, turns, strict=True) for i in places]
     tools = [as_tools(row.values.get(config.tools_key)) or [] for row in rows]
     of_turns = [own for own, places in zip(tools, turns, strict=True) for _ in places]
-    opened = render(tokenizer, before, arguments, add_generation_prompt=True, tools=of_turns)
-    closed = render(tokenizer, until, arguments, add_generation_prompt=False, tools=of_turns)
+    opened = render(tokenizer, zip(before, of_turns, strict=True), arguments, add_generation_prompt=True)
+    closed = render(tokenizer, zip(until, of_turns, strict=True), arguments, add_generation_prompt=False)
     added = tokenizer.added_tokens_decoder.items()  # one can be white space, such as Gemma's line break
     special = {tokenizer.eos_token_id, *(token for token, text in added if text.content.strip())}
     for row, places, chat, own in zip(rows, turns, chats, tools, strict=True):

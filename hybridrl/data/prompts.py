@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import tee
 from typing import Any
 
 from jinja2 import TemplateError
@@ -119,9 +118,8 @@ def load_prompts(
 
     prompts = (prompt for row in rows if isinstance(prompt := _parse(row, config), Prompt))
     if tokenizer.chat_template:
-        chats, tools = (map(get, prompts) for get, prompts in zip((_chat, _tools), tee(prompts), strict=True))
-        options = config.apply_chat_template_kwargs
-        tokenized = render(tokenizer, chats, options, add_generation_prompt=True, tools=tools)
+        chats = ((as_chat(prompt.messages), prompt.tools) for prompt in prompts)
+        tokenized = render(tokenizer, chats, config.apply_chat_template_kwargs, add_generation_prompt=True)
     else:
         tokenized = encode(tokenizer, (str(prompt.messages) for prompt in prompts))
     kept, ids, overlong = [], TokenRows(), []
@@ -147,14 +145,6 @@ def load_prompts(
     fix += "data.truncation=left|right|middle"
     report_overlong(overlong, len(rows), limit, key=key, outcome=outcome, fix=fix)
     return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments)
-
-
-def _chat(prompt: Prompt) -> list[Message]:
-    return as_chat(prompt.messages)
-
-
-def _tools(prompt: Prompt) -> list[dict[str, Any]]:
-    return prompt.tools
 
 
 class Prompts(list[Prompt]):

@@ -4,7 +4,7 @@ import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat, starmap
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +165,12 @@ def multimodal_fault(values: dict[str, Any], messages: Any) -> str:
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
-    chats: Iterable[list[Message]],
+    chats: Iterable[tuple[list[Message], list[dict[str, Any]]]],
     arguments: dict[str, Any],
     *,
     add_generation_prompt: bool,
-    tools: Iterable[list[dict[str, Any]]] = (),
 ) -> Iterator[list[int] | TemplateError]:
-    """Yield the token ids of each conversation, or the template's error for it; `tools` are those of each."""
+    """Yield the token ids of each conversation, given with its tools, or the template's error for it."""
 
     def apply(chats: Any, tools: list[dict[str, Any]]) -> Any:
         options = {"add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": False}
@@ -183,7 +182,7 @@ def render(
         except TemplateError as error:
             return error
 
-    for chunk in _chunks(zip(chats, chain(tools, repeat([])), strict=False)):
+    for chunk in _chunks(chats):
         if not any(tools for _, tools in chunk):
             try:
                 yield from apply([chat for chat, _ in chunk], [])

@@ -117,7 +117,10 @@ def check_template(
     prompt = max(some, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))
     chat, templated = as_chat(prompt.messages), bool(tokenizer.chat_template)
     render: Callable[..., str] = partial(
-        tokenizer.apply_chat_template, tokenize=False, **config.data.apply_chat_template_kwargs
+        tokenizer.apply_chat_template,
+        tools=prompt.tools or None,
+        tokenize=False,
+        **config.data.apply_chat_template_kwargs,
     )
     text = render(chat, add_generation_prompt=True) if templated else str(prompt.messages)
     plain = tokenizer(text, add_special_tokens=False)["input_ids"]

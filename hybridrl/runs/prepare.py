@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -212,13 +212,15 @@ def load_sft_inputs(
     return tokenizer, training, validation
 
 
-def _replay(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Replay | None:
-    """Return what renders a conversation turn by turn, if the chat template can."""
-    try:
-        ends, arguments = end_tokens(config.model.path, tokenizer), config.data.apply_chat_template_kwargs
-        return Dialogue(tokenizer, ends, arguments=arguments).replay if tokenizer.chat_template else None
-    except ConfigError:
-        return None
+def _replay(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Replay:
+    """Return what renders a conversation turn by turn; made when a row needs it, whose fault then names why not."""
+
+    @cache
+    def dialogue() -> Dialogue:
+        ends = end_tokens(config.model.path, tokenizer)
+        return Dialogue(tokenizer, ends, arguments=config.data.apply_chat_template_kwargs)
+
+    return lambda chat, tools: dialogue().replay(chat, tools)
 
 
 def reject_hub_model(model: ModelConfig, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What a GPU does in an update: a trace by torch's profiler in the training rank, and the seconds of its kernels."""
+"""A trace of an update by torch's profiler in the training rank, and the seconds of its kernels by kind."""
 
 import json
 from collections import defaultdict

@@ -78,7 +78,7 @@ def test_rows_have_the_same_tokens_and_arguments_in_every_form(
         data = load_prompts([file], config, tokenizer, max_samples=-1, shuffle=False, key="data.train_files")
         return [(one.ids, one.ground_truth, one.extra_info, one.tools) for one in data]
 
-    # A null that was written can't be told from one that Arrow added; in JSON it stays.
+    # A null that was written looks like one that Arrow added; in JSON it stays.
     given, expected = load(write(tmp_path)), load(as_json(tmp_path))
     assert (
         '"b": null' in tokenizer.decode(expected[1][0]) and '"b"' not in tokenizer.decode(given[1][0]).split("user")[1]

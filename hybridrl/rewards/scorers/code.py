@@ -67,8 +67,6 @@ def _close(one: float, other: float) -> bool:
 def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
     """Return whether the program passes, test by test; no program passes none, also where nothing is to be printed."""
     tests = _as_tests(ground_truth)
-    if not program.strip():
-        return [False]
     if "asserts" in tests:
         return [output is not None for output in run(program, tests["asserts"], limits, "asserts")]
     inputs, outputs = tests["inputs"], tests["outputs"]
@@ -80,6 +78,8 @@ def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
     if function:
         returned = run(program, [_arguments(given) for given in inputs], limits, "call", function)
         return [given is not None and same_value(given, out) for given, out in zip(returned, outputs, strict=True)]
+    if not program.strip():  # it prints nothing, which can be what is wanted
+        return [False] * len(inputs)
     printed = run(program, [_as_text(given) for given in inputs], limits)
     return [
         given is not None and same_output(given, _as_text(out)) for given, out in zip(printed, outputs, strict=True)

@@ -111,6 +111,6 @@ def _real_at(expression: Any, at: Mapping[str, float]) -> float | None:
     """Return the value at a point, None if it is not real or not defined there."""
     value = expression.subs({symbol: at[str(symbol)] for symbol in expression.free_symbols}).evalf(15)
     real, imaginary = value.as_real_imag()
-    if not (real.is_Float or real.is_Integer) or abs(imaginary) > 1e-9 * (1 + abs(real)):
+    if not all(part.is_Float or part.is_Integer for part in (real, imaginary)):
         return None
-    return float(real)
+    return float(real) if abs(imaginary) <= 1e-9 * (1 + abs(real)) else None

@@ -28,6 +28,8 @@ def test_a_response_without_a_program_passes_no_test_also_where_nothing_is_to_be
     nothing = {"inputs": ["", ""], "outputs": ["", "3"]}
     assert compute_score(response, nothing) == {"score": 0.0, "acc": 0.0, "passed": 0.0}
     assert acc("print()", {"inputs": [""], "outputs": [""]}) == 1.0
+    with pytest.raises(ValueError, match="2 inputs and 1 outputs"):  # a wrong truth is named whatever the response
+        compute_score(response, {"inputs": ["", ""], "outputs": [""]})
 
 
 def test_a_program_that_loops_or_crashes_is_a_wrong_response():
