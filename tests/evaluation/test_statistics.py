@@ -148,6 +148,19 @@ def test_equal_samples_of_every_question_give_no_interval_of_width_zero():
     assert same.few and same.again[0] < 0 < same.again[1]
 
 
+def test_the_interval_of_questions_like_these_covers_skewed_scores():
+    random, true, hits = np.random.default_rng(0), 0.1, 0
+    for _ in range(3000):
+        low, high = statistics.mean(list(random.beta(0.1, 0.9, (50, 1)))).alike
+        hits += low <= true <= high
+    assert 0.935 <= hits / 3000 <= 0.96  # mean +- t covers 0.923
+
+
+def test_scores_beyond_0_and_1_have_a_symmetric_interval():
+    scores = [np.array([value]) for value in (2.0, 0, 2, 0)] * 10
+    assert statistics.mean(scores).alike == pytest.approx((0.676, 1.324), abs=1e-3)  # t(39) = 2.0227, sd 1.0127
+
+
 def test_scores_other_than_0_and_1_without_spread_have_no_interval_of_the_same_benchmark():
     estimate = statistics.mean([np.full(4, 0.3)] * 10)
     assert estimate.again is None and estimate.few
@@ -156,7 +169,8 @@ def test_scores_other_than_0_and_1_without_spread_have_no_interval_of_the_same_b
 def test_one_sample_per_question_has_no_interval_of_the_same_benchmark():
     estimate = statistics.mean([np.array([value]) for value in (1.0, 0, 1, 0)] * 10)
     assert estimate.again is None
-    assert estimate.alike == pytest.approx((0.338, 0.662), abs=1e-3)  # t(39) = 2.0227, sd 0.5064, / sqrt 40
+    # Wilson's with t(39) = 2.0227: as 0.25 / (0.25641 / 40) = 39 trials, 0.5 +- 2.0227 / 1.1049 sqrt(0.25 / 39 + 0.000672)
+    assert estimate.alike == pytest.approx((0.3459, 0.6541), abs=1e-4)
 
 
 def test_with_few_wrong_questions_the_interval_is_wilsons_and_says_so():
