@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash scripts/test.sh [--all | --drills] [pytest arguments]: installs what is missing, then runs the tests that need no
 # GPU and take no longer than they must. --all adds the slow ones: model families, kills, long statistics. --drills runs
-# others: real engines, ranks and machines that hang, lack memory or differ from one another.
+# others: engines, ranks and machines that hang, lack memory or differ from one another, and benchmarks.
 # Paths among the arguments start at the top of the checkout.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -7,8 +7,6 @@ import pytest
 from hybridrl.doctor.selftest_resume import MACHINE_METRICS
 from tests.integration.test_run import driver_of, finish, metrics, start, validation_keys, wait_for_step
 
-pytestmark = pytest.mark.slow
-
 LOOP = "{{name: uneven, _target_: '{file}:Uneven', turns: 6, tokens: 12}}"
 ENGINE = "rollout_corr/", "training/rollout_"
 AGENT = "actor_rollout_ref.rollout.agent"
@@ -36,6 +34,7 @@ def arguments(overrides, tiny, tmp_path_factory):
     return build
 
 
+@pytest.mark.drill
 def test_with_a_bound_of_0_the_run_is_the_synchronous_one(arguments, tmp_path):
     """Every metric of every step and validation is the same number, except for seconds, and for the last bit of what
     the engine says of its log-probs: that depends on which turns find their prefix in the cache."""
@@ -50,6 +49,7 @@ def test_with_a_bound_of_0_the_run_is_the_synchronous_one(arguments, tmp_path):
         assert {name: found[step].get(name) for name in same} == {name: values[name] for name in same}
 
 
+@pytest.mark.slow
 def test_conversations_continue_in_later_steps_and_after_a_kill(arguments, tmp_path):
     keys = arguments(
         tmp_path,

@@ -349,7 +349,7 @@ def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_m
     assert diagnose(tmp_path).code == {"signal": "stopped", "worker": "worker-died"}[how]
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_runs_of_a_sweep_are_those_of_their_own_commands_also_next_to_a_busy_program(overrides, tmp_path):
     # On one device, whose threads wait for each other in another way next to a busy program.
     steps = {"trainer.total_training_steps": 2, "trainer.n_gpus_per_node": 1}

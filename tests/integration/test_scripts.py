@@ -194,8 +194,9 @@ RUNS = {
 # That take longest: of the product's own parts they use what others do, or what other tests do, so that .ci/run has one
 # of them in turn.
 DRILLS = (
-    *("algorithms", "asynchronous", "episodes", "episodes --sleeping", "evaluation", "fuzz_endpoint", "gpu", "kills"),
-    *("length_bias", "lora", "memory_plan", "merge", "reading_pictures"),
+    *("algorithms", "asynchronous", "compiled", "data_plane", "engine_memory", "episodes", "episodes --sleeping"),
+    *("evaluation", "fuzz_endpoint", "gpu", "kills", "length_bias", "lora", "memory_plan", "merge"),
+    *("reading_pictures", "save_stall", "sequence_parallel", "start_up", "threads", "weight_sync"),
 )
 
 

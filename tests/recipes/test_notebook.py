@@ -13,7 +13,7 @@ from hybridrl.tracking import read_metrics
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_notebook_trains_a_model_that_shows_its_work(tmp_path: Path) -> None:
     folder = tmp_path / "recipes" / "quickstart"
     shutil.copytree(RECIPES / "quickstart", folder)
