@@ -62,6 +62,7 @@ class DataConfig(RowsConfig):
     max_prompt_length: values.Positive
     max_response_length: values.Positive
     gen_batch_size: values.Positive | None
+    drop_last: bool
     validation_shuffle: bool
     seed: values.Natural | None
     filter_overlong_prompts: bool

@@ -95,8 +95,13 @@ def plan_resume(
     if plan.steps:
         return plan
     # Without a fixed number of steps, the last one takes what prompts are left, however few.
-    total = trainer.total_epochs * epoch
-    steps = plan.done - (plan.prompts_used - total) // config.data.train_batch_size
+    total, size = trainer.total_epochs * epoch, config.data.train_batch_size
+    rest = (total - plan.prompts_used) % size
+    if rest and config.data.drop_last:
+        total -= rest
+    elif rest and not config.algorithm.filter_groups.enable:
+        say(f"the last step has {rest} prompts instead of {size}; data.drop_last=true leaves them out")
+    steps = plan.done - (plan.prompts_used - total) // size
     return replace(plan, steps=steps, total_prompts=total)
 
 

@@ -8,7 +8,8 @@ import pytest
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.compose import save_config
-from hybridrl.runs.resume import Identity, ResumePlan, check_complete, sample_fingerprints
+from hybridrl.runs.resume import Identity, ResumePlan, check_complete, plan_resume, sample_fingerprints
+from hybridrl.runs.settings import build_algorithm
 
 BRIEF = '+reward.functions.brief="~/further.py:brief"'
 
@@ -76,3 +77,21 @@ def test_a_run_that_is_complete_is_not_trained_with_other_values(saved, tmp_path
     (said,) = raised.value.lines
     assert f"trainer.default_local_dir={tmp_path}: the run there is complete (4 of 4 steps)" in said
     assert "actor_rollout_ref.actor.optim.lr=1e-06, not 0.5; set another trainer.default_local_dir" in said
+
+
+@pytest.mark.parametrize(
+    ("drop", "rows", "steps", "prompts", "said"),
+    [
+        ("false", 11, 6, 22, "the last step has 2 prompts instead of 4; data.drop_last=true leaves them out"),
+        ("true", 11, 5, 20, None),
+        ("false", 8, 4, 16, None),
+        ("true", 8, 4, 16, None),
+    ],
+)
+def test_prompts_that_fill_no_step_are_trained_or_left_out_and_said(saved, tmp_path, drop, rows, steps, prompts, said):
+    """Two epochs in steps of 4 prompts."""
+    wanted = ["data.train_batch_size=4", "trainer.total_epochs=2", f"data.drop_last={drop}"]
+    config, messages = config_of(tmp_path, *wanted, "actor_rollout_ref.actor.ppo_mini_batch_size=4"), []
+    found = plan_resume(config, build_algorithm(config), rows, rows, tmp_path / "run", messages.append)
+    assert (found.steps, found.total_prompts) == (steps, prompts)
+    assert messages == ([said] if said else [])
