@@ -109,6 +109,14 @@ class Batch:
         lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
         return replace(whole, response_lengths=lengths, **of_tokens)
 
+    def with_episode_tokens(self) -> "Batch":
+        """Return the same rows with the number of tokens that the policy wrote in all rows of each row's episode."""
+        if self.episode is None:
+            return self
+        written = self.per_row(required(self.response_mask).float())
+        of_episode = torch.zeros(int(self.episode.max()) + 1).index_add_(0, self.episode, written)
+        return replace(self, episode_tokens=of_episode[self.episode])
+
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """Return these rows, in this order."""
         wanted = np.asarray(rows, dtype=np.int64)  # numpy, as the overhead of torch calls dominates for few rows

@@ -121,7 +121,8 @@ class RolloutCorrection:
     def apply(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Fill the weights and remove rejected tokens from the response mask; metrics of both. With `batch_normalize`
         the weights are divided by their mean, over tokens or over rows depending on `level`. Metrics describe the rows
-        before that; there are none if the policy wrote nothing."""
+        before that; there are none if the policy wrote nothing. An episode counts as one row."""
+        rows, batch = batch, batch.by_episode()
         log_ratio = required(batch.old_log_probs) - required(batch.rollout_log_probs)
         weights, kept = self.weights(log_ratio, batch), self.kept(log_ratio, batch)
         groups: dict[str, dict[str, float]] = {}
@@ -136,7 +137,7 @@ class RolloutCorrection:
             groups |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
             groups["rs"] = masked_fractions(kept, batch)
         metrics = {f"rollout_{group}_{name}": groups[group][name] for group in groups for name in groups[group]}
-        corrected = replace(batch, importance_weights=weights, response_mask=kept)
+        corrected = replace(rows, importance_weights=weights, response_mask=kept)
         return corrected, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
     @property

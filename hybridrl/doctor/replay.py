@@ -72,37 +72,37 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
         inexact = f" (it had those after step {step - 1})" if saved and saved.step < step - 1 else ""
         info(f"step {step} again, {len(batch)} rows, with {weights}{inexact}")
         again = workers.forward_log_probs(batch)
-        norms, updates = workers.row_norms(again, step)
+        norms, updates = workers.response_norms(again, step)
     logged = read_metrics(directory).get(step, {}).get("actor/grad_norm")
     if logged is not None:
         info(f"actor/grad_norm of the step was {logged:.4g}")
     info(noise(norms, updates, config))
-    return described(again, norms, tokenizer_elsewhere(config))
+    return described(again.by_episode(), norms, tokenizer_elsewhere(config))
 
 
 def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], config: PPOConfig) -> str:
     """Return how many responses an update would need for a gradient that is no more noise than signal (the simple noise
     scale of McCandlish et al. 2018), what it has, and the key to set if that is too few.
 
-    A row's share of the gradient of N rows is (G + e) / N, with e of variance S: the squared norms of the shares add up
-    to (|G|^2 + S) / N, and that of the gradient is |G|^2 + S / N. The noise scale is S / |G|^2.
+    A response's share of the gradient of N responses is (G + e) / N, with e of variance S: the squared norms of the
+    shares add up to (|G|^2 + S) / N, and that of the gradient is |G|^2 + S / N. The noise scale is S / |G|^2.
     """
-    rows = sum(len(rows) for rows, _ in updates) / len(updates)
-    alone = sum(norms[row] ** 2 for rows, _ in updates for row in rows) / len(updates)
+    size = sum(len(responses) for responses, _ in updates) / len(updates)
+    alone = sum(norms[number] ** 2 for responses, _ in updates for number in responses) / len(updates)
     together = sum(total**2 for _, total in updates) / len(updates)
-    if rows < 2 or not alone:
+    if size < 2 or not alone:
         return "the noise of the gradient cannot be estimated from this step"
-    variance = (alone * rows - together) / (1 - 1 / rows)
-    signal = together - variance / rows
+    variance = (alone * size - together) / (1 - 1 / size)
+    signal = together - variance / size
     actor, data = config.actor_rollout_ref.actor, config.data
     more = "actor_rollout_ref.rollout.n or data.train_batch_size higher"
     if actor.ppo_mini_batch_size < data.train_batch_size:
         more = f"actor_rollout_ref.actor.ppo_mini_batch_size={data.train_batch_size}"
     if signal <= 0:
-        return f"the gradient of an update, of {rows:.0f} responses, is nothing but noise; set {more}"
+        return f"the gradient of an update, of {size:.0f} responses, is nothing but noise; set {more}"
     needed = max(variance / signal, 0.0)
-    text = f"signal and noise are equal in a gradient of {needed:.0f} responses, and an update has {rows:.0f}"
-    return text if needed <= NOISY * rows else f"{text}: most of it is noise; set {more}"
+    text = f"signal and noise are equal in a gradient of {needed:.0f} responses, and an update has {size:.0f}"
+    return text if needed <= NOISY * size else f"{text}: most of it is noise; set {more}"
 
 
 def load_config(directory: Path, *, offline: bool = False) -> PPOConfig:
@@ -145,7 +145,7 @@ def start(config: PPOConfig, directory: Path, stack: ExitStack) -> TrainWorkers:
 
 
 def described(batch: Batch, norms: list[float], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
-    """Return a description of every row, that with the largest gradient first."""
+    """Return a description of every response, that with the largest gradient first."""
     gaps = (batch.old_log_probs - batch.rollout_log_probs).abs()
     rows = []
     for row in sorted(range(len(batch)), key=lambda row: -norms[row]):

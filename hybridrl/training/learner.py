@@ -7,7 +7,7 @@ rows that caused it are written to a file, with the module whose output was the 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,13 +177,12 @@ class Learner:
         self.optimizers.zero_grad()
         return gradient
 
-    def row_norms(self, batch: Batch, mini_batch: MiniBatch, loss: Loss) -> list[float]:
-        """Return the norm of the gradient of each micro-batch alone, and last that of all, without an update;
-        collective."""
+    def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: Loss) -> list[float]:
+        """Return the norm of each mini-batch's gradient, without an update; collective."""
         self.model.train()
         norms = []
-        for rows in [*([rows] for rows in mini_batch.micro_batches), mini_batch.micro_batches]:
-            *_, norm = self._gradient(batch, replace(mini_batch, micro_batches=rows), loss, math.inf)
+        for mini_batch in mini_batches:
+            *_, norm = self._gradient(batch, mini_batch, loss, math.inf)
             self.optimizers.zero_grad()
             norms.append(norm)
         return norms

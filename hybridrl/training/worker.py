@@ -260,12 +260,11 @@ class TrainWorker:
         learner.padded = padded
         return learner.full_gradient(batch, mini_batch, function, reject)
 
-    def row_norms(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig) -> list[float]:
-        """Return the norm of each micro-batch's share of the policy's gradient, and last that of all of it, without an
-        update; for diagnosis."""
+    def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> list[float]:
+        """Return the norm of the policy's gradient of each mini-batch, without an update; for diagnosis."""
         learner = on_device(self.policy, self.critic)
         objective = losses.policy_objective(learner, loss, self._reference_outputs, [])
-        return learner.row_norms(batch, mini_batch, objective)
+        return learner.gradient_norms(batch, mini_batches, objective)
 
     @torch.no_grad()
     def refresh_reference(self) -> None:

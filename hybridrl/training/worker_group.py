@@ -131,9 +131,11 @@ class TrainWorkers:
 
     def needs_old_log_probs(self, batch: Batch) -> bool:
         """With a single update per step its own log-probs are the old ones: another forward pass would repeat them,
-        unless the update drops activations or its loss selects tokens by them."""
-        updates = self.policy.updates.updates(len(batch.group.unique()))
-        return updates > 1 or self.policy.disturbed or self._token_selector is not None
+        unless the update drops activations, its loss selects tokens by them, or an episode's weights are computed from
+        several rows, which may be in different micro-batches."""
+        updates, correction = self.policy.updates.updates(len(batch.group.unique())), self.policy.correction
+        split = batch.episode is not None and correction is not None and not correction.by_token
+        return updates > 1 or self.policy.disturbed or self._token_selector is not None or split
 
     def forward_log_probs(self, batch: Batch, *, reference_kl: bool = False) -> Batch:
         """Fill `old_log_probs` and `entropies` from the current policy, `sum_pi_squared` if the plan says so, and
@@ -195,11 +197,14 @@ class TrainWorkers:
     def update_policy(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """The step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
         entry, correction = find_policy_loss(self.policy.loss.policy_loss)[0], self.policy.loss.correction
-        rejects = correction is not None and bool(correction.rejections)
-        if batch.episode is not None and (rejects or not entry.by_token):
+        in_loss = correction is not None and not correction.by_token
+        if batch.episode is not None and (in_loss or not entry.by_token):
+            cause, fix = f"actor_rollout_ref.actor.policy_loss.loss_mode={entry.name}", "loss_mode=vanilla"
+            if in_loss:
+                cause, fix = "algorithm.rollout_correction with bypass_mode=true", "bypass_mode=false"
             raise SplitEpisodes(
-                f"actor_rollout_ref.actor.policy_loss.loss_mode={entry.name} compares whole responses, and an episode "
-                "of this step has several rows, as its context was replaced; set loss_mode=vanilla, or "
+                f"{cause} compares whole responses, and an episode of this step has several rows, as its context was "
+                f"replaced; set {fix}, or "
                 "actor_rollout_ref.rollout.multi_turn.history_reasoning=keep if that is what replaced it"
             )
         with self.watch("update_actor"):
@@ -245,25 +250,31 @@ class TrainWorkers:
         columns = [columns for _, columns in results]
         return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)
 
-    def row_norms(self, batch: Batch, step: int) -> tuple[list[float], list[tuple[list[int], float]]]:
-        """The norm of each row's share of the policy's gradient, in the mini-batch that has it in the first epoch; and
-        the rows of each of these mini-batches with the norm of its gradient."""
-        shared, devices = self.group.share(batch.only(*POLICY_FIELDS)), self.policy.updates.budget.devices
+    def response_norms(self, batch: Batch, step: int) -> tuple[list[float], list[tuple[list[int], float]]]:
+        """The norm of each response's share of the policy's gradient, in the mini-batch that has it in the first epoch;
+        and the responses of each of these mini-batches with the norm of its gradient. An episode is one response,
+        whatever the number of its rows (`Batch.by_episode`)."""
+        episode = torch.arange(len(batch)) if batch.episode is None else batch.episode
+        response = episode.unique_consecutive(return_inverse=True)[1]
+        shared, devices = (
+            self.group.share(batch.with_episode_tokens().only(*POLICY_FIELDS)),
+            self.policy.updates.budget.devices,
+        )
         mini_batches = self.policy.updates.mini_batches(batch.group, step)
-        written, norms = batch.per_row(required(batch.response_mask).long()), [0.0] * len(batch)
-        whole = []
-        for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
-            totals = Totals.counted(written[list(rows)])
+        norms, whole = [0.0] * (int(response.max()) + 1), []
+        for rows in map(list, mini_batches[: len(mini_batches) // self.policy.updates.epochs]):
+            numbers, totals = response[rows].unique().tolist(), Totals.of(batch.select(rows))
+            parts = [[row for row in rows if response[row] == number] for number in numbers] + [rows]
             # One row at a time: the ranks of the first sequence-parallel group have it, all others nothing.
-            alone, nothing = MiniBatch([[row] for row in rows], totals), MiniBatch([[] for _ in rows], totals)
-            parts = [
+            alone = [MiniBatch([[row] for row in part], totals) for part in parts]
+            nothing = [MiniBatch([[] for _ in part], totals) for part in parts]
+            calls = [
                 (shared, alone if rank < devices else nothing, self.policy.loss) for rank in range(len(self.group))
             ]
-            results = self.group.scatter(TrainWorker.row_norms, parts, timeout=self.timeout)
-            *of_rows, total = results[0]
-            for row, norm in zip(rows, of_rows, strict=True):
-                norms[row] = norm
-            whole.append((rows, total))
+            *own, total = self.group.scatter(TrainWorker.gradient_norms, calls, timeout=self.timeout)[0]
+            for number, norm in zip(numbers, own, strict=True):
+                norms[number] = norm
+            whole.append((numbers, total))
         return norms, whole
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
@@ -282,17 +293,13 @@ class TrainWorkers:
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
         """Each rank's micro-batches over all mini-batches, flat; and the shared rows with them per mini-batch."""
         of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget)
-        if batch.episode is not None:
-            written = batch.per_row(required(batch.response_mask).float())
-            of_episode = torch.zeros(int(batch.episode.max()) + 1).index_add_(0, batch.episode, written)
-            batch = replace(batch, episode_tokens=of_episode[batch.episode])
-        shared = self.group.share(batch.only(*fields))
+        shared = self.group.share(batch.with_episode_tokens().only(*fields))
         flat = [list(chain.from_iterable(one.micro_batches for one in own)) for own in of_ranks]
         return flat, [(shared, own) for own in of_ranks]
 
     def _mean_metrics(self, shares: Sequence[list[Metrics]], model: str) -> Metrics:
-        """The mean of each metric over the updates that have it, all shares added up, and how many updates were
-        skipped, which have no losses; counts those skipped in a row."""
+        """The mean of each metric over the updates that have it, all shares added up; the learning rate of the last
+        update; and how many updates were skipped, which have no losses. Counts those skipped in a row."""
         values: dict[str, list[float]] = {}
         for of_update in zip(*shares, strict=True):
             for name in {name for of_rank in of_update for name in of_rank}:
@@ -302,7 +309,8 @@ class TrainWorkers:
             self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if each else 0
             self.most_skipped_in_a_row = max(self.most_skipped_in_a_row, self.skipped_in_a_row[model])
         means = {f"{model}/{name}": sum(values[name]) / len(values[name]) for name in sorted(values)}
-        return means | {f"{model}/skipped_updates": sum(skipped)}
+        last = {f"{model}/lr": rates[-1]} if (rates := values.get("lr")) else {}
+        return means | last | {f"{model}/skipped_updates": sum(skipped)}
 
     def stop_if_broken(self, most: int, store: Store) -> None:
         """Raise BrokenUpdates if at least `most` updates of one model were skipped in a row."""
@@ -386,7 +394,5 @@ def _with_outputs(batch: Batch, columns: Outputs) -> Batch:
     return replace(
         batch,
         old_log_probs=outputs.log_probs,
-        entropies=outputs.entropies,
-        sum_pi_squared=outputs.sum_pi_squared,
-        reference_kl=outputs.reference_kl,
+        **{name: value for name, value in outputs._asdict().items() if name != "log_probs"},
     )

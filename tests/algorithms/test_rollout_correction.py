@@ -1,5 +1,6 @@
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,6 +61,17 @@ def two_rows(make_batch):
 def test_weights_are_bounded_ratios_of_tokens_or_of_rows(two_rows, level, bounds, expected):
     weights = correction(level, bounds).weights(log_ratio(two_rows), two_rows)
     assert required(weights).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("level", "expected"), [("sequence", 8.0), ("geometric", 8 ** (1 / 4))])
+def test_an_episode_has_one_ratio_and_one_divergence_whatever_the_number_of_its_rows(two_rows, level, expected):
+    split = replace(two_rows, episode=torch.tensor([0, 0]))
+    wanted = correction(level, "9", "seq_sum_k1", "0.2_1.2")  # of rows it would reject the second only
+    corrected, metrics = wanted.apply(split)
+    assert required(corrected.importance_weights).tolist() == pytest.approx([expected, expected, 0, expected, expected])
+    assert not required(corrected.response_mask).any() and len(corrected) == 2
+    assert metrics["rollout_corr/rollout_is_seq_mean"] == pytest.approx(expected)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1
 
 
 def test_without_a_level_there_are_no_weights(two_rows):

@@ -194,3 +194,30 @@ def test_values_with_which_nothing_can_be_learned_are_warnings(load: Load, overr
 )
 def test_values_at_the_limits_give_no_warning(load: Load, override: str) -> None:
     assert load(*QUIET, override).notes == []
+
+
+@pytest.mark.parametrize("sampling", ["top_p=0.8", "top_k=20", "repetition_penalty=1.1"])
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "trainer.v1.trainer_mode=colocate_async",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_rs=token_k2 algorithm.rollout_correction.rollout_rs_threshold=0.5",
+        "algorithm.rollout_correction.bypass_mode=true",
+    ],
+)
+def test_ratios_to_log_probs_of_a_truncated_distribution_are_named_as_wrong(load: Load, reads: str, sampling: str):
+    """The engine's log-probs are then of what is left of the distribution: each ratio lacks the mass that was left."""
+    said = [note for note in load(*QUIET, *reads.split(), f"{ROLLOUT}.{sampling}").notes if "truncated" in note]
+    assert len(said) == 1 and "every ratio is wrong" in said[0] and "set top_p=1" in said[0]
+    assert not [note for note in load(*QUIET, *reads.split()).notes if "truncated" in note]
+
+
+def test_without_such_ratios_sampling_may_truncate(load: Load) -> None:
+    assert load(*QUIET, f"{ROLLOUT}.top_p=0.8").notes == []
+
+
+@pytest.mark.parametrize("other", ["trainer.total_training_steps=4", "algorithm.filter_groups.enable=true"])
+def test_no_prompts_are_left_out_where_steps_are_counted_or_take_what_they_need(load: Load, other: str) -> None:
+    said = load(*QUIET, "data.drop_last=true", other).notes
+    assert [note for note in said if "data.drop_last has no effect with" in note], said

@@ -169,7 +169,7 @@ def test_scores_other_than_0_and_1_without_spread_have_no_interval_of_the_same_b
 def test_one_sample_per_question_has_no_interval_of_the_same_benchmark():
     estimate = statistics.mean([np.array([value]) for value in (1.0, 0, 1, 0)] * 10)
     assert estimate.again is None
-    # Wilson's with t(39) = 2.0227: as 0.25 / (0.25641 / 40) = 39 trials, 0.5 +- 2.0227 / 1.1049 sqrt(0.25 / 39 + 0.000672)
+    # Wilson's with t(39) = 2.0227, as 0.25 / (0.25641 / 40) = 39 trials: 0.5 +- 1.8307 sqrt(0.25 / 39 + 0.000672)
     assert estimate.alike == pytest.approx((0.3459, 0.6541), abs=1e-4)
 
 

@@ -204,10 +204,27 @@ def test_the_norm_of_each_row_is_that_of_its_gradient_alone(groups, config, shar
     for key, group in groups.items():
         plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), loss=LOSS)
         workers = TrainWorkers(group, plan_, None, "float32", 120)
-        norms, [(rows, total)] = workers.row_norms(batch, step=1)
+        norms, [(rows, total)] = workers.response_norms(batch, step=1)
         assert norms == pytest.approx(expected, rel=1e-4) and sorted(rows) == [0, 1, 2]
         whole = gradient(group, plan_.updates.budget, batch=batch)
         assert total == pytest.approx(math.sqrt(sum(float(value.square().sum()) for value in whole.values())), rel=1e-4)
+
+
+def test_the_norm_of_an_episode_is_that_of_all_its_rows_and_it_counts_as_one_response(groups, config):
+    """In the mean over rows, of which there are two then; and in the mean over a row's tokens, those of the episode."""
+    whole, mode = ragged_batch(3), "seq-mean-token-mean"
+    batch = replace(whole, episode=torch.tensor([0, 0, 1]), group=torch.tensor([0, 0, 1]))
+    counted, totals = batch.with_episode_tokens(), Totals.of(batch)
+    assert totals.rows == 2
+    loss = replace(LOSS, aggregation=mode)
+    expected = []
+    for rows in ([0, 1], [2]):
+        part = [(counted, MiniBatch([rows], totals), loss, False)]
+        gradients = groups[1].scatter(TrainWorker.gradient, part, timeout=120)[0]
+        expected.append(math.sqrt(sum(float(value.square().sum()) for value in gradients.values())))
+    plan_ = replace(build_policy_plan(config), loss=loss)
+    norms, [(responses, _)] = TrainWorkers(groups[1], plan_, None, "float32", 120).response_norms(batch, step=1)
+    assert norms == pytest.approx(expected, rel=1e-4) and responses == [0, 1]
 
 
 def test_without_advantages_the_gradient_is_exactly_zero(groups, config):
@@ -216,7 +233,7 @@ def test_without_advantages_the_gradient_is_exactly_zero(groups, config):
     batch = ragged_batch(3)
     batch.advantages = torch.zeros_like(batch.advantages)
     workers = TrainWorkers(groups[2], plan_, None, "float32", 120)
-    assert workers.row_norms(batch, step=1) == ([0.0] * 3, [([0, 1, 2], 0.0)])
+    assert workers.response_norms(batch, step=1) == ([0.0] * 3, [([0, 1, 2], 0.0)])
 
 
 def test_a_dummy_row_cannot_spoil_an_update(groups):

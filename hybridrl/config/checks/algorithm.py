@@ -16,6 +16,7 @@ OTHER_LOGGERS = ("vemlp_wandb", "rl_insight", "aim")
 
 ESTIMATOR, CORRECTION, FILTER = "algorithm.adv_estimator", "algorithm.rollout_correction", "algorithm.filter_groups"
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{section}" for section in ("actor", "rollout", "ref"))
+MODE = "trainer.v1.trainer_mode"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 MANAGER = "reward.reward_manager"
 
@@ -48,6 +49,10 @@ def check_estimator(config: PPOConfig, check: Checker) -> None:
         check.warn(f"{FILTER}.enable {samples}", cause, valued=False)
     if not filtering.enable and filtering.metric is not None:
         check.idle(f"{FILTER}.metric {FILTER}.enable", f"without {FILTER}.enable=true")
+    if config.data.drop_last and (filtering.enable or config.trainer.total_training_steps):
+        why = "with dynamic sampling, whose steps use up as many prompts as they need" if filtering.enable else ""
+        why = why or "with trainer.total_training_steps, as each of these has all its prompts"
+        check.idle(f"data.drop_last {FILTER}.enable trainer.total_training_steps", why)
     if not filtering.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
         check.idle(f"data.gen_batch_size {FILTER}.enable", f"without {FILTER}.enable=true")
 
@@ -68,15 +73,15 @@ def check_bypass(config: PPOConfig, check: Checker) -> None:
         if replaces_loss and loss != DEFAULT_POLICY_LOSS:
             cause = f"{LOSS_MODE}={loss} has no effect: {CORRECTION}.loss_type={loss_type} is the loss"
             check.warn(f"{LOSS_MODE} .bypass_mode .loss_type", cause, valued=False)
-        if rollout.top_p < 1 or rollout.top_k > 0 or rollout.repetition_penalty != 1:
-            keys = f".bypass_mode {ROLLOUT}.top_p {ROLLOUT}.top_k {ROLLOUT}.repetition_penalty"
-            cause = (
-                "with top_p, top_k or repetition_penalty the rollout's log-probs are of the truncated distribution, "
-            )
-            check.warn(keys, cause + "so every ratio is wrong", "set top_p=1, top_k=-1 and repetition_penalty=1")
         if correction.rollout_is_batch_normalize:
             why = "with bypass_mode: weights are computed per micro-batch"
             check.idle(".rollout_is_batch_normalize .bypass_mode", why)
+    reads_rollout = "bypass_mode" if correction.bypass_mode else "rollout_is" if correction.rollout_is else "rollout_rs"
+    if vars(correction)[reads_rollout] and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.repetition_penalty != 1):
+        keys = f".{reads_rollout} {ROLLOUT}.top_p {ROLLOUT}.top_k {ROLLOUT}.repetition_penalty {MODE}"
+        cause = "with top_p, top_k or repetition_penalty the rollout's log-probs are of the truncated distribution, so "
+        cause += "every ratio is wrong: by the probability of the tokens that are kept, or by the penalty"
+        check.warn(keys, cause, "set top_p=1, top_k=-1 and repetition_penalty=1")
     if correction.rollout_is and correction.rollout_is_threshold is None:
         cause = f"{CORRECTION}.rollout_is={correction.rollout_is} needs a bound"
         check.error(".rollout_is_threshold .rollout_is", cause, "set 2.0")
