@@ -61,6 +61,7 @@ def config() -> DataConfig:
         train_batch_size=8,
         gen_batch_size=None,
         shuffle=True,
+        drop_last=False,
         validation_shuffle=False,
         seed=42,
         filter_overlong_prompts=False,
