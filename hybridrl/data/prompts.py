@@ -259,9 +259,11 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         faults.append("extra_info is not an object ({...})")
+    source = values.get(config.reward_fn_key)
+    if isinstance(source, list | dict):
+        faults.append(f"data.reward_fn_key={config.reward_fn_key} must hold a text, the row has {source!r:.60}")
     if faults or not messages:
         return faults
-    source = values.get(config.reward_fn_key)
     data_source = UNKNOWN_SOURCE if source is None else str(source)
     return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, row.values, tools or [])
 

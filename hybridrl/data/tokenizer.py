@@ -116,9 +116,11 @@ def _as_message(item: Any) -> Message | None:
         return None
     content = "" if item.get("content") is None and item.get("tool_calls") else item.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            content = "".join(texts)
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts = [part.get("text") for part in parts if part.get("type", "text") == "text"]
+        if not all(isinstance(text, str) for text in texts):
+            return None
+        content = "".join(texts) if len(texts) == len(parts) else content  # of others `multimodal_fault` speaks
     if not isinstance(content, str | list):
         return None
     return {name: field for name, field in (item | {"content": content}).items() if field is not None}
@@ -140,7 +142,13 @@ def as_tools(value: Any) -> list[dict[str, Any]] | None:
     if value is None or value == "":
         return []
     value = from_json(value) if isinstance(value, str) else value
-    return value if isinstance(value, list) and all(isinstance(tool, dict) and tool for tool in value) else None
+    return value if isinstance(value, list) and all(map(_is_tool, value)) else None
+
+
+def _is_tool(value: Any) -> bool:
+    """Whether it is a schema with a name: {"type": "function", "function": {"name": ...}}, or {"name": ...} alone."""
+    schema = value.get("function", value) if isinstance(value, dict) else None
+    return isinstance(schema, dict) and isinstance(schema.get("name"), str) and schema["name"] != ""
 
 
 def as_chat(prompt: list[Message] | str) -> list[Message]:

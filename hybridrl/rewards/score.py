@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e18  # of a score: estimators and losses square it in float32
+MOST_BITS = 1023  # of an integer that is a number of a sample: a float holds it
 # In `extra_info` of a conversation: what the policy itself wrote, a turn per line, without what it read; and until it
 # is decoded, the token ids of each turn.
 WRITTEN, WRITTEN_IDS = "written", "written_ids"
@@ -146,13 +147,24 @@ def component_means(scores: Sequence[Score]) -> dict[str, float]:
         for name, value in score.extras.items():
             if isinstance(value, bool | int | float) and name != "score":
                 components[name].append(float(value))
-    means = {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in components.items()}
+    means = {f"reward/{name}/mean": _mean(values) for name, values in components.items()}
     unparsed = [score.extras["pred"] in NO_ANSWER for score in scores if "pred" in score.extras]
     return means | ({"reward/unparsed": sum(unparsed) / len(unparsed)} if any(unparsed) else {})
 
 
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN if there is none, as of both infinities."""
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):
+        return math.nan
+
+
 def plain(value: Any) -> Any:
-    """Return the value without custom or numpy classes, so that any process can unpickle and dump it."""
+    """Return the value without custom or numpy classes, so that any process can unpickle and dump it; an integer that
+    no float holds as hexadecimal text, which has no limit of digits."""
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return hex(value)
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)

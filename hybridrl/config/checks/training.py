@@ -20,6 +20,7 @@ from hybridrl.config.schema import (
     SFTConfig,
     SFTTrainerConfig,
 )
+from hybridrl.config.values import value_of
 
 CPU_SLOT_BYTES = 3 << 29  # measured for the smallest models: a CPU device costs processes and memory, not cores
 ACTOR, DEVICES = "actor_rollout_ref.actor", "trainer.n_gpus_per_node"
@@ -163,7 +164,9 @@ def resolve_trained(
     resolve_lora(part.model_key, model, check, served=part.key == ACTOR)
 
     # Whether as many devices as requested can share a row.
-    size, size_key = fsdp.ulysses_sequence_parallel_size, f"{part.key}.ulysses_sequence_parallel_size"
+    size, name = fsdp.ulysses_sequence_parallel_size, "ulysses_sequence_parallel_size"
+    own = value_of(check.values, f"{part.key}.{name}") == size
+    size_key = f"{part.key if own else part.fsdp_key}.{name}"
     settings, devices = model_settings(model) | model.override_config, trainer.devices
     heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown for a hub model
     if devices % size or heads % size:
@@ -176,6 +179,12 @@ def resolve_trained(
         check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
 
 
+def shorten(check: Checker) -> str:
+    """How to shorten rows: by the key that was set."""
+    key = f"{ROLLOUT}.max_model_len"
+    return f"lower {key}" if value_of(check.values, key) else LOWER
+
+
 def resolve_dtype(name: str | None, device: str) -> str:
     return DTYPES.get(name, name) if name else "bfloat16" if device == "cuda" else "float32"
 
@@ -185,6 +194,10 @@ def resolve_updates(part: Trained, trainer: SFTTrainerConfig, check: Checker) ->
     check = check.at(part.fsdp_key)
     fsdp, ranks = part.fsdp, trainer.devices
     size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
+    if fsdp.fsdp_size > ranks:
+        check.warn(
+            f".fsdp_size {DEVICES} trainer.nnodes", f"there are only {ranks} devices, which all have a part each"
+        )
     if ranks % size:
         keys = f".fsdp_size {DEVICES} trainer.nnodes"
         check.error(keys, f"must divide the {ranks} devices", "set -1 for all of them")
@@ -242,12 +255,8 @@ def resolve_micro_batches(config: PPOConfig, check: Checker) -> None:
 
 
 def resolve_actor(config: PPOConfig, check: Checker) -> None:
-    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
-    if actor.ppo_mini_batch_size > prompts:
-        key, size = f"{ACTOR}.ppo_mini_batch_size", actor.ppo_mini_batch_size
-        cause = f"{key}={size} is more than data.train_batch_size={prompts}: one update per step"
-        check.warn(f"{key} data.train_batch_size", cause)
-        actor.ppo_mini_batch_size = prompts
+    actor = config.actor_rollout_ref.actor
+    actor.ppo_mini_batch_size = _of_step(ACTOR, actor.ppo_mini_batch_size, config, check)
     longest = config.data.max_prompt_length + config.data.max_response_length
     tokens = actor.ppo_max_token_len_per_gpu * actor.fsdp_config.ulysses_sequence_parallel_size
     if (actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is None) and tokens < longest:
@@ -257,6 +266,15 @@ def resolve_actor(config: PPOConfig, check: Checker) -> None:
     actor.clip_ratio_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     actor.clip_ratio_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
     actor.loss_scale_factor = actor.loss_scale_factor or float(config.data.max_response_length)
+
+
+def _of_step(section: str, size: int, config: PPOConfig, check: Checker) -> int:
+    """Return the prompts of an update, which are at most those of a step."""
+    key, prompts = f"{section}.ppo_mini_batch_size", config.data.train_batch_size
+    if size > prompts:
+        cause = f"{key}={size} is more than data.train_batch_size={prompts}: one update per step"
+        check.warn(f"{key} data.train_batch_size", cause, valued=False)
+    return min(size, prompts)
 
 
 def resolve_critic(config: PPOConfig, check: Checker) -> None:
@@ -280,8 +298,10 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
     longest = config.actor_rollout_ref.rollout.max_model_len or 0
-    resolve_trained(part, longest, LOWER, trainer, check, known=_is_policy(critic.model, config))
-    critic.ppo_mini_batch_size = min(critic.ppo_mini_batch_size, config.data.train_batch_size)
+    resolve_trained(part, longest, shorten(check), trainer, check, known=_is_policy(critic.model, config))
+    follows = critic.ppo_mini_batch_size == value_of(check.values, f"{ACTOR}.ppo_mini_batch_size")
+    quiet = check.muted() if follows else check
+    critic.ppo_mini_batch_size = _of_step("critic", critic.ppo_mini_batch_size, config, quiet)
     critic.loss_scale_factor = critic.loss_scale_factor or float(config.data.max_response_length)
 
 
@@ -289,7 +309,7 @@ def resolve_reference(config: PPOConfig, check: Checker) -> None:
     section, key = config.actor_rollout_ref, "actor_rollout_ref.ref.model"
     model = replace(section.model, path=section.ref.model.path)
     if (config.algorithm.use_kl_in_reward or section.actor.use_kl_loss) and not _is_policy(model, config):
-        check_model(key, model, section.rollout.max_model_len or 0, LOWER, check)
+        check_model(key, model, section.rollout.max_model_len or 0, shorten(check), check)
     section.ref.model.path = absolute(section.ref.model.path)
 
 
