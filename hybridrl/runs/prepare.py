@@ -220,7 +220,7 @@ def _replay(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Replay:
         ends = end_tokens(config.model.path, tokenizer)
         return Dialogue(tokenizer, ends, arguments=config.data.apply_chat_template_kwargs)
 
-    return lambda chat, tools: dialogue().replay(chat, tools)
+    return lambda *chat: dialogue().replay(*chat)
 
 
 def reject_hub_model(model: ModelConfig, key: str) -> None:

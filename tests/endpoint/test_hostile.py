@@ -85,6 +85,8 @@ OF_ONE = [
     (CHAT, {"tools": [tool(description=HALF)]}, "tools[0].function.description"),
     (CHAT, {"chat_template_kwargs": {"unread": 1}}, "chat_template_kwargs"),
     (CHAT, {"chat_template_kwargs": {"messages": "a"}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"assistant": 1}}, "chat_template_kwargs"),  # a word of the template, no argument
+    (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
     (CHAT, {"logprobs": True, "top_logprobs": 5}, "top_logprobs"),
     (TEXT, {"prompt": [5, 10**6]}, "prompt"),

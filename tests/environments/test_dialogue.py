@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.tokenizer import render
+from hybridrl.data.tokenizer import Chat, render
 from hybridrl.environments.dialogue import Dialogue
 from tests.environments.conftest import CALLS, OPENS, PLAIN, STRIPS
 
@@ -121,7 +121,7 @@ def test_a_token_that_opens_the_results_of_tools_is_a_further_stop_token(tokeniz
 def test_a_conversation_starts_as_a_row_of_the_dataset_does(talk: Talk) -> None:
     chat = [{"role": "system", "content": "Be brief."}, user(f"What is {INJECTION}?")]
     talk.dialogue.start(chat).append(0)
-    assert talk.dialogue.start(chat) == next(render(talk.tokenizer, [(chat, [])], {}, add_generation_prompt=True))
+    assert talk.dialogue.start(chat) == next(render(talk.tokenizer, [Chat(chat, [])], {}, add_generation_prompt=True))
     assert "look_up" in talk.text(talk.dialogue.start(chat, TOOLS))
 
 
