@@ -18,7 +18,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-
 OPTIONS: dict[str, Any] = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
 USER = [{"role": "user", "content": "q"}]
 ROW = {"data_source": "s", "prompt": USER, "reward_model": {"style": "rule", "ground_truth": "4"}}
-TEMPLATE = "{{ 'quiet;' if enable_thinking is false }}{% for t in tools or [] %}{{ t.name ~ ';' }}{% endfor %}{% for m in messages %}{{ m.content ~ ';' }}{% endfor %}"
+TEMPLATE = (
+    "{{ 'quiet;' if enable_thinking is false }}{% for t in tools or [] %}{{ t.name ~ ';' }}{% endfor %}"
+    "{% for m in messages %}{{ m.content ~ ';' }}{% endfor %}"
+)
 REJECTED = "REJECTED"
 # Each column with a value, how its effect is read off the loaded prompts, and the effect.
 RL: dict[str, tuple[Any, Callable[[PromptDataset], Any], Any]] = {
