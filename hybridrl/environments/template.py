@@ -140,7 +140,9 @@ def _with_arguments(message: Message, *, as_text: bool) -> Message:
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function", call)
-        arguments = function["arguments"]
+        arguments = function.get("arguments")
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            arguments = {}
         if as_text != isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
         function = function | {"arguments": arguments}

@@ -217,6 +217,14 @@ def test_contents_and_arguments_take_the_form_that_the_template_reads(tokenizer_
     assert talk.dialogue.check() == []
 
 
+@pytest.mark.parametrize("function", [{"arguments": ""}, {"arguments": None}, {}], ids=["empty", "null", "absent"])
+def test_a_call_without_arguments_has_none(tokenizer_of: MakeTokenizer, function: dict) -> None:
+    talk = Talk(tokenizer_of(CALLS))
+    call = {"id": "1", "type": "function", "function": {"name": "now", **function}}
+    text = talk.text(talk.dialogue.start([user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]))
+    assert '{"name": "now", "arguments": {}}' in text
+
+
 def test_a_model_without_a_template_is_rejected(tokenizer_of: MakeTokenizer) -> None:
     with pytest.raises(ConfigError, match="custom_chat_template=chatml"):
         Talk(tokenizer_of(""))
