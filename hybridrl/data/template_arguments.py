@@ -1,7 +1,7 @@
 """The arguments of a chat template besides messages and tools: which ones it reads, and those that a row has."""
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -45,9 +45,26 @@ def arguments_read(tokenizer: PreTrainedTokenizerBase) -> set[str] | None:
     template, environment = tokenizer.chat_template or "", Environment(extensions=[loopcontrols, _Generation])
     try:
         sources = map(environment.parse, template.values() if isinstance(template, dict) else [template])
-        return set().union(*map(find_undeclared_variables, sources)) - GIVEN
+        return set().union(*map(_arguments, sources)) - GIVEN
     except TemplateSyntaxError:
         return None
+
+
+def _arguments(source: nodes.Template) -> set[str]:
+    """Return the names that a template may read before it has assigned them: the others are its own variables."""
+    first: dict[str, str] = {}
+    for name in _names(source):
+        first.setdefault(name.name, name.ctx)
+    return {name for name in find_undeclared_variables(source) if first.get(name, "load") == "load"}
+
+
+def _names(node: nodes.Node) -> Iterator[nodes.Name]:
+    """Yield the names in a template in the order in which they are read and assigned."""
+    if isinstance(node, nodes.Name):
+        yield node
+    value = node.iter if isinstance(node, nodes.For) else node.node if isinstance(node, nodes.Assign) else None
+    for child in sorted(node.iter_child_nodes(), key=lambda child: child is not value):
+        yield from _names(child)
 
 
 def check_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Collection[str]) -> None:

@@ -90,8 +90,16 @@ def test_what_the_run_sets_itself_is_rejected_by_its_key(load, tokenizer, name):
         "{% for m in messages %}{% generation %}{{ style }}{% endgeneration %}{% continue %}{% endfor %}",
         "{% if style is not defined %}{% set style = 1 %}{% endif %}{{ messages[0].content }}",
         "{% set style = style | default('a') %}{{ messages[0].content }}",
+        "{% if tools %}{% set content = 1 %}{% else %}{% set content = 2 %}{% endif %}{{ content ~ style }}",
     ],
-    ids=["of one form", "in a macro", "within tags of transformers", "with a default", "assigned to itself"],
+    ids=[
+        "of one form",
+        "in a macro",
+        "within tags of transformers",
+        "with a default",
+        "assigned to itself",
+        "next to a variable",
+    ],
 )
 def test_what_any_part_of_a_template_reads_is_accepted(template, write, config, tokenizer):
     tokenizer.chat_template = template
