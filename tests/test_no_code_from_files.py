@@ -21,7 +21,7 @@ from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.checkpoint.verl import data_position, verl_faults
 from hybridrl.config import ConfigError
 from hybridrl.data.rows import Faults, load_rows
-from hybridrl.data.tokenizer import render
+from hybridrl.data.tokenizer import Chat, render
 from hybridrl.model_merger.__main__ import main as merge
 from hybridrl.training.loading import open_weights
 from tests.checkpoint.verl_files import qwen2
@@ -143,7 +143,7 @@ TEMPLATES = [
 def test_a_chat_template_reaches_nothing_but_its_messages(template, tmp_path):
     tokenizer = Qwen2Tokenizer(vocab={"a": 0}, merges=[])
     tokenizer.chat_template = template.replace("%s", str(tmp_path / "trace"))
-    (outcome,) = render(tokenizer, [([{"role": "user", "content": "a"}], [])], {}, add_generation_prompt=True)
+    (outcome,) = render(tokenizer, [Chat([{"role": "user", "content": "a"}], [])], {}, add_generation_prompt=True)
     assert isinstance(outcome, TemplateError) or outcome == []
     assert not (tmp_path / "trace").exists()
 

@@ -4,7 +4,7 @@ Knows neither models nor batches; the order of the conversations is in order.py.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -17,7 +17,15 @@ from hybridrl.batch import Batch, pack
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import SFTDataConfig
 from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
+from hybridrl.data.template_arguments import (
+    arguments_read,
+    check_template_arguments,
+    row_arguments,
+    row_fault,
+    unread_column,
+)
 from hybridrl.data.tokenizer import (
+    Chat,
     Message,
     TokenRows,
     as_chat,
@@ -29,9 +37,9 @@ from hybridrl.data.tokenizer import (
     truncate,
 )
 
-# Maps a conversation and its tools to token ids and mask, as its responses would have been sampled turn by turn; raises
+# Maps the fields of a Chat to token ids and mask, as its responses would have been sampled turn by turn; raises
 # ConfigError for a template that cannot do that.
-Replay = Callable[[Sequence[Message], Sequence[dict[str, Any]]], tuple[list[int], list[int]]]
+Replay = Callable[[Sequence[Message], Sequence[dict[str, Any]], Mapping[str, Any]], tuple[list[int], list[int]]]
 REPLAYED = (
     "%s: the chat template renders earlier turns of %d conversations differently once others follow; they are trained "
     "on as they are sampled, turn by turn"
@@ -87,11 +95,14 @@ def load_conversations(
     `key` are as in `load_rows`. `replay` is for conversations whose beginning is rendered differently alone; without it
     they are bad rows. Raises ConfigError that lists all bad rows together.
     """
-    faults = Faults(key)
+    faults, read = Faults(key), arguments_read(tokenizer)
+    check_template_arguments(tokenizer, config.apply_chat_template_kwargs)
     rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed)
     parse = _chat if tokenizer.chat_template else _texts
     parsed = [parse(row, config, faults) for row in rows]
     faults.close()
+    if unread := unread_column(sum(bool(row_arguments(row.values, None)) for row in rows), read):
+        logger.warning("%s: %s", key, unread)
     if tokenizer.chat_template:
         conversations = _tokenize_chats(rows, parsed, config, tokenizer, faults, replay)
     else:
@@ -135,20 +146,28 @@ def _tokenize_chats(
     arguments = config.apply_chat_template_kwargs
     before = [chat[:i] for chat, places in zip(chats, turns, strict=True) for i in places]
     until = [chat[: i + 1] for chat, places in zip(chats, turns, strict=True) for i in places]
-    tools = [as_tools(row.values.get(config.tools_key)) or [] for row in rows]
-    of_turns = [own for own, places in zip(tools, turns, strict=True) for _ in places]
-    opened = render(tokenizer, zip(before, of_turns, strict=True), arguments, add_generation_prompt=True)
-    closed = render(tokenizer, zip(until, of_turns, strict=True), arguments, add_generation_prompt=False)
+    read = arguments_read(tokenizer)
+    given = [(as_tools(row.values.get(config.tools_key)) or [], row_arguments(row.values, read)) for row in rows]
+    of_turns = [own for own, places in zip(given, turns, strict=True) for _ in places]
+    opened, closed = (
+        render(
+            tokenizer,
+            (Chat(chat, *own) for chat, own in zip(some, of_turns, strict=True)),
+            arguments,
+            add_generation_prompt=prompt,
+        )
+        for some, prompt in ((before, True), (until, False))
+    )
     added = tokenizer.added_tokens_decoder.items()  # one can be white space, such as Gemma's line break
     special = {tokenizer.eos_token_id, *(token for token, text in added if text.content.strip())}
-    for row, places, chat, own in zip(rows, turns, chats, tools, strict=True):
+    for row, places, chat, own in zip(rows, turns, chats, given, strict=True):
         starts, ends = list(islice(opened, len(places))), list(islice(closed, len(places)))
         error = next((item for item in starts + ends if isinstance(item, TemplateError)), None)
         if error is not None:
             yield faults.add(row.place, f"the chat template rejects it: {error}")
             continue
         if any(prefix != ends[-1][: len(prefix)] for prefix in starts + ends):
-            yield _replayed(replay, chat, own, row, faults)
+            yield _replayed(replay, Chat(chat, *own), row, faults)
             continue
         ids, loss_mask = ends[-1], [0] * len(ends[-1])
         for start, end in zip(starts, ends, strict=True):
@@ -161,11 +180,9 @@ def _tokenize_chats(
         yield Conversation(ids, loss_mask)
 
 
-def _replayed(
-    replay: Replay | None, chat: list[Message], tools: list[dict[str, Any]], row: Row, faults: Faults
-) -> Conversation | None:
+def _replayed(replay: Replay | None, chat: Chat, row: Row, faults: Faults) -> Conversation | None:
     try:
-        return Conversation(*replay(chat, tools), replayed=True) if replay else faults.add(row.place, BROKEN_PREFIX)
+        return Conversation(*replay(*chat), replayed=True) if replay else faults.add(row.place, BROKEN_PREFIX)
     except ConfigError as error:
         return faults.add(row.place, f"{BROKEN_PREFIX} ({error})")
 
@@ -182,7 +199,7 @@ def _tokenize_texts(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizer
 def _chat(row: Row, config: SFTDataConfig, faults: Faults) -> list[Message] | None:
     """Return the row's conversation, or None after adding its fault."""
     values = row.values
-    if fault := multimodal_fault(values, values.get(config.messages_key)):
+    if fault := multimodal_fault(values, values.get(config.messages_key)) or row_fault(values):
         return faults.add(row.place, fault)
     if as_tools(values.get(config.tools_key)) is None:
         needed = f"data.tools_key={config.tools_key} must hold a list of schemas of tools ([{{...}}, ...])"

@@ -21,7 +21,15 @@ from hybridrl.config.custom_code import load_class, where
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
+from hybridrl.data.template_arguments import (
+    arguments_read,
+    check_template_arguments,
+    row_arguments,
+    row_fault,
+    unread_column,
+)
 from hybridrl.data.tokenizer import (
+    Chat,
     Message,
     TokenRows,
     as_chat,
@@ -42,6 +50,7 @@ PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "message
 TRUTH_NAMES = ("ground_truth", "answer", "label", "target", "solution")  # likewise
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
 ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns that name what a row runs in
+EPISODE_FIELDS = ("tools_kwargs", "interaction_kwargs", "tool_selection")  # columns, or fields of extra_info
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 SYSTEM_FIX = "; put the system message into the user's, or set actor_rollout_ref.model.custom_chat_template"
 # AReaL's texts contain the turns of one model's chat template, which the template of the trained model adds again.
@@ -68,7 +77,7 @@ class PromptDataset(Sequence[Prompt]):
     """The tokenized prompts of a run, in the order of their files.
 
     `over` counts the rows longer than data.max_prompt_length, which were dropped or truncated. `environments` are the
-    names in the columns agent_name and env_class.
+    names in the columns agent_name and env_class, and `fields` are those of EPISODE_FIELDS that rows have.
     """
 
     rows: Rows
@@ -77,6 +86,7 @@ class PromptDataset(Sequence[Prompt]):
     data_sources: set[str]
     over: int
     environments: set[str] = field(default_factory=set)
+    fields: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -108,17 +118,19 @@ def load_prompts(
     ConfigError that lists all bad rows together.
     """
     faults, selection = Faults(key), {"shuffle": shuffle, "seed": config.seed or 0}
+    check_template_arguments(tokenizer, config.apply_chat_template_kwargs)
     if config.custom_cls.path:
         section = as_section(asdict(config) | (custom_keys or {}))
         arguments = {"data_files": files, "tokenizer": tokenizer, "processor": None, "config": section}
         rows = _custom_rows(config, arguments | {"max_samples": max_samples}, faults).sample(max_samples, **selection)
     else:
         rows = load_rows(files, faults, key=key, max_samples=max_samples, **selection)
-    sources, environments = _check(rows, config, faults, key, str(tokenizer.chat_template or ""))
+    read = arguments_read(tokenizer)
+    sources, environments, fields = _check(rows, config, faults, key, str(tokenizer.chat_template or ""), read)
 
     prompts = (prompt for row in rows if isinstance(prompt := _parse(row, config), Prompt))
     if tokenizer.chat_template:
-        chats = ((as_chat(prompt.messages), prompt.tools) for prompt in prompts)
+        chats = (Chat(as_chat(one.messages), one.tools, row_arguments(one.columns, read)) for one in prompts)
         tokenized = render(tokenizer, chats, config.apply_chat_template_kwargs, add_generation_prompt=True)
     else:
         tokenized = encode(tokenizer, (str(prompt.messages) for prompt in prompts))
@@ -144,7 +156,7 @@ def load_prompts(
     fix = "raise data.max_prompt_length, drop them with data.filter_overlong_prompts=true or truncate them with "
     fix += "data.truncation=left|right|middle"
     report_overlong(overlong, len(rows), limit, key=key, outcome=outcome, fix=fix)
-    return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments)
+    return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments, fields)
 
 
 class Prompts(list[Prompt]):
@@ -190,22 +202,27 @@ def read_responses(files: list[str], config: DataConfig, *, key: str, truth_key:
     return prompts
 
 
-def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: str) -> tuple[set[str], set[str]]:
-    """Collect the faults of all rows, log their formats and unknown roles, and return their data sources and the
-    environments that they name."""
+def _check(
+    rows: Rows, config: DataConfig, faults: Faults, key: str, template: str, read: set[str] | None
+) -> tuple[set[str], set[str], set[str]]:
+    """Collect the faults of all rows, log their formats and unknown roles, and return their data sources, and the
+    environments and fields of episodes that they name."""
     formats: Counter[str] = Counter()
     sources: set[str] = set()
     environments: set[str] = set()
+    fields: set[str] = set()
     roles: Counter[str] = Counter()
-    chats = with_tools = as_text = 0
+    chats = with_tools = as_text = own_arguments = 0
     for row in with_progress(rows, len(rows), "checking"):
         prompt = _parse(row, config)
         if isinstance(prompt, Prompt):
             formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
             sources.add(prompt.data_source)
             environments.update(str(name) for column in ENVIRONMENTS if (name := row.values.get(column)))
+            fields |= {name for name in EPISODE_FIELDS if _holds(prompt, name)}
             chats += not isinstance(prompt.messages, str)
             with_tools += bool(prompt.tools)
+            own_arguments += bool(row_arguments(row.values, None))
             as_text += not isinstance(prompt.messages, str) and isinstance(row.values.get(config.prompt_key), str)
             roles.update({message["role"] for message in as_chat(prompt.messages)})
         else:
@@ -221,11 +238,19 @@ def _check(rows: Rows, config: DataConfig, faults: Faults, key: str, template: s
             f"{key}: {chats} rows have chat messages, but the tokenizer has no chat template",
             fix="set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings",
         )
+    if unread := unread_column(own_arguments, read):
+        logger.warning("%s: %s", key, unread)
     notes = [f"{count} in {name} format" for name, count in formats.items() if name != VERL]
     notes += [f"{with_tools} with tools (data.tools_key={config.tools_key})"] if with_tools else []
     notes += [f"{as_text} with chat messages as JSON text"] if as_text else []
     logger.info("%s: %d rows%s", key, len(rows), f" ({', '.join(notes)})" if notes else "")
-    return sources, environments
+    return sources, environments, fields
+
+
+def _holds(prompt: Prompt, name: str) -> bool:
+    """Return whether a row has this field of episodes; a columnar file has every tool in every row, as null."""
+    value = prompt.columns.get(name) or prompt.extra_info.get(name)
+    return any(item is not None for item in value.values()) if isinstance(value, Mapping) else bool(value)
 
 
 def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
@@ -254,8 +279,7 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
         faults.append(
             f'no ground truth: the column reward_model must hold {{"style": "rule", "ground_truth": ...}}{hint}'
         )
-    if media := multimodal_fault(row.values, messages):
-        faults.append(media)
+    faults += [fault for fault in (multimodal_fault(row.values, messages), row_fault(row.values)) if fault]
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         faults.append("extra_info is not an object ({...})")

@@ -3,10 +3,12 @@
 import json
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, starmap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -171,33 +173,50 @@ def multimodal_fault(values: dict[str, Any], messages: Any) -> str:
     return f"more than text: {', '.join(content)}; leave such rows out: only text is supported" if content else ""
 
 
+class Chat(NamedTuple):
+    """A conversation with what its chat template gets besides the messages: the schemas of its tools, and arguments of
+    its own."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
-    chats: Iterable[tuple[list[Message], list[dict[str, Any]]]],
+    chats: Iterable[Chat],
     arguments: dict[str, Any],
     *,
     add_generation_prompt: bool,
 ) -> Iterator[list[int] | TemplateError]:
-    """Yield the token ids of each conversation, given with its tools, or the template's error for it."""
+    """Yield the token ids of each conversation, or the template's error for it; `arguments` are those of all."""
 
-    def apply(chats: Any, tools: list[dict[str, Any]]) -> Any:
+    def apply(messages: Any, chat: Chat) -> Any:
         options = {"add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": False}
-        return tokenizer.apply_chat_template(chats, tools=tools or None, **options, **arguments)
+        return tokenizer.apply_chat_template(
+            messages, tools=chat.tools or None, **options, **{**arguments, **chat.arguments}
+        )
 
-    def apply_alone(chat: list[Message], tools: list[dict[str, Any]]) -> list[int] | TemplateError:
+    def apply_alone(chat: Chat) -> list[int] | TemplateError:
         try:
-            return apply(chat, tools)
+            return apply(chat.messages, chat)
         except TemplateError as error:
             return error
 
     for chunk in _chunks(chats):
-        if not any(tools for _, tools in chunk):
+        rendered: list[list[int] | TemplateError] = [[]] * len(chunk)
+        alike: dict[str, list[int]] = defaultdict(list)  # rendered in one call, which uses every core
+        for number, chat in enumerate(chunk):
+            alike[repr((chat.tools, dict(chat.arguments)))].append(number)
+        for numbers in alike.values():
+            some = [chunk[number] for number in numbers]
             try:
-                yield from apply([chat for chat, _ in chunk], [])
-                continue
+                found = apply([chat.messages for chat in some], some[0])
             except TemplateError:
-                pass
-        yield from starmap(apply_alone, chunk)
+                found = map(apply_alone, some)
+            for number, ids in zip(numbers, found, strict=True):
+                rendered[number] = ids
+        yield from rendered
 
 
 def encode(

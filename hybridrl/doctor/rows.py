@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.data.template_arguments import arguments_read, row_arguments
 from hybridrl.data.tokenizer import as_chat, end_tokens
 
 SAMPLE = 50_000  # prompts that are checked one by one; of a larger set as many, evenly spaced
@@ -120,7 +121,7 @@ def check_template(
         tokenizer.apply_chat_template,
         tools=prompt.tools or None,
         tokenize=False,
-        **config.data.apply_chat_template_kwargs,
+        **config.data.apply_chat_template_kwargs | row_arguments(prompt.columns, arguments_read(tokenizer)),
     )
     text = render(chat, add_generation_prompt=True) if templated else str(prompt.messages)
     plain = tokenizer(text, add_special_tokens=False)["input_ids"]

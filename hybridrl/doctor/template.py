@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError
+from hybridrl.data.template_arguments import arguments_read
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.environments.calls import KEY as FORMAT
 from hybridrl.environments.calls import call_parser
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
         ("tools", written.get("tools", "exact")),
         ("reasoning", "dropped after a new user message" if dialogue.strips_reasoning else "kept"),
         ("tool calls", _calls(options.model, options.format, dialogue)),
+        ("arguments", _arguments(tokenizer)),
         ("stop tokens", _names(tokenizer, ends)),
         ("for tools", _names(tokenizer, dialogue.stop_ids) or "no further stop tokens"),
     ]:
@@ -67,6 +69,12 @@ def main(argv: list[str]) -> int:
     console.print(table)
     console.print(_conversation(console, tokenizer, dialogue), soft_wrap=True)
     return int(bool(differences))
+
+
+def _arguments(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Describe the further arguments that the template reads, which data.apply_chat_template_kwargs may have."""
+    read = arguments_read(tokenizer)
+    return "any, as it is code" if read is None else ", ".join(sorted(read - {*tokenizer.special_tokens_map})) or "none"
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> str:

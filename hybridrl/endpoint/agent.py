@@ -104,7 +104,7 @@ class Agents:
 
     async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
         """Run one episode."""
-        session, turns = self.sessions.start(messages), OneAtATime(policy)
+        session, turns = self.sessions.start(messages, row=row), OneAtATime(policy)
         self.policies[session.id] = turns
         stop, fault, detail, clock = "", None, "", None
         data = {**row, "messages": list(messages)}

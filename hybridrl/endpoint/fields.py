@@ -5,6 +5,7 @@ another result than the client reads out of it. One within a field, such as a pa
 lists: it has its effect or is answered with a warning, unless `REASONS` has it.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,9 @@ from hybridrl.environments import Schema
 from hybridrl.environments.settings import AGENT
 
 INT64 = 2**63
-# Values of other fields that ask for nothing, unless they are false or empty.
-NEUTRAL = {
+# Values of other fields that ask for nothing: what their documentation has as default. Empty ones never ask for
+# anything; false and 0 may, such as a budget of 0.
+DEFAULTS = {
     "modalities": ["text"],
     "truncation": "disabled",
     "best_of": 1,
@@ -28,6 +30,14 @@ NEUTRAL = {
     "spaces_between_special_tokens": True,
     "add_generation_prompt": True,
     "parallel_tool_calls": True,
+    "include_reasoning": True,
+    "length_penalty": 1,
+    "stream_interval": 1,
+    "top_logprobs": 0,
+    "priority": 0,
+    **dict.fromkeys(("echo", "store", "background", "add_special_tokens", "continue_final_message"), False),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "enable_response_messages"), False),
+    **dict.fromkeys(("return_tokens_as_token_ids", "return_prompt_text", "return_token_offsets"), False),
 }
 # What responses have within their fields, here or elsewhere: a client that sends one back asks for nothing by it.
 SENT_BACK = {
@@ -41,11 +51,17 @@ REASONS = {
     "function_call": "write it as tool_calls, or as tool_choice",
     "echo": "only what is sampled is returned",
     "top_logprobs": "only the sampled token has a log-prob",
+    **dict.fromkeys(("guided_json", "structured_outputs"), "write the schema as response_format"),
+    "enable_thinking": "write it in chat_template_kwargs",
+    "chat_template": "the template is that of the model",
+    "continue_final_message": "a response is a message of its own; /v1/completions continues a text",
+    "prompt_logprobs": "only what is sampled has log-probs",
     "previous_response_id": "responses are not stored; send the whole conversation as input",
 }
 COMMON_HINTS = {
     *("store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key", "cache_salt"),
     *("prompt_cache_retention", "prompt_cache_options", "verbosity", "reasoning_effort", "request_id"),
+    *("priority", "stream_interval"),
 }
 # In training these are the run's, since log-probs are needed of what is sampled from; the others are rejected there.
 OF_THE_RUN = (
@@ -102,6 +118,7 @@ class Sampled(Fields):
     """The fields that all forms share. `HINTS` are further ones that have no effect and are accepted."""
 
     HINTS: ClassVar[set[str]] = COMMON_HINTS
+    DEFAULTS: ClassVar[dict[str, Any]] = DEFAULTS
     SCHEMA: ClassVar[str] = ""  # the field with the format of a response
 
     model: str = ""
@@ -185,6 +202,12 @@ class Sampled(Fields):
         """Return the JSON schema that a response must match, as text."""
         return None
 
+    def _asks_for_nothing(self, name: str, value: Any, *, inside: bool) -> bool:
+        """Return whether a field that nothing reads has no effect anywhere with this value."""
+        if name in self.DEFAULTS:
+            return bool(value == self.DEFAULTS[name])
+        return value in ("", [], {}) or (inside and not value)
+
     def warnings(self, rules: Rules) -> list[str]:
         """Return which fields have no effect; rejects those that would change the result."""
         run = [name for name in OF_THE_RUN if rules.trains and name in self.model_fields_set]
@@ -198,12 +221,14 @@ class Sampled(Fields):
         others: dict[str, str] = {}  # places, of each kind the first
         for place, value in [*unread(self), *self._unread.items()]:
             name, inside = place.rpartition(".")[2], "." in place
-            if value == NEUTRAL[name] if name in NEUTRAL else not value:
+            if self._asks_for_nothing(name, value, inside=inside):
                 continue
             if inside and name in SENT_BACK | enforced:
                 continue
             if name in REASONS if inside else name not in self.HINTS:
-                reason = REASONS.get(name, "the endpoint has no such field; leave it out")
+                near = difflib.get_close_matches(name, type(self).model_fields, n=1)
+                unknown = f"the endpoint has no such field; leave it out{f', or write {near[0]}' if near else ''}"
+                reason = REASONS.get(name, unknown)
                 raise rejected(400, f"{place} is not supported: {reason}", param=place)
             others.setdefault(re.sub(r"\d+", "", place), place)
         return found + [f"{place} has no effect" for place in others.values()]

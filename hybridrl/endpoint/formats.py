@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hybridrl.endpoint.core import Reply, Wanted
-from hybridrl.endpoint.fields import COMMON_HINTS, Format, Rules, Sampled, tool_schema
+from hybridrl.endpoint.fields import COMMON_HINTS, DEFAULTS, Format, Rules, Sampled, tool_schema
 from hybridrl.endpoint.messages import Fields, Name, as_rendered, rejected
 from hybridrl.environments import Message, Schema
 
@@ -58,6 +58,8 @@ class Tool(Fields):
 
 class CompletionRequest(Sampled):
     """A request to continue a text or token ids."""
+
+    DEFAULTS = DEFAULTS | {"add_special_tokens": True}  # those that the tokenizer adds, such as a leading bos
 
     prompt: Any
     logprobs: int | None = Field(None, ge=0, le=1)
@@ -124,9 +126,7 @@ def _chat_log_probs(reply: Reply, tokenizer: PreTrainedTokenizerBase) -> list[di
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
     """Return a function that makes of a token its bytes, which need not be whole characters."""
     added, alphabet = tokenizer.added_tokens_decoder, {text: byte for byte, text in bytes_to_unicode().items()}
-    by_byte = all(
-        tokenizer.convert_tokens_to_ids(text) not in (None, tokenizer.unk_token_id) for text in "\u0120\u010a"
-    )
+    by_byte = tokenizer.convert_tokens_to_string(["a\u0120"]) == "a "  # other vocabularies may have these letters too
 
     def written(token: int) -> bytes:
         piece = added[token].content if token in added else tokenizer.convert_ids_to_tokens(token) or ""

@@ -256,10 +256,13 @@ class Sessions:
         self.by_key: dict[str, Session] = {}
         self.unrecorded = 0
 
-    def start(self, trusted: Sequence[Message] = (), task: str = "") -> Session:
+    def start(
+        self, trusted: Sequence[Message] = (), task: str = "", row: Mapping[str, Any] = MappingProxyType({})
+    ) -> Session:
+        """Return a new session, for an episode of the `row` if there is one."""
         for old in [one for one in self.by_id.values() if self.clock() - one.used > 2 * self.timeout]:
             self.remove(old)
-        session = Session(self.kit, trusted, task, used=self.clock())
+        session = Session(self.kit.of_row(row), trusted, task, used=self.clock())
         self.by_id[session.id] = self.by_key[session.api_key] = session
         return session
 

@@ -164,7 +164,7 @@ class OutputOptions(Fields):
 class MessagesRequest(Sampled):
     """A request of Anthropic's Messages."""
 
-    HINTS = COMMON_HINTS | {"thinking", "context_management", "betas", "cache_control", "inference_geo"}
+    HINTS = COMMON_HINTS | {"thinking", "context_management", "betas", "cache_control", "inference_geo", "speed"}
     SCHEMA = "output_config.format"
 
     messages: list[Any] = Field(min_length=1)

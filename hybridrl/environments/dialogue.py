@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.findings import ConfigError
+from hybridrl.data.template_arguments import row_arguments
 from hybridrl.environments.environment import Message, Schema
 from hybridrl.environments.template import CONTENT, KEY, RESPONSE, TOOL, ChatTemplate, response, user, with_calls
 
@@ -85,6 +86,16 @@ class Dialogue:
         if unread := sorted(arguments.keys() - self._template.reads(arguments)):
             raise ConfigError(f"the chat template does not read {', '.join(unread)}", fix="leave it out")
         return self._others(tuple(sorted(arguments.items())))
+
+    def of_row(self, row: Mapping[str, Any]) -> "Dialogue":
+        """Return the dialogue with the arguments that a row has and the template reads."""
+        own = row_arguments(row, None)
+        return self.with_arguments(own) if own and self._template.reads(own) else self
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments of the template."""
+        return self._template.arguments
 
     def _with_arguments(self, arguments: tuple[tuple[str, Any], ...]) -> "Dialogue":
         options = {"arguments": {**self._template.arguments, **dict(arguments)}}
@@ -161,8 +172,16 @@ class Dialogue:
             return ""
         return written if RESPONSE in written else ""
 
-    def replay(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> tuple[list[int], list[int]]:
-        """Return ids and mask of a conversation whose responses are taken as sampled, as the template writes them."""
+    def replay(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[list[int], list[int]]:
+        """Return ids and mask of a conversation whose responses are taken as sampled, as the template writes them, with
+        `arguments` of its own."""
+        if arguments:
+            return self.with_arguments(arguments).replay(messages, tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.start(messages[: turns[0]], tools)
         mask = [0] * len(ids)

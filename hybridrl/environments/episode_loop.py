@@ -77,6 +77,11 @@ class Kit:
         parser = cache(partial(call_parser, format, model_type, dialogue))
         return cls(tokenizer, dialogue, parser, frozenset((*end_ids, *dialogue.stop_ids)), limits)
 
+    def of_row(self, row: Mapping[str, Any]) -> Self:
+        """Return the kit of an episode, whose row may have arguments of its own for the chat template."""
+        dialogue = self.dialogue.of_row(row)
+        return self if dialogue is self.dialogue else replace(self, dialogue=dialogue)
+
     def content(self, sampled: np.ndarray) -> list[int]:
         """Return the ids of a response without its end tokens."""
         ids = sampled.tolist()

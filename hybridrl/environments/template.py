@@ -4,13 +4,14 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from inspect import signature
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.findings import ConfigError
+from hybridrl.data.template_arguments import FIXED, arguments_read
 from hybridrl.environments.environment import Message, Schema
 
 KEY = "actor_rollout_ref.model.custom_chat_template"
@@ -69,11 +70,14 @@ class ChatTemplate:
         except REJECTIONS as error:
             raise ConfigError(f"the chat template rejects these messages: {error}", fix=f"set {KEY}") from error
 
+    @cached_property
+    def _reads(self) -> set[str] | None:
+        return arguments_read(self._tokenizer)
+
     def reads(self, names: Iterable[str]) -> set[str]:
-        """Return those of the names that are in the template, and are free for its arguments."""
-        taken = {"messages", "bos_token", *signature(self._tokenizer.apply_chat_template).parameters}
-        words = {*re.findall(r"\w+", str(self._tokenizer.chat_template))} - taken
-        return {name for name in names if name in words}
+        """Return those of the names that the template reads, and that are free for its arguments."""
+        free = set(names) - FIXED - {*self._tokenizer.special_tokens_map}
+        return free if self._reads is None else free & self._reads
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered text; the parts between marks that `plain` has set are encoded one by one."""
@@ -136,7 +140,9 @@ def _with_arguments(message: Message, *, as_text: bool) -> Message:
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function", call)
-        arguments = function["arguments"]
+        arguments = function.get("arguments")
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            arguments = {}
         if as_text != isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
         function = function | {"arguments": arguments}

@@ -237,29 +237,31 @@ class EpisodeWorker:
         call.ready.put_nowait((ticket, trajectory))
 
     async def _episode(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
-        policy = partial(WorkerPolicy, self.kit, call, ticket, spec)
+        kit = self.kit.of_row(spec.row)
+        policy = partial(WorkerPolicy, kit, call, ticket, spec)
         if self.agents and runs_function(spec.row, self.environments):
             async with call.places:
                 return await self.agents.run(policy(self._with_stops(spec.sampling)), spec.messages, spec.row)
         make = environment_of(spec.row, self.environments)
         if isinstance(make, AgentLoop):
-            return await self._verl_loop(make, policy(spec.sampling), spec)
+            return await self._verl_loop(make, policy(spec.sampling), spec, kit)
         environment = SingleResponse({}, spec.row) if make is None else make()
         sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
-        return await EpisodeRun(self.kit, policy(sampling), environment).run(spec.messages)
+        return await EpisodeRun(kit, policy(sampling), environment).run(spec.messages)
 
-    async def _verl_loop(self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec) -> Trajectory:
+    async def _verl_loop(self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec, kit: Kit) -> Trajectory:
         """Run an agent loop of verl, which returns the rows of its episode."""
-        sampling, tokenizer = spec.sampling, self.kit.tokenizer
+        sampling, tokenizer, configuration = spec.sampling, kit.tokenizer, self.configuration
+        if kit is not self.kit:  # the loop renders the messages itself
+            data = {**configuration["data"], "apply_chat_template_kwargs": dict(kit.dialogue.arguments)}
+            configuration = {**configuration, "data": data}
         parameters = {name: vars(sampling)[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
         limit = self.kit.limits.timeout
         clock = asyncio.timeout(limit)
         try:
             async with clock:
                 asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
-                outputs = await loop.run(
-                    asked, list(spec.messages), tokenizer, self.configuration, parameters, self.kit.dialogue
-                )
+                outputs = await loop.run(asked, list(spec.messages), tokenizer, configuration, parameters, kit.dialogue)
         except TimeoutError as error:
             if not clock.expired():
                 raise

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.data.prompts import ENVIRONMENTS, Prompt
+from hybridrl.data.template_arguments import row_arguments
 from hybridrl.evaluation.samples import GREEDY
 from hybridrl.rollout import Sampling, request_seed
 
@@ -134,10 +135,17 @@ def plan(
         numbers = [*([GREEDY] if greedy else []), *range(responses[question.dataset])]
         prompt = question.prompt
         reward = digest(origin.reward, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        shown = [prompt.tools, row_arguments(prompt.columns, None)]  # where a prompt has no token ids that show them
+        further = [shown] if any(shown) and not prompt.ids else []
         for number in numbers:
             used = greedy if number == GREEDY and greedy else sampling
             own = request_seed(seed, question.seed_key, number)
-            content = [prompt.ids or prompt.messages, question.repeat, prompt.columns if origin.whole_rows else None]
+            content = [
+                prompt.ids or prompt.messages,
+                *further,
+                question.repeat,
+                prompt.columns if origin.whole_rows else None,
+            ]
             key = digest(origin.policy, number, own, asdict(used), content)
             wanted.append(Wanted(question, number, used, own, key, reward))
     return wanted

@@ -1,6 +1,7 @@
 """Whether and how a run has episodes of several turns: from the configuration to the processes, and what is checked
 before they start."""
 
+import logging
 import os
 import secrets
 from collections.abc import Collection, Mapping
@@ -36,6 +37,8 @@ from hybridrl.tracking.console import info
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
 FULL = "actor_rollout_ref.rollout.full_determinism"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
+
+logger = logging.getLogger(__name__)
 
 
 def environment_settings(config: PPOConfig) -> EnvironmentSettings:
@@ -183,6 +186,19 @@ def check_episodes(
     if not findings.errors and (uses_tools or multi_turn.format != "auto"):
         with findings.gathered():
             kit.parser()
+
+
+def warn_of_unread_fields(config: PPOConfig, datasets: Mapping[str, PromptDataset]) -> None:
+    """Name the fields of rows that their episodes do not read."""
+    settings = environment_settings(config)
+    for key, data in datasets.items():
+        unread, fix = data.fields, f"configure tools or an environment below {MULTI_TURN}, or name one in agent_name"
+        if runs_episodes(config, data.environments):
+            only_tools = choice_of({}, settings) == Choice("tools", TOOL_AGENT) and not settings.interaction_config_path
+            unread = unread & {"interaction_kwargs"} if only_tools else set()
+            fix = f"set {MULTI_TURN}.interaction_config_path"
+        if unread:
+            logger.warning("%s: rows have %s, which nothing reads; %s", key, ", ".join(sorted(unread)), fix)
 
 
 def check_continued(config: PPOConfig, findings: Findings) -> None:

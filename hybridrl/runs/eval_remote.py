@@ -3,14 +3,16 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import openai
 
 from hybridrl.config import ConfigError
-from hybridrl.data.tokenizer import as_chat
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.template_arguments import row_arguments
+from hybridrl.data.tokenizer import Chat, as_chat
 from hybridrl.evaluation.plan import Wanted
 from hybridrl.evaluation.samples import Sample
 from hybridrl.rollout import Sampling
@@ -40,14 +42,18 @@ class Endpoint:
     model: str
     concurrency: int
 
-    async def reply(self, client: openai.AsyncOpenAI, messages: list[dict], sampling: Sampling, seed: int) -> Reply:
-        """Return the model's response; what fails after some retries is a fault, not an exception."""
-        more: dict[str, Any] = {"extra_body": {"top_k": sampling.top_k}} if sampling.top_k > 0 else {}
+    async def reply(self, client: openai.AsyncOpenAI, chat: Chat, sampling: Sampling, seed: int) -> Reply:
+        """Return the model's response; what fails after some retries is a fault, not an exception. Calls of tools stay
+        in its text, as those of a model of files do."""
+        beyond: dict[str, Any] = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}  # OpenAI's own fields
+        beyond |= {"chat_template_kwargs": dict(chat.arguments)} if chat.arguments else {}
+        more: dict[str, Any] = {"extra_body": beyond} if beyond else {}
         more |= {"stop": list(sampling.stop)} if sampling.stop else {}
+        more |= {"tools": chat.tools, "tool_choice": "none"} if chat.tools else {}
         try:
             answer = await client.chat.completions.create(
                 model=self.model,
-                messages=messages,
+                messages=chat.messages,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 max_tokens=sampling.max_tokens,
@@ -62,16 +68,16 @@ class Endpoint:
 
     async def replies(
         self,
-        wanted: Iterable[tuple[list[dict], Sampling, int]],
+        wanted: Iterable[tuple[Chat, Sampling, int]],
         done: Callable[[int, Reply], Awaitable[None]],
     ) -> None:
-        """Request a response to each of the messages, `concurrency` at a time; await `done` with each as it arrives."""
+        """Request a response to each of the chats, `concurrency` at a time; await `done` with each as it arrives."""
         client = openai.AsyncOpenAI(base_url=self.address, api_key=_key(), timeout=REQUEST_SECONDS, max_retries=RETRIES)
         items = enumerate(wanted)
 
         async def work() -> None:
-            for index, (messages, sampling, seed) in items:  # shared: each item is taken once
-                await done(index, await self.reply(client, messages, sampling, seed))
+            for index, (chat, sampling, seed) in items:  # shared: each item is taken once
+                await done(index, await self.reply(client, chat, sampling, seed))
 
         async with client, asyncio.TaskGroup() as tasks:
             for _ in range(self.concurrency):
@@ -120,9 +126,14 @@ def connect(address: str, model: str | None, concurrency: int, key: str = "eval.
 
 
 async def sample_remotely(
-    endpoint: Endpoint, missing: Sequence[Wanted], rescorer: Rescorer, keep: Callable[[Sample], None]
+    endpoint: Endpoint,
+    missing: Sequence[Wanted],
+    rescorer: Rescorer,
+    keep: Callable[[Sample], None],
+    arguments: Mapping[str, Any],
 ) -> None:
-    """Have responses sampled at an address and scored here, and keep each as soon as it has its score."""
+    """Have responses sampled at an address and scored here, and keep each as soon as it has its score. `arguments` are
+    those of the chat template, which the server applies."""
     began = time.monotonic()
 
     async def done(index: int, reply: Reply) -> None:
@@ -137,8 +148,10 @@ async def sample_remotely(
             sample = with_score(sample, rescorer.shaping.shaped(await asyncio.wrap_future(future), sample.tokens))
         keep(sample)
 
-    wanted = [(as_chat(one.question.prompt.messages), one.sampling, one.seed) for one in missing]
-    await endpoint.replies(wanted, done)
+    def chat(prompt: Prompt) -> Chat:
+        return Chat(as_chat(prompt.messages), prompt.tools, {**arguments, **row_arguments(prompt.columns, None)})
+
+    await endpoint.replies([(chat(one.question.prompt), one.sampling, one.seed) for one in missing], done)
 
 
 def _key() -> str:

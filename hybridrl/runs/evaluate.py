@@ -133,7 +133,8 @@ class ModelEvaluation:
     def policy(self) -> str:
         """The fingerprint of the model, and of all that it samples with besides a request."""
         if self.endpoint is not None:
-            return digest(self.endpoint.address, self.endpoint.model)
+            arguments = self.config.data.apply_chat_template_kwargs
+            return digest(self.endpoint.address, self.endpoint.model, *([arguments] if arguments else []))
         section, path = self.config.actor_rollout_ref, self.target.path
         weights = [model_fingerprint(one) for one in dict.fromkeys((path, section.model.path))]  # an adapter's base too
         engine, _ = sample_fingerprints(self.config, "")
@@ -234,7 +235,8 @@ class ModelEvaluation:
     ) -> None:
         if self.endpoint is not None:
             with self._rescorer(directory) as rescorer:
-                asyncio.run(sample_remotely(self.endpoint, missing, rescorer, keep))
+                arguments = self.config.data.apply_chat_template_kwargs
+                asyncio.run(sample_remotely(self.endpoint, missing, rescorer, keep, arguments))
             return
         with self.runner(sessions, merge, directory) as runner:
             sample_here(runner, missing, keep)

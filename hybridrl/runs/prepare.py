@@ -26,7 +26,7 @@ from hybridrl.environments.dialogue import Dialogue
 from hybridrl.health.custom import custom_rules
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.runs.episodes import check_episodes, runs_episodes
+from hybridrl.runs.episodes import check_episodes, runs_episodes, warn_of_unread_fields
 from hybridrl.runs.resume import adapted_models
 from hybridrl.runs.settings import (
     build_algorithm,
@@ -104,6 +104,7 @@ def prepare(config: PPOConfig) -> RunInputs:
     if inputs.tokenizer is not None:
         _check_models(config, inputs)
         _load_data(config, inputs.tokenizer, inputs)
+        warn_of_unread_fields(config, inputs.datasets)
         if runs_episodes(config, inputs.environments):
             check_episodes(config, inputs.tokenizer, inputs.datasets, inputs.rejections)
     return inputs
@@ -220,7 +221,7 @@ def _replay(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Replay:
         ends = end_tokens(config.model.path, tokenizer)
         return Dialogue(tokenizer, ends, arguments=config.data.apply_chat_template_kwargs)
 
-    return lambda chat, tools: dialogue().replay(chat, tools)
+    return lambda *chat: dialogue().replay(*chat)
 
 
 def reject_hub_model(model: ModelConfig, key: str) -> None:

@@ -92,6 +92,14 @@ def test_an_agent_gives_the_rows_of_the_same_loop_as_an_environment(run, tokeniz
     assert list(found.messages) == list(expected.messages) and asked.limits == by_agent.limits
 
 
+def test_the_column_enable_thinking_of_a_row_holds_in_its_session(run, tokenizer, monkeypatch):
+    quiet = "{% if add_generation_prompt and enable_thinking is false %}{{ '<quiet>' }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + quiet)
+    found = run(LOOP, {"turns": 2, "reward": 1.0, "enable_thinking": False}, {"turns": 2, "reward": 1.0})
+    texts = [tokenizer.decode([*one.rows()[0].prompt_ids, *one.rows()[0].response_ids]) for one in found]
+    assert [text.count("<quiet>") for text in texts] == [2, 0]
+
+
 def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment(tokenizer, kit_of):
     row, kit = {"turns": 3, "reward": 0.5}, kit_of()
     expected = asyncio.run(EpisodeRun(kit, Counting(tokenizer), Echo({}, row)).run(MESSAGES))

@@ -8,9 +8,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hybridrl.endpoint import app, core
 from hybridrl.endpoint.fields import Rules
+from hybridrl.endpoint.formats import token_bytes
 from hybridrl.endpoint.requests import body_limit
 from tests.endpoint.conftest import ADMIN
 
@@ -85,6 +88,8 @@ OF_ONE = [
     (CHAT, {"tools": [tool(description=HALF)]}, "tools[0].function.description"),
     (CHAT, {"chat_template_kwargs": {"unread": 1}}, "chat_template_kwargs"),
     (CHAT, {"chat_template_kwargs": {"messages": "a"}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"assistant": 1}}, "chat_template_kwargs"),  # a word of the template, no argument
+    (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
     (CHAT, {"logprobs": True, "top_logprobs": 5}, "top_logprobs"),
     (TEXT, {"prompt": [5, 10**6]}, "prompt"),
@@ -548,6 +553,20 @@ def test_bytes_of_tokens_are_those_of_the_text(endpoint):
     assert (
         bytes(byte for token in tokens[:-1] for byte in token["bytes"]).decode() == text == choice["message"]["content"]
     )
+
+
+def test_bytes_of_tokens_are_those_of_the_text_with_a_vocabulary_of_pieces_too():
+    pieces = ["<unk>", "\u2581", "n", "\u00e9", "\u2581ok", "\u0120", "\u010a", "</s>"]
+    vocab = {piece: number for number, piece in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence(steps)
+    backend.add_special_tokens(["</s>"])
+    written = token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>"))
+    smile = [f"<0x{byte:02X}>" for byte in "\U0001f642".encode()]
+    spelled = ["n", "\u00e9", "\u2581", *smile, "\u2581ok", "\u0120"]
+    assert b"".join(written(vocab[piece]) for piece in spelled).decode() == "n\u00e9 \U0001f642 ok\u0120"
+    assert written(vocab["\u00e9"]) == b"\xc3\xa9" and written(vocab["</s>"]) == b"</s>"
 
 
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud83d"}'])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.tokenizer import render
+from hybridrl.data.tokenizer import Chat, render
 from hybridrl.environments.dialogue import Dialogue
 from tests.environments.conftest import CALLS, OPENS, PLAIN, STRIPS
 
@@ -121,7 +121,7 @@ def test_a_token_that_opens_the_results_of_tools_is_a_further_stop_token(tokeniz
 def test_a_conversation_starts_as_a_row_of_the_dataset_does(talk: Talk) -> None:
     chat = [{"role": "system", "content": "Be brief."}, user(f"What is {INJECTION}?")]
     talk.dialogue.start(chat).append(0)
-    assert talk.dialogue.start(chat) == next(render(talk.tokenizer, [(chat, [])], {}, add_generation_prompt=True))
+    assert talk.dialogue.start(chat) == next(render(talk.tokenizer, [Chat(chat, [])], {}, add_generation_prompt=True))
     assert "look_up" in talk.text(talk.dialogue.start(chat, TOOLS))
 
 
@@ -215,6 +215,14 @@ def test_contents_and_arguments_take_the_form_that_the_template_reads(tokenizer_
     talk = Talk(tokenizer_of(parts))
     assert talk.delta(result("1")) == ("\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n", 0)
     assert talk.dialogue.check() == []
+
+
+@pytest.mark.parametrize("function", [{"arguments": ""}, {"arguments": None}, {}], ids=["empty", "null", "absent"])
+def test_a_call_without_arguments_has_none(tokenizer_of: MakeTokenizer, function: dict) -> None:
+    talk = Talk(tokenizer_of(CALLS))
+    call = {"id": "1", "type": "function", "function": {"name": "now", **function}}
+    text = talk.text(talk.dialogue.start([user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]))
+    assert '{"name": "now", "arguments": {}}' in text
 
 
 def test_a_model_without_a_template_is_rejected(tokenizer_of: MakeTokenizer) -> None:

@@ -92,6 +92,49 @@ def test_a_turn_that_no_engine_can_sample_costs_its_episode_only(tokenizer, tmp_
     assert first.fault is None and third.fault is None
 
 
+QUIET = "{% if add_generation_prompt and enable_thinking is false %}{{ '<quiet>' }}{% endif %}"
+LOOP = """
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+
+class Once(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        ids = await self.apply_chat_template(kwargs["raw_prompt"])
+        out = await self.server_manager.generate(request_id="1", prompt_ids=ids, sampling_params=sampling_params)
+        return AgentLoopOutput(prompt_ids=ids, response_ids=out.token_ids, response_mask=[1] * len(out.token_ids),
+                               num_turns=2, metrics={})
+"""
+
+
+@pytest.mark.parametrize("kind", ["environment", "loop of verl"])
+def test_the_column_enable_thinking_of_a_row_holds_for_each_turn_of_its_episode(tokenizer, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + QUIET)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "once.py").write_text(LOOP)
+    (tmp_path / "loops.yaml").write_text("- name: once\n  _target_: once.Once\n")
+    environment, loop = f"{tmp_path}/reads.py:Reads", kind != "environment"
+    (tmp_path / "reads.py").write_text(ENVIRONMENT)
+    settings = (
+        EnvironmentSettings(agent_loop_config_path=str(tmp_path / "loops.yaml"))
+        if loop
+        else EnvironmentSettings(environment)
+    )
+    sections = {"data": {"max_prompt_length": 9, "max_response_length": 9}, "actor_rollout_ref": {"rollout": {}}}
+    more = {"configuration": sections}
+    worker = EpisodeWorker.__new__(EpisodeWorker)
+    worker.begin(EpisodeSettings(lambda: tokenizer, settings, LIMITS, (tokenizer.eos_token_id,), **more))
+    prompts: list[str] = []
+
+    def answer(request: Request) -> Completion:
+        prompts.append(tokenizer.decode(request.prompt_ids))
+        return sampled(tokenizer, request)
+
+    row = {"agent_name": "once"} if loop else {}
+    quiet, plain = run(worker, [row | {"enable_thinking": False}, row], answer)
+    assert quiet.fault is None and plain.fault is None, (quiet.detail, plain.detail)
+    assert sorted(prompt.count("<quiet>") for prompt in prompts) == ([0, 1] if loop else [0, 0, 1, 2])
+
+
 def test_an_agent_that_ignores_the_fault_of_its_request_is_excluded_too(tokenizer, tmp_path):
     class Runner:
         concurrency = None

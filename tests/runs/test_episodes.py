@@ -66,6 +66,25 @@ def test_the_limits_are_those_of_the_keys(data):
     assert (limits.turns, limits.user_turns, limits.turn, limits.call_timeout) == (5, 4, 16, 7)
 
 
+@pytest.mark.parametrize(
+    ("override", "unread"),
+    [
+        ("actor_rollout_ref.rollout.n=2", "rows have interaction_kwargs, tool_selection, tools_kwargs, which nothing"),
+        (f"{MULTI_TURN}.tools=[calculator]", "rows have interaction_kwargs, which nothing reads"),
+        (f"{MULTI_TURN}.environment=guess_number", ""),
+    ],
+)
+def test_fields_of_rows_that_their_episodes_do_not_read_are_named(data, tmp_path, caplog, override, unread):
+    extra = {"tools_kwargs": {"calculator": {"create_kwargs": {}}}, "interaction_kwargs": {"name": "a"}}
+    row = {"prompt": "1+1", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}
+    row |= {"extra_info": extra | {"tool_selection": ["calculator"]}}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    prepare(load(data, f"data.train_files={tmp_path}/rows.jsonl", override))
+    assert [unread] * bool(unread) == [
+        record.getMessage().partition(": ")[2][: len(unread)] for record in caplog.records if "nothing" in record.msg
+    ]
+
+
 def test_an_environment_that_gives_the_rewards_needs_no_reward_function(data):
     inputs = prepare(load(data, f"{MULTI_TURN}.environment=guess_number"))
     inputs.rejections.close()

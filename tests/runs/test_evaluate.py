@@ -302,6 +302,29 @@ def test_an_address_is_asked_with_messages_and_its_responses_are_scored_here(pla
     assert [one["messages"][-1]["content"] for one in Server.requests] == ["3", "3"]  # what failed, and only that
 
 
+def test_an_address_gets_the_arguments_of_the_chat_template_and_the_tools_of_its_rows(place, tmp_path, address):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    row = {"data_source": "digits", "reward_model": {"ground_truth": "1"}}
+    rows = [{"prompt": "0"}, {"prompt": "1", "enable_thinking": True}, {"prompt": "2", "tools": tools}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | one) + "\n" for one in rows))
+    command = [f"eval.files={tmp_path / 'rows.jsonl'}", f"eval.models={address}", "eval.n=1", "eval.output_dir=out"]
+    command += [f"reward.custom_reward_function.path={place / 'reward.py'}", "reward.num_workers=1"]
+
+    def asked(*more: str) -> dict[str, tuple]:
+        Server.requests.clear()
+        assert main_eval.main([*command, *more]) == 0
+        names = ("chat_template_kwargs", "tools", "tool_choice")
+        return {one["messages"][0]["content"]: tuple(map(one.get, names)) for one in Server.requests}
+
+    with_tools = {"2": (None, tools, "none")}
+    assert asked() == {"0": (None, None, None), "1": ({"enable_thinking": True}, None, None), **with_tools}
+    assert asked() == {}  # they are stored
+    quiet = {"enable_thinking": False}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | one) + "\n" for one in rows[:2]))
+    more = asked("data.apply_chat_template_kwargs={enable_thinking: false}")  # another policy: nothing is stored
+    assert more == {"0": (quiet, None, None), "1": ({"enable_thinking": True}, None, None)}
+
+
 def test_rows_of_several_turns_at_an_address_are_rejected(place, tmp_path, address, capsys):
     row = {"prompt": "1", "data_source": "digits", "reward_model": {"ground_truth": "1"}, "env_class": "guess_number"}
     (tmp_path / "turns.jsonl").write_text(json.dumps(row) + "\n")

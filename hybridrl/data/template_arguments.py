@@ -1,0 +1,103 @@
+"""The arguments of a chat template besides messages and tools: which ones it reads, and those that a row has."""
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from inspect import signature
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config.findings import Findings
+
+KEY = "data.apply_chat_template_kwargs"
+COLUMN = "enable_thinking"  # verl's column of an argument for one row
+FIXES = {
+    "chat_template": "set actor_rollout_ref.model.custom_chat_template (model.custom_chat_template for SFT)",
+    "tools": "give each row its tools (data.tools_key), or episodes tools of their own",
+}
+# What the library gives every template, and what it calls these itself.
+GIVEN = {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+FIXED = {"messages", "conversations", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
+    "documents"
+}
+
+
+class _Generation(Extension):
+    """The tag of transformers that marks what the assistant wrote."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def arguments_read(tokenizer: PreTrainedTokenizerBase) -> set[str] | None:
+    """Return the names of the arguments that the chat template reads, in any of its forms; None if that is unknown: it
+    is code of the tokenizer, or no valid template."""
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        return None
+    template, environment = tokenizer.chat_template or "", Environment(extensions=[loopcontrols, _Generation])
+    try:
+        sources = map(environment.parse, template.values() if isinstance(template, dict) else [template])
+        return set().union(*map(_arguments, sources)) - GIVEN
+    except TemplateSyntaxError:
+        return None
+
+
+def _arguments(source: nodes.Template) -> set[str]:
+    """Return the names that a template may read before it has assigned them: the others are its own variables."""
+    first: dict[str, str] = {}
+    for name in _names(source):
+        first.setdefault(name.name, name.ctx)
+    return {name for name in find_undeclared_variables(source) if first.get(name, "load") == "load"}
+
+
+def _names(node: nodes.Node) -> Iterator[nodes.Name]:
+    """Yield the names in a template in the order in which they are read and assigned."""
+    if isinstance(node, nodes.Name):
+        yield node
+    value = node.iter if isinstance(node, nodes.For) else node.node if isinstance(node, nodes.Assign) else None
+    for child in sorted(node.iter_child_nodes(), key=lambda child: child is not value):
+        yield from _names(child)
+
+
+def check_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Collection[str]) -> None:
+    """Raise ConfigError for arguments of the configuration that the template does not read, or that the run sets."""
+    read, findings = arguments_read(tokenizer), Findings()
+    known = sorted(name for name in read or () if name not in tokenizer.special_tokens_map)
+    for name in arguments:
+        key = f"{KEY}.{name}"
+        if name in FIXED:
+            findings.error("conflict", f"{key}: the run sets {name} itself", FIXES.get(name, "leave it out"), keys=key)
+        elif read is not None and name not in read:
+            cause = f"{key}: the chat template does not read {name}; it reads {', '.join(known) or 'nothing further'}"
+            cause = cause if tokenizer.chat_template else f"{key}: there is no chat template that could read it"
+            near = difflib.get_close_matches(name, known, n=1)
+            findings.error("conflict", cause, f"set {KEY}.{near[0]}?" if near else "leave it out", keys=key)
+    findings.close()
+
+
+def row_arguments(row: Mapping[str, Any], read: Collection[str] | None) -> dict[str, Any]:
+    """Return the arguments that a row has for the template, of those that it reads; None: any."""
+    value = row.get(COLUMN)
+    return {} if value is None or (read is not None and COLUMN not in read) else {COLUMN: bool(value)}
+
+
+def row_fault(row: Mapping[str, Any]) -> str:
+    """Describe an argument of a row that no template reads as it is meant, or return ""."""
+    value = row.get(COLUMN)
+    fits = value is None or isinstance(value, bool | np.bool_)
+    return "" if fits else f"the column {COLUMN} holds {value!r:.40}, not true or false"
+
+
+def unread_column(rows: int, read: Collection[str] | None) -> str:
+    """Describe the column of so many rows if the template does not read it; else return ""."""
+    if not rows or read is None or COLUMN in read:
+        return ""
+    return f"{rows} rows have a column {COLUMN}, which the chat template does not read: it has no effect"
