@@ -220,7 +220,7 @@ def test_no_word_of_a_launch_script_changes_the_terminal(tmp_path, capsys):
     doctor.main(["migrate", str(tmp_path / "run.sh")])
     shown = capsys.readouterr().out
     assert not harmful(shown)
-    assert "trainer.experiment_name=a" in shown
+    assert "trainer.experiment_name='a" in shown
 
 
 def test_tables_and_messages_are_printable_and_keep_their_styles(capsys):

@@ -241,8 +241,8 @@ class Overrides:
         if entry.kind not in TRANSLATED:
             self.arguments.append(f"++{key}={value}")
             return None
-        if not entry.concerns(override.value()):
-            return self.unsupported(text, key, entry.why)
+        if not entry.concerns(override.value()):  # null is how the other system switches it off
+            return None if override.value() in (None, "") else self.unsupported(text, key, entry.why)
         if entry.kind == "combined":
             return None  # translated once all arguments are known
         replacement = entry.value_of(value)

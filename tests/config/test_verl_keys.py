@@ -151,6 +151,21 @@ def test_what_skyrl_and_areal_have_and_is_not_here_is_rejected_in_a_line(
     assert line.startswith(f"{override}: {message}")
 
 
+def test_no_key_of_another_system_is_rejected_where_null_switches_it_off(load: Load) -> None:
+    entries = [entry for entry in verl_keys().entries if entry.kind in ("translated", "combined")]
+    off = [entry for entry in entries if entry.value_of("null") is None]  # for the others, null is a choice
+    plain = [key for entry in off for key in entry.keys if "*" not in key and key not in tree(SFTConfig)]
+    assert "trainer.algorithm.dynamic_sampling.type" in plain
+    assert load(*GRPO, *(f"{key}=null" for key in plain)).config == load(*GRPO).config
+
+
+def test_token_ids_that_stay_are_accepted_and_another_choice_is_named(load: Load) -> None:
+    key = "data.continuous_token.enable"
+    assert load(*GRPO, f"{key}=true").notes == load(*GRPO, f"{key}=null").notes == load(*GRPO).notes
+    (note,) = load(*GRPO, f"{key}=false").notes
+    assert note.startswith(f"{key} has no effect: responses always stay token ids")
+
+
 def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name(load: Load) -> None:
     loaded = load(
         "actor.path=model", "actor.eps_clip=0.4", "actor.kl_ctl=0.1", "actor.reward_norm.std_level=null", "rollout.n=2"

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
-from hybridrl.doctor import migrate
+from hybridrl.doctor import script_commands
 
 from .conftest import Doctor
 
@@ -71,7 +71,10 @@ def test_every_difference_is_reported(doctor: Doctor, script: Path) -> None:
     assert "# warning [old-name] rollout.n is now actor_rollout_ref.rollout.n" in output
     assert "# warning [ignored-key] actor_rollout_ref.rollout.load_format has no effect" in output
     assert "[ignored-key] actor_rollout_ref.actor.optim.total_training_steps has no effect" in output
-    assert "# info [default] trainer.save_freq=0 here, -1 in verl" in output
+    assert "; trainer.save_freq=0 here, -1 in verl; " in output
+    assert output.count("[default]") == 1  # all of them in one line, which is the same for most scripts
+    left_out = output.partition("[left-out]")[2].partition("\n")[0]
+    assert "trainer.balance_batch=True (" in left_out and "load_format" not in left_out
     assert "trainer.n_gpus_per_node=null here" not in output  # the script sets it
 
 
@@ -109,16 +112,16 @@ def test_no_program_is_started_and_no_file_is_written(
         "printf x >| made\n: >> made\ncat <<< x &> made\nPATH=/bin:/usr/bin touch made\nrm -rf .\nkill -9 $PPID\n"
         "last word\n"
     )
-    commands, _ = migrate.commands_of(script)
+    commands, _ = script_commands.commands_of(script)
     assert commands[-1] == ["last", "word"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.sh", "tool"]
 
 
 def test_a_script_that_does_not_finish_is_stopped(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrate, "SECONDS", 0.5)
+    monkeypatch.setattr(script_commands, "SECONDS", 0.5)
     script.write_text("while true; do :; done\n")
     with pytest.raises(ValueError, match=r"did not reach the end of .*run\.sh within 0\.5 s"):
-        migrate.commands_of(script)
+        script_commands.commands_of(script)
 
 
 HOSTILE = {
@@ -224,7 +227,7 @@ def test_a_hostile_script_reaches_nothing(
 def test_a_script_that_takes_all_it_can_is_stopped(
     doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, endless: str
 ) -> None:
-    monkeypatch.setattr(migrate, "SECONDS", 1)
+    monkeypatch.setattr(script_commands, "SECONDS", 1)
     script.write_text(f"{endless}\n")
     status, output = doctor("migrate", str(script))
     assert status == 2 and len(output) < 2000
@@ -297,6 +300,88 @@ def test_a_program_that_only_probes_has_no_output(doctor: Doctor, script: Path) 
     assert "# warning [empty-value] trainer.n_gpus_per_node is empty: a variable that is not set here" in output
 
 
+@pytest.mark.parametrize(
+    "module", ["verl_tool.trainer.main_ppo", "my_verl.trainer.main_ppo_v2", "search.agents.train", "train_it.py"]
+)
+def test_a_fork_s_program_is_read_like_one_with_code_of_its_own(doctor: Doctor, script: Path, module: str) -> None:
+    run = module if module.endswith(".py") else f"-m {module}"
+    script.write_text(f"PYTHONUNBUFFERED=1 python3 {run} {MODEL} rollout.n=4\n")
+    status, output = doctor("migrate", str(script))
+    assert status == 0 and f"# warning [program] {module} has code of its own" in output
+    assert "actor_rollout_ref.rollout.n=4" in printed(output)
+
+
+def test_the_programs_that_run_are_named_if_none_trains(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        f"python3 -m verl.trainer.main_generation_server {MODEL}\npython3 prepare/gsm8k.py --out x\nbash ./other.sh 1\n"
+    )
+    status, output = doctor("migrate", str(script))
+    assert status == 2
+    assert "; it runs verl.trainer.main_generation_server, prepare/gsm8k.py, ./other.sh" in " ".join(output.split())
+
+
+def test_what_changes_nothing_is_named_in_one_line(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo {MODEL} trainer.critic_warmup=0 trainer.balance_batch=true "
+        "data.return_raw_chat=True distillation.enabled=false "
+        "data.continuous_token.enable=true actor_rollout_ref.model.lora.rank=null\n"
+    )
+    output = doctor("migrate", str(script))[1]
+    (line,) = [line for line in output.splitlines() if "left-out" in line]
+    assert "trainer.critic_warmup" not in line  # it is in the command
+    assert "trainer.balance_batch=true (rows are always balanced over the devices by their lengths)" in line
+    assert "data.return_raw_chat=True (" in line
+    assert "distillation.enabled=false" in line and "actor_rollout_ref.model.lora.rank=null" in line
+    assert "data.continuous_token.enable=true (responses always stay token ids" in line
+
+
+def test_a_value_that_only_the_shell_quotes_gets_quotes_for_hydra(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        f'python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name="len > 512 run" > a.log 2>&1\n'
+    )
+    status, output = doctor("migrate", str(script))
+    assert status == 0 and "# info [quoted] trainer.experiment_name='len > 512 run' has quotes in the command" in output
+    assert "trainer.experiment_name='len > 512 run'" in printed(output)
+
+
+WAITING = """
+(while true; do nvidia-smi >> gpu.log; sleep 60; done) &
+until curl -s localhost:8000/health; do sleep 1; done
+PY=/usr/bin/python3
+nohup "$PY" -m verl.trainer.main_ppo {model} trainer.experiment_name=first < /dev/null &> a.log & pid=$!
+while kill -0 $pid; do sleep 30; done
+while true; do if [ -f done ]; then break; fi; sleep 5; done
+while wait -n; do :; done
+for n in 4 8; do $PY -m verl.trainer.main_ppo {model} rollout.n=$n & sleep 1; done; wait
+"""
+
+
+def test_a_script_that_waits_for_its_programs_is_read_to_its_end(doctor: Doctor, script: Path) -> None:
+    script.write_text(WAITING.format(model=MODEL))
+    output = doctor("migrate", str(script))[1]
+    assert "trainer.experiment_name=first" in output and "incomplete" not in output
+    assert ["actor_rollout_ref.rollout.n=4" in output, "actor_rollout_ref.rollout.n=8" in output] == [True, True]
+    assert output.count("python -m hybridrl.main_ppo") == 3
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("while :; do :; done", "bash did not reach the end of"),
+        ("x=${NOT_SET:?is required}", "NOT_SET: is required"),
+        ("if true; then", "unexpected end of file"),
+    ],
+)
+def test_runs_before_the_place_where_bash_stops_are_read(
+    doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, end: str, why: str
+) -> None:
+    monkeypatch.setattr(script_commands, "SECONDS", 1)
+    script.write_text(f"python3 -m verl.trainer.main_ppo {MODEL}\n{end}\n")
+    output = doctor("migrate", str(script))[1]
+    assert "# warning [incomplete] " in output and "so runs after that are missing: " in output and why in output
+    assert printed(output) == MODEL.split()
+
+
 def test_verl_s_switch_to_uv_is_left_out(doctor: Doctor, script: Path) -> None:
     script.write_text(
         "LAUNCH=(uv run --frozen --all-packages --extra vllm python3)\n"
@@ -359,7 +444,8 @@ def test_rejected_settings_are_left_out_until_the_command_is_accepted(doctor: Do
     status, output = doctor("migrate", str(script))
     assert printed(output) == ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
     assert status == 1
-    assert output.count(".megatron.") == 4  # named in one line only
+    assert output.count(".megatron.") == 5  # each is named, in one line only
+    assert "and 1 more: " in output and "left-out" not in output
 
 
 @pytest.mark.parametrize("module", ["recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo", "dapo.main_dapo"])
@@ -386,7 +472,16 @@ def test_supervised_training_becomes_a_command_for_main_sft(doctor: Doctor, scri
         "model.use_remove_padding=true",
     ]
     assert status == 0
-    assert "# info [default] trainer.total_epochs=" in output
+    assert "# info [default] other defaults of keys that the script does not set: " in output
+
+
+def test_a_rejected_choice_of_a_section_leaves_its_keys_in_the_command(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        "torchrun -m verl.trainer.sft_trainer model.path=m data.train_files=a.parquet optim=megatron optim.lr=1e-4\n"
+    )
+    status, output = doctor("migrate", str(script))
+    assert status == 1 and "# error [unsupported] optim=megatron: " in output
+    assert printed(output, "main_sft") == ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-4"]
 
 
 def test_a_program_with_its_own_code_is_reported(doctor: Doctor, script: Path) -> None:
@@ -405,7 +500,8 @@ def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(doctor: Doctor, script
     assert {"actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.use_kl_loss=false"} <= set(words)
     assert "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3" in words
     assert "algorithm.adv_estimator=grpo" in words  # SkyRL's default, which differs from hybridrl's
-    assert "# info [default] algorithm.adv_estimator=grpo is added: it is the default of SkyRL, and gae" in output
+    assert "# info [default] SkyRL's defaults are added to the command below: " in output
+    assert " algorithm.adv_estimator=gae here, grpo in SkyRL" in output
     assert status == 1 and output.count("# error") == 1
 
 

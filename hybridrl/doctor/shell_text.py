@@ -1,0 +1,195 @@
+"""The text of a shell script without its redirections to and from files, which a confined bash cannot open.
+
+Quotes, expansions, comments, arithmetic, tests and here-documents are recognized, so that only redirections change.
+"""
+
+import re
+
+QUOTED = re.compile(r"\\.|'[^']*'|\$'(?:\\.|[^'\\])*'", re.DOTALL)
+ESCAPED = re.compile(r"\\.", re.DOTALL)
+COMMENT = re.compile(r"#[^\n]*")
+DUPLICATE = re.compile(r"(?:\d+|\{\w+\})?[<>]&[ \t]*(?:\d+-?|-)")  # 2>&1, <&-: no file
+OUTPUT = re.compile(r"(?:(?:\d+|\{\w+\})?(?:>>|>\||>&|<>|>(?!\())|&>>?)(?:[ \t]|\\\n)*")
+INPUT = re.compile(r"(?:\d+|\{\w+\})?<(?![<(])&?(?:[ \t]|\\\n)*")
+HERE = re.compile(r"""(?:\d+)?<<(-?)[ \t]*((?:\\.|'[^']*'|"[^"]*"|[^\s;|&<>()'"\\])+)""")
+# Before a word that is a command, as opposed to an argument.
+COMMAND = re.compile(r"(?:[\n;&|({`]|\b(?:then|do|else|if|while|until)|!)[ \t]*$")
+CASE, ESAC = re.compile(r"case(?=\s)"), re.compile(r"esac\b")
+TEST, TEST_END = re.compile(r"\[\[(?=\s)"), re.compile(r"\s\]\](?=[\s;&|)]|$)")
+# A program with its directory, which a restricted bash does not start.
+PROGRAM = re.compile(r"""("?)[^\s="'()<>|&;`]*/(python[\d.]*|torchrun|accelerate|uv)\1(?=[\s;)])""")
+BETWEEN = " \t\n;&|("  # words
+CONTINUED = "\\\n"  # a line
+
+
+def without_files(script: str) -> str:
+    """Return a script without redirections to or from files and with programs by their names alone.
+
+    A command whose input is a file has none; one whose input is a process substitution gets its output as text, since
+    a process substitution is a file too.
+    """
+    scanner = _Scanner(script)
+    scanner.commands()
+    return "".join(scanner.copied)
+
+
+class _Scanner:
+    """Copies a script from `at` on; `here` are the here-documents that begin with the next line, `ends` what ends a
+    word."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+        self.copied: list[str] = []
+        self.here: list[re.Match[str]] = []
+        self.ends = " \t\n;&|<>()"
+
+    def commands(self, end: str = "") -> None:
+        """Copy commands up to and including `end`."""
+        cases, first = 0, True  # first: at the beginning of a word
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char == end and not (cases and end == ")"):
+                return self._copy(1)
+            before = self.at
+            if first and (COMMENT.match(self.text, self.at) or TEST.match(self.text, self.at)):
+                self._comment_or_test()
+            elif first and (program := PROGRAM.match(self.text, self.at)):
+                self.copied.append(program[2])
+                self.at = program.end()
+            elif first and self.text.startswith("((", self.at) and self._arithmetic():
+                pass
+            elif not (self._redirection(first) or self._nested(in_quotes=False)):
+                cases += first and CASE.match(self.text, self.at) is not None and self._begins_command()
+                cases -= cases > 0 and first and ESAC.match(self.text, self.at) is not None
+                self._copy(1)
+                if char == "(":
+                    self.commands(")")
+                elif char == "\n":
+                    self._here_documents()
+            if not self.text.startswith(CONTINUED, before):
+                first = self.text[self.at - 1] in BETWEEN and char != "\\"
+        return None
+
+    def _copy(self, count: int) -> None:
+        self.copied.append(self.text[self.at : self.at + count])
+        self.at += count
+
+    def _begins_command(self) -> bool:
+        return COMMAND.search("\n" * (self.at < 40) + self.text[max(0, self.at - 40) : self.at]) is not None
+
+    def _comment_or_test(self) -> None:
+        if comment := COMMENT.match(self.text, self.at):
+            return self._copy(len(comment[0]))
+        self._copy(2)
+        while self.at < len(self.text) and not TEST_END.match(self.text, self.at):
+            if not self._nested(in_quotes=False):
+                self._copy(1)
+        return self._copy(3)
+
+    def _nested(self, in_quotes: bool) -> bool:
+        """Copy what is quoted or expanded, if that is next; in double quotes, single ones have no meaning."""
+        rest = self.text[self.at : self.at + 3]
+        if quoted := (ESCAPED if in_quotes else QUOTED).match(self.text, self.at):
+            self._copy(len(quoted[0]))
+        elif rest == "$((" and self._arithmetic():
+            pass
+        elif rest[:2] == "$(" or (rest[:2] in ("<(", ">(") and not in_quotes):
+            self._copy(2)
+            self.commands(")")
+        elif rest[:1] == "`":
+            self._copy(1)
+            around, self.ends = self.ends, f"{self.ends}`"
+            self.commands("`")
+            self.ends = around
+        elif rest[:2] == "${":
+            self._copy(2)
+            self._text("}", in_quotes)
+        elif rest[:1] == '"' and not in_quotes:
+            self._copy(1)
+            self._text('"', in_quotes=True)
+        else:
+            return False
+        return True
+
+    def _text(self, end: str, in_quotes: bool) -> None:
+        """Copy text in which only expansions and quotes count, up to and including `end`."""
+        while self.at < len(self.text):
+            if self.text[self.at] == end:
+                return self._copy(1)
+            in_parameter = end == "}" and self.text[self.at] == '"'
+            if not self._nested(in_quotes and not in_parameter):
+                self._copy(1)
+        return None
+
+    def _arithmetic(self) -> bool:
+        """Copy arithmetic, if what begins like it ends like it; a subshell in a subshell begins like it too."""
+        start, count, depth = self.at, len(self.copied), 0
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char in "\"'`\\" or (char == "$" and self.at > start):
+                if not self._nested(in_quotes=False):
+                    self._copy(1)
+                continue
+            self._copy(1)
+            depth += (char == "(") - (char == ")")
+            if char == ")" and depth == 1 and not self.text.startswith(")", self.at):
+                break
+            if char == ")" and depth == 0:
+                return True
+        self.at = start
+        del self.copied[count:]
+        return False
+
+    def _redirection(self, first: bool) -> bool:
+        """Leave out a redirection, if that is next. The number of a file is one only at the beginning of a word."""
+        if self.text[self.at] not in ("<>&{0123456789" if first else "<>&"):
+            return False
+        if self.text.startswith("<<<", self.at):
+            self._copy(3)
+        elif here := HERE.match(self.text, self.at):
+            self.here.append(here)
+            self._copy(len(here[0]))
+        elif duplicate := DUPLICATE.match(self.text, self.at):
+            self._copy(len(duplicate[0]))
+        elif output := OUTPUT.match(self.text, self.at):
+            self.at = output.end()
+            self._leave_out_word()
+        elif read := INPUT.match(self.text, self.at):
+            self.at = read.end()
+            if self.text.startswith("<(", self.at):
+                self.copied.append('<<< "$(')
+                self.at += 2
+                self.commands(")")
+                self.copied.append('"')
+            else:
+                self._leave_out_word()
+                self.copied.append("<&-")
+        else:
+            return False
+        return True
+
+    def _leave_out_word(self) -> None:
+        count = len(self.copied)
+        if self.text[self.at : self.at + 2] in ("<(", ">("):
+            self._nested(in_quotes=False)
+        while self.at < len(self.text) and self.text[self.at] not in self.ends:
+            if not self._nested(in_quotes=False):
+                self._copy(1)
+        del self.copied[count:]
+
+    def _here_documents(self) -> None:
+        """Copy the here-documents that begin with this line; in one with a quoted delimiter, nothing is expanded."""
+        for here in self.here:
+            delimiter = re.sub(r"[\\'\"]", "", here[2])
+            indent = r"\t*" if here[1] else ""
+            end = re.compile(rf"^{indent}{re.escape(delimiter)}$", re.MULTILINE).search(self.text, self.at)
+            body = self.text[self.at : end.end() if end else len(self.text)]
+            self.at += len(body)
+            if delimiter == here[2]:
+                inner = _Scanner(body)
+                while inner.at < len(body):
+                    if not inner._nested(in_quotes=True):
+                        inner._copy(1)
+                body = "".join(inner.copied)
+            self.copied.append(body)
+        self.here = []
