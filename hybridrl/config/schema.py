@@ -59,6 +59,7 @@ class RowsConfig(Section):
 class DataConfig(RowsConfig):
     train_weights: list[values.AboveZero]
     reward_fn_key: str
+    ground_truth_key: str | None
     max_prompt_length: values.Positive
     max_response_length: values.Positive
     gen_batch_size: values.Positive | None

@@ -36,6 +36,7 @@ from hybridrl.data.tokenizer import (
     as_messages,
     as_tools,
     encode,
+    from_json,
     multimodal_fault,
     render,
     truncate,
@@ -256,6 +257,7 @@ def _holds(prompt: Prompt, name: str) -> bool:
 def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     """Return the row as a prompt without ids, or all faults of the row."""
     form, values = to_verl_format(row.values, config.reward_fn_key)
+    columns = row.values
     prompt = values.get(config.prompt_key if form != AREAL else "prompt")
     messages = as_messages(prompt) or (prompt if isinstance(prompt, str) else None)
     tools = as_tools(values.get(config.tools_key))
@@ -263,22 +265,19 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     if tools is None:
         faults.append(f"data.tools_key={config.tools_key} must hold a list of schemas of tools ([{{...}}, ...])")
     if not messages:
-        key, names = config.prompt_key, row.values
+        key, names = config.prompt_key, columns
         near = difflib.get_close_matches(key, names, n=1) or [name for name in PROMPT_NAMES if name in names]
         hint = f"; set data.prompt_key={near[0]}?" if near and key not in names else ""
         needed = f"no prompt: data.prompt_key={key} must hold chat messages ([{{role, content}}, ...]) or a text; "
         faults.append(f"{needed}the row has {', '.join(names) or 'no columns'}{hint}")
-    reward = values.get("reward_model")
-    ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
-    if ground_truth is None and isinstance(reward, str | list):
-        kind = "a text" if isinstance(reward, str) else "a list"
-        faults.append(f'reward_model holds {kind}, {reward!r:.60}, not an object {{"ground_truth": ...}}; convert it')
-    elif ground_truth is None:
-        near = next((name for name in TRUTH_NAMES if name in row.values), None)
-        hint = f"; move the column {near} there" if near else ""
-        faults.append(
-            f'no ground truth: the column reward_model must hold {{"style": "rule", "ground_truth": ...}}{hint}'
-        )
+    if config.ground_truth_key:
+        ground_truth = _in_column(config.ground_truth_key, columns)
+        columns = columns | {"ground_truth": ground_truth}  # for environments
+    else:
+        reward = values.get("reward_model")
+        ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
+    if ground_truth is None:
+        faults.append(_no_truth(row.values, values.get("reward_model"), config.ground_truth_key))
     faults += [fault for fault in (multimodal_fault(row.values, messages), row_fault(row.values)) if fault]
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):
@@ -289,7 +288,36 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     if faults or not messages:
         return faults
     data_source = UNKNOWN_SOURCE if source is None else str(source)
-    return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, row.values, tools or [])
+    return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, columns, tools or [])
+
+
+def _in_column(name: str, columns: dict[str, Any]) -> Any:
+    """Return the ground truth of a column: its value, or that under ground_truth if it is an object with one."""
+    value = columns.get(name)
+    truth = _as_object(value)
+    return value if truth is None else truth.get("ground_truth", value)
+
+
+def _as_object(value: Any) -> dict[str, Any] | None:
+    """Return an object, also one that is JSON text; None for any other value."""
+    value = from_json(value) if isinstance(value, str) else value
+    return value if isinstance(value, dict) else None
+
+
+def _no_truth(columns: dict[str, Any], reward: Any, key: str | None) -> str:
+    """Describe why a row has no ground truth, with the column that may hold it."""
+    near = difflib.get_close_matches(key or "", columns, n=1) or [name for name in TRUTH_NAMES if name in columns]
+    hint = f"; set data.ground_truth_key={near[0]}?" if near and key not in near[:1] else ""
+    if key:
+        absent = "is null there" if key in columns else f"is no column: the row has {', '.join(columns)}"
+        return f"no ground truth: data.ground_truth_key={key} {absent}{hint}"
+    if isinstance(reward, str | list):
+        kind = "a text" if isinstance(reward, str) else "a list"
+        return (
+            f'reward_model holds {kind}, {reward!r:.60}, not an object {{"ground_truth": ...}}; if it is the ground '
+            "truth, set data.ground_truth_key=reward_model, else convert it"
+        )
+    return f'no ground truth: the column reward_model must hold {{"style": "rule", "ground_truth": ...}}{hint}'
 
 
 def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[str, Any]]:
@@ -298,6 +326,9 @@ def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[s
     SkyRL: {prompt, env_class, reward_spec: {ground_truth}}. AReaL (boba): {prompt, query_id, task, solutions}, for
     programs input_output instead of solutions. Any other row is treated as verl's, and checked as such.
     """
+    for name in ("reward_model", "reward_spec"):
+        if (truth := _as_object(values.get(name))) is not None:
+            values = values | {name: truth}
     if isinstance(values.get("reward_model"), dict):
         return VERL, values
     if isinstance(values.get("reward_spec"), dict):

@@ -129,8 +129,8 @@ def _as_message(item: Any) -> Message | None:
 
 
 def from_json(text: str) -> Any:
-    """Return the list that a text with JSON holds; None for any other text."""
-    if not text.lstrip().startswith("["):
+    """Return the list or object that a text with JSON holds; None for any other text."""
+    if not text.lstrip().startswith(("[", "{")):
         return None
     try:
         return json.loads(text)

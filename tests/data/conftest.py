@@ -56,6 +56,7 @@ def config() -> DataConfig:
         prompt_key="prompt",
         tools_key="tools",
         reward_fn_key="data_source",
+        ground_truth_key=None,
         max_prompt_length=512,
         max_response_length=512,
         train_batch_size=8,

@@ -13,6 +13,7 @@ from transformers import Qwen2Tokenizer
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
+from hybridrl.environments.rows import ground_truth
 
 Write = Callable[..., str]
 
@@ -83,6 +84,51 @@ def test_ground_truths_of_any_type_are_unchanged(write: Write, config: DataConfi
     truths = ["4", 4, ["4", "four"], {"target": 4}, 0, False, ""]
     rows = [row("2+2?", reward_model={"ground_truth": truth}) for truth in truths]
     assert [prompt.ground_truth for prompt in load(write(*rows), config, tokenizer)] == truths
+
+
+@pytest.mark.parametrize(
+    ("key", "column", "truth"),
+    [
+        ("answer", "4", "4"),
+        ("solution", ["4", "four"], ["4", "four"]),
+        ("answer", 0, 0),
+        ("answer", '{"target": 4}', '{"target": 4}'),  # what a text means is the reward's
+        ("truth", {"style": "rule", "ground_truth": "4"}, "4"),
+        ("truth", '{"style": "rule", "ground_truth": [4, null]}', [4, None]),
+        ("reward_model", "4", "4"),
+    ],
+)
+def test_the_ground_truth_may_be_in_any_column(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, key: str, column: Any, truth: Any
+) -> None:
+    config = replace(config, ground_truth_key=key)
+    rows = [{"data_source": "s", "prompt": "2+2?", key: column}, row("2+2?", **{key: column})]
+    for prompt in load(write(*rows), config, tokenizer):
+        assert (prompt.ground_truth, ground_truth(prompt.columns)) == (truth, truth)
+
+
+def test_a_reward_model_that_is_json_text_is_read(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+    (prompt,) = load(write(row("2+2?", reward_model='{"style": "rule", "ground_truth": "4"}')), config, tokenizer)
+    assert prompt.ground_truth == "4"
+
+
+def test_a_column_of_the_ground_truth_that_is_absent_or_null_is_rejected_with_those_that_there_are(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    config = replace(config, ground_truth_key="answr")
+    rows = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "2+2?", "answr": None}, {"prompt": "2+2?"}]
+    text = rejection(write(*rows), config, tokenizer)
+    fault = "no ground truth: data.ground_truth_key=answr is"
+    assert f"line 1: {fault} no column: the row has prompt, answer; set data.ground_truth_key=answer?" in text
+    assert f"line 2: {fault} null there" in text
+    assert f"line 3: {fault} no column: the row has prompt" in text
+
+
+def test_a_row_without_reward_model_names_the_key_of_its_other_column(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    text = rejection(write({"prompt": "2+2?", "solution": "4"}), config, tokenizer)
+    assert text.endswith("; set data.ground_truth_key=solution?")
 
 
 def test_null_fields_that_parquet_adds_to_messages_do_not_reach_the_template(
@@ -246,7 +292,7 @@ def test_one_bad_row_among_many_is_named(write: Write, config: DataConfig, plain
     assert "rows.jsonl, line 2346: no ground truth" in message
 
 
-@pytest.mark.parametrize(("reward", "kind"), [('{"ground_truth": "4"}', "a text"), (["4"], "a list, ['4']")])
+@pytest.mark.parametrize(("reward", "kind"), [("4", "a text"), ('["4"]', "a text"), (["4"], "a list, ['4']")])
 def test_a_ground_truth_in_a_text_or_a_list_is_named(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, reward: Any, kind: str
 ) -> None:

@@ -36,7 +36,8 @@ def score_gsm8k(
 ) -> float:
     """Return `score` if the last number is the ground truth, `format_score` for another number, 0 without one.
 
-    "strict" searches for numbers after "#### ", "flexible" for any. The complete response is searched; verl
+    "strict" searches for numbers after "#### ", "flexible" for any. A ground truth may be a whole solution of the
+    dataset, which ends with such a number. The complete response is searched; verl
     reads its last 300 characters and so misses a correct result that more text follows.
     """
     if method not in _NUMBERS:
@@ -47,7 +48,9 @@ def score_gsm8k(
     numbers = _NUMBERS[method].findall(solution_str)
     if not numbers:
         return 0.0
-    return score if _plain_number(numbers[-1]) == _plain_number(str(ground_truth)) else format_score
+    return (
+        score if _plain_number(numbers[-1]) == _plain_number(str(ground_truth).rpartition("#### ")[2]) else format_score
+    )
 
 
 def _plain_number(number: str) -> str:

@@ -82,3 +82,8 @@ def test_what_a_tool_said_earns_nothing():
     assert built_in.compute_score("openai/gsm8k", read, "4242") == 1.0
     assert built_in.compute_score("openai/gsm8k", read, "4242", {"written": "#### 522"}) == 0.0
     assert built_in.compute_score("openai/gsm8k", read, "4242", {"written": "#### 522\n#### 4242"}) == 1.0
+
+
+@pytest.mark.parametrize(("response", "score"), [("so #### 1,072", 1.0), ("#### 24", 0.0), ("1072", 0.0)])
+def test_a_whole_solution_of_the_dataset_is_a_ground_truth(response: str, score: float) -> None:
+    assert compute_score(response, "48/2 = <<48/2=24>>24 in May.\n48+1024 = 1072 clips altogether.\n#### 1072") == score
